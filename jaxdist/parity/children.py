@@ -18,6 +18,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from jaxdist.runtime.children import how_ended
+
 LIMIT_SECONDS = 600.0
 """CPU time for an answer; a child that takes more, or that idles as long, is ended."""
 BUSY_SHARE = 0.01
@@ -91,7 +93,7 @@ class _Child:
                 return pipe.recv()
         except (EOFError, OSError):
             self._process.join()
-            how = _how(self._process.exitcode)
+            how = f"the process ended ({how_ended(self._process.exitcode)})"
         said = _last_words(self._said)
         self.end()
         return Ended(f"{how}: {said}" if said else how)
@@ -159,16 +161,6 @@ def _serve(function: Callable[[Any], Any], pipe: Connection, said: str) -> None:
         except EOFError:
             return
         pipe.send(function(item))
-
-
-def _how(exitcode: int) -> str:
-    """Describe how a process ended.
-
-    >>> _how(-6), _how(1)
-    ('the process ended with SIGABRT', 'the process ended with code 1')
-    """
-    name = signal.Signals(-exitcode).name if exitcode < 0 else f"code {exitcode}"
-    return f"the process ended with {name}"
 
 
 def _last_words(said: Path) -> str:

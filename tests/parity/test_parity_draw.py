@@ -103,7 +103,7 @@ def answered(monkeypatch, tmp_path):
 
 
 def test_what_goes_wrong_is_told_with_its_config_and_the_rest_goes_on(answered, tmp_path):
-    ended = Ended("the process ended with SIGABRT: x.cc:497] Check failed: 1 == 2")
+    ended = Ended("the process ended (signal SIGABRT): x.cc:497] Check failed: 1 == 2")
     answered(outcome_of(0), ended, outcome_of(2, "differs"), outcome_of(3))
     found = run("--draw", 4, "--json", "d.json")
     assert found.exit_code == 1, found.output
@@ -290,7 +290,7 @@ def test_what_ends_a_process_is_an_answer_and_the_others_go_on():
     found = [*parity_children.answers(answer, [2, 13, 3, 13, 4], jobs=2)]
     assert found[::2] == [4, 9, 16]
     for ended in found[1::2]:
-        assert ended.reason.startswith("the process ended with SIGABRT: ")
+        assert ended.reason.startswith("the process ended (signal SIGABRT): ")
         assert ended.reason.endswith("x.cc:497] Check failed: 1 == 2")
 
 

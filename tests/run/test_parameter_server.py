@@ -52,7 +52,7 @@ def test_a_run_whose_worker_is_killed(jaxdist: Jaxdist):
     os.kill(pid_of(jaxdist.run, "worker", 1, process.pid), signal.SIGKILL)
     done = finish(process)
     assert (done.code, done.err) == (0, ""), done
-    assert "worker 1 ended (signal 9): worker 2 takes its place" in done.out
+    assert "worker 1 ended (signal SIGKILL): worker 2 takes its place" in done.out
     clients = (jaxdist.run / "order" / "clients.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in clients] == [
         {"first": 0, "client": client, "slot": slot} for client, slot in ((0, 0), (1, 1), (2, 1))
@@ -85,7 +85,7 @@ def test_racks_halve_what_the_server_receives_and_bear_a_killed_worker(jaxdist: 
     os.kill(pid_of(jaxdist.run, "worker", 1, process.pid), signal.SIGKILL)
     done = finish(process)
     assert (done.code, done.err) == (0, ""), done
-    assert "worker 1 ended (signal 9): worker 4 takes its place" in done.out
+    assert "worker 1 ended (signal SIGKILL): worker 4 takes its place" in done.out
     train = [one for one in metrics(jaxdist.run) if one["split"] == "train"]
     assert [one["step"] for one in train] == list(range(1, 601))
     assert train[-1]["loss"] < train[0]["loss"] / 2
@@ -128,7 +128,7 @@ def test_who_cannot_be_lost_ends_the_run_which_then_resumes(
     os.kill(pid_of(jaxdist.run, role, number, process.pid), signal.SIGKILL)
     ended = finish(process)
     assert ended.code == 3
-    assert f"{role} {number} ended (signal 9) and with it what it held" in ended.message
+    assert f"{role} {number} ended (signal SIGKILL) and with it what it held" in ended.message
     newest = steps(jaxdist.run)[-1]
     done = jaxdist("train", "config.yaml", "--resume", f"train.steps={newest + 3}")
     assert done.code == 0, done
@@ -146,7 +146,7 @@ def test_a_worker_that_is_stuck_is_ended_and_replaced(jaxdist: Jaxdist):
     done = finish(process)
     assert (done.code, done.err) == (0, ""), done
     assert "worker 0 is ended, as nobody gets on" in done.out
-    assert "worker 0 ended (signal 9): worker 2 takes its place" in done.out
+    assert "worker 0 ended (signal SIGKILL): worker 2 takes its place" in done.out
     assert "worker 1 ended" not in done.out, done  # it only waits for worker 0
     assert steps(jaxdist.run)[-1] == 60
 

@@ -24,7 +24,7 @@ from jaxdist.param_server.training.fleet import Fleet
 from jaxdist.param_server.training.ledger import Ledger
 from jaxdist.param_server.training.state import Sharded
 from jaxdist.param_server.wire.security import make_token, read_tls, read_token
-from jaxdist.runtime.children import Event, end_together
+from jaxdist.runtime.children import Event, end_together, how_ended
 from jaxdist.runtime.environment import plan_environment
 from jaxdist.train.state import TrainState
 from jaxdist.train.strategy.contract import Prepared
@@ -203,8 +203,8 @@ class Supervisor:
     def _ended(self, child: Child, code: int) -> None:
         if child.role != "worker":
             raise RunError(
-                f"{child} ended ({_how(code)}) and with it what it held; go on from the newest "
-                f"checkpoint with --resume. {child.last_words()}"
+                f"{child} ended ({how_ended(code)}) and with it what it held; continue from the "
+                f"newest checkpoint with --resume. {child.last_words()}"
             )
         if self.team.workers.get(child.number) is not child:
             return
@@ -217,11 +217,11 @@ class Supervisor:
         self.team.deaths[slot] += 1
         if self.team.deaths[slot] >= self.cluster.processes.deaths:
             raise RunError(
-                f"{child} ended ({_how(code)}), the {self.team.deaths[slot]}. time in a row "
+                f"{child} ended ({how_ended(code)}), the {self.team.deaths[slot]}. time in a row "
                 f"without a step: {child.last_words()}"
             )
         client = max(self.team.slots) + 1
-        self.prepared.note(f"{child} ended ({_how(code)}): worker {client} takes its place")
+        self.prepared.note(f"{child} ended ({how_ended(code)}): worker {client} takes its place")
         self.fleet.admit(client, slot)
         self._worker(client, slot)
 
@@ -299,10 +299,6 @@ class Supervisor:
         """No process outlives the run."""
         end_together([*self.team.workers.values()])
         self.fleet.end()
-
-
-def _how(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def supervise(sharded: Sharded, prepared: Prepared, *, module: str, config: Path) -> TrainState:
