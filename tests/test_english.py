@@ -17,8 +17,8 @@ ROOMS = (
     "__init__", "audit", "checkpoint", "cli", "collectives", "commands/compare_schedules",
     "commands/drill", "commands/evaluate", "commands/init", "commands/pipelines", "commands/replay",
     "commands/tokenize", "compression", "config", "cost", "data", "doctor", "errors", "experiment",
-    "hlo", "inspect", "launch", "mesh", "metrics", "models", "optim", "parallel", "parity",
-    "pipeline_schedules", "planner", "runtime", "sharding", "trees", "types", "validity",
+    "heartbeat", "hlo", "inspect", "launch", "mesh", "metrics", "models", "optim", "parallel",
+    "parity", "pipeline_schedules", "planner", "runtime", "sharding", "trees", "types", "validity",
 )  # fmt: skip
 
 # How a docstring never begins, and an entry of `Args:` or `Attributes:`: with a clause that lacks

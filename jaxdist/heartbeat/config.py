@@ -11,7 +11,7 @@ from jaxdist.config.schema import LARGEST, Config, Count, validate
 
 
 class MembershipConfig(Config):
-    """How many hosts a generation has, and how long the registry waits for them."""
+    """The number of hosts of a generation, and the times for which the registry waits for them."""
 
     min_hosts: Count = 1
     """A generation with fewer hosts does not start."""
@@ -39,7 +39,7 @@ class MembershipConfig(Config):
 
     @property
     def held_seconds(self) -> float:
-        """How long a host takes its lease to last, by its own clock."""
+        """The time for which a host assumes that it holds its lease, by its own clock."""
         return self.lease_seconds * (1 - self.drift) / (1 + self.drift)
 
 
@@ -57,14 +57,17 @@ class ElasticConfig(Config):
     """Time for which a host with a stuck process is excluded, if the other hosts can train without
     it; 0 lets it rejoin at once."""
     batch: Literal["same", "rescale"] = "same"
-    """What to do when the mesh shrinks: `same` keeps the batch, in more microbatches; `rescale`
+    """The reaction to a smaller mesh: `same` keeps the batch, in more microbatches; `rescale`
     shrinks the batch with the mesh and sets the learning rate by the rule of optim.scale_from."""
 
     def membership(self, least: int, most: int) -> MembershipConfig:
-        """The same, of so many hosts.
+        """Return the same settings for a number of hosts.
+
+        Args:
+          least, most: the smallest and the largest number of hosts.
 
         Raises:
-          ConfigError: more at least than at most.
+          ConfigError: `least` is larger than `most`.
         """
         given = {**self.model_dump(exclude={"batch"}), "min_hosts": least, "max_hosts": most}
         return validate(Document(given), MembershipConfig)

@@ -41,7 +41,7 @@ class RunFence:
 
     Args:
       run: the run directory.
-      generation: the number of this generation, larger than those of all earlier ones.
+      generation: the number of this generation, larger than those of all earlier generations.
     """
 
     def __init__(self, run: Path, generation: int) -> None:
@@ -88,6 +88,6 @@ def newest_generation(run: Path) -> int:
 
 
 def newest_of_all(base: Path) -> int:
-    """Return the same over a run's directory and those numbered after it: `base-2`, `base-3` ..."""
+    """Return the newest generation over a run's directory and `base-2`, `base-3`, ... after it."""
     found = [base, *base.parent.glob(f"{base.name}-[0-9]*")]
     return max(newest_generation(run) for run in found)

@@ -1,4 +1,4 @@
-"""How often to save: closed forms for failures at random times and a constant rate.
+"""The best interval between saves: closed forms for failures at random times and a constant rate.
 
 Notation: `work` is the time between two saves, `cost` the time that a save takes, `mttf` the mean
 time between two failures of the whole fleet, and `recovery` the time from a failure until work
@@ -35,7 +35,7 @@ def young(cost: float, mttf: float) -> float:
 
 
 def daly(cost: float, mttf: float) -> float:
-    """Return the same to a higher order, which includes failures during saves and partly lost work.
+    """Return Young's interval to a higher order, with failures during saves and partly lost work.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (FGCS
     22, 2006), equation 37.
@@ -64,8 +64,7 @@ def expected(work: float, cost: float, mttf: float, recovery: float) -> float:
 
 
 def goodput(work: float, cost: float, mttf: float, recovery: float) -> float:
-    """Return the share of time that is work which is kept, 0 to 1, with a save after each `work`
-    seconds.
+    """Return the share of time that is kept work, 0 to 1, with a save after each `work` seconds.
 
     >>> round(goodput(883, 60, mttf_of(2048, 6.5e-3), 600), 3)
     0.793
@@ -74,7 +73,7 @@ def goodput(work: float, cost: float, mttf: float, recovery: float) -> float:
 
 
 def planned(work: float, cost: float, between: float, recovery: float) -> float:
-    """Return the same share for injected failures, each after `between` seconds of work.
+    """Return the share of kept work for injected failures, each after `between` seconds of work.
 
     No failure occurs during a recovery, and each loses half of an interval between two saves.
 

@@ -1,5 +1,4 @@
-"""The folder in this machine's memory through which an agent and the processes of its run
-communicate."""
+"""The folder in a machine's memory through which an agent and its processes communicate."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ FOLDER, GENERATION, FENCE = "JAXDIST_AGENT", "JAXDIST_GENERATION", "JAXDIST_FENC
 MEMORY = Path("/dev/shm")
 PREFIX, LOCK = "jaxdist-", ".held"
 YOUNG_SECONDS = 10.0
-"""A folder younger than this is kept, because nobody holds it while it is being created."""
+"""A folder younger than this is kept, because no process holds it while it is being created."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,7 @@ class RunFolder:
 
     @property
     def snapshots(self) -> Path:
-        """The folder of snapshots, in the form of checkpoints; they outlive processes, but not
-        the machine."""
+        """The folder of snapshots, which outlive processes, but not the machine."""
         return self.folder / "snapshots"
 
     @property
@@ -76,15 +74,16 @@ class RunFolder:
 
     @property
     def done(self) -> Path:
-        """The file that exists once the generation has finished the run, without having been
-        asked to stop."""
+        """The file that exists once the generation has finished the run, rather than stopped it."""
         return self.folder / f"done_{self.generation}"
 
     @property
     def notice(self) -> Path:
-        """The file with the preemption notice that a process of the generation has received. It
-        does not exist if the request to stop came from the agent, or from a process of another
-        machine."""
+        """The file with the preemption notice that a process of the generation has received.
+
+        It does not exist if the request to stop came from the agent, or from a process of another
+        machine.
+        """
         return self.folder / f"notice_{self.generation}"
 
     def noticed(self) -> str | None:
@@ -95,13 +94,11 @@ class RunFolder:
             return None
 
     def status(self, process: int) -> Path:
-        """Return the file in which a process publishes its status: see
-        `jaxdist.heartbeat.status`."""
+        """Return the file in which a process publishes its `jaxdist.heartbeat.status`."""
         return self.folder / f"status_{self.generation}_{process}"
 
     def log(self, member: int) -> Path:
-        """Return the file of a process's standard error, by its number among all that were
-        started."""
+        """Return the file of the standard error of the process with this number among all."""
         return self.folder / f"log_{member}"
 
     def environ(self) -> dict[str, str]:
@@ -123,10 +120,9 @@ def run_folder_of(environ: Mapping[str, str]) -> RunFolder | None:
 
 @contextmanager
 def new_folder() -> Iterator[Path]:
-    """Create a folder that only this user can enter, in memory if the system allows; delete it at
-    the end.
+    """Create a folder that only this user can enter, and delete it at the end.
 
-    It also deletes the folders of agents that were killed.
+    It is in memory if the system allows. The folders of agents that were killed are deleted too.
     """
     parent = MEMORY if MEMORY.is_dir() else None
     for folder in left_behind():

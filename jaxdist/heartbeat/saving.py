@@ -1,4 +1,4 @@
-"""How often a run saves, derived from its own measurements: functions of plain data."""
+"""The interval between a run's saves, from its own measurements: functions of plain data."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def read_status(path: Path) -> Status | None:
 
 
 def read_flight(path: Path) -> tuple[Status, list[Phase]] | None:
-    """Return the status of a process and its last phases in order; the last one has not ended.
+    """Return the status of a process and its last phases in order; the last has not ended.
 
     For a dead process, the last phase ends with its last heartbeat.
     """

@@ -1,6 +1,7 @@
 """A picture of a flight record: a row for each process, a bar for each phase.
 
-`python -m jaxdist.heartbeat.flight.picture RUN/flight_3.json ...` draws one beside each record.
+`python -m jaxdist.heartbeat.flight.picture RUN/flight_3.json ...` draws each record, in a file
+next to it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _WIDTH_INCHES, _ROW_INCHES, _MOST_INCHES = 10.0, 0.42, 40.0
 
 
 def draw_flight(record: JsonObject, directory: str | os.PathLike[str]) -> list[Path]:
-    """Draw a record of `jaxdist.heartbeat.flight.recorder`, in a file beside it."""
+    """Draw a record of `jaxdist.heartbeat.flight.recorder`, in a file next to it."""
     name = f"flight_{record['generation']}"
     return save(flight_figure(record), directory, name, formats=("png",), what="the flight record")
 
@@ -74,8 +75,7 @@ def flight_figure(record: JsonObject) -> Figure:
 
 
 def _shown(processes: Sequence[JsonObject]) -> tuple[float, float]:
-    """Return the first and the last second to show; of a last phase of minutes, a part is
-    enough."""
+    """Return the first and the last second to show; a part of a last phase of minutes is enough."""
     rows = [one["phases"] for one in processes if one["phases"]]
     if not rows:
         return -1.0, 0.0

@@ -95,8 +95,7 @@ class Recorder:
         self._write()
 
     def _write(self) -> None:
-        """Write the records if the run directory is known: a process publishes it after its
-        start."""
+        """Write the records if a process has published the run directory."""
         with suppress(OSError):  # no process has published it yet, or the disk is full
             folder = None if self._run_folder is None else self._run_folder.run_directory()
             while folder is not None and self._unwritten:
@@ -107,7 +106,7 @@ class Recorder:
                 self._unwritten.pop(0)
 
     def begun(self) -> None:
-        """Note that a generation takes steps, so there is time to draw the one before."""
+        """Note that a generation takes steps, so there is time to draw the previous generation."""
         self._write()
         self._begin_drawing()
 

@@ -45,7 +45,7 @@ class Flight:
     Attributes:
       phases: its phases, in order.
       beats: the number of its heartbeats.
-      late: the number of late ones.
+      late: the number of late heartbeats.
     """
 
     process: int
@@ -114,8 +114,7 @@ def _done(phases: Sequence[Phase]) -> dict[int, int]:
 
 
 def _own(phases: Sequence[Phase], begin: int, end: int) -> Counter[str]:
-    """Return nanoseconds by phase between two moments, without waits and slow phases of all
-    processes."""
+    """Return nanoseconds by phase between two moments, without waits and `SLOW_PHASES`."""
     spent: Counter[str] = Counter()
     for one in phases:
         inside = min(one.end, end) - max(one.begin, begin)
