@@ -75,7 +75,7 @@ class Agent:
         self.plan, self.say = plan, say
         self.hosts = hosts or SingleHost(plan.processes, resume=bool(plan.args.get("resume")))
         self.newest, self.fork_module = -1, fork_module
-        self._told: str | None = None
+        self._stop_reason: str | None = None
         self._started = 0
         self._journal = Journal()
         self._recorder = record(self._journal, say)
@@ -88,7 +88,7 @@ class Agent:
           RunError: too many generations failed in a row without a new step, or too few hosts
             joined.
         """
-        with new_folder() as folder, self._signals(), heard(self.plan.notices, self._tell):
+        with new_folder() as folder, self._signals(), heard(self.plan.notices, self._ask_to_stop):
             server = ForkServer(self.fork_module, RunFolder(folder, 0).log(0))
             server.start()  # its imports take seconds, during which the hosts meet
             try:
@@ -101,63 +101,65 @@ class Agent:
     def _generations(self, folder: Path, server: ForkServer) -> int:
         restarts_without_progress, lost_at = 0, None
         while True:
-            assignment = self.hosts.begin(folder, lambda: self._told is not None)
+            assignment = self.hosts.begin(folder, lambda: self._stop_reason is not None)
             if assignment is None:
-                return 0 if self._told is None else STOPPED
+                return 0 if self._stop_reason is None else STOPPED
             run_folder = RunFolder(folder, assignment.generation, assignment.fence)
             before = self.newest
             team = self._team(run_folder, assignment, server)
             try:
-                found = team.watch(lost_at)
+                failure = team.watch(lost_at)
                 lost_at, self.newest = time.monotonic(), team.newest
-                if found is not None and found.process is not None:
-                    lost = assignment.first + found.process
-                    self._recorder.lost(run_folder, lost, found.how, assignment.processes)
+                if failure is not None and failure.process is not None:
+                    lost = assignment.first + failure.process
+                    self._recorder.lost(run_folder, lost, failure.how, assignment.processes)
             finally:
                 team.kill()
-            if found is None:
-                told = self._told is not None or run_folder.noticed() is not None
-                code = exit_of(told=told, team=team, over=self.hosts.over(assignment))
+            if failure is None:
+                asked = self._stop_reason is not None or run_folder.noticed() is not None
+                code = exit_of(asked=asked, team=team, over=self.hosts.over(assignment))
                 if code is not None:
                     return code
-                found = Failure(None, self.hosts.why(assignment))
-            self._tell_lost(run_folder, assignment, found)
-            if found.process is not None:
+                failure = Failure(None, self.hosts.why(assignment))
+            self._report(run_folder, assignment, failure)
+            if failure.process is not None:
                 stalled = self.newest <= before
                 restarts_without_progress = restarts_without_progress + 1 if stalled else 0
-                self._check(assignment, found, restarts_without_progress)
-            if found.process is None:
+                self._check(assignment, failure, restarts_without_progress)
+            if failure.process is None:
                 self.hosts.release(assignment)
             else:
-                stuck = found.code is None
-                self.hosts.release(assignment, _named(assignment, found), stuck=stuck)
+                stuck = failure.code is None
+                self.hosts.release(assignment, _named(assignment, failure), stuck=stuck)
 
-    def _tell_lost(self, run_folder: RunFolder, assignment: Assignment, found: Failure) -> None:
+    def _report(self, run_folder: RunFolder, assignment: Assignment, failure: Failure) -> None:
         at = f"at step {max(self.newest, 0)}"
-        if found.process is None:
-            self._journal.add(run_folder, "ended", how=found.how, step=self.newest)
-            self.say(f"generation {assignment.generation} ended, {at}: {found.how}")
+        if failure.process is None:
+            self._journal.add(run_folder, "ended", how=failure.how, step=self.newest)
+            self.say(f"generation {assignment.generation} ended, {at}: {failure.how}")
             return
-        process = assignment.first + found.process
-        if self._told is not None:
-            raise RunError(f"process {process} {found.how}: {found.words}")
-        told = {"process": process, "how": found.how, "step": self.newest, "words": found.words}
+        process = assignment.first + failure.process
+        if self._stop_reason is not None:
+            raise RunError(f"process {process} {failure.how}: {failure.words}")
+        event = {"process": process, "how": failure.how, "step": self.newest}
         named = self.hosts.named()
-        self._journal.add(run_folder, "lost", **told, **named)
-        if found.code == CONFIG_ERROR:
+        self._journal.add(run_folder, "lost", **event, words=failure.words, **named)
+        if failure.code == CONFIG_ERROR:
             return  # the error is printed by the caller, and no generation follows
         on = f" on {named['host']}" if named else ""
-        words = f"process {process} of {assignment.total}{on} {found.how}"
+        words = f"process {process} of {assignment.total}{on} {failure.how}"
         self.say(f"{words}, {at}: generation {assignment.generation + 1} begins")
 
-    def _check(self, assignment: Assignment, lost: Failure, restarts_without_progress: int) -> None:
+    def _check(
+        self, assignment: Assignment, failure: Failure, restarts_without_progress: int
+    ) -> None:
         error: JaxdistError | None = None
-        if lost.code == CONFIG_ERROR:
-            error = ConfigError(lost.words.removeprefix("error: "))
+        if failure.code == CONFIG_ERROR:
+            error = ConfigError(failure.words.removeprefix("error: "))
         elif restarts_without_progress >= self.plan.restarts:
             error = RunError(
                 f"{restarts_without_progress} generations in a row came to no new step; the last: "
-                f"{_named(assignment, lost)}. {lost.words}"
+                f"{_named(assignment, failure)}. {failure.words}"
             )
         if error is not None:
             self.hosts.fail(error.exit_code, str(error))
@@ -184,11 +186,11 @@ class Agent:
             self._journal,
             self._recorder,
             self.newest,
-            lambda: self._told or run_folder.noticed(),
+            lambda: self._stop_reason or run_folder.noticed(),
         )
 
-    def _tell(self, by: str) -> None:
-        self._told = self._told or by
+    def _ask_to_stop(self, by: str) -> None:
+        self._stop_reason = self._stop_reason or by
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -196,7 +198,7 @@ class Agent:
         step."""
 
         def note(number: int, frame: FrameType | None) -> None:
-            self._tell(signal.Signals(number).name)
+            self._ask_to_stop(signal.Signals(number).name)
 
         before = {
             number: signal.signal(number, note)
@@ -209,7 +211,7 @@ class Agent:
                 signal.signal(number, handler)
 
 
-def exit_of(*, told: bool, team: Team, over: bool) -> int | None:
+def exit_of(*, asked: bool, team: Team, over: bool) -> int | None:
     """Return the exit code of an agent whose processes have all ended well; None to join the next
     generation.
 
@@ -218,14 +220,14 @@ def exit_of(*, told: bool, team: Team, over: bool) -> int | None:
     notice. The others continue without it.
 
     Args:
-      told: whether this machine was asked to stop.
+      asked: whether this machine was asked to stop.
       over: whether the run has reached its last step.
     """
-    if not (told or over):
+    if not (asked or over):
         return None
-    return STOPPED if team.stopped or (told and not team.members) else 0
+    return STOPPED if team.stopped or (asked and not team.members) else 0
 
 
-def _named(assignment: Assignment, lost: Failure) -> str:
-    assert lost.process is not None
-    return f"process {assignment.first + lost.process} {lost.how}"
+def _named(assignment: Assignment, failure: Failure) -> str:
+    assert failure.process is not None
+    return f"process {assignment.first + failure.process} {failure.how}"

@@ -91,7 +91,7 @@ class Team:
 
     Attributes:
       newest: the last step that any process of the run has finished.
-      told: returns why this machine has to stop; None while it need not.
+      stop_reason: returns why this machine has to stop; None while it need not.
       stopped: whether a process was asked to stop, and did so after a save, before the end of the
         run.
     """
@@ -104,7 +104,7 @@ class Team:
     journal: Journal
     recorder: Recorder
     newest: int
-    told: Callable[[], str | None]
+    stop_reason: Callable[[], str | None]
     stopped: bool = False
     _passed: bool = field(default=False, init=False)
     _left: bool = field(default=False, init=False)
@@ -130,14 +130,14 @@ class Team:
 
     def _watch(self, lost_at: float | None) -> Failure | None:
         marks, first = Marks(time.monotonic()), max(self.newest + 1, 1)
-        over, told, look_at = None, False, 0.0
+        over, begun, look_at = None, False, 0.0
         while True:
             time.sleep(POLL_SECONDS)
             # taken before the look: a process that ends after it must not count as silent
             now = time.monotonic()
-            looks = not told or now >= look_at
+            looks = not begun or now >= look_at
             if looks:
-                self._pass_on(grows=told)
+                self._pass_on(grows=begun)
             ended = self.hosts.ends(self.assignment)
             if ended is not None:
                 return Failure(None, ended)
@@ -157,8 +157,8 @@ class Team:
             look_at = now + LOOK_SECONDS
             statuses = self._statuses(codes)
             marks.look(statuses, len(codes), first)
-            if marks.stepped is not None and not told:
-                told = True
+            if marks.stepped is not None and not begun:
+                begun = True
                 pids = [one.pid for one in statuses]
                 self.journal.add(self.run_folder, "begun", pids=pids, **marks.seconds(lost_at))
                 self.recorder.begun()
@@ -200,7 +200,7 @@ class Team:
 
     def _leave(self) -> None:
         """Tell the other hosts, once, that this machine was asked to stop."""
-        if not self._left and self.told() is not None:
+        if not self._left and self.stop_reason() is not None:
             self._left = True
             self.hosts.leave()
 
@@ -239,6 +239,6 @@ class Team:
             }
             for one in statuses
         ]
-        told = {"process": stuck.process, **self.hosts.named(), "processes": at, "stacks": stacks}
-        self.journal.add(self.run_folder, "stuck", **told)
+        event = {"process": stuck.process, **self.hosts.named(), "processes": at, "stacks": stacks}
+        self.journal.add(self.run_folder, "stuck", **event)
         return Failure(stuck.process - self.assignment.first, stuck.why)

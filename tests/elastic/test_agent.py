@@ -265,7 +265,7 @@ def test_a_host_whose_processes_stop_because_another_leaves_goes_on(
 )
 def test_who_takes_part_again(told, stopped, members, over, code):
     given = {"stopped": stopped, "members": members * [object()]}
-    assert exit_of(told=told, team=SimpleNamespace(**given), over=over) == code
+    assert exit_of(asked=told, team=SimpleNamespace(**given), over=over) == code
 
 
 IMPORTS = """
