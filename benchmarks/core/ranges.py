@@ -17,6 +17,8 @@ from typing import Any
 
 from benchmarks.core.report import Report, holds, show, versions
 from jaxdist.errors import JaxdistError
+from jaxdist.metrics.columns import Columns, cells
+from jaxdist.metrics.columns import markdown as markdown_table
 from jaxdist.types import Json, JsonObject
 
 ENOUGH_RUNS = 5
@@ -46,6 +48,11 @@ class Range:
     def median(self) -> float:
         """Of the runs."""
         return statistics.median(self.ratios)
+
+    @property
+    def few(self) -> bool:
+        """Whether the runs are too few to say how far the machine moves it."""
+        return self.timed and len(self.ratios) < ENOUGH_RUNS
 
     @property
     def holds(self) -> bool | None:
@@ -174,30 +181,27 @@ def _section(bench: str, runs: Sequence[Mapping[str, Json]]) -> list[str]:
     days = sorted({run["date"] for run in runs})
     count = f"{len(runs)} run" + ("s" if len(runs) > 1 else "")
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    lines = [
+    return [
         "",
         f"## {bench}",
         "",
         f"`jaxdist bench {bench}`, {count} on {when}: {'; '.join(machines)}.",
         "",
-        "| figure | ours | reference | median | range | runs | goal | holds |",
-        "|---|---|---|---|---|---|---|---|",
+        *markdown_table(_COLUMNS, cells(_COLUMNS, ranges(runs))),
     ]
-    verdicts = {True: "yes", False: "**no**", None: ""}
-    for found in ranges(runs):
-        few = " (few)" if found.timed and len(found.ratios) < ENOUGH_RUNS else ""
-        cells = (
-            found.name,
-            found.ours,
-            found.reference,
-            f"{found.median:.3g}",
-            f"{min(found.ratios):.3g} to {max(found.ratios):.3g}",
-            f"{len(found.ratios)}{few}",
-            found.goal,
-            verdicts[found.holds],
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+
+
+_VERDICTS = {True: "yes", False: "**no**", None: ""}
+_COLUMNS: Columns[Range] = {
+    "figure": "name",
+    "ours": "ours",
+    "reference": "reference",
+    "median": lambda one: f"{one.median:.3g}",
+    "range": lambda one: f"{min(one.ratios):.3g} to {max(one.ratios):.3g}",
+    "runs": lambda one: f"{len(one.ratios)}{' (few)' * one.few}",
+    "goal": "goal",
+    "holds": lambda one: _VERDICTS[one.holds],
+}
 
 
 if __name__ == "__main__":

@@ -17,13 +17,12 @@ from rich.table import Table
 
 from benchmarks.core.harness import Sample, paired_ratio
 from jaxdist.errors import JaxdistError
+from jaxdist.metrics.columns import Value, cells, table
 from jaxdist.metrics.report import PACKAGES, write_json
 from jaxdist.runtime import environment
 from jaxdist.types import Json, JsonObject
 
 T = TypeVar("T")
-Value = str | Callable[[T], Json]
-"""What a record has in a column: the name of its attribute, or a function of it."""
 _EXTRAS = {"torch": "bench", "libtpu": "tpu"}
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge}
 _GOAL = re.compile(r"(<=|>=)\s*(\d+(?:\.\d+)?)")
@@ -192,14 +191,16 @@ class Listing:
 
     def table(self) -> Table:
         """The rows as a table; numbers to the right."""
-        table = Table(title=self.title, title_justify="left", show_edge=False)
-        for index, name in enumerate(self.columns):
-            number = all(isinstance(row[index], int | float | None) for row in self.rows)
-            table.add_column(name, justify="right" if number else "left", overflow="fold")
+        texts = [
+            index
+            for index in range(len(self.columns))
+            if not all(isinstance(row[index], int | float | None) for row in self.rows)
+        ]
+        made = table(self.title, *self.columns, left=texts)
         for row in self.rows:
-            cells = zip(row, self.columns.values(), strict=True)
-            table.add_row(*(_cell(value, unit) for value, unit in cells))
-        return table
+            values = zip(row, self.columns.values(), strict=True)
+            made.add_row(*(_cell(value, unit) for value, unit in values))
+        return made
 
 
 @dataclass(frozen=True)
@@ -221,12 +222,10 @@ class Sheet(Generic[T]):
 
     def __call__(self, records: Sequence[T]) -> Listing:
         title = self.title if isinstance(self.title, str) else self.title(records)
-        units: dict[str, str] = {}
-        values: list[Callable[[T], Json]] = []
-        for name, column in self.columns.items():
-            value, units[name] = column if isinstance(column, tuple) else (column, "")
-            values.append(operator.attrgetter(value) if isinstance(value, str) else value)
-        return Listing(title, units, [tuple(value(one) for value in values) for one in records])
+        pairs = {k: v if isinstance(v, tuple) else (v, "") for k, v in self.columns.items()}
+        values = {name: value for name, (value, _) in pairs.items()}
+        units = {name: unit for name, (_, unit) in pairs.items()}
+        return Listing(title, units, cells(values, records))
 
 
 def _cell(value: Json, unit: str) -> str:

@@ -11,9 +11,10 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from jaxdist.commands.pipelines import ALTERNATIVES, document_of, plain_table, with_costs
+from jaxdist.commands.pipelines import ALTERNATIVES, document_of, with_costs
 from jaxdist.config.schema import Config, validate
 from jaxdist.errors import ConfigError
+from jaxdist.metrics.columns import table
 from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
 from jaxdist.pipeline_schedules.costs import CostsConfig, Time
 from jaxdist.pipeline_schedules.csv_form import Csv
@@ -155,7 +156,7 @@ def _made(config: PipelineScheduleConfig, stages: int, microbatches: int) -> Sch
 
 def _comparison(entries: Sequence[Entry], stages: int, microbatches: int) -> Table:
     columns = ("schedule", "bubble", "flushed", "makespan", "peak", "messages", "least")
-    table = plain_table(columns, f"{stages} stages, {microbatches} microbatches")
+    made = table(f"{stages} stages, {microbatches} microbatches", *columns)
     for entry in entries:
         least = f"{entry.least}, {2 * entry.least} .." if entry.whole_rounds else str(entry.least)
         found = entry.timeline
@@ -168,5 +169,5 @@ def _comparison(entries: Sequence[Entry], stages: int, microbatches: int) -> Tab
                 f"{found.peak:.4g}",
                 str(found.messages),
             )
-        table.add_row(entry.label, *figures, least)
-    return table
+        made.add_row(entry.label, *figures, least)
+    return made

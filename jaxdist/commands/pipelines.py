@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -18,6 +18,7 @@ from jaxdist.config.explain import explain
 from jaxdist.config.override import apply_override
 from jaxdist.config.schema import problems_error
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.metrics.columns import table
 from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
 from jaxdist.pipeline_schedules.check import ring_sizes
 from jaxdist.pipeline_schedules.costs import CostsConfig
@@ -178,10 +179,10 @@ def _together(timeline: Timeline) -> str:
 
 def _by_stage(timeline: Timeline) -> Table:
     schedule = timeline.schedule
-    table = plain_table(["stage", "chunks", "works", "waits", "peak", "sends", "receives"])
+    made = table(None, "stage", "chunks", "works", "waits", "peak", "sends", "receives")
     for stage, busy in enumerate(timeline.busy):
         chunks = [str(c) for c, home in enumerate(schedule.placement) if home == stage]
-        table.add_row(
+        made.add_row(
             str(stage),
             " ".join(chunks),
             f"{busy:.4g}",
@@ -190,16 +191,7 @@ def _by_stage(timeline: Timeline) -> Table:
             str(timeline.sent[stage]),
             str(timeline.received[stage]),
         )
-    return table
-
-
-def plain_table(columns: Sequence[str], title: str | None = None) -> Table:
-    """Create a table with the first column left-aligned, numbers right-aligned."""
-    table = Table(title=title, title_justify="left", show_edge=False)
-    for index, column in enumerate(columns):
-        justify = "right" if index else "left"
-        table.add_column(column, justify=justify, overflow="fold")
-    return table
+    return made
 
 
 def _write(path: Path, what: str, write: Callable[[Path], None]) -> None:

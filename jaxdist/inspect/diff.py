@@ -10,8 +10,8 @@ from rich.console import Console
 from jaxdist.cost.step_time import StepTime
 from jaxdist.inspect.program import Inspection
 from jaxdist.inspect.rows import by_kind, show_bytes, show_number
-from jaxdist.inspect.tables import table
 from jaxdist.mesh import describe
+from jaxdist.metrics.columns import table
 from jaxdist.types import JsonObject
 
 DiffVerdict = Literal["same program", "same numbers", "different"]

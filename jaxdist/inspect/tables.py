@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
 from jaxdist.inspect.program import Inspection
 from jaxdist.inspect.rows import (
@@ -16,6 +15,7 @@ from jaxdist.inspect.rows import (
 )
 from jaxdist.inspect.servers import WorkerPart
 from jaxdist.mesh import describe
+from jaxdist.metrics.columns import table
 
 
 def print_inspection(inspection: Inspection, console: Console) -> None:
@@ -26,16 +26,6 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
     _print_memory(inspection, console)
     if inspection.worker is not None:
         _print_servers(inspection.worker, console)
-
-
-def table(title: str, *columns: str) -> Table:
-    """Create an empty table: the first column left-aligned, numbers right-aligned."""
-    made = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
-    made.add_column(columns[0], overflow="fold")
-    for column in columns[1:]:
-        left = column in ("kind", "dtype", "what")
-        made.add_column(column, justify="left" if left else "right", overflow="fold")
-    return made
 
 
 def _print_head(inspection: Inspection, console: Console) -> None:

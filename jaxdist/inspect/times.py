@@ -11,7 +11,7 @@ from rich.console import Console
 from jaxdist.cost.step_time import StepTime
 from jaxdist.hlo.entries import Entry
 from jaxdist.inspect.program import Inspection
-from jaxdist.inspect.tables import table
+from jaxdist.metrics.columns import table
 from jaxdist.metrics.figure import new_figure, save
 from jaxdist.types import JsonObject
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 from pydantic import TypeAdapter
 
 from jaxdist.errors import ConfigError
+from jaxdist.metrics import columns
 from jaxdist.metrics.report import PACKAGES
 from jaxdist.parity.cells import (
     ACTIVATIONS,
@@ -208,7 +209,7 @@ def _reductions(results: Sequence[ParityResult]) -> list[str]:
             for kind in REDUCTIONS
         ]
         rows.append([mesh, f"{stage}, ici" if scope == "ici" else str(stage), *cells])
-    return _table(["mesh", "ZeRO", *(kind or "null (XLA)" for kind in REDUCTIONS)], rows)
+    return columns.markdown(["mesh", "ZeRO", *(kind or "null (XLA)" for kind in REDUCTIONS)], rows)
 
 
 def _schedules(results: Sequence[ParityResult]) -> list[str]:
@@ -220,7 +221,7 @@ def _schedules(results: Sequence[ParityResult]) -> list[str]:
         ]
         cells = [_summary([r for r in own if r.cell.mesh == mesh]) for mesh in meshes]
         rows.append([schedule, activations, *cells])
-    return _table(["schedule", "activations", *meshes], rows)
+    return columns.markdown(["schedule", "activations", *meshes], rows)
 
 
 def _sequences(results: Sequence[ParityResult]) -> list[str]:
@@ -229,12 +230,7 @@ def _sequences(results: Sequence[ParityResult]) -> list[str]:
         own = [r for r in results if r.cell.mesh == mesh]
         cells = [_summary([r for r in own if r.cell.sequence == kind]) for kind in SEQUENCES]
         rows.append([mesh, *cells])
-    return _table(["mesh", *SEQUENCES], rows)
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = (f"| {' | '.join(row)} |" for row in rows)
-    return [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *lines]
+    return columns.markdown(["mesh", *SEQUENCES], rows)
 
 
 def _place(cell: Combination) -> tuple[str, int, str, str | None]:
@@ -275,7 +271,7 @@ def _limits(results: Sequence[ParityResult]) -> list[str]:
         bounds = [f"{value:.0e}" for value in asdict(limit).values()]
         rows.append([", ".join(cuts), *bounds, ", ".join(worst)])
     header = ("sums that are cut otherwise", "limit of loss", "gradient", "update", "largest found")
-    return lines + _table(header, rows)
+    return lines + columns.markdown(header, rows)
 
 
 if __name__ == "__main__":

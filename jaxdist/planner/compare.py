@@ -10,8 +10,8 @@ from rich.markup import escape
 from jaxdist.cost.energy import POWERS, Power
 from jaxdist.experiment import ExperimentConfig
 from jaxdist.inspect.rows import show_bytes
-from jaxdist.inspect.tables import table
 from jaxdist.inspect.times import show_seconds
+from jaxdist.metrics.columns import table
 from jaxdist.planner.explain import joules_of
 from jaxdist.planner.result import Result, first_numbers
 from jaxdist.planner.target import Target

@@ -11,8 +11,8 @@ from rich.markup import escape
 from jaxdist.cost.energy import Power
 from jaxdist.experiment import ExperimentConfig
 from jaxdist.inspect.rows import show_bytes
-from jaxdist.inspect.tables import table
 from jaxdist.inspect.times import show_seconds
+from jaxdist.metrics.columns import table
 from jaxdist.metrics.figure import new_figure, save
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.search import SPARE, Judged, Model

@@ -16,8 +16,8 @@ from jaxdist.config.importing import foreign_code
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, load
 from jaxdist.inspect.rows import show_bytes
-from jaxdist.inspect.tables import table
 from jaxdist.inspect.times import show_seconds
+from jaxdist.metrics.columns import table
 from jaxdist.metrics.report import write_json
 from jaxdist.planner.compare import energy_kwh, print_comparison
 from jaxdist.planner.confirm import Confirmed, confirm, lay_out
@@ -199,8 +199,7 @@ def _plans(result: Result, first: int) -> Table:
     columns = ["", "plan", "step", "MFU", "memory"]
     if result.confirmed:
         columns += ["compiled"] if result.confirmed[0].laid_out else ["compiled", "memory"]
-    made = table("Predicted plans", *columns)
-    made.columns[1].justify = "left"
+    made = table("Predicted plans", *columns, left=(0, 1))
     for number, one in enumerate(result.top):
         row = [
             str(first + number),

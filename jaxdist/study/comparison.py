@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxdist.metrics.columns import Columns, cells, markdown
 from jaxdist.study.trial import TrialOutcome, VariantTrial
 from jaxdist.study.variants import Variant
 from jaxdist.types import JsonObject
@@ -94,22 +95,8 @@ def spread(values: Sequence[float]) -> float:
 
 
 def table(rows: Sequence[Compared]) -> str:
-    """A row for each variant, at most 80 characters wide."""
-    words = [["variant", "held-out loss", "change, %", "bytes", "verdict"]]
-    words += [
-        [
-            row.variant.name,
-            loss_shown(row),
-            _change_shown(row),
-            "-" if row.relative_bytes is None else f"{row.relative_bytes:.3f}",
-            row.verdict,
-        ]
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(*words, strict=True)]
-    lines = [[word.ljust(width) for word, width in zip(r, widths, strict=True)] for r in words]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """Return a row for each variant, at most 80 characters wide."""
+    return "\n".join(markdown(COLUMNS, cells(COLUMNS, rows), padded=True))
 
 
 def loss_shown(row: Compared) -> str:
@@ -134,3 +121,12 @@ def _shown(mean: str, spread: float, places: int) -> str:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+COLUMNS: Columns[Compared] = {
+    "variant": "variant.name",
+    "held-out loss": loss_shown,
+    "change, %": _change_shown,
+    "bytes": lambda row: "-" if row.relative_bytes is None else f"{row.relative_bytes:.3f}",
+    "verdict": "verdict",
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from jaxdist.metrics import columns
 from jaxdist.study.plan import StudyCell
 
 MARGIN = 0.01
@@ -35,14 +36,11 @@ def markdown(cells: Sequence[StudyCell]) -> str:
     """
     rows = by_row(cells)
     batches = [str(cell.batch_size) for cell in next(iter(rows.values()))]
-    table = [["optimizer", "learning rate", *batches]]
+    header, table = ["optimizer", "learning rate", *batches], []
     for (name, tuned), row in rows.items():
         source = "tuned" if tuned else f"by rule from {row[0].learning_rate:g}"
         table.append([name, source, *(shown(cell) for cell in row)])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [[word.ljust(width) for word, width in zip(r, widths, strict=True)] for r in table]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(columns.markdown(header, table, padded=True))
 
 
 def shown(cell: StudyCell) -> str:

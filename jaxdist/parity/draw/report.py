@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxdist.config import plain_yaml
 from jaxdist.mesh import AXES
+from jaxdist.metrics import columns
 from jaxdist.metrics.report import PACKAGES
 from jaxdist.parity.draw.draw import COMMON, axis_sizes
 from jaxdist.parity.draw.model import Sections, name_of
@@ -213,7 +214,7 @@ def _refusals(outcomes: Sequence[DrawOutcome]) -> list[str]:
 
 def _covered(outcomes: Sequence[DrawOutcome]) -> list[str]:
     found = [(outcome, features_of(outcome.sections)) for outcome in outcomes]
-    rows = ["| setting | value | draws | equal | largest difference |", "|---|---|---|---|---|"]
+    rows: list[tuple[Json, ...]] = []
     for name in features_of(outcomes[0].sections) if outcomes else ():
         for value in sorted({features[name] for _, features in found}, key=_order):
             own = [outcome for outcome, features in found if features[name] == value]
@@ -222,8 +223,8 @@ def _covered(outcomes: Sequence[DrawOutcome]) -> list[str]:
             compared = [o.differences for o in full or own]
             worst = max((found.gradient for found in compared if found), default=None)
             shown = "" if worst is None else f"{worst:.1e}"
-            rows.append(f"| {name} | {value} | {len(own)} | {equal} | {shown} |")
-    return rows
+            rows.append((name, value, len(own), equal, shown))
+    return columns.markdown(("setting", "value", "draws", "equal", "largest difference"), rows)
 
 
 def _order(value: str) -> tuple[int, str]:

@@ -1,0 +1,64 @@
+"""Tables of records: columns are declared once and shown as rich text, markdown or plain data."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from rich.table import Table
+
+from jaxdist.types import Json
+
+T = TypeVar("T")
+Value = str | Callable[[T], Json]
+"""A record's value in a column: the path of its attribute, or a function of the record."""
+Columns = Mapping[str, Value[T]]
+"""The columns of a table, by name."""
+TEXTS = frozenset({"kind", "dtype", "what"})
+"""Columns of words, which stand on the left."""
+
+
+def cells(columns: Columns[T], records: Iterable[T]) -> list[tuple[Json, ...]]:
+    """Return a row for each record.
+
+    >>> cells({"re": "real", "twice": lambda z: 2 * z.real}, [1.5])
+    [(1.5, 3.0)]
+    """
+    values = [operator.attrgetter(v) if isinstance(v, str) else v for v in columns.values()]
+    return [tuple(value(record) for value in values) for record in records]
+
+
+def markdown(
+    header: Iterable[str], rows: Iterable[Iterable[Json]], *, padded: bool = False
+) -> list[str]:
+    """Return the lines of a markdown table.
+
+    Args:
+      padded: whether columns stand one below another in a terminal too.
+
+    >>> markdown(["name", "n"], [["a", 12]], padded=True)
+    ['| name | n  |', '| ---- | -- |', '| a    | 12 |']
+    >>> markdown(["name", "n"], [["a", 12]])[1]
+    '|---|---|'
+    """
+    words = [list(header), *([str(cell) for cell in row] for row in rows)]
+    if padded:
+        widths = [max(map(len, column)) for column in zip(*words, strict=True)]
+        words = [[w.ljust(width) for w, width in zip(row, widths, strict=True)] for row in words]
+        words.insert(1, ["-" * width for width in widths])
+    lines = [f"| {' | '.join(row)} |" for row in words]
+    return lines if padded else [lines[0], "|" + "---|" * len(words[0]), *lines[1:]]
+
+
+def table(title: str | None, *columns: str, left: Sequence[int] = (0,)) -> Table:
+    """Return an empty table: words on the left, numbers on the right.
+
+    Args:
+      left: indices of columns of words, beside those of `TEXTS`.
+    """
+    made = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
+    for index, column in enumerate(columns):
+        words = index in left or column in TEXTS
+        made.add_column(column, justify="left" if words else "right", overflow="fold")
+    return made
