@@ -17,7 +17,7 @@ LAYERS = (
     ("cost", "pipeline_schedules"),
     ("sharding", "collectives", "models", "data"),
     ("compression", "optim"),
-    ("validity",),
+    ("validity", "experimental"),
     ("parallel", "param_server"),
     ("checkpoint", "metrics"),
     ("heartbeat",),
@@ -205,6 +205,17 @@ def test_circles_of_sub_folders_are_seen():
 def test_sub_folders_have_an_order_too():
     """Imports inside of functions count, and those for types alone, and names in strings."""
     assert not circles({module: file.read_text() for module, file in MODULES.items()})
+
+
+def test_the_core_imports_nothing_experimental():
+    """But for the one place that lists a config's alternatives."""
+    importing = {
+        file.relative_to(ROOT).as_posix()
+        for file in FILES
+        if re.search(r"(from|import) jaxdist\.experimental", file.read_text())
+        and file.parent.name != "experimental"
+    }
+    assert importing == {"experiment/config.py"}
 
 
 def test_only_the_command_imports_benchmarks():

@@ -5,12 +5,12 @@ from __future__ import annotations
 from jaxdist.collectives.algorithms.auto import label
 from jaxdist.compression import Stages
 from jaxdist.compression.config import CompressAuto, Compression
-from jaxdist.optim.build import OptimConfig
+from jaxdist.optim.common import OptimizerConfig
 from jaxdist.parallel.contract import Exchange
 from jaxdist.parallel.exchange.compressed import Compressed
 
 
-def with_compression(optim: OptimConfig, compression: Compression | None) -> OptimConfig:
+def with_compression(optim: OptimizerConfig, compression: Compression | None) -> OptimizerConfig:
     """Adapt the optimizer's settings to compressed gradients."""
     # Values that are not finite must not enter a residual: such steps are skipped, and counted.
     if compression is None or optim.skips:

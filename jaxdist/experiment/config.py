@@ -23,6 +23,8 @@ from jaxdist.errors import (
     RunError,
     ShardingError,
 )
+from jaxdist.experimental.onebit import OnebitAdamConfig
+from jaxdist.experimental.onebit_lamb import OnebitLambConfig
 from jaxdist.heartbeat.config import ElasticConfig
 from jaxdist.mesh import MeshConfig
 from jaxdist.metrics.energy.config import EnergyConfig
@@ -39,6 +41,12 @@ from jaxdist.types import Kwargs
 
 At = Callable[..., AbstractContextManager[None]]
 """A context manager's factory: errors raised inside it are reported at the given setting."""
+
+
+AnyOptimConfig = Annotated[
+    OptimConfig | OnebitAdamConfig | OnebitLambConfig, Field(discriminator="type")
+]
+"""The optimizers of the core, and the experimental ones: this is the only place that lists both."""
 
 
 class EvalConfig(Config):
@@ -81,7 +89,7 @@ class ExperimentConfig(Config):
     """The data, by type."""
     loss: LossConfig | None = None
     """The loss to minimise; null is the model's own (required for an imported model)."""
-    optim: OptimConfig
+    optim: AnyOptimConfig
     """The optimizer, by type."""
     train: TrainConfig
     """Length of training and batch size."""

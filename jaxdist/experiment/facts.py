@@ -10,9 +10,8 @@ from jaxdist.config.document import shown
 from jaxdist.experiment.config import ExperimentConfig
 from jaxdist.models.build import offloads_of
 from jaxdist.models.functional import Functional
-from jaxdist.optim.build import OptimConfig
+from jaxdist.optim.common import OptimizerConfig
 from jaxdist.optim.lamb import LAMB_RULES, LambConfig
-from jaxdist.optim.onebit import OnebitConfig
 from jaxdist.parallel.plan import ParallelConfig, facts_of
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.strategy.config import ParameterServer
@@ -79,7 +78,7 @@ def _settings(config: ExperimentConfig) -> dict[str, str]:
     return found
 
 
-def _lamb_clip(optim: OptimConfig) -> str | None:
+def _lamb_clip(optim: OptimizerConfig) -> str | None:
     """The global norm that LAMB scales gradients down to; None where it does not."""
     if not isinstance(optim, LambConfig):
         return None
@@ -91,9 +90,9 @@ def _lamb_clip(optim: OptimConfig) -> str | None:
     )
 
 
-def _optim_facts(optim: OptimConfig) -> OptimFacts:
+def _optim_facts(optim: OptimizerConfig) -> OptimFacts:
     return OptimFacts(
         type=optim.type,
         momentum=getattr(optim, "momentum", getattr(optim, "b1", 0.0)),
-        freeze_step=optim.freeze_step if isinstance(optim, OnebitConfig) else None,
+        freeze_step=optim.frozen_from,
     )

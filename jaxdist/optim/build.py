@@ -26,8 +26,6 @@ from jaxdist.optim.imported.averages import EvalParams, eval_params_of
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.lars import LarsConfig
 from jaxdist.optim.loss_scale import DynamicLossScale
-from jaxdist.optim.onebit import OnebitAdamConfig
-from jaxdist.optim.onebit_lamb import OnebitLambConfig
 from jaxdist.optim.precision import bf16_moments, master_weights
 from jaxdist.optim.safety import (
     clip_to_norm,
@@ -168,13 +166,7 @@ def taking_extra(transform: optax.GradientTransformation) -> optax.GradientTrans
 
 
 OptimConfig = Annotated[
-    AdamWConfig
-    | SgdConfig
-    | LambConfig
-    | LarsConfig
-    | OnebitAdamConfig
-    | OnebitLambConfig
-    | ImportedOptimizerConfig,
+    AdamWConfig | SgdConfig | LambConfig | LarsConfig | ImportedOptimizerConfig,
     Field(discriminator="type"),
 ]
 
@@ -313,7 +305,7 @@ def _explain_cut(warmup: int, total_steps: int) -> tuple[str, ...]:
 
 
 def build_optimizer(
-    config: OptimConfig,
+    config: OptimizerConfig,
     *,
     total_steps: int,
     params: Params,

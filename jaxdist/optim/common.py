@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
+import optax
 from pydantic import Field, PositiveFloat, model_validator
 
 from jaxdist.config.schema import Config, Count
@@ -27,6 +29,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Config):
     """The settings that every optimizer has."""
 
+    type: Any  # each optimizer narrows it to the literal that selects it
+    """Selects the optimizer."""
     learning_rate: PositiveFloat | None = None
     """Peak learning rate."""
     scale_from: ScaleFromConfig | None = None
@@ -54,6 +58,15 @@ class OptimizerConfig(Config):
     def skips(self) -> bool:
         """Whether a step may be skipped for its gradients."""
         return self.skip_nonfinite or self.skip_spikes is not None or self.loss_scale is not None
+
+    @abstractmethod
+    def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
+        """The update rule for a learning-rate schedule on these parameters."""
+
+    @property
+    def frozen_from(self) -> int | None:
+        """The step at which the second moment is frozen; None is never."""
+        return None
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerConfig:

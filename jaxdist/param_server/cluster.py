@@ -8,7 +8,7 @@ from jaxdist.compression import ErrorFeedback, Feedback, NoFeedback
 from jaxdist.compression.codecs.build import CodecConfig
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import CompressionError, ConfigError, blamed
-from jaxdist.optim.build import OptimConfig
+from jaxdist.optim.common import OptimizerConfig
 from jaxdist.param_server.aggregation import AggregationConfig, Direct
 from jaxdist.param_server.consistency.arrival import SSP, OnArrival
 from jaxdist.param_server.consistency.build import ConsistencyConfig
@@ -101,7 +101,7 @@ class Cluster(Config):
         """Updates by the optimizer in one step of all: one, or one of each client."""
         return self.clients if isinstance(self.consistency, OnArrival) else 1
 
-    def placed(self, params: Params, optim: OptimConfig) -> Placement:
+    def placed(self, params: Params, optim: OptimizerConfig) -> Placement:
         """Return which server holds what.
 
         Args:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdist.optim.build import ImportedOptimizerConfig, OptimConfig
+from jaxdist.optim.build import ImportedOptimizerConfig
+from jaxdist.optim.common import OptimizerConfig
 from jaxdist.param_server.contract import RuleState
 from jaxdist.param_server.placement.ranges import elementwise
 from jaxdist.param_server.training.separable import server_transform
@@ -41,7 +42,7 @@ class ServerRule:
 
     def __init__(
         self,
-        optim: OptimConfig,
+        optim: OptimizerConfig,
         schedule: optax.Schedule,
         params: Params,
         dims: Mapping[str, Dims],

@@ -9,7 +9,8 @@ from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment
 from jaxdist.hlo import ledger
 from jaxdist.mesh import axis_names
-from jaxdist.optim.build import AdamWConfig, OptimConfig, SgdConfig
+from jaxdist.optim.build import AdamWConfig, SgdConfig
+from jaxdist.optim.common import OptimizerConfig
 from jaxdist.parallel.exchange.compressed import Compressed
 from jaxdist.study.definition import Case, variant_set
 from jaxdist.study.variants import Variant, overrides_of
@@ -57,7 +58,7 @@ SETS = {"compression": compression_variants}
 """The sets that `--of` may name: from the experiment of the config to its variants."""
 
 
-def values_of(optim: OptimConfig, warm_up: int) -> tuple[Case, JsonObject]:
+def values_of(optim: OptimizerConfig, warm_up: int) -> tuple[Case, JsonObject]:
     """Return which case an optimizer is, and the values that variants take from it."""
     values: JsonObject = {"warm_up": warm_up, "kind": optim.type}
     if isinstance(optim, AdamWConfig) and optim.b1:

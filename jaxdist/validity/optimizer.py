@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from jaxdist.optim.build import ImportedOptimizerConfig, OptimConfig, Optimizer
+from jaxdist.optim.build import ImportedOptimizerConfig, Optimizer
+from jaxdist.optim.common import OptimizerConfig
 from jaxdist.optim.imported.averages import keeps_average
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Params
 
 
-def notices_of(config: OptimConfig, optimizer: Optimizer, params: Params) -> tuple[str, ...]:
+def notices_of(config: OptimizerConfig, optimizer: Optimizer, params: Params) -> tuple[str, ...]:
     """List notices about an optimizer on these parameters, each with its remedy.
 
     Args:
@@ -21,7 +22,7 @@ def notices_of(config: OptimConfig, optimizer: Optimizer, params: Params) -> tup
     return (*_of_dtypes(config, params), *_of_average(config, optimizer, params))
 
 
-def _of_dtypes(config: OptimConfig, params: Params) -> Iterator[str]:
+def _of_dtypes(config: OptimizerConfig, params: Params) -> Iterator[str]:
     narrow = [
         (name, jnp.dtype(leaf.dtype))
         for name, leaf in flatten_with_names(params)
@@ -39,7 +40,7 @@ def _of_dtypes(config: OptimConfig, params: Params) -> Iterator[str]:
     )
 
 
-def _of_average(config: OptimConfig, optimizer: Optimizer, params: Params) -> Iterator[str]:
+def _of_average(config: OptimizerConfig, optimizer: Optimizer, params: Params) -> Iterator[str]:
     if not isinstance(config, ImportedOptimizerConfig) or optimizer.eval_params is not None:
         return
     assert optimizer.rule is not None

@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from jaxdist.errors import ConfigError
+from jaxdist.experimental.onebit import OnebitAdamConfig
 from jaxdist.optim.batch_scaling import ScaleFromConfig
 from jaxdist.optim.build import (
     AdamWConfig,
@@ -17,7 +18,6 @@ from jaxdist.optim.build import (
 )
 from jaxdist.optim.lars import LarsConfig
 from jaxdist.optim.loss_scale import DynamicLossScaleConfig
-from jaxdist.optim.onebit import OnebitAdamConfig
 from jaxdist.optim.safety import SkipSpikesConfig, SkipState, clip_to_norm, skip_states
 from jaxdist.optim.schedules import ScheduleConfig
 

@@ -15,7 +15,8 @@ from runs import DIGITS
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.optim.build import ImportedOptimizerConfig, OptimConfig
+from jaxdist.optim.build import ImportedOptimizerConfig
+from jaxdist.optim.common import OptimizerConfig
 from jaxdist.param_server.training.separable import check_separable
 from jaxdist.run.strategies import run_strategy
 from jaxdist.simulation.rule import ServerRule
@@ -290,7 +291,7 @@ def test_a_server_updates_ranges_as_the_optimizer_updates_the_whole(name):
     """Rows apart where it may, three steps, the learning rate by the step of all workers."""
     experiment = built(optim={"learning_rate": 0.1, **OPTIMIZERS[name]})
     program, rng = experiment.program, np.random.default_rng(5)
-    config: OptimConfig = experiment.config.optim
+    config: OptimizerConfig = experiment.config.optim
     schedule, per_step = (lambda count: 0.1 / (1 + count)), 2
     rule = ServerRule(
         config, schedule, program.model.params, program.dims,

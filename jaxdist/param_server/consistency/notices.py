@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxdist.optim.build import AdamWConfig, OptimConfig, SgdConfig
+from jaxdist.optim.build import AdamWConfig, SgdConfig
+from jaxdist.optim.common import OptimizerConfig
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.lars import LarsConfig
 from jaxdist.param_server.consistency.arrival import OnArrival
 from jaxdist.param_server.consistency.contract import Consistency
 
 
-def notices(model: Consistency, optim: OptimConfig, workers: int) -> tuple[str, ...]:
+def notices(model: Consistency, optim: OptimizerConfig, workers: int) -> tuple[str, ...]:
     """What to know before a run, a sentence each."""
     if workers == 1 or not isinstance(model, OnArrival):
         return ()
     return (*_of_moments(model, optim, workers), *_of_reads(model))
 
 
-def _of_moments(model: OnArrival, optim: OptimConfig, workers: int) -> Iterator[str]:
+def _of_moments(model: OnArrival, optim: OptimizerConfig, workers: int) -> Iterator[str]:
     kind = getattr(model, "type", "")
     if isinstance(optim, SgdConfig | LarsConfig) and optim.momentum:
         own = optim.momentum**workers

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxdist.errors import ConfigError
-from jaxdist.optim.build import AdamWConfig, OptimConfig, SgdConfig
+from jaxdist.optim.build import AdamWConfig, SgdConfig
+from jaxdist.optim.common import OptimizerConfig
 from jaxdist.trees import flatten_with_names, leaf_bytes
 from jaxdist.types import Params
 
@@ -51,7 +52,7 @@ class Range:
         return f"{self.name}[{self.start}:{self.stop}]"
 
 
-def elementwise(optim: OptimConfig) -> bool:
+def elementwise(optim: OptimizerConfig) -> bool:
     """Return whether an optimizer updates each element by itself, so that servers may share a
     tensor."""
     return isinstance(optim, AdamWConfig | SgdConfig)

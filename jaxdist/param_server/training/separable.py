@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import optax
 
 from jaxdist.errors import ConfigError
-from jaxdist.optim.build import OptimConfig, Rate, build_optimizer
+from jaxdist.optim.build import Rate, build_optimizer
+from jaxdist.optim.common import OptimizerConfig
 from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, OptState, Params, Scalar, Updates
 
 
 def server_transform(
-    optim: OptimConfig, schedule: optax.Schedule, params: Params, dims: Mapping[str, Dims]
+    optim: OptimizerConfig, schedule: optax.Schedule, params: Params, dims: Mapping[str, Dims]
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer as servers use it, on these parameters: they drop what is not finite anyway.
 

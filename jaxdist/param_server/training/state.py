@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdist.optim.build import ImportedOptimizerConfig, OptimConfig
+from jaxdist.optim.build import ImportedOptimizerConfig
+from jaxdist.optim.common import OptimizerConfig
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.contract import vectors
@@ -54,7 +55,7 @@ class Sharded:
 
     cluster: Cluster
     program: Program
-    optim: OptimConfig
+    optim: OptimizerConfig
     placement: Placement
     seed: int = 0
 

@@ -14,7 +14,8 @@ from typing import Protocol
 
 from jaxdist.data.loader import Loader
 from jaxdist.metrics.account import Account
-from jaxdist.optim.build import OptimConfig, Optimizer
+from jaxdist.optim.build import Optimizer
+from jaxdist.optim.common import OptimizerConfig
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.loop import Hooks
 from jaxdist.train.plan import TrainConfig
@@ -70,7 +71,7 @@ class Prepared:
     stages: Sequence[TrainStage]
     hooks: StepHooks
     enter: Callable[[TrainStage], None] = lambda stage: None
-    optim: OptimConfig | None = None
+    optim: OptimizerConfig | None = None
     directory: Path | None = None
     note: Callable[[str], None] = print
     record: Callable[[int, Mapping[str, float]], None] = lambda step, values: None
@@ -88,7 +89,7 @@ class RunSettings:
 
     total_steps: int
     train: TrainConfig
-    optim: OptimConfig
+    optim: OptimizerConfig
     layout: Layout
     optimizer: Optimizer
     params: Params

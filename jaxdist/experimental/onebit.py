@@ -152,6 +152,11 @@ class OnebitConfig(OptimizerConfig):
     bounded: bool = True
     """Let no element move farther in a step than it could with Adam; false follows the paper."""
 
+    @property
+    def frozen_from(self) -> int:
+        """The step at which the second moment is frozen."""
+        return self.freeze_step
+
     @model_validator(mode="after")
     def _looks_at_no_norm(self) -> OnebitConfig:
         name = "clip_norm" if self.clip_norm is not None else "skip_spikes"

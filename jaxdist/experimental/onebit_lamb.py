@@ -14,6 +14,14 @@ import optax
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from jaxdist.errors import ConfigError
+from jaxdist.experimental.onebit import (
+    OnebitConfig,
+    adam_bound,
+    check_freeze_step,
+    first_moment,
+    frozen_direction,
+    second_moment,
+)
 from jaxdist.optim.common import Beta, NamedParams
 from jaxdist.optim.lamb import LambRule
 from jaxdist.optim.layers import (
@@ -25,14 +33,6 @@ from jaxdist.optim.layers import (
     wide_zeros,
 )
 from jaxdist.optim.layerwise import decays_and_adapts
-from jaxdist.optim.onebit import (
-    OnebitConfig,
-    adam_bound,
-    check_freeze_step,
-    first_moment,
-    frozen_direction,
-    second_moment,
-)
 from jaxdist.optim.trust_ratio import (
     Bounds,
     Mask,
@@ -59,7 +59,7 @@ class OnebitLambRule:
       ratio_bounds: bounds of these ratios.
       factor_bounds: bounds of the factor on the mean ratio after the warm-up.
       factor_change: largest change of this factor in a step, as a fraction of the factor.
-      bounded: see `jaxdist.optim.onebit.scale_by_frozen_adam`.
+      bounded: see `jaxdist.experimental.onebit.scale_by_frozen_adam`.
 
     Raises:
       ConfigError: a freeze_step below 1; invalid bounds, decay or fraction.
@@ -152,7 +152,7 @@ def onebit_lamb(
 
     After `rule.freeze_step` steps of LAMB each layer's ratio is its mean over those steps, times
     the largest quotient of frozen and fresh deviation in the layer. Elements whose gradient was
-    zero in all of these steps do not move: see `jaxdist.optim.onebit.frozen_direction`.
+    zero in all of these steps do not move: see `jaxdist.experimental.onebit.frozen_direction`.
 
     State: three float32 for each element. Inside `jax.shard_map` norms are reduced in one
     all-reduce, and a number for each layer of the split tensors in another.

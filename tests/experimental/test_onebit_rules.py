@@ -12,9 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 from sharded import mesh_of
 
 from jaxdist.errors import ConfigError
-from jaxdist.optim.build import OptimConfig, build_optimizer
-from jaxdist.optim.onebit import adam_bound, scale_by_frozen_adam
-from jaxdist.optim.onebit_lamb import OnebitLambRule, OnebitLambState, onebit_lamb
+from jaxdist.experiment.config import AnyOptimConfig
+from jaxdist.experimental.onebit import adam_bound, scale_by_frozen_adam
+from jaxdist.experimental.onebit_lamb import OnebitLambRule, OnebitLambState, onebit_lamb
+from jaxdist.optim.build import build_optimizer
 
 DIMS = {"kernel": ("layers", "embed", "mlp"), "bias": ("layers", "mlp")}
 NAMES = {"kernel": ["layers", None, None], "bias": ["layers", None]}
@@ -33,7 +34,7 @@ GRADS = [jax.tree.map(lambda g, t=t: g * (1 + t) ** 0.5, g) for t, g in enumerat
 
 
 def parsed(settings):
-    return TypeAdapter(OptimConfig).validate_python({"learning_rate": 0.1, **settings})
+    return TypeAdapter(AnyOptimConfig).validate_python({"learning_rate": 0.1, **settings})
 
 
 def built(**settings):

@@ -19,8 +19,8 @@ from jaxdist.compression import (
     init_state,
     warm_up,
 )
-from jaxdist.optim.onebit import scale_by_frozen_adam
-from jaxdist.optim.onebit_lamb import OnebitLambRule, onebit_lamb
+from jaxdist.experimental.onebit import scale_by_frozen_adam
+from jaxdist.experimental.onebit_lamb import OnebitLambRule, onebit_lamb
 from jaxdist.optim.safety import skip_nonfinite
 
 N, FREEZE, STEPS, BLOCK = 4, 5, 12, 8
