@@ -18,7 +18,8 @@ ROOMS = (
     "commands/drill", "commands/evaluate", "commands/init", "commands/pipelines", "commands/replay",
     "commands/tokenize", "compression", "config", "cost", "data", "doctor", "errors", "experiment",
     "heartbeat", "hlo", "inspect", "launch", "mesh", "metrics", "models", "optim", "parallel",
-    "parity", "pipeline_schedules", "planner", "runtime", "sharding", "trees", "types", "validity",
+    "parity", "pipeline_schedules", "planner", "runtime", "sharding", "simulation", "trees",
+    "types", "validity",
 )  # fmt: skip
 
 # How a docstring never begins, and an entry of `Args:` or `Attributes:`: with a clause that lacks

@@ -1,1 +1,1 @@
-"""Simulations: parameter servers, fleets and choices in virtual time."""
+"""Simulations in virtual time: parameter servers, fleets, and the choice between exchanges."""

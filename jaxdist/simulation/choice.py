@@ -1,4 +1,4 @@
-"""Parameter servers or an all-reduce? Step times of both, by the simulator and the cost model."""
+"""The choice between parameter servers and an all-reduce, by simulated and predicted step times."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ MODELS: Mapping[str, ConsistencyConfig] = {
     "ssp 2": SSP(bound=2),
     "async": Asynchronous(),
 }
-"""From the strictest on."""
+"""The consistency models, from the strictest on."""
 PLAYED_BYTES = 2**19
-"""What the simulator moves for a model, on links that are slower by as much: time is the same."""
+"""Bytes of a simulated model. Links are slower by the same factor, so that times are unchanged."""
 PLAYED_STEPS = 24
 CLEAR = 0.95
-"""A looser model must be faster by so much than a stricter one."""
+"""A looser model is taken only if its steps take less than this fraction of a stricter model's."""
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class ChoiceConfig(Config):
-    """What is trained, and on what."""
+    """The model to train, and the machines."""
 
     parameter_bytes: Annotated[float, Field(ge=4096)] = 1e8
-    """Of the parameters; a gradient of all of them has as many."""
+    """Bytes of the parameters, and of a gradient of all of them."""
     touched: tuple[Share, ...] = (1.0, 0.01)
-    """Share of the parameters that one worker's batch reads and changes; 1: a dense model."""
+    """Share of the parameters that a worker's batch reads and changes; 1 is a dense model."""
     step_seconds: PositiveFloat = 0.1
-    """Of the gradient of a worker's part of a batch."""
+    """Seconds for the gradient of a worker's part of a batch."""
     gbits: tuple[PositiveFloat, ...] = (1.0, 10.0, 100.0)
-    """Of each host's card, in each direction."""
+    """Gigabits per second of each host's card, in each direction."""
     latency_seconds: NonNegativeFloat = 1e-4
-    """Of a message, besides its bytes."""
+    """Seconds of a message besides those of its bytes."""
     workers: Annotated[int, Field(ge=2, le=64)] = 8
-    """Hosts that compute."""
+    """Number of hosts that compute."""
     servers: Annotated[int, Field(ge=1, le=64)] = 4
-    """Hosts that hold the parameters, beside them."""
+    """Number of further hosts, which hold the parameters."""
     slower: Annotated[float, Field(gt=1)] = 2.0
-    """So many times as long one worker takes, in rows with a straggler."""
+    """Factor on the step time of a single worker, in rows with a straggler."""
     noise: PositiveFloat = 0.3
-    """Standard deviation of the logarithm of each step's time, in rows where all are slow at
-    times."""
+    """Standard deviation of the logarithm of each step's time, in rows where all workers are slow
+    at times."""
 
     def speeds(self) -> tuple[Speeds, ...]:
-        """How workers may differ."""
+        """Return the ways in which workers may differ."""
         return (
             Speeds("equal"),
             Speeds(f"one {self.slower:g}x slow", slowest=self.slower),
@@ -74,10 +74,10 @@ class ChoiceConfig(Config):
 
 @dataclass(frozen=True)
 class Speeds:
-    """How workers differ.
+    """A way in which workers differ.
 
     Attributes:
-      slowest: so many times as long as the others one of them takes.
+      slowest: factor on the step time of a single worker.
       noise: standard deviation of the logarithm of each step's time.
     """
 
@@ -88,10 +88,10 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Choice:
-    """One row.
+    """A row of the table.
 
     Attributes:
-      seconds: of a step of all workers, by what exchanges gradients.
+      seconds: time of a step of all workers, for each exchange of gradients.
     """
 
     touched: float
@@ -101,7 +101,7 @@ class Choice:
 
     @property
     def take(self) -> str:
-        """The strictest that is about as fast as any."""
+        """The strictest exchange that is about as fast as the fastest."""
         fastest = min(self.seconds.values())
         return next(name for name, took in self.seconds.items() if CLEAR * took <= fastest)
 
@@ -109,13 +109,13 @@ class Choice:
 def run(
     settings: Sequence[str], *, json_file: Path | None = None, console: Console
 ) -> list[Choice]:
-    """Print and write what to take; the same settings give the same numbers.
+    """Print and write a recommendation; the same settings give the same numbers.
 
     Args:
       settings: a YAML file of `ChoiceConfig`, if the first has no `=`; then `key=value` ...
 
     Raises:
-      JaxdistError: settings that there are not; a file that cannot be written.
+      JaxdistError: unknown settings; a file that cannot be written.
     """
     config = read_settings(settings, ChoiceConfig)
     check_writable(None, json_file)
@@ -128,7 +128,7 @@ def run(
 
 
 def choices(config: ChoiceConfig) -> Iterator[Choice]:
-    """A row for each sparsity, link and kind of straggler."""
+    """Yield a row for each sparsity, link and kind of straggler."""
     for touched, gbits, speeds in product(config.touched, config.gbits, config.speeds()):
         found = {RING: ring_seconds(config, touched, gbits, speeds)}
         for name, model in MODELS.items():
@@ -137,8 +137,9 @@ def choices(config: ChoiceConfig) -> Iterator[Choice]:
 
 
 def ring_seconds(config: ChoiceConfig, touched: float, gbits: float, speeds: Speeds) -> float:
-    """Of a step that ends in an all-reduce of whole gradients; where few parameters are touched,
-    of an all-gather of what was, if that is faster.
+    """Return the time of a step that ends in an all-reduce of whole gradients.
+
+    Where few parameters are touched, an all-gather of their gradients is used if it is faster.
 
     Nothing is hidden behind the backward pass.
     """
@@ -156,7 +157,7 @@ def ring_seconds(config: ChoiceConfig, touched: float, gbits: float, speeds: Spe
 def server_seconds(
     config: ChoiceConfig, touched: float, gbits: float, speeds: Speeds, model: ConsistencyConfig
 ) -> float:
-    """Of a step of all workers, who read and push what they touch."""
+    """Return the time of a step of all workers, which read and push what they touch."""
     size = touched * config.parameter_bytes
     scale = min(1.0, PLAYED_BYTES / size)
     rate = gbits * 1e9 / 8
@@ -176,7 +177,7 @@ def server_seconds(
 
 
 def text(config: ChoiceConfig, rows: Sequence[Choice]) -> str:
-    """At most 80 columns."""
+    """Format the rows as a table of at most 80 columns."""
     widths = {name: max(len(name), 7) for name in rows[0].seconds}
     head = f"{'touched':>7}  {'Gbit/s':>6}  {'workers':<12}"
     lines = [

@@ -1,4 +1,4 @@
-"""`jaxdist simulate CONFIG`: one run, or variants side by side."""
+"""The command `jaxdist simulate CONFIG`: a single run, or variants side by side."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from jaxdist.types import JsonObject
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a command found.
+    """The result of a command.
 
     Attributes:
-      caption: what was trained, on what.
-      targets: losses that times are measured to, by seed.
-      rows: one for each variant; the first is the one that the others are compared with.
+      caption: a sentence about the model, its data and the cluster.
+      targets: losses whose times are measured, by seed.
+      rows: a row for each variant; the others are compared with the first.
     """
 
     caption: str
@@ -40,7 +40,7 @@ class Simulation:
     rows: tuple[Simulated, ...]
 
     def text(self) -> str:
-        """The table of variants; of a single run its report."""
+        """Return the table of variants, or the report of a single run."""
         if len(self.rows) == len(self.rows[0].reports) == 1:
             return "\n".join([self.caption, "", report_table(self.rows[0].reports[0])])
         settings = [f"{row.variant.name}: {' '.join(row.variant.overrides)}" for row in self.rows]
@@ -52,7 +52,7 @@ class Simulation:
         return "\n".join([self.caption, told, "", table(self.rows, self.targets), "", *settings])
 
     def as_json(self) -> JsonObject:
-        """Plain data: the text, and every run."""
+        """Return plain data: the text, and every run."""
         return {
             "text": self.text().splitlines(),
             "targets": [target if math.isfinite(target) else None for target in self.targets],
@@ -71,15 +71,16 @@ def run(
     plot: Path | None,
     console: Console,
 ) -> Simulation:
-    """Train in virtual time; print and write what that gives.
+    """Train in virtual time; print and write the results.
 
     The same command gives the same bits.
 
     Args:
-      variants: as `jaxdist.study.variants.parse_variants` takes them; without any, CONFIG itself.
-      seeds: runs of each, with seed, seed + 1, ... of the config and of the script.
-      target: the loss that times are measured to; None is seed by seed 1% above the first
-        variant's last.
+      variants: as for `jaxdist.study.variants.parse_variants`; without any, CONFIG itself.
+      seeds: number of runs of each variant, with seed, seed + 1, ... of the config and of the
+        script.
+      target: the loss whose time is measured; None is a loss for each seed, 1% above the last loss
+        of the first variant.
       json_file, plot: a file and a directory to write to.
 
     Raises:
@@ -112,7 +113,7 @@ def _rows(
     seeds: int,
     console: Console,
 ) -> tuple[Simulated, ...]:
-    """Seed by seed, so that variants share what a seed needs once."""
+    """Yield a row for each variant; seed by seed, so that variants share what a seed needs."""
     simulator = Simulator()
     reports: dict[Variant, list[Report]] = {variant: [] for variant in variants}
     _, config = load(path, overrides)
@@ -141,10 +142,10 @@ def _experiment(path: Path, overrides: Sequence[str], variant: Variant, seed: in
 
 
 def check_alike(experiments: dict[Variant, Experiment]) -> None:
-    """All take as many steps on the same batches.
+    """Check that all variants take the same number of steps on the same batches.
 
     Raises:
-      ConfigError: a variant that does not.
+      ConfigError: a variant does not.
     """
     first = next(iter(experiments.values()))
     for variant, one in experiments.items():
@@ -163,7 +164,7 @@ def check_alike(experiments: dict[Variant, Experiment]) -> None:
 
 
 def caption_of(experiment: Experiment) -> str:
-    """What is trained, by whom."""
+    """Return a sentence about the model, its data and the cluster."""
     config, cluster = experiment.config, cluster_of(experiment.config)
     return (
         f"{config.model.type} on {experiment.dataset.description}; {config.optim.type}, "

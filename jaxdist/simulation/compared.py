@@ -12,19 +12,19 @@ from jaxdist.study.variants import Variant
 from jaxdist.types import JsonObject
 
 TOLERANCE = 0.01
-"""By how much the default target is above the first variant's last loss."""
+"""The fraction by which the default target is above the first variant's last loss."""
 
 
 Targets = tuple[float, ...]
-"""Losses that times are measured to, by seed."""
+"""Losses whose times are measured, by seed."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The runs of one variant.
+    """The runs of a variant.
 
     Attributes:
-      reports: by seed, in the order of the seeds.
+      reports: the reports of the runs, in the order of the seeds.
     """
 
     variant: Variant
@@ -33,18 +33,18 @@ class Simulated:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The last of each run."""
+        """The last loss of each run."""
         return tuple(report.loss for report in self.reports)
 
     def seconds_to(self, targets: Targets) -> float | None:
-        """The mean over seeds; None where a run does not get there."""
+        """Return the mean time over the seeds; None where a run does not reach its target."""
         pairs = zip(self.reports, targets, strict=True)
         found = [report.seconds_to(target) for report, target in pairs]
         reached = [seconds for seconds in found if seconds is not None]
         return statistics.fmean(reached) if len(reached) == len(found) else None
 
     def as_json(self, targets: Targets) -> JsonObject:
-        """Plain data: settings, means and all runs."""
+        """Return plain data: settings, means and all runs."""
         return {
             "name": self.variant.name,
             "overrides": list(self.variant.overrides),
@@ -58,12 +58,12 @@ class Simulated:
 
 
 def default_targets(first: Simulated) -> Targets:
-    """Seed by seed 1% above the first variant's last loss."""
+    """Return for each seed a loss 1% above the first variant's last loss."""
     return tuple(loss * (1 + TOLERANCE) for loss in first.losses)
 
 
 def table(rows: Sequence[Simulated], targets: Targets) -> str:
-    """One line for each variant; at most 80 columns."""
+    """Format the variants as lines of at most 80 columns."""
     return "\n".join(_lines(rows, targets))
 
 
@@ -92,7 +92,7 @@ def _lines(rows: Sequence[Simulated], targets: Targets) -> Iterator[str]:
 
 
 def _traffic(rows: Sequence[Simulated]) -> Iterator[str]:
-    """Bytes are the same for all seeds, but for what a network loses."""
+    """Yield the lines about traffic; bytes are the same for all seeds, except for lost messages."""
     yield f"{'':<20} {'virtual s':>9} {'MB into the fullest server':>27} {'MB out':>9}"
     for row in rows:
         reports = row.reports

@@ -24,19 +24,19 @@ from jaxdist.study.files import check_writable, read_settings, write_json
 from jaxdist.types import JsonObject
 
 POWERS = range(-8, 5)
-"""Of two, by which Young's interval for checkpoints is multiplied."""
+"""Powers of two by which Young's interval for checkpoints is multiplied."""
 _BESTS = {"Young": intervals.young, "Daly": intervals.daly}
 
 
 @dataclass(frozen=True)
 class Tier:
-    """One way to save at every interval.
+    """A way to save at every interval.
 
     Attributes:
-      name: what is saved.
-      cost: seconds that work stands still for the save that is swept.
-      rows: by interval, the shortest first.
-      formula: the goodput of each in closed form.
+      name: the kinds of saves.
+      cost: seconds that work waits for the save whose interval is varied.
+      rows: the simulated runs by interval, the shortest first.
+      formula: the goodput of each row in closed form.
     """
 
     name: str
@@ -57,10 +57,11 @@ class Tier:
 
 @dataclass(frozen=True)
 class Fleet:
-    """A fleet, simulated.
+    """A simulated fleet.
 
     Attributes:
-      tiers: checkpoints alone, and snapshots in memory beside them; rows at equal intervals.
+      tiers: checkpoints alone, and snapshots in memory in addition; their rows have equal
+        intervals.
     """
 
     config: FleetConfig
@@ -68,16 +69,16 @@ class Fleet:
 
     @property
     def every(self) -> list[float]:
-        """Seconds of work between two saves, by row."""
+        """The seconds of work between two saves, by row."""
         return [row.saves.every for row in self.tiers[0].rows]
 
     def marks(self, tier: Tier) -> dict[str, float]:
-        """The intervals that closed forms call best, in seconds, by name; none for free saves."""
+        """Return the best intervals of closed forms in seconds, by name; empty for free saves."""
         found = _BESTS if tier.cost else {}
         return {name: best(tier.cost, self.config.mttf) for name, best in found.items()}
 
     def text(self) -> str:
-        """The tables, at most 80 columns wide."""
+        """Return the tables, at most 80 columns wide."""
         return "\n".join([*_head(self.config), "", *self._sweep(), "", *self._accounts()])
 
     def _sweep(self) -> list[str]:
@@ -109,7 +110,7 @@ class Fleet:
         return lines
 
     def as_json(self) -> JsonObject:
-        """Plain data: the text, the config, and every row."""
+        """Return plain data: the text, the config, and every row."""
         return {
             "text": self.text().splitlines(),
             "config": self.config.model_dump(mode="json"),
@@ -164,7 +165,7 @@ def run(
     plot: Path | None = None,
     console: Console,
 ) -> Fleet:
-    """Simulate a fleet; print and write what that gives. The same settings give the same numbers.
+    """Simulate a fleet; print and write the results. The same settings give the same numbers.
 
     Args:
       settings: a YAML file of `FleetConfig`, if the first has no `=`; then `key=value` ...
@@ -185,7 +186,7 @@ def run(
 
 
 def sweep(config: FleetConfig) -> Fleet:
-    """Goodput over the interval, of checkpoints alone and of snapshots beside them."""
+    """Compute the goodput over the interval, of checkpoints alone and with additional snapshots."""
     costs = config.checkpoint_seconds, config.snapshot_seconds
     bests = [best(cost, config.mttf) for cost in costs for best in _BESTS.values() if cost]
     middle = intervals.young(max(costs[0], 1.0), config.mttf)

@@ -27,8 +27,8 @@ def plot_simulation(
     """Draw the variants' runs, as `jaxdist.metrics.figure.save` writes it.
 
     Args:
-      rows: the first seed of each has the curve, all seeds together the histogram.
-      title: what stands above the axes.
+      rows: the variants; the curve is that of the first seed, the histogram that of all seeds.
+      title: text above the axes.
       target: the loss that a dashed line marks.
     """
     figure = simulation_figure(rows, title=title, target=target)
@@ -69,7 +69,7 @@ def simulation_figure(rows: Sequence[Simulated], *, title: str, target: float) -
 
 
 def _draw_staleness(axes: Axes, row: Simulated, colour: np.ndarray) -> None:
-    """A histogram, added up from the left: so those of many variants can be told apart."""
+    """Draw a cumulative histogram, so that those of many variants can be distinguished."""
     counts = sum((report.staleness for report in row.reports), Counter[int]())
     ages = np.arange(max(counts, default=0) + 1)
     shares = np.cumsum([counts[age] for age in range(len(ages))]) / max(sum(counts.values()), 1)

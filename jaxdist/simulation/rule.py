@@ -1,4 +1,4 @@
-"""An optimizer as servers use it: on one range of one parameter at a time, jitted."""
+"""An optimizer as servers use it: jitted for a range of a parameter at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Compiled(NamedTuple):
     """An update rule for arrays with the same dims.
 
     Attributes:
-      wrapped: an array as the tree that the transformation is given.
+      wrapped: function from an array to the tree that the transformation receives.
     """
 
     transform: optax.GradientTransformationExtraArgs
@@ -33,11 +33,12 @@ class _Compiled(NamedTuple):
 
 
 class ServerRule:
-    """Updates ranges of parameters as the config's optimizer would update the whole.
+    """A rule that updates ranges of parameters as the config's optimizer would update the whole.
 
     Attributes:
-      learning_rate: the largest of the run.
-      divisible: may a range be some rows of a parameter? Not where a norm of the whole is needed.
+      learning_rate: the largest learning rate of the run.
+      divisible: whether a range may be some rows of a parameter; not if a norm of the whole is
+        needed.
     """
 
     def __init__(
@@ -50,13 +51,13 @@ class ServerRule:
         learning_rate: float,
         updates_per_step: int = 1,
     ) -> None:
-        """One of these serves all servers.
+        """Prepare a rule that all servers share.
 
         Args:
-          schedule: of steps, as one mesh counts them.
+          schedule: function from the number of steps, as a mesh counts them, to the learning rate.
           params: all parameters, or their shapes.
-          dims: logical dims of each, by name.
-          updates_per_step: updates of a range in one step of all workers.
+          dims: logical dims of each parameter, by name.
+          updates_per_step: updates of a range in a step of all workers.
         """
         self.learning_rate = learning_rate
         self.divisible = elementwise(optim)
@@ -67,30 +68,30 @@ class ServerRule:
         self._of = cache(self._compile)
 
     def init(self, name: str, array: np.ndarray) -> RuleState:
-        """The optimizer's state for a range of a parameter."""
+        """Return the optimizer's state for a range of a parameter."""
         rule = self._rule(name)
         return rule.transform.init(rule.wrapped(self._shaped(name, array)))
 
     def update(
         self, name: str, array: np.ndarray, gradient: np.ndarray, rate: float, state: RuleState
     ) -> tuple[np.ndarray, RuleState]:
-        """The next array and state.
+        """Return the next array and state.
 
         Args:
-          rate: factor of the learning rate.
+          rate: factor on the learning rate.
         """
         given = (self._shaped(name, array), self._shaped(name, gradient), state)
-        # Without a factor of 1, which would round elsewhere than a step on one mesh does.
+        # There is no multiplication by 1, which would round differently than a step on a mesh does.
         factor = () if rate == 1 else (np.float32(rate),)
         new, state = self._rule(name).step(*given, *factor)
         return np.asarray(new).reshape(array.shape), state
 
     def _shaped(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Servers hold a number as one row."""
+        """Return a scalar without dims, which servers hold as a single row."""
         return array if self._dims[name] else array.reshape(())
 
     def _rule(self, name: str) -> _Compiled:
-        # What an imported rule does may depend on the name; others look at the dims alone.
+        # An imported rule may depend on the name; other rules depend on the dims alone.
         imported = isinstance(self._optim, ImportedOptimizerConfig)
         return self._of(name if imported else None, self._dims[name])
 
@@ -104,7 +105,7 @@ class ServerRule:
             array: jax.Array, gradient: jax.Array, state: RuleState, *rate: jax.Array
         ) -> tuple[jax.Array, RuleState]:
             params, grads = wrapped(array), wrapped(gradient.astype(array.dtype))
-            # Neither is there; `check_separable` has seen that no update looks at them.
+            # Neither is known on a server; `check_separable` has checked that no update reads them.
             nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
             updates, state = transform.update(grads, state, params, **nothing)
             if rate:
@@ -120,6 +121,6 @@ def _bare(array: PyTree) -> PyTree:
 
 
 def _alone(params: Params, name: str, array: PyTree) -> PyTree:
-    """The tree of the parameters with nothing but one leaf."""
+    """Return the tree of the parameters with a single leaf; the others are None."""
     leaves = [array if other == name else None for other, _ in flatten_with_names(params)]
     return jax.tree.unflatten(jax.tree.structure(params), leaves)

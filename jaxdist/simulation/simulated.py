@@ -15,15 +15,15 @@ from jaxdist.simulation.workers import ModelProblem
 from jaxdist.train.strategy.config import ParameterServer
 
 POINTS = 20
-"""Of a curve, where eval.every is not given."""
+"""Points of a curve where eval.every is not set."""
 _NOT_IN_GRADIENTS = {"strategy", "optim", "run", "checkpoint"}
 
 
 def cluster_of(config: ExperimentConfig) -> ParameterServer:
-    """The config's strategy.
+    """Return the config's strategy.
 
     Raises:
-      ConfigError: it is another one.
+      ConfigError: the strategy is not a parameter server.
     """
     if not isinstance(config.strategy, ParameterServer):
         raise ConfigError(
@@ -34,16 +34,16 @@ def cluster_of(config: ExperimentConfig) -> ParameterServer:
 
 
 class Simulator:
-    """Simulates experiments; those with the same model, data and shares share their programs."""
+    """A simulator; experiments with the same model, data and shares use the same programs."""
 
     def __init__(self) -> None:
         self._problems: dict[str, ModelProblem] = {}
 
     def __call__(self, experiment: Experiment) -> Report:
-        """The whole run of an experiment, in virtual time.
+        """Simulate the whole run of an experiment in virtual time.
 
         Raises:
-          JaxdistError: anything that the user can mend.
+          JaxdistError: any error that the user can correct.
         """
         config, steps = experiment.config, experiment.total_steps
         cluster, optimizer = cluster_of(config), experiment.program.optimizer
@@ -72,7 +72,7 @@ class Simulator:
         same = config.model_dump(mode="json", exclude=_NOT_IN_GRADIENTS)
         key = json.dumps([same, shares])
         if key not in self._problems:
-            self._problems = {  # of one at a time: batches and parameters take memory
+            self._problems = {  # a single problem at a time: batches and parameters take memory
                 key: ModelProblem(
                     experiment.program,
                     experiment.loader,

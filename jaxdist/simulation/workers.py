@@ -1,4 +1,4 @@
-"""A model with its data, as workers of a parameter server see it: gradients of their shares."""
+"""A model with its data as workers of a parameter server see it: gradients of their shares."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from jaxdist.types import Params
 
 
 class ModelProblem:
-    """Gradients of a config's model on its data, and the held-out loss.
+    """The gradients of a config's model on its data, and the held-out loss.
 
-    A batch is shared out by rows: worker 0 has the first ones. All workers with shares of one size
-    run one compiled program. Random layers draw anew for each worker and step.
+    A batch is divided by rows: worker 0 has the first rows. All workers with shares of the same
+    size run the same compiled program. Random layers draw separately for each worker and step.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class ModelProblem:
         *,
         evaluation_batches: int | None = None,
     ) -> None:
-        """Nothing is computed yet.
+        """Store the arguments; nothing is computed yet.
 
         Args:
-          program: of whole batches.
-          shares: examples of each worker.
-          microbatches: pieces in which each computes them.
-          evaluation_batches: of the held-out split to use; None uses all.
+          program: the program of whole batches.
+          shares: number of examples of each worker.
+          microbatches: number of pieces in which each worker computes its examples.
+          evaluation_batches: number of batches of the held-out split to use; None uses all.
 
         Raises:
           DataError: there is no held-out split.
@@ -64,7 +64,7 @@ class ModelProblem:
 
     @cached_property
     def _begun(self) -> TrainState:
-        """The state that runs begin with; gradients need no more of it than its shape."""
+        """The initial state of runs; gradients only need its shape."""
         return self._program.init()
 
     @property
@@ -77,7 +77,7 @@ class ModelProblem:
         return _by_name(self._begun.params)
 
     def gradient(self, params: Arrays, worker: int, step: int) -> Computed:
-        """Of the mean loss of a worker's share of the batch of a step; tokens weigh the mean."""
+        """Compute the mean gradient of a worker's part of a step's batch, with its tokens."""
         batch = self._loaders[worker].batch(step)
         draw = np.int32(step * len(self._shares) + worker)
         state = replace(self._begun, step=draw, params=self._tree(params))
@@ -87,7 +87,7 @@ class ModelProblem:
         return Computed(_by_name(grads), float(weight))
 
     def loss(self, params: Arrays) -> float:
-        """The held-out loss."""
+        """Compute the held-out loss."""
         begun = self._begun
         means = evaluate(self._program, self._tree(params), begun.buffers, self._evaluated)
         return means["loss"]

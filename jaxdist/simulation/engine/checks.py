@@ -1,4 +1,4 @@
-"""What a simulation checks of itself: that no read is too old, and how far values run ahead."""
+"""The checks of a simulation on itself: the age of reads, and the size of unapplied changes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from jaxdist.simulation.engine.shard import Shard, ShardNode
 
 
 class Reads:
-    """Reads, by the simulation's own count of what was applied before each version.
+    """The reads, by the simulation's own count of the changes in each version.
 
     Attributes:
-      bound: the most clocks that a read may be old; None: there is no such bound.
-      count, largest_lead: of the reads; clocks that the oldest was behind its reader.
+      bound: the most clocks that a read may be old; None where the model has no bound.
+      count: number of reads.
+      largest_lead: the most clocks that a read was behind its reader.
     """
 
     def __init__(self, cluster: Cluster, shards: Sequence[ShardNode]) -> None:
@@ -25,7 +26,7 @@ class Reads:
         self.count, self.largest_lead = 0, 0
 
     def check(self, server: int, clock: int, version: int) -> None:
-        """That what a client at a clock is about to use is no staler than the model says."""
+        """Check that the version which a client is about to use is as new as its clock requires."""
         lead = clock - self._shards[server].book.floors[version]
         self.count += 1
         self.largest_lead = max(self.largest_lead, lead)
@@ -36,10 +37,10 @@ class Reads:
 
 
 class Values:
-    """The value bound's own quantity: the sum of all changes that are under way.
+    """The quantity that a value bound limits: the sum of all changes that are under way.
 
     Attributes:
-      largest: magnitude, by which they move a parameter by plain SGD, of all that was looked at.
+      largest: the largest change of a parameter by plain SGD among all sums that were examined.
     """
 
     def __init__(self, cluster: Cluster, learning_rate: float) -> None:
@@ -52,12 +53,12 @@ class Values:
         return isinstance(self.model, OnArrival) and self.model.value_bound is not None
 
     def of(self, change: Shard) -> float:
-        """The largest magnitude by which gradients move a parameter."""
+        """Return the largest change of a parameter by these gradients."""
         assert isinstance(self.model, OnArrival)
         unit = self._learning_rate * self.model.rate(0, self._workers)
         return unit * max(float(np.abs(array).max(initial=0.0)) for array in change)
 
     def look(self, under_way: Sequence[Shard]) -> None:
-        """At the changes of all workers for one server."""
+        """Examine the changes of all workers for a server."""
         total = tuple(np.sum(parts, axis=0) for parts in zip(*under_way, strict=True))
         self.largest = max(self.largest, self.of(total))

@@ -15,7 +15,7 @@ from jaxdist.simulation.engine.shard import Shard, ShardNode
 def joined(
     problem: Problem, nodes: Sequence[ShardNode], shards: Sequence[Shard]
 ) -> dict[str, np.ndarray]:
-    """Parameters by name, out of each server's part."""
+    """Join the parameters by name from each server's part."""
     found: dict[str, np.ndarray] = {}
     rows: dict[str, list[tuple[int, np.ndarray]]] = {}
     for node, arrays in zip(nodes, shards, strict=True):
@@ -29,11 +29,12 @@ def joined(
 
 
 class Curve:
-    """Points of the loss.
+    """The points of the loss over time.
 
     Args:
-      every: steps between two points: gradients of all workers, over their number.
-      gradients: how many all workers have computed.
+      every: steps between two points; a step is the gradients of all workers, divided by their
+        number.
+      gradients: function that returns the number of gradients that all workers have computed.
     """
 
     def __init__(
@@ -49,14 +50,14 @@ class Curve:
         self._every, self._next, self._gradients = every, float(every), gradients
 
     def look(self, now: float) -> None:
-        """A point, where one is due."""
+        """Add a point if the steps for it have been taken."""
         steps = self.nodes[0].merged * self.cluster.local_steps / self.cluster.clients
         if steps >= self._next:
             self._next = (steps // self._every + 1) * self._every
             self.measure(now)
 
     def measure(self, now: float) -> None:
-        """A point at this time, unless the last one is of the same state."""
+        """Add a point at this time, unless the last point has the same state."""
         params = joined(self.problem, self.nodes, [node.arrays for node in self.nodes])
         gradients = self._gradients()
         steps = gradients / self.cluster.workers

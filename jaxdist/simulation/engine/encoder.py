@@ -1,4 +1,4 @@
-"""Pushes in few bytes: what a sender's codec leaves of them, with error feedback."""
+"""The encoding of pushes: the values that remain after a sender's codec, with error feedback."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxdist.simulation.engine.shard import Shard
 
 
 class Encoding:
-    """How all clients of a run encode, compiled once.
+    """The encoding of all clients of a run, compiled once.
 
     Attributes:
-      whole: parameters that are pushed as they are.
-      seed: of codecs that draw at random.
+      whole: parameters that are pushed without encoding.
+      seed: seed of codecs that draw at random.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Encoding:
         return jax.jit(self.sender.encode)
 
     def size_bytes(self, ranges: Sequence[Range], arrays: Shard) -> int:
-        """Of a push of these ranges."""
+        """Return the bytes of a push of these ranges."""
         return sum(
             array.nbytes if one.name in self.whole else self.sender.codec.wire_bytes(_like(array))
             for one, array in zip(ranges, arrays, strict=True)
@@ -40,7 +40,7 @@ class Encoding:
 
 
 class Encoder:
-    """One client's: it keeps what its messages to each server left out."""
+    """The encoder of a client: it keeps what its messages to each server left out."""
 
     def __init__(self, encoding: Encoding, client: int) -> None:
         self.encoding, self.client = encoding, client
@@ -49,12 +49,12 @@ class Encoder:
     def __call__(
         self, server: int, ranges: Sequence[Range], change: Shard, sequence: int
     ) -> tuple[Shard, bool]:
-        """What the server makes of a push, and whether it is finite.
+        """Return the push as the server decodes it, and whether it is finite.
 
-        A push that is not leaves nothing behind for the next.
+        A push that is not finite leaves nothing behind for the next.
 
         Args:
-          sequence: of its message.
+          sequence: number of the push's message.
         """
         encoding = self.encoding
         round = first_round(encoding.seed, sequence, self.client)

@@ -1,4 +1,4 @@
-"""Virtual time, and messages that take it."""
+"""Virtual time, and messages that take time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jaxdist.param_server.scenario import Link
 
 Action = Callable[[], None]
 Node = tuple[str, int]
-"""("server", 0), ("worker", 3)."""
+"""The kind and number of a participant, such as ("server", 0) or ("worker", 3)."""
 HEADER_BYTES = 64
-"""Of every message, beside its arrays."""
+"""Bytes of every message besides its arrays."""
 WINDOW_BYTES = 14_600
-"""That a TCP connection sends before it hears anything: ten segments (RFC 6928)."""
+"""Bytes that a TCP connection sends before the first acknowledgement: ten segments (RFC 6928)."""
 
 
 class Timeline:
-    """What happens when; at one time, in the order that it was planned in."""
+    """The planned actions in order of time, and of planning for actions at the same time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -30,11 +30,11 @@ class Timeline:
         self._number = count()
 
     def after(self, seconds: float, action: Action) -> None:
-        """Plan something."""
+        """Plan an action."""
         heapq.heappush(self._planned, (self.now + seconds, next(self._number), action))
 
     def step(self, limit: float) -> bool:
-        """Do the next thing; False where nothing is left before `limit`."""
+        """Run the next action; return False if no action is left before `limit`."""
         if not self._planned or self._planned[0][0] > limit:
             return False
         self.now, _, action = heapq.heappop(self._planned)
@@ -44,11 +44,11 @@ class Timeline:
 
 @dataclass(eq=False)
 class _Flow:
-    """A message on its way from one card into another.
+    """A message on its way from a card to another card.
 
     Attributes:
-      luck: a factor of its window.
-      ends: when its last byte leaves, if rates stay.
+      luck: a factor on its window.
+      ends: the time when its last byte leaves, if rates do not change.
     """
 
     source: Node
@@ -66,18 +66,20 @@ class _Flow:
 
     @property
     def window_bytes(self) -> float:
-        """Cards are shared in proportion to it: it grows by what has been sent (slow start)."""
+        """The weight by which cards are shared; it grows with the sent bytes (slow start)."""
         return self.luck * (WINDOW_BYTES + self.sent_bytes)
 
 
 @dataclass
 class Network:
-    """Cards that messages share as TCP's connections do: those that begin together evenly, one that
-    comes later has the less the more the others have sent.
+    """Cards that messages share as TCP's connections do.
+
+    Messages that begin together share evenly. A later message gets less, the more the earlier
+    messages have sent.
 
     Attributes:
-      received_bytes: by node, copies included.
-      sent_bytes: by node, what is lost included.
+      received_bytes: bytes by receiver, copies included.
+      sent_bytes: bytes by sender, lost messages included.
     """
 
     link: Link
@@ -100,8 +102,8 @@ class Network:
         """Send a message now.
 
         Args:
-          deliver: called when all of it has come in; twice for a copy.
-          lost: called when it is lost, at once.
+          deliver: called when the whole message has arrived; twice for a copied message.
+          lost: called at once when the message is lost.
         """
         size, draws, link = HEADER_BYTES + payload_bytes, self._random, self.link
         self.sent_bytes[source] += size
@@ -126,13 +128,13 @@ class Network:
         self._share_soon()
 
     def _share_soon(self) -> None:
-        """Once for all messages that are sent at one time."""
+        """Plan a single call of `_share` for all messages that are sent at the same time."""
         if not self._share_planned:
             self._share_planned = True
             self.timeline.after(0.0, self._share)
 
     def _share(self) -> None:
-        """Give each message its rate from now on, and plan for the end of the next."""
+        """Give each message its rate from now on, and plan the end of the next message."""
         now = self.timeline.now
         for flow in self._flows:
             flow.sent_bytes += flow.rate * (now - self._shared_at)
@@ -164,13 +166,15 @@ class Network:
 def fair_rates(
     flows: Sequence[tuple[float, Sequence[Hashable]]], capacity: Callable[[Any], float]
 ) -> list[float]:
-    """The rate of each flow, where none can have more for its weight but from one that has no more
-    for its own: max-min fairness, by progressive filling (Bertsekas and Gallager, Data Networks,
-    6.5.2).
+    """Return the rate of each flow by max-min fairness.
+
+    A flow's rate for its weight can only be raised by lowering that of a flow whose rate for its
+    weight is not higher. The rates are found by progressive filling (Bertsekas and Gallager, Data
+    Networks, 6.5.2).
 
     Args:
-      flows: the weight of each, and the ports that it goes through.
-      capacity: of a port, in the unit of the rates.
+      flows: the weight of each flow, and the ports that it passes.
+      capacity: function from a port to its capacity, in the unit of the rates.
 
     >>> capacity = {"a": 9, "b": 4, "s": 6, "t": 9}
     >>> flows = [(1, ("a", "s")), (1, ("b", "s")), (1, ("b", "t"))]

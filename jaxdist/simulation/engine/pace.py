@@ -1,4 +1,4 @@
-"""How long a step takes, by the simulator: of gradients that change nothing."""
+"""The time of a step, by the simulator, of gradients that change nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WARMUP = 4
 
 
 class Still:
-    """A problem whose gradients are zeros: parameters in so many arrays of one length."""
+    """A problem whose gradients are zeros, with parameters in several arrays of equal length."""
 
     def __init__(self, floats: int, arrays: int) -> None:
         each = np.zeros(-(-floats // arrays), np.float32)
@@ -30,15 +30,15 @@ class Still:
 
 
 def step_seconds(cluster: Cluster, floats: int, seconds: float) -> float:
-    """Virtual seconds from one step of all workers to the next, in the mean.
+    """Return the mean virtual seconds from a step of all workers to the next.
 
     Args:
-      cluster: with the speeds and links of its script.
-      floats: parameters, float32.
-      seconds: of virtual time that are played.
+      cluster: the cluster, with the speeds and links of its script.
+      floats: number of parameters, float32.
+      seconds: virtual seconds that are simulated.
 
     Returns:
-      nan where no two steps were done in that time.
+      The mean; NaN if fewer than two steps were done in that time.
     """
     script = cluster.simulation.model_copy(update={"seconds": seconds})
     report = simulate(

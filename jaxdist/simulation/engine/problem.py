@@ -1,4 +1,4 @@
-"""What is trained in a simulation, and by which rule: plain numpy arrays, or jax's."""
+"""The problem and the update rule of a simulation: plain numpy arrays, or jax's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Computed(NamedTuple):
     """A worker's gradient.
 
     Attributes:
-      tokens: how much it counts in a mean.
+      tokens: its weight in a mean.
     """
 
     gradient: Arrays
@@ -25,26 +25,26 @@ class Problem(Protocol):
     """A model with its data and loss.
 
     Attributes:
-      start: the parameters to begin with.
+      start: the initial parameters.
     """
 
     @property
     def start(self) -> Arrays: ...
 
     def gradient(self, params: Arrays, worker: int, step: int) -> Computed:
-        """Of the loss on a worker's own data for its step: the same whenever it is asked."""
+        """Compute the gradient of the loss on a worker's own data for a step, always the same."""
         ...
 
     def loss(self, params: Arrays) -> float:
-        """What the curve shows, held out or not."""
+        """Compute the loss that the curve shows, held out or not."""
         ...
 
 
 class Rule(Protocol):
-    """An update rule that is separable: of any range of any parameter by itself.
+    """A separable update rule: it updates any range of any parameter separately.
 
     Attributes:
-      divisible: may a range be some rows of a parameter?
+      divisible: whether a range may be some rows of a parameter.
     """
 
     @property
@@ -57,11 +57,11 @@ class Rule(Protocol):
     def update(
         self, name: str, array: np.ndarray, gradient: np.ndarray, rate: float, state: RuleState
     ) -> tuple[np.ndarray, RuleState]:
-        """The next array and state.
+        """Return the next array and state.
 
         Args:
-          name: of the parameter.
-          rate: factor of the learning rate.
+          name: name of the parameter.
+          rate: factor on the learning rate.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""A rack's aggregator in a simulation: one client of every server, and a server of its workers."""
+"""The aggregator of a rack in a simulation: a client of all servers, a server of its workers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class RackNode:
-    """One aggregator.
+    """An aggregator.
 
     Attributes:
-      place: of the rack among racks.
-      client: its number at the servers; a new one after all of its workers were gone.
-      workers: their numbers.
-      states: of the protocol, by server.
+      place: number of the rack among the racks.
+      client: its number at the servers; a new number if all of its workers were gone in between.
+      workers: numbers of its workers.
+      states: states of the protocol, by server.
     """
 
     def __init__(self, place: int, workers: tuple[int, ...], run: Simulation) -> None:
@@ -37,7 +37,7 @@ class RackNode:
         return "rack", self.place
 
     def join(self, worker: int) -> None:
-        """With one more client in the rack."""
+        """Add a client to the rack."""
         if not self.states:
             self.client = self.run.begin_rack(self)
             servers = range(len(self.run.shards))
@@ -50,7 +50,7 @@ class RackNode:
             self._do(server, rack.join(self.run.model, state, worker))
 
     def leave(self, worker: int) -> None:
-        """Without a client; the last one takes the rack from the servers."""
+        """Remove a client; with the last client the rack leaves the servers."""
         for server, state in enumerate(self.states):
             self._do(server, rack.leave(self.run.model, state, worker))
         if self.states and not self.states[0].inner.members:
@@ -58,7 +58,7 @@ class RackNode:
             self.run.end_rack(self)
 
     def from_worker(self, server: int, message: Message, payload: Shard | None) -> None:
-        """A message of a worker has come."""
+        """Receive a message of a worker."""
         stamp = message.stamp
         if not self.states or stamp.client not in self.states[server].inner.members:
             return
@@ -68,7 +68,7 @@ class RackNode:
         self._do(server, rack.from_worker(self.run.model, state, message, self.run.now))
 
     def hear(self, server: int, reply: Reply, payload: Shard | None) -> None:
-        """A reply of a server has come."""
+        """Receive a reply of a server."""
         if reply.client != self.client or not self.states:
             return
         step = rack.from_root(self.run.model, self.states[server], reply)
@@ -134,7 +134,7 @@ class RackNode:
             self.run.ask_server(self.node, server, message, payload, self.again)
 
     def lost_reply(self, server: int, reply: Reply) -> None:
-        """A server's reply was lost: the rack asks again when its time is over."""
+        """Handle the loss of a server's reply: the rack asks again after the retry time."""
         if isinstance(reply, Publish) or reply.client != self.client or not self.states:
             return
         message = self.states[server].outer.under_way.get(reply.sequence)

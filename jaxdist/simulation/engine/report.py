@@ -1,4 +1,4 @@
-"""What a simulation has found, as plain data."""
+"""The result of a simulation, as plain data."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jaxdist.types import JsonObject
 
 
 class Point(NamedTuple):
-    """The loss at a time.
+    """The loss at a point in time.
 
     Attributes:
-      gradients: of all workers so far.
-      steps: these over the number of workers.
-      updates: of server 0.
+      gradients: number of gradients that all workers have computed.
+      steps: gradients divided by the number of workers.
+      updates: number of updates of server 0.
     """
 
     seconds: float
@@ -29,7 +29,7 @@ class Point(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a worker did."""
+    """The work of a worker."""
 
     gradients: int
     busy_seconds: float
@@ -38,30 +38,31 @@ class Work(NamedTuple):
 
     @property
     def idle_share(self) -> float:
-        """Of the time that it lived, what it waited."""
+        """The share of its lifetime that it waited."""
         return self.idle_seconds / max(self.busy_seconds + self.idle_seconds, 1e-300)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a simulation has found.
+    """The result of a simulation.
 
     Attributes:
-      params: at the end.
-      seconds: virtual time of the end.
+      params: the final parameters.
+      seconds: virtual time at the end.
       curve: the loss over time.
-      work: by worker.
-      staleness: how many changes had so much, in updates, over all servers.
+      work: the work of each worker.
+      staleness: number of changes for each staleness, in updates, over all servers.
       updates_per_step: updates of a range in a step of all workers.
-      dropped: changes that were not applied, by reason.
-      received_bytes: by server, copies included.
-      sent_bytes: by server, losses included.
-      rack_received_bytes: by rack's aggregator, from workers and servers; none without racks.
-      lost: messages.
-      reads: how many were checked for the model's bound.
-      largest_lead: the oldest of them, in clocks.
-      bound: what no read may exceed, in clocks; None: the model has no such bound.
-      largest_value: of the sum of all changes under way, under a value bound.
+      dropped: number of changes that were not applied, by reason.
+      received_bytes: bytes that each server received, copies included.
+      sent_bytes: bytes that each server sent, lost messages included.
+      rack_received_bytes: bytes that each rack's aggregator received from workers and servers;
+        empty without racks.
+      lost: number of lost messages.
+      reads: number of reads that were checked for the model's bound.
+      largest_lead: age of the oldest of these reads, in clocks.
+      bound: the most clocks that a read may be old; None where the model has no bound.
+      largest_value: the largest change of a parameter under way, under a value bound.
     """
 
     params: Mapping[str, np.ndarray]
@@ -82,27 +83,27 @@ class Report:
 
     @property
     def loss(self) -> float:
-        """The last that was measured."""
+        """The last measured loss."""
         return self.curve[-1].loss
 
     @property
     def mean_staleness(self) -> float:
-        """In updates; 0 where nothing was applied."""
+        """The mean staleness in updates; 0 where nothing was applied."""
         total = sum(self.staleness.values())
         return sum(age * count for age, count in self.staleness.items()) / max(total, 1)
 
     @property
     def idle_share(self) -> float:
-        """Of the time that workers lived, what they waited."""
+        """The share of the workers' lifetime that they waited."""
         idle = sum(one.idle_seconds for one in self.work)
         return idle / max(idle + sum(one.busy_seconds for one in self.work), 1e-300)
 
     def seconds_to(self, loss: float) -> float | None:
-        """The first time that a measured loss is no more than this; None: never."""
+        """Return the first time at which a measured loss is at most `loss`; None: never."""
         return next((point.seconds for point in self.curve if point.loss <= loss), None)
 
     def as_json(self) -> JsonObject:
-        """All but the parameters, for a JSON file; a loss that is not finite is null."""
+        """Return all but the parameters, for a JSON file; a loss that is not finite is null."""
         return {
             "seconds": self.seconds,
             "curve": [

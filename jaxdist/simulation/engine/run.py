@@ -1,4 +1,4 @@
-"""A simulation: servers, workers and network in virtual time, bit for bit the same for one seed."""
+"""A simulation: servers, workers and network in virtual time, the same bits for the same seed."""
 
 from __future__ import annotations
 
@@ -36,17 +36,19 @@ def simulate(
     """Train in virtual time.
 
     Args:
-      rule: of the servers where workers push gradients, and of the workers where they push what
-        their own steps changed; the outer rule of a decoupled model is in its own settings.
-      clocks: pushes of each worker, or of each in the mean.
-      measure_every: steps between two measurements of the loss: gradients of all workers, over
-        their number.
-      step_seconds: of a gradient of each worker, at its share of the batch; None: as in the script.
-      pooled: take all pushes from one pool, so that fast workers take more of them.
-      whole: parameters that the cluster's codec leaves as they are.
+      rule: the update rule of the servers where workers push gradients, and of the workers where
+        they push the changes of their own steps; a decoupled model has its outer rule in its own
+        settings.
+      clocks: number of pushes of each worker; with `pooled`, on average.
+      measure_every: steps between two measurements of the loss; a step is the gradients of all
+        workers, divided by their number.
+      step_seconds: time of a gradient of each worker, for its share of the batch; None: that of the
+        script.
+      pooled: take all pushes from a common pool, so that fast workers take more of them.
+      whole: parameters that the cluster's codec does not encode.
 
     Raises:
-      ConfigError: settings of the cluster that do not go together.
+      ConfigError: settings of the cluster that do not combine.
     """
     cluster.check_cluster(learning_rate=rule.learning_rate)
     speeds = step_seconds or cluster.simulation.speeds(cluster.workers)
@@ -56,7 +58,7 @@ def simulate(
 
 
 class Simulation:
-    """One run; see `simulate`."""
+    """A run; see `simulate`."""
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class Simulation:
         self.timeline.after(seconds, action)
 
     def run(self) -> Report:
-        """To the end of the steps, or of the time."""
+        """Run until the steps are taken or the time is over."""
         for worker in self.workers:
             self._join(worker)
         for crash in self.config.crashes:
@@ -139,7 +141,7 @@ class Simulation:
             shard.join(worker.client, self.now)
 
     def remove(self, worker: WorkerNode, client: int) -> None:
-        """A worker has gone for good: nobody waits for it any more."""
+        """Remove a worker that has gone for good, so that no other worker waits for it."""
         place = self._rack_of(worker.number)
         if place is not None:
             place.leave(client)
@@ -151,7 +153,7 @@ class Simulation:
         return next((rack for rack in self.racks if worker in rack.workers), None)
 
     def begin_rack(self, rack: RackNode) -> int:
-        """A rack joins the servers; its number as their client."""
+        """Let a rack join the servers; return its number as their client."""
         number = len(self._rack_clients)
         self._rack_clients[number] = rack
         for shard in self.shards:
@@ -159,7 +161,7 @@ class Simulation:
         return number
 
     def end_rack(self, rack: RackNode) -> None:
-        """A rack without workers leaves the servers."""
+        """Let a rack without workers leave the servers."""
         for shard in self.shards:
             shard.leave(rack.client, self.now)
 
@@ -173,7 +175,7 @@ class Simulation:
         worker.go_on()
 
     def ask(self, worker: WorkerNode, server: int, message: Message, payload: Shard | None) -> None:
-        """A worker's message to a server, or to its rack's aggregator."""
+        """Send a worker's message to a server, or to its rack's aggregator."""
         self._watch_values()
         place = self._rack_of(worker.number)
         if place is None:
@@ -195,7 +197,7 @@ class Simulation:
         payload: Shard | None,
         again: Callable[[int, Message], None],
     ) -> None:
-        """A client's message to a server; `again` sends it once more."""
+        """Send a client's message to a server; `again` sends it once more."""
         lost = self._retry(lambda: again(server, message))
 
         def deliver() -> None:
@@ -213,15 +215,15 @@ class Simulation:
         return self.encoding.size_bytes(shard.ranges, shard.arrays)
 
     def encoder(self, client: int) -> Encoder | None:
-        """What a new client encodes its pushes with; None: they stay as they are."""
+        """Return the encoder of a new client; None where pushes are not encoded."""
         return None if self.encoding is None else Encoder(self.encoding, client)
 
     def _retry(self, again: Action) -> Action:
-        """Send again when the sender's time is over."""
+        """Return an action that sends again after the retry time."""
         return lambda: self.after(self.config.link.retry_seconds, again)
 
     def say(self, server: int, reply: Reply, payload: Shard | None) -> None:
-        """A server's reply to a client of its own."""
+        """Send a server's reply to a client of its own."""
         if not self.racks:
             self.tell_worker(("server", server), server, reply, payload)
             return
@@ -235,7 +237,7 @@ class Simulation:
         )
 
     def tell_worker(self, source: Node, server: int, reply: Reply, payload: Shard | None) -> None:
-        """A reply to a worker, about what a server holds."""
+        """Send a worker a reply about the parameters of a server."""
         worker = self._clients[reply.client]
         self.network.send(
             source,
@@ -263,7 +265,7 @@ class Simulation:
             self.after(until - self.now, lambda: self._tick(shard))
 
     def check_reads(self, worker: WorkerNode) -> None:
-        """That what a worker is about to compute from is no staler than the model says."""
+        """Check that the parameters which a worker is about to use are as new as required."""
         if self.racks:
             return  # the rack's copy is checked when its workers are answered
         for server, link in enumerate(worker.links):

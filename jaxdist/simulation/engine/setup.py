@@ -1,4 +1,4 @@
-"""What follows from the settings before anything runs: rules, placement, bounds."""
+"""The rules, the placement and the bounds that follow from the settings before anything runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jaxdist.simulation.engine.problem import Rule, Sgd
 
 
 def server_rule(model: Consistency, rule: Rule) -> Rule:
-    """What servers update parameters by."""
+    """Return the rule by which servers update parameters."""
     if isinstance(model, Decoupled):
         return Sgd(model.learning_rate, model.momentum, model.nesterov)
     return rule
 
 
 def placed(start: Arrays, cluster: Cluster, *, divisible: bool) -> Placement:
-    """The arrays of a problem on servers 0, 1, 2, ..."""
+    """Place the arrays of a problem on servers 0, 1, 2, ..."""
     tensors = [
         Tensor(name, len(np.atleast_1d(array)), np.asarray(array).nbytes, divisible)
         for name, array in start.items()
@@ -33,7 +33,7 @@ def placed(start: Arrays, cluster: Cluster, *, divisible: bool) -> Placement:
 
 
 def bound_of(model: Consistency) -> int | None:
-    """The most clocks that a read may be old; None: the model has no such bound."""
+    """Return the most clocks that a read may be old; None where the model has no bound."""
     match model:
         case SSP():
             return model.bound

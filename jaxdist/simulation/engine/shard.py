@@ -1,4 +1,4 @@
-"""A server's arrays in a simulation, and the book of what it did."""
+"""A server's arrays in a simulation, and the record of its changes."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ Shard = tuple[np.ndarray, ...]
 
 
 def slices(ranges: Sequence[Range], arrays: Arrays) -> Shard:
-    """What a server holds of parameters or gradients; a scalar is a range of one row."""
+    """Cut a server's part of parameters or gradients; a scalar is a range with a single row."""
     return tuple(np.atleast_1d(arrays[one.name])[one.start : one.stop] for one in ranges)
 
 
 @dataclass
 class Served:
-    """What became of the changes.
+    """The record of the changes of a server.
 
     Attributes:
-      staleness: how many had so much.
-      dropped: by reason.
-      floors: by version, the clock before which all changes of its members were in it: counted
-        here from what was applied, and not from what the protocol says.
+      staleness: number of changes for each staleness.
+      dropped: number of dropped changes by reason.
+      floors: for each version, the clock before which all changes of its members are in it, counted
+        from what was applied, independently of the protocol.
     """
 
     staleness: Counter[int]
@@ -51,9 +51,9 @@ class Served:
 
 
 class ShardNode:
-    """One server: the protocol's state, the arrays, and the payloads that wait.
+    """A server: the protocol's state, the arrays, and the payloads that wait.
 
-    Its ranges travel in one message and keep one clock.
+    Its ranges are sent in a single message and have a single clock.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ShardNode:
         self.do(server.receive(self.model, self.state, message, now))
 
     def do(self, step: server.Step) -> None:
-        """What the protocol says, in its order."""
+        """Carry out the effects of a step of the protocol, in order."""
         self.state = step.state
         for effect in step.effects:
             if isinstance(effect, Apply):
@@ -113,7 +113,7 @@ class ShardNode:
         self._refresh(self.state.clocks.version)
 
     def _refresh(self, version: int) -> None:
-        """The floor of the newest version, of those who are members now."""
+        """Update the floor of the newest version, over the present members."""
         members = self.state.members
         known = min((self._applied[client] for client in members), default=0)
         self.book.floors[version] = max(known, self.book.floors[version])
@@ -144,7 +144,7 @@ class ShardNode:
     def _drop(self, effect: Drop) -> None:
         self.book.dropped[effect.reason] += 1
         if self._payloads.pop((effect.client, effect.sequence), None) is not None:
-            self._applied[effect.client] += 1  # never will be in the parameters
+            self._applied[effect.client] += 1  # this change will never be in the parameters
 
     def _update(self, merge: Merge) -> None:
         compensated = self._compensate(merge)

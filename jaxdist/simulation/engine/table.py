@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from jaxdist.simulation.engine.report import Point, Report
 
 ROWS = 12
-"""Of the curve, and of the histogram."""
+"""Number of rows of the curve, and of the histogram."""
 _BAR = 40
 
 
 def table(report: Report) -> str:
-    """Curve, staleness, workers, servers, and whether the bound was kept."""
+    """Format curve, staleness, workers, servers, and whether the bound was kept."""
     parts = (_curve(report.curve), _staleness(report), _workers(report), _servers(report))
     return "\n".join([*(line for part in parts for line in (*part, "")), *_checks(report)])
 
@@ -25,7 +25,7 @@ def _curve(curve: Sequence[Point]) -> Iterator[str]:
 
 
 def thinned(curve: Sequence[Point], most: int) -> list[Point]:
-    """At most so many points, evenly, with the first and the last."""
+    """Return at most `most` points, evenly spaced, with the first and the last."""
     if len(curve) <= most:
         return list(curve)
     return [curve[round(at * (len(curve) - 1) / (most - 1))] for at in range(most)]
@@ -45,7 +45,7 @@ def _staleness(report: Report) -> Iterator[str]:
 
 
 def binned(counts: Counter[int], most: int) -> list[tuple[str, int]]:
-    """A histogram in at most so many bins of equal width, from 0 on.
+    """Return a histogram with at most `most` bins of equal width, from 0 on.
 
     >>> binned(Counter({0: 2, 3: 1, 4: 1}), 3)
     [('0-1', 2), ('2-3', 1), ('4-5', 1)]

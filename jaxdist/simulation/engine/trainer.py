@@ -1,4 +1,4 @@
-"""What a worker computes between a read and a push, by what its model pushes."""
+"""The computation of a worker between a read and a push, by the payload of its model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Trainer:
     """A worker's own arrays: none for gradients, a model and its optimizer for local updates.
 
     Attributes:
-      pushes_first: is what it pushes known when it has read, before it computes? So with elastic
-        averaging, whose workers go on from their own parameters.
+      pushes_first: whether its push is known after the read, before it computes, as with elastic
+        averaging, whose workers continue from their own parameters.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class Trainer:
 
     @property
     def local_steps(self) -> int:
-        """Gradients from one push to the next."""
+        """The number of gradients from a push to the next."""
         if isinstance(self.model, Elastic):
             return self.model.every
         return self.model.local_steps if isinstance(self.model, Decoupled) else 1
 
     def read(self, copy: Mapping[str, np.ndarray]) -> Computed | None:
-        """Parameters have come; what is pushed at once, where that is known."""
+        """Receive parameters; return what is pushed at once, if `pushes_first`."""
         if not isinstance(self.model, Elastic):
             self._own = dict(copy)
             return None
-        if self._own is None:  # it begins where the centre is
+        if self._own is None:  # it begins at the centre
             self._own = dict(copy)
         self._pull = {
             name: elastic_difference(self._own[name], centre, self.alpha)
@@ -53,7 +53,7 @@ class Trainer:
         return Computed(self._pull)
 
     def compute(self, clock: int) -> Computed:
-        """The gradient, or what local steps changed; for elastic averaging it is pushed already."""
+        """Compute the gradient, or the sum of the changes by local steps."""
         assert self._own is not None, "nothing was read"
         if self.model.payload == "gradient":
             return self.problem.gradient(self._own, self.worker, clock)
@@ -64,7 +64,7 @@ class Trainer:
             # Without tokens there is no gradient, and the optimizer takes no step.
             moved = self._moved(found.gradient) if found.tokens else dict(self._own)
             if step == 0 and self._pull:
-                # The paper takes the gradient where the worker stood before it was pulled.
+                # The paper takes the gradient at the position of the worker before it was pulled.
                 moved = {name: moved[name] - self._pull[name] for name in moved}
             self._own = moved
         return Computed({name: self._own[name] - start[name] for name in start}, tokens)

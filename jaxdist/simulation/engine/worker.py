@@ -1,4 +1,4 @@
-"""A worker in a simulation: it reads of every server, computes, pushes to every server."""
+"""A worker in a simulation: it reads from every server, computes, and pushes to every server."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class WorkerNode:
-    """One worker.
+    """A worker.
 
     Attributes:
-      client: its number in the protocol; a new one after each crash.
-      links: towards each server, in their order.
-      busy_seconds: spent on gradients.
-      idle_seconds: alive, and waiting for servers or the network.
+      client: its number in the protocol, which changes with each crash.
+      links: its state towards each server, in order.
+      busy_seconds: time spent on gradients.
+      idle_seconds: time alive and waiting for servers or the network.
     """
 
     def __init__(self, number: int, step_seconds: float, run: Simulation) -> None:
@@ -40,7 +40,7 @@ class WorkerNode:
         self.begin(number)
 
     def begin(self, number: int) -> None:
-        """With nothing but what it pulls."""
+        """Begin with nothing but what it pulls."""
         self.client, self.alive, self.busy, self.left = number, True, False, False
         servers = range(len(self.run.shards))
         self.links = [ClientState(number) for _ in servers]
@@ -64,7 +64,7 @@ class WorkerNode:
 
     @property
     def finished(self) -> bool:
-        """Has it taken its steps, and does it know what became of them?"""
+        """Whether it has taken its steps and knows that all its pushes are settled."""
         return self._done and not any(link.under_way for link in self.links)
 
     @property
@@ -72,7 +72,7 @@ class WorkerNode:
         return self.clock >= self.run.clocks if self.run.pool is None else self.run.pool < 1
 
     def go_on(self) -> None:
-        """Compute where it may; else ask whom it waits for."""
+        """Compute if it may, and otherwise ask the servers that it waits for."""
         if not self.alive or self.busy or self.left:
             return
         if self._done:
@@ -84,7 +84,7 @@ class WorkerNode:
             self._compute()
 
     def _pull_where(self, ready: bool) -> int:
-        """Ask servers whose copies are ready to compute from, or are not; how many they are."""
+        """Pull from the servers whose copies are (or are not) ready; return their number."""
         found = [
             server
             for server, link in enumerate(self.links)
@@ -148,7 +148,7 @@ class WorkerNode:
             self.run.ask(self, server, message, payload)
 
     def hear(self, server: int, reply: Reply, payload: Shard | None) -> None:
-        """A reply of a server has come."""
+        """Receive a reply of a server."""
         if reply.client != self.client or not self.alive:
             return
         heard = client.hear(self.links[server], reply)
@@ -169,7 +169,7 @@ class WorkerNode:
                 self.run.ask(self, server, message, self.sent.get((server, sequence)))
 
     def lost_reply(self, server: int, reply: Reply) -> None:
-        """A reply was lost: the worker asks again when its time is over."""
+        """Handle the loss of a reply: the worker asks again after the retry time."""
         if isinstance(reply, Publish) or reply.client != self.client:
             return
         message = self.links[server].under_way.get(reply.sequence)
@@ -178,7 +178,7 @@ class WorkerNode:
             self.run.after(wait, lambda: self.again(server, message))
 
     def under_way(self, server: int) -> Shard:
-        """The sum of its gradients that this server has not settled."""
+        """Return the sum of its gradients that this server has not settled."""
         shard = self.run.shards[server]
         total = tuple(np.zeros_like(array) for array in shard.arrays)
         for (where, sequence), payload in self.sent.items():
@@ -195,7 +195,7 @@ class WorkerNode:
         return model.holds_back(largest, workers)
 
     def crash(self) -> None:
-        """All that it had is gone; what it sent is under way."""
+        """Lose all state; messages that were sent are still under way."""
         if not self.alive or self.left:
             return
         if not self.busy:
