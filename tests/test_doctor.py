@@ -217,8 +217,9 @@ def test_exit_code_and_json(monkeypatch, python, code):
     console = Console(file=io.StringIO(), width=20)
     assert doctor.main(as_json=True, console=console) == code
     assert isinstance(console.file, io.StringIO)
-    records = json.loads(console.file.getvalue())
-    assert [Check(**record) for record in records] == checks(faulty)
+    told = json.loads(console.file.getvalue())
+    assert told["schema"] == 1
+    assert [Check(**record) for record in told["checks"]] == checks(faulty)
 
 
 def test_this_machine_is_read_and_judged_with_fake_devices():

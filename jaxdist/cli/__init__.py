@@ -6,6 +6,7 @@ devices can still be requested.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Annotated
 
@@ -23,7 +24,7 @@ from jaxdist.cli import (
     shared,
 )
 from jaxdist.cli.measurement import ConfigOrCommand, ConfigOrFleet
-from jaxdist.cli.output import lasting_output
+from jaxdist.cli.output import lasting_output, silence
 
 app = typer.Typer(
     name="jaxdist",
@@ -67,8 +68,11 @@ def _options(
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions."),
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print errors only, on standard error.")
+    ] = False,
 ) -> None:
-    """Accept the options before a command."""
+    """Accept the options before a command; `main` handles --quiet."""
 
 
 app.command()(preparation.init)
@@ -122,10 +126,13 @@ _COMPUTING = (
 
 def main() -> None:
     """Entry point of the `jaxdist` command."""
-    if sys.argv[1:2] and sys.argv[1] in _COMPUTING:
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    if command in _COMPUTING:
         from jaxdist.runtime.environment import restart_with_huge_pages
 
         restart_with_huge_pages()
+    if "--quiet" in itertools.takewhile(lambda word: word.startswith("-"), sys.argv[1:]):
+        silence()
     with lasting_output():
         try:
             app()

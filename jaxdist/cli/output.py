@@ -39,6 +39,13 @@ def lasting_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+def silence() -> None:
+    """Send standard output nowhere, also that of processes that are started from here on."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
 class _Lasting(io.FileIO):
     """A file descriptor whose output is discarded after the first failed write."""
 

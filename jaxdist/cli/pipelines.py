@@ -57,11 +57,13 @@ def compare(
     *,
     stages: Annotated[int, typer.Option(min=1, help="Devices along the stage axis.")],
     microbatches: Annotated[int, typer.Option(min=1, help="Pieces of a batch.")],
+    json_file: shared.JsonFile = None,
 ) -> None:
     """Print bubble, activations and messages of every schedule, at costs of a whole stage."""
     from jaxdist.commands.compare_schedules import compare as judge
 
-    judge(settings or [], stages=stages, microbatches=microbatches, console=shared.console())
+    given = {"stages": stages, "microbatches": microbatches, "json_file": json_file}
+    judge(settings or [], console=shared.console(), **given)
 
 
 def check(

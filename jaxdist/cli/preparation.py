@@ -10,17 +10,30 @@ import typer
 from jaxdist.cli import shared
 
 
-def show(config: shared.ConfigFile, overrides: shared.Overrides = None) -> None:
+def show(
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
+    *,
+    json_file: shared.JsonFile = None,
+) -> None:
     """Print the resolved tree, with the origin of each value, and derived values."""
     shared.prepare(config, overrides, None)
-    from jaxdist.config import provenance, render
+    from jaxdist.config import dotted, provenance, render
     from jaxdist.experiment import explain_config, load
+    from jaxdist.metrics.report import write_json
 
     console = shared.console()
     document, instance = load(config, overrides or [])
-    typer.echo(render(provenance(document, instance), console.width))
-    for line in explain_config(instance, document):
+    rows = provenance(document, instance)
+    typer.echo(render(rows, console.width))
+    derived = [*explain_config(instance, document)]
+    for line in derived:
         typer.echo(f"derived: {line}")
+    if json_file is not None:
+        origins = {dotted(row.path): str(row.origin) for row in rows}
+        values = instance.model_dump(mode="json")
+        report = {"config": values, "origins": origins, "derived": derived}
+        write_json(json_file, report, what="configuration")
 
 
 def init(

@@ -64,6 +64,7 @@ def train(
             min=1, help="--elastic: consecutive losses without a new step that end the run."
         ),
     ] = 3,
+    json_file: shared.JsonFile = None,
 ) -> None:
     """Train the experiment of a config file."""
     extra = shared.prepare(config, overrides, devices)
@@ -72,7 +73,7 @@ def train(
             "--elastic", coordinator=coordinator, num_processes=num_processes,
             process_id=process_id, distributed=distributed, profile=profile,
         )  # fmt: skip
-        _train_elastic(config, extra, count, restarts, resume=resume)
+        _train_elastic(config, extra, count, restarts, resume=resume, json_file=json_file)
         return
     from jaxdist.runtime import lifetime
 
@@ -87,18 +88,26 @@ def train(
         distributed=distributed,
         join_timeout=join_timeout,
         begun=lifetime.begun(),
+        json_file=None if json_file is None else str(json_file),
     )
     if code:
         raise typer.Exit(code)
 
 
 def _train_elastic(
-    config: Path, extra: list[str], count: int, restarts: int, *, resume: bool
+    config: Path,
+    extra: list[str],
+    count: int,
+    restarts: int,
+    *,
+    resume: bool,
+    json_file: Path | None,
 ) -> None:
     from jaxdist.cli import fork_server
     from jaxdist.elastic.agent import Agent, Plan
 
     args = {"config": str(config), "extra": extra, "resume": resume}
+    args |= {} if json_file is None else {"json_file": str(json_file)}
     say = partial(shared.console().print, soft_wrap=True, markup=False)
     code = Agent(Plan(args, count, restarts), say, fork_module=fork_server.__name__).run()
     if code:
@@ -167,12 +176,14 @@ def train_process(
     distributed: bool = False,
     join_timeout: int = JOIN_SECONDS,
     begun: int,
+    json_file: str | None = None,
 ) -> int:
     """Run a process of a run, whose environment is prepared; return its exit code.
 
     Args:
       run: identity of the run, from `jaxdist.checkpoint.identity.Identity.plain`.
       begun: see `jaxdist.run.train.train`.
+      json_file: file that process 0 writes when the run has ended without an error.
 
     Raises:
       JaxdistError: any error that the user can fix.
@@ -199,6 +210,8 @@ def train_process(
             begun=begun,
             console=shared.console(),
         )
+        if json_file is not None:
+            found.write(Path(json_file))
     return found.ending.exit_code
 
 
@@ -208,12 +221,13 @@ def evaluate(
     *,
     step: shared.CheckpointStep = None,
     devices: shared.Devices = None,
+    json_file: shared.JsonFile = None,
 ) -> None:
     """Evaluate a run's checkpoint on the whole held-out split."""
     extra = shared.prepare_run(run, overrides, devices)
     from jaxdist.commands.evaluate import evaluate_run
 
-    evaluate_run(run, extra, step=step, console=shared.console())
+    evaluate_run(run, extra, step=step, json_file=json_file, console=shared.console())
 
 
 def replay(run: shared.Run, *, devices: shared.Devices = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -15,11 +16,13 @@ from jaxdist.commands.pipelines import ALTERNATIVES, document_of, with_costs
 from jaxdist.config.schema import Config, validate
 from jaxdist.errors import ConfigError
 from jaxdist.metrics.columns import table
+from jaxdist.metrics.report import write_json
 from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
 from jaxdist.pipeline_schedules.costs import CostsConfig, Time
 from jaxdist.pipeline_schedules.csv_form import Csv
 from jaxdist.pipeline_schedules.schedule import Schedule
 from jaxdist.pipeline_schedules.simulate import Timeline, simulate
+from jaxdist.types import JsonObject
 
 AUTO_MEMORY = (1.0, 2.0)
 """Memory limits for which `compare` shows schedules that have a limit."""
@@ -74,9 +77,29 @@ class Entry:
     least: int
     whole_rounds: bool
 
+    def as_json(self) -> JsonObject:
+        """The columns of the table, unrounded; null where the schedule is refused."""
+        found = self.timeline
+        return {
+            "schedule": self.label,
+            "bubble": None if found is None else found.bubble_fraction,
+            "flushed_bubble": None if found is None else found.flushed_bubble_fraction,
+            "makespan": None if found is None else found.makespan,
+            "peak": None if found is None else found.peak,
+            "messages": None if found is None else found.messages,
+            "refused": self.reason or None,
+            "least_microbatches": self.least,
+            "multiples_only": self.whole_rounds,
+        }
+
 
 def compare(
-    overrides: Iterable[str] = (), *, stages: int, microbatches: int, console: Console
+    overrides: Iterable[str] = (),
+    *,
+    stages: int,
+    microbatches: int,
+    json_file: Path | None = None,
+    console: Console,
 ) -> list[Entry]:
     """Print a table of all schedules that a config can name, for these stages and microbatches.
 
@@ -101,6 +124,10 @@ def compare(
     for entry in entries:
         if entry.timeline is None:
             console.print(f"refused: {entry.reason}", markup=False)
+    if json_file is not None:
+        rows = [entry.as_json() for entry in entries]
+        report = {"stages": stages, "microbatches": microbatches, "schedules": rows}
+        write_json(json_file, report, what="comparison")
     return entries
 
 

@@ -14,6 +14,7 @@ from jaxdist.checkpoint.restore import Restored, restore_as
 from jaxdist.config.importing import foreign_code
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
+from jaxdist.metrics.report import plain, write_json
 from jaxdist.run.checkpoints import adapted
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.loading.begin import load_part
@@ -59,9 +60,14 @@ def open_run(
 
 
 def evaluate_run(
-    run: Path, overrides: Sequence[str] = (), *, step: int | None = None, console: Console
+    run: Path,
+    overrides: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    json_file: Path | None = None,
+    console: Console,
 ) -> dict[str, float]:
-    """Print and return the means over the whole held-out split.
+    """Print, write and return the means over the whole held-out split.
 
     Raises:
       RunError: no run, or data without a held-out split.
@@ -77,6 +83,9 @@ def evaluate_run(
         program = experiment.program
         means = evaluate(program, program.evaluated(state), state.buffers, batches)
     console.print(f"data   {experiment.dataset.description}", soft_wrap=True)
+    if json_file is not None:
+        report = {"run": str(run), "step": restored.step, "heldout": plain(means)}
+        write_json(json_file, report, what="evaluation")
     console.print(f"step   {restored.step}")
     baselines = experiment.baselines()
     print_results(means, baselines, loss_unit=experiment.loss_unit, console=console)

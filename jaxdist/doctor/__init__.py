@@ -13,6 +13,7 @@ from rich.text import Text
 
 from jaxdist.doctor.checks import Check, checks
 from jaxdist.doctor.facts import MachineFacts, gather
+from jaxdist.metrics.report import SCHEMA
 
 __all__ = ["Check", "MachineFacts", "checks", "gather", "main", "show"]
 
@@ -26,13 +27,14 @@ def main(devices: int | None = None, as_json: bool = False, console: Console | N
 
     Args:
       devices: judge a run on this many fake CPU devices; None judges the real devices.
-      as_json: print a JSON list instead.
+      as_json: print them as JSON instead.
       console: the output; standard output when None.
     """
     console = Console() if console is None else console
     found = checks(gather(devices))
     if as_json:
-        text = json.dumps([asdict(check) for check in found], indent=2)
+        told = {"schema": SCHEMA, "checks": [asdict(check) for check in found]}
+        text = json.dumps(told, indent=2)
         console.print(text, soft_wrap=True, markup=False, highlight=False)
     else:
         show(found, console)

@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxdist.errors import RunError
-from jaxdist.types import Json
+from jaxdist.types import JsonObject
 
 PACKAGES = ("python", "jax", "jaxlib", "flax", "optax", "numpy", "jaxdist")
 """Packages for `jaxdist.runtime.environment.versions`."""
 
 
-def write_json(path: str | os.PathLike[str], report: Json, *, what: str, **dumps: object) -> None:
-    """Write plain data; `what` is its name in the message, `dumps` are arguments of `json.dumps`.
+SCHEMA = 1
+"""Version of the keys of a report: a later one may add keys; another number has other ones."""
+
+
+def write_json(
+    path: str | os.PathLike[str], report: JsonObject, *, what: str, **dumps: object
+) -> None:
+    """Write plain data with the version of its keys.
+
+    Args:
+      what: the report's name in the message.
+      dumps: arguments of `json.dumps`.
 
     Raises:
       RunError: the file cannot be written.
     """
-    text = json.dumps(report, **{"indent": 2, "allow_nan": False, **dumps})
+    values = {"schema": SCHEMA, **report}
+    text = json.dumps(values, **{"indent": 2, "allow_nan": False, **dumps})
     try:
         Path(path).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise RunError(
             f"cannot write the {what} to {path}: {error.strerror}; choose another file"
         ) from error
+
+
+def plain(values: Mapping[str, float]) -> JsonObject:
+    """Numbers as JSON has them: NaN and infinities, which it has not, as text.
+
+    >>> plain({"loss": 1.5, "norm": float("inf")})
+    {'loss': 1.5, 'norm': 'inf'}
+    """
+    return {name: v if math.isfinite(v) else str(v) for name, v in values.items()}

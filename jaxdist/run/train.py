@@ -20,10 +20,13 @@ from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, Source, load
 from jaxdist.heartbeat.run_folder import run_folder_of
 from jaxdist.mesh import Device
+from jaxdist.metrics.goodput import joined
+from jaxdist.metrics.report import plain, write_json
+from jaxdist.metrics.writer import read_metrics
 from jaxdist.run.agent_link import leaving, watched
 from jaxdist.run.directory import RunDirectory, Taken, identity_of, take
 from jaxdist.run.files import RunFiles
-from jaxdist.run.hooks.calls import HookCalls, check_hooks
+from jaxdist.run.hooks.calls import HookCalls, check_hooks, last_of
 from jaxdist.run.hooks.contract import Hook, Outcome
 from jaxdist.run.hooks.named import named_hooks
 from jaxdist.run.job import Ending, RunJob
@@ -51,6 +54,29 @@ class Trained:
     experiment: Experiment
     state: TrainState
     ending: Ending
+
+    def write(self, file: Path) -> None:
+        """Write how the run has ended, as JSON; process 0 does.
+
+        Raises:
+          RunError: the file cannot be written.
+        """
+        if jax.process_index() != 0:
+            return
+        records = read_metrics(self.directory.path)
+        spent = joined(records)
+        report = {
+            "run": str(self.directory.path),
+            "id": identity_of(self.directory).id,
+            "step": self.ending.step,
+            "total_steps": self.experiment.total_steps,
+            "stopped_by": self.ending.stopped_by,
+            "exit_code": self.ending.exit_code,
+            "metrics": plain(last_of(records, "train")),
+            "heldout": plain(last_of(records, "heldout")),
+            "goodput": None if spent is None else spent.goodput,
+        }
+        write_json(file, report, what="result")
 
 
 def train(

@@ -12,6 +12,7 @@ from typing import TypeVar
 from jaxdist.config.load import read
 from jaxdist.config.schema import Config, validate
 from jaxdist.errors import RunError
+from jaxdist.metrics.report import SCHEMA
 from jaxdist.types import JsonObject
 
 C = TypeVar("C", bound=Config)
@@ -56,7 +57,8 @@ def write_json(path: Path, found: JsonObject) -> None:
       RunError: the file cannot be written.
     """
     try:
-        path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        text = json.dumps({"schema": SCHEMA, **found}, indent=1, allow_nan=False)
+        path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise _unwritable(path, error) from error
 

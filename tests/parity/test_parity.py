@@ -345,7 +345,8 @@ def test_an_inexact_combination_of_my_model_is_skipped_with_the_reason(
     first, second = from_json(report)
     assert (first.verdict, second.verdict, second.reason) == ("equal", "skipped", reason)
     settings = {"planned": 2, "full": False, "losses": report["losses"]}
-    assert to_json(report["subject"], [first, second], **settings) == report
+    expected = to_json(report["subject"], [first, second], **settings)
+    assert {"schema": 1, **expected} == report
 
 
 def test_a_difference_is_exit_code_1_and_a_plan_that_does_not_fit_is_skipped(

@@ -122,7 +122,7 @@ def test_what_goes_wrong_is_told_with_its_config_and_the_rest_goes_on(answered, 
     assert outcomes[0] == outcome_of(0)
     assert (outcomes[1].verdict, outcomes[1].reason) == ("failed", ended.reason)
     assert outcomes[1].sections == draw(1).sections
-    assert to_json(outcomes, count=4, seed=0) == report
+    assert {"schema": 1, **to_json(outcomes, count=4, seed=0)} == report
 
 
 def test_a_refusal_is_told_and_no_failure(answered):
