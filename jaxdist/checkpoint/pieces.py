@@ -195,6 +195,7 @@ def load(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeStruct)
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
+        # As text, since slices cannot be hashed before Python 3.12.
         if str(index) not in done:  # replicas ask for the same block
             done[str(index)] = _read(directory, number, cuts, wanted, index)
         return done[str(index)]

@@ -151,6 +151,7 @@ class Snapshots:
 def _pieces(state: PyTree) -> Iterator[_Piece]:
     """Yield copies of this process's first replicas; on CPU an array may be the device's memory."""
     leaves = named_leaves(state)
+    # All copies begin before the first is waited for, so that they overlap.
     for leaf in leaves.values():
         leaf.copy_to_host_async()
     for name, leaf in leaves.items():

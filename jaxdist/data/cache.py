@@ -49,6 +49,7 @@ def write_file(target: Path, content: bytes) -> None:
     Raises:
       OSError: the folder cannot be written.
     """
+    # In the same folder: a rename is atomic only within a file system.
     handle, name = tempfile.mkstemp(prefix=".tmp-", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:

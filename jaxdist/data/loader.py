@@ -166,6 +166,7 @@ class Loader:
     def _evaluation_rows(self, step: int) -> Rows:
         positions = np.arange(self._batch_size, dtype=np.int64) + step * self._batch_size
         weights = (positions < len(self._source)).astype(np.float32)
+        # Padding repeats the last example, since other values might not be allowed.
         return Rows(np.minimum(positions, len(self._source) - 1), weights)
 
     def _stream(self, rows: Callable[[int], Rows], start: int, stop: int) -> Batches:

@@ -37,6 +37,7 @@ def block(local: np.ndarray, rows: np.ndarray, batch_size: int, index: Index) ->
       batch_size: rows in the global batch.
       index: the block of the global array [batch_size, ...].
     """
+    # A slice is a view, whereas the lookup by positions below copies.
     if len(rows) == batch_size:
         return local[index]
     wanted = np.searchsorted(rows, np.arange(batch_size)[index[0]])

@@ -72,6 +72,7 @@ def loss_figure(
     steps, values = losses.pop("train", (np.empty(0), np.empty(0)))
     finite = np.isfinite(values)
     heights = _draw_train(axes, steps[finite], values[finite])
+    # Not strict: there are more colours than lines.
     for (split, points), colour in zip(losses.items(), _POINTS * 3, strict=False):
         heights += _draw_points(axes, split, *points, colour)
     for (label, value), colour in zip(baselines.items(), _BASELINES * 3, strict=False):

@@ -38,6 +38,7 @@ class EventFile:
         self._append(wall_time=time.time(), file_version="brain.Event:2")
         if resume_step is not None:
             log = event_pb2.SessionLog  # pyright: ignore[reportAttributeAccessIssue]  (made at import)
+            # TensorBoard then drops the events that earlier files have from this step on.
             start = log(status=log.START)
             self._append(step=resume_step + 1, session_log=start)
         self._flushed = time.monotonic()

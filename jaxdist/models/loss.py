@@ -204,6 +204,7 @@ def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
     _check_chunks(chunks, inputs.shape[1])
     x_BLD, padded = module.hidden(inputs, batch["segments"]), _padded_head(module)
 
+    # Without a checkpoint, the backward pass would keep the logits of all pieces.
     @jax.checkpoint
     def nats(x_BlD: jax.Array, targets_Bl: jax.Array) -> Mean:
         head = module.head if padded is None else padded

@@ -131,6 +131,7 @@ def _check_finite(made: optax.GradientTransformationExtraArgs, path: str) -> Non
     """
     one, ones = jnp.ones(()), {"kernel": jnp.ones((2, 2))}
     try:
+        # On the CPU, so that nothing is compiled for an accelerator or takes its memory.
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             updates, _ = made.update(ones, made.init(ones), ones, grad_norm=2 * one, value=one)
             finite = all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))

@@ -106,6 +106,7 @@ class Rows:
             found, places = self.ties(_open(body), given)
             carry = [
                 Flow(a.rows or b.rows, a.several or b.several)
+                # Not strict: behind the carry, `found` continues with the stacked results.
                 for a, b in zip(given[first:last], found, strict=False)
             ]
             if carry == given[first:last]:

@@ -143,6 +143,7 @@ def _has_driver(platforms: Iterable[str]) -> bool:
 
 
 def _query(one: str) -> dict[str, Any]:
+    # Isolated, without site-packages: the query needs neither, and starts sooner.
     command = [sys.executable, "-I", "-S", gpu_query.__file__, one]
     try:
         done = subprocess.run(

@@ -217,6 +217,7 @@ def _admit(
     elif not 0 < index < count or index in came:
         problem = f"there is a process {index} already: give each its own --process-id"
     else:
+        # From now on only `_is_gone` reads from it, without waiting.
         peer.setblocking(False)
         came[index], words[index] = peer, _json(hello[3])
         return
@@ -225,6 +226,7 @@ def _admit(
 
 
 def _json(text: bytes | None) -> Json:
+    # A process of another program may have sent the line, even nested too deeply to be parsed.
     with suppress(ValueError, RecursionError):
         return json.loads(text or b"null")
     return None

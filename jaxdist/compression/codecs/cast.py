@@ -38,7 +38,10 @@ class Cast(Codec):
         if self.dtype == "bfloat16":
             return {"values": to_words(wide.astype(small))}, state
         most = jnp.max(jnp.abs(wide))
+        # Without the lower limit, an array of zeros would have an infinite scale, and decode to
+        # NaN.
         limit = float(jnp.finfo(small).max) / jnp.maximum(most, 2.0**-100)
+        # float8_e4m3fn has no infinities: the scale reports them, by NaN in all decoded elements.
         scale = jnp.where(jnp.isfinite(most), power_of_two(limit), jnp.nan)
         values = (wide * scale).astype(small)
         return {"values": to_words(values), "scale": scale_words(scale[None])}, state

@@ -27,8 +27,8 @@ from jaxdist.models.hints import Hint
 MOST = 256
 """Positions of the largest block."""
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
-"""Score of a key that a query does not see: finite, so that a row that sees no key yet is not
-NaN."""
+"""Score of a key that a query does not see: finite, so that a row that sees no key yet is not NaN.
+Its weights of 1 are removed by the factor exp(HIDDEN - top) = 0 of the first key that it sees."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,7 @@ def _forward(
         total=jnp.zeros(q.shape[:-1], jnp.float32),
     )
     rows, _ = lax.scan(body, start, blocks.pairs())
+    # The total is never 0, since a query sees at least its own position.
     found = (rows.out / rows.total[..., None]).astype(q.dtype)
     out_BLHd = checkpoint_name(blocks.joined(found, q_BLHd.shape), KEPT)
     log_total = checkpoint_name(rows.top + jnp.log(rows.total), KEPT)
@@ -210,6 +211,8 @@ def _backward(blocks: Blocks, kept: Residuals, cotangent_BLHd: jax.Array) -> tup
     arrays = (*given, out_BLHd, cotangent_BLHd)
     q, k, v, out, dout = (blocks.cut(x, given[1].shape[2]) for x in arrays)
     segments = blocks.cut_segments(segments_BL)
+    # The gradient of a softmax needs the sum over all keys of weights times `dweights`. It equals
+    # the product of the result and its gradient, without another pass over the keys.
     delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
 
     def body(grads: Grads, pair: tuple[jax.Array, jax.Array]) -> tuple[Grads, None]:

@@ -107,6 +107,7 @@ def keeps_average(rule: optax.GradientTransformationExtraArgs, params: Params) -
     copies = [isinstance(var, Var) and var in origins for var in begun.jaxpr.outvars]
     moved = [
         new is not old
+        # Not strict: behind the state, the arguments continue with the parameters and the numbers.
         for new, old in zip(step.jaxpr.outvars, step.jaxpr.invars[count:], strict=False)
     ]
     return sum(c and m for c, m in zip(copies, moved, strict=True)) >= count

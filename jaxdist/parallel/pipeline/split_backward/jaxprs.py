@@ -48,6 +48,8 @@ def _of_scan(equation: JaxprEqn, given: list[bool]) -> list[bool]:
     consts, carries = scan_counts(equation)
     while True:
         found = depends_on(equation.params["jaxpr"].jaxpr, given)
+        # Not strict: behind the carry, `given` continues with the arguments that are cut into
+        # slices.
         more = [a or b for a, b in zip(given[consts:], found[:carries], strict=False)]
         if more == given[consts : consts + carries]:
             return found

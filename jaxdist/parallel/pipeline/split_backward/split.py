@@ -109,6 +109,7 @@ def _scan(
     pairs = [*zip(inner.invars, equation.invars, strict=True)]
     # W may lack arguments of the scan that only B reads: they are not in its environment.
     usable = [(var, of) for var, of in pairs if isinstance(of, Literal) or of in read]
+    # Not strict: behind the carry, `own` continues with the stacked results.
     carry = [
         pair for pair, mine in zip(pairs[consts : consts + carries], own, strict=False) if mine
     ]
