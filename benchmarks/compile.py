@@ -11,9 +11,10 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from benchmarks.core.experiments import built, gpt
 from benchmarks.core.harness import REPEATS, interleave
 from benchmarks.core.report import Figure, Report
-from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.experiment import Experiment
 from jaxdist.runtime.compilation_cache import SETTINGS
 from jaxdist.types import JsonObject
 
@@ -44,16 +45,10 @@ def bench(repeats: int = REPEATS, shallow: int = SHALLOW, deep: int = DEEP) -> R
 
 
 def experiment(layers: int) -> Experiment:
-    """A small gpt of so many layers on all devices, the batch split."""
-    devices = len(jax.devices())
-    settings: JsonObject = {
-        "model": {"type": "gpt", "layers": layers, "embed": 64, "heads": 4},
-        "data": {"type": "synthetic", "kind": "tokens", "window": 32, "heldout_examples": 0},
-        "optim": {"type": "adamw", "learning_rate": 1e-3},
-        "train": {"steps": 100, "batch_size": devices},
-        "mesh": {"data": -1},
-    }
-    return build(ExperimentConfig.model_validate(settings))
+    """Build a small gpt of so many layers on all devices, the batch split."""
+    model = {"layers": layers, "embed": 64, "heads": 4}
+    batch_size = len(jax.devices())
+    return built(gpt(model, window=32, batch_size=batch_size, mesh={"data": -1}))
 
 
 def compile_step(experiment: Experiment) -> None:

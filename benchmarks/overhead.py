@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from rich.console import Console
 
+from benchmarks.core.experiments import gpt
 from benchmarks.core.harness import REPEATS, Sample, interleave
 from benchmarks.core.plain import gpt_loss, mlp_loss, plain_step
 from benchmarks.core.report import Figure, Report
@@ -41,11 +42,7 @@ LEARNING_RATE = 1e-3
 BUSY_ITERATIONS = 400_000
 _NEVER = 2**31 - 1
 
-GPT: JsonObject = {
-    "model": {"type": "gpt", "layers": 2, "embed": 64, "heads": 4},
-    "data": {"type": "synthetic", "kind": "tokens", "window": 64, "heldout_examples": 0},
-    "train": {"steps": _NEVER, "batch_size": 16},
-}
+GPT = gpt({"layers": 2, "embed": 64, "heads": 4}, window=64, batch_size=16)
 MLP: JsonObject = {
     "model": {"type": "mlp", "hidden": [512, 256]},
     "data": {

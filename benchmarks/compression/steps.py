@@ -10,16 +10,15 @@ from functools import partial
 
 import jax
 
+from benchmarks.core.experiments import built, gpt
 from benchmarks.core.report import Figure
-from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
-from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo import Ledger, compile_with_text, ledger
 from jaxdist.mesh import DCN, Device
 from jaxdist.runtime.topology import topology_devices
-from jaxdist.train.step import Program
 from jaxdist.types import Json
 
+MODEL = {"layers": 4, "embed": 512, "heads": 4, "compute_dtype": "bfloat16", "remat": "full"}
 DEVICES, TOPOLOGY = 8, "v5e:2x4"
 XLA = {"type": "xla"}
 FLAT, TWO_NETWORKS = {"data": DEVICES}, {"data": {"dcn": 2, "ici": 4}}
@@ -88,24 +87,10 @@ def _across(found: Ledger) -> float:
 def _compiled(
     devices: list[Device], parallel: Mapping[str, Json], mesh: Mapping[str, Json]
 ) -> Ledger:
-    program = _program(devices, parallel, mesh)
+    settings = gpt(MODEL, window=128, batch_size=DEVICES, parallel={**parallel}, mesh={**mesh})
+    program = built(settings, devices).program
     lowered = program.train.lower(program.state_shapes, program.batch)
     if devices[0].platform != "tpu":
         return ledger(lowered.compile(), program.layout.mesh)
     step, text = compile_with_text(lowered)
     return ledger(step, program.layout.mesh, text)
-
-
-def _program(
-    devices: list[Device], parallel: Mapping[str, Json], mesh: Mapping[str, Json]
-) -> Program:
-    sections: dict[str, Json] = {
-        "model": {"type": "gpt", "layers": 4, "embed": 512, "heads": 4,
-                  "compute_dtype": "bfloat16", "remat": "full"},
-        "data": {"type": "synthetic", "kind": "tokens", "window": 128, "heldout_examples": 0},
-        "optim": {"type": "adamw", "learning_rate": 1e-3},
-        "train": {"steps": 9, "batch_size": DEVICES},
-        "parallel": dict(parallel),
-        "mesh": dict(mesh),
-    }  # fmt: skip
-    return build(validate(Document(sections), ExperimentConfig), devices=devices).program

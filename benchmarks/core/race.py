@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.core.experiments import gpt
 from benchmarks.core.harness import Sample, paired_ratio
 from benchmarks.core.report import Figure, lacking
 from benchmarks.core.team import Command, one_round, started
@@ -94,12 +95,8 @@ def must_agree(bench: str, name: str, loss: float, other: str, expected: float) 
 def gpt_config(sizes: Mapping[str, int], window: int, batch_size: int, pieces: int) -> JsonObject:
     """Our experiment; its loop over layers is unrolled, as torch has none."""
     model = {name: sizes[name] for name in ("layers", "embed", "heads", "mlp")}
-    return {
-        "model": {"type": "gpt", **model, "scan_unroll": sizes["layers"]},
-        "data": {"type": "synthetic", "kind": "tokens", "window": window, "heldout_examples": 0},
-        "optim": {"type": "adamw", "learning_rate": 1e-3},
-        "train": {"steps": 10**6, "batch_size": batch_size, "microbatches": pieces},
-    }
+    own = {**model, "scan_unroll": sizes["layers"]}
+    return gpt(own, window=window, batch_size=batch_size, train={"microbatches": pieces})
 
 
 def our_commands(config: Mapping[str, Json], directory: Path, world: int) -> list[Command]:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import jax
 
 from benchmarks.core import child
-from benchmarks.zero.program import MIXED, REDUCE, STAGES, Form, formula_bytes
-from jaxdist.experiment import ExperimentConfig, build
+from benchmarks.zero.program import MIXED, STAGES, Form, experiment, formula_bytes
 from jaxdist.hlo import memory, refused_bytes
 from jaxdist.mesh import Device
 from jaxdist.runtime.topology import topology_devices
@@ -56,15 +55,8 @@ class PaperRow:
 
 def row(stage: int, form: Form, devices: Sequence[Device], model: JsonObject) -> PaperRow:
     """One stage compiled: its peak, or the compiler's refusal."""
-    config = {
-        "model": model,
-        "data": {"type": "synthetic", "kind": "tokens", "window": WINDOW, "heldout_examples": 0},
-        "optim": {"type": "adamw", "learning_rate": 1e-3, "master_weights": "bfloat16"},
-        "train": {"steps": 10, "batch_size": len(devices)},
-        "mesh": {"data": len(devices)},
-        "parallel": {"reduce": REDUCE[form], "zero": {"stage": stage}},
-    }
-    program = build(ExperimentConfig.model_validate(config), devices=devices).program
+    optim: JsonObject = {"master_weights": "bfloat16"}
+    program = experiment(stage, form, devices, model, WINDOW, optim).program
     params = tree_size(program.model.params)
     formula = params * formula_bytes(MIXED, stage, len(devices))
     lowered = program.train.lower(program.state_shapes, program.batch)

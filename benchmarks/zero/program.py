@@ -13,11 +13,13 @@ from typing import Any, Literal
 import jax
 
 from benchmarks.core import child
-from jaxdist.experiment import Experiment, ExperimentConfig, build
+from benchmarks.core.experiments import built, gpt
+from jaxdist.experiment import Experiment
 from jaxdist.hlo import Ledger, ledger
 from jaxdist.mesh import Device
 from jaxdist.runtime.topology import topology_devices
 from jaxdist.trees import tree_size
+from jaxdist.types import JsonObject
 
 Form = Literal["explicit", "auto"]
 REDUCE: Mapping[Form, Any] = {"explicit": {"type": "xla"}, "auto": None}
@@ -86,18 +88,18 @@ class ZeroRow:
 
 
 def experiment(
-    stage: int, form: Form, devices: Sequence[Device], *, layers: int, remat: str
+    stage: int,
+    form: Form,
+    devices: Sequence[Device],
+    model: JsonObject,
+    window: int,
+    optim: JsonObject | None = None,
 ) -> Experiment:
-    """A float32 GPT with AdamW on all these devices, a window each."""
-    config = {
-        "model": {**MODEL, "layers": layers, "remat": remat},
-        "data": {"type": "synthetic", "kind": "tokens", "window": WINDOW, "heldout_examples": 0},
-        "optim": {"type": "adamw", "learning_rate": 1e-3},
-        "train": {"steps": 10, "batch_size": len(devices)},
-        "mesh": {"data": len(devices)},
-        "parallel": {"reduce": REDUCE[form], "zero": {"stage": stage}},
-    }
-    return build(ExperimentConfig.model_validate(config), devices=devices)
+    """Build a gpt with AdamW on all these devices, a window each."""
+    parallel = {"reduce": REDUCE[form], "zero": {"stage": stage}}
+    count = len(devices)
+    sections = {"mesh": {"data": count}, "parallel": parallel, "optim": optim or {}}
+    return built(gpt(model, window=window, batch_size=count, **sections), devices)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ def compile_step(
     stage: int, form: Form, devices: Sequence[Device], *, layers: int, remat: str = "full"
 ) -> CompiledStep:
     """The train step of `experiment`, compiled."""
-    found = experiment(stage, form, devices, layers=layers, remat=remat)
+    model = {**MODEL, "layers": layers, "remat": remat}
+    found = experiment(stage, form, devices, model, WINDOW)
     program = found.program
     compiled = program.train.lower(program.state_shapes, program.batch).compile()
     return CompiledStep(
