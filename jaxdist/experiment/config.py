@@ -46,7 +46,7 @@ At = Callable[..., AbstractContextManager[None]]
 AnyOptimConfig = Annotated[
     OptimConfig | OnebitAdamConfig | OnebitLambConfig, Field(discriminator="type")
 ]
-"""The optimizers of the core, and the experimental ones: this is the only place that lists both."""
+"""The optimizers of the core and the experimental optimizers; no other place lists both."""
 
 
 class EvalConfig(Config):

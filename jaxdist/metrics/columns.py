@@ -16,7 +16,7 @@ Value = str | Callable[[T], Json]
 Columns = Mapping[str, Value[T]]
 """The columns of a table, by name."""
 TEXTS = frozenset({"kind", "dtype", "what"})
-"""Columns of words, which stand on the left."""
+"""Columns of words, which are aligned to the left."""
 
 
 def cells(columns: Columns[T], records: Iterable[T]) -> list[tuple[Json, ...]]:
@@ -35,7 +35,7 @@ def markdown(
     """Return the lines of a markdown table.
 
     Args:
-      padded: whether columns stand one below another in a terminal too.
+      padded: whether columns are aligned, for a terminal.
 
     >>> markdown(["name", "n"], [["a", 12]], padded=True)
     ['| name | n  |', '| ---- | -- |', '| a    | 12 |']
@@ -52,10 +52,10 @@ def markdown(
 
 
 def table(title: str | None, *columns: str, left: Sequence[int] = (0,)) -> Table:
-    """Return an empty table: words on the left, numbers on the right.
+    """Return an empty table, with words aligned to the left and numbers to the right.
 
     Args:
-      left: indices of columns of words, beside those of `TEXTS`.
+      left: indices of columns of words that `TEXTS` does not name.
     """
     made = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
     for index, column in enumerate(columns):

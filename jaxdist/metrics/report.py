@@ -16,7 +16,7 @@ PACKAGES = ("python", "jax", "jaxlib", "flax", "optax", "numpy", "jaxdist")
 
 
 SCHEMA = 1
-"""Version of the keys of a report: a later one may add keys; another number has other ones."""
+"""Version of a report's keys; keys may be added, but not removed or redefined, within it."""
 
 
 def write_json(
@@ -42,7 +42,7 @@ def write_json(
 
 
 def plain(values: Mapping[str, float]) -> JsonObject:
-    """Numbers as JSON has them: NaN and infinities, which it has not, as text.
+    """Convert numbers to JSON values: NaN and infinities, which JSON lacks, become text.
 
     >>> plain({"loss": 1.5, "norm": float("inf")})
     {'loss': 1.5, 'norm': 'inf'}
