@@ -49,7 +49,8 @@ def named(text: str, settings: set[str], column: int | None = None) -> set[str]:
     if column is not None:
         rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
         text = "\n".join(row[column] for row in rows)
-    return {path for path in KEY.findall(text) if path.split(".")[0] in sections}
+    found = {path for path in KEY.findall(text) if path.split(".")[0] in sections}
+    return found - {"metrics.jsonl"}  # a file
 
 
 def test_settings_beside_those_of_others_exist(settings: set[str]) -> None:
@@ -119,6 +120,25 @@ def test_a_quoted_message_is_one_that_the_code_prints(quoted: str, texts: list[s
 def test_a_message_of_nobody_is_found(texts: list[str]) -> None:
     assert len(QUOTED) > 15
     assert not printed("mesh ... needs ... device, but", texts)
+
+
+GERMANISMS = re.compile(
+    r"\b(anew|goes on|stands? (in|for itself)|is told|are told|so many|and said|"
+    r"dearest|plays? (through|back)|of ours)\b"
+)
+"""Idioms of another language that readers stumbled over."""
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "guides").glob("*.md")), ids=lambda path: path.stem)
+def test_guides_are_plain_english(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$|`[^`]*`", "", page.read_text(), flags=re.S | re.M)
+    assert [found[0] for found in GERMANISMS.finditer(prose)] == []
+
+
+def test_a_word_has_one_meaning() -> None:
+    terms = re.findall(r"^(\S.*)\n:   ", (DOCS / "glossary.md").read_text(), re.M)
+    assert len(terms) > 40
+    assert len(terms) == len(set(terms))
 
 
 def test_the_citation_is_of_this_version() -> None:
