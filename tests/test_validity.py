@@ -40,6 +40,10 @@ DOCS = Path(__file__).parents[1] / "docs"
 TYPES = ("xla", "ring", "hierarchical")
 """Of each that the table tells apart."""
 SPLIT = {"data_dcn": 2, "data_ici": 4}
+REDUCTIONS = {
+    None: None,
+    **{kind: TypeAdapter(ReduceConfig).validate_python({"type": kind}) for kind in TYPES},
+}
 MESHES = (
     {"tensor": 8},
     {"data": 8},
@@ -65,7 +69,7 @@ EVERY = [
     Facts(
         mesh,
         tuple(name for name in mesh if name.startswith("data")),
-        None if kind is None else TypeAdapter(ReduceConfig).validate_python({"type": kind}),
+        REDUCTIONS[kind],
         zero,
         split if any(name.startswith("data") for name in mesh) else {},
         offloads=offloads,
@@ -80,7 +84,7 @@ SCALARS = [
     Facts(
         mesh,
         tuple(name for name in mesh if name.startswith("data")),
-        None if kind is None else TypeAdapter(ReduceConfig).validate_python({"type": kind}),
+        REDUCTIONS[kind],
         zero,
         offloads=kind is None,
         compression=messages,

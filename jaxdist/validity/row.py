@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxdist.validity.features import FEATURES, FLAT, Facts
+from jaxdist.validity.features import FEATURES, FLAT, Facts, Feature
 from jaxdist.validity.sections import EVERY
 
 COMPRESSION = tuple(name for name in FEATURES if name.startswith("compression over"))
@@ -30,10 +30,11 @@ class Row:
 
     def problem(self, facts: Facts) -> str | None:
         """Return what to tell the user; None where the row does not apply."""
-        found = [
-            [EVERY[name] for name in group if EVERY[name].active(facts)] for group in self.groups
-        ]
-        if not all(found):
-            return None
+        found: list[list[Feature]] = []
+        for group in self.groups:
+            active = [EVERY[name] for name in group if EVERY[name].active(facts)]
+            if not active:
+                return None
+            found.append(active)
         settings = " with ".join(features[0].shown(facts) for features in found)
         return f"{settings}: {self.why}; {self.instead}"

@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -36,25 +37,34 @@ from jaxdist.parity.trace import Differences, Trace, differences
 
 DOCS = Path(__file__).parents[2] / "docs"
 SEEDS = seeds_of(500, 0)
-DRAWN = [draw(seed) for seed in SEEDS]
-CONFIGS = [config for drawn in DRAWN for config in (drawn.sections, drawn.reader)]
+
+
+@cache
+def all_drawn():
+    """The draws, once for the tests that look at all, and not whenever tests are collected."""
+    return [draw(seed) for seed in SEEDS]
+
+
+@cache
+def configs():
+    return [config for drawn in all_drawn() for config in (drawn.sections, drawn.reader)]
 
 
 def test_a_draw_is_a_function_of_its_seed_among_however_many():
-    assert [draw(seed) for seed in SEEDS[:20]] == DRAWN[:20]
+    assert [draw(seed) for seed in SEEDS[:20]] == all_drawn()[:20]
     assert [*seeds_of(3, 7)] == [7, 8, 9]
-    assert draw(seeds_of(300, 5)[4]) == draw(seeds_of(1, 9)[0]) == DRAWN[9]
-    assert len({json.dumps(drawn.sections) for drawn in DRAWN}) == len(DRAWN)
+    assert draw(seeds_of(300, 5)[4]) == draw(seeds_of(1, 9)[0]) == all_drawn()[9]
+    assert len({json.dumps(drawn.sections) for drawn in all_drawn()}) == len(all_drawn())
 
 
 def test_every_draw_is_plain_data_that_the_schema_takes():
-    for config in (*CONFIGS, *(single_device(drawn.sections) for drawn in DRAWN)):
+    for config in (*configs(), *(single_device(drawn.sections) for drawn in all_drawn())):
         assert json.loads(json.dumps(config)) == config
         validate(Document(config), ExperimentConfig)
 
 
 def test_everything_is_drawn():
-    found = Counter(item for config in CONFIGS for item in features_of(config).items())
+    found = Counter(item for config in configs() for item in features_of(config).items())
     values = {name: {value for other, value in found if other == name} for name, _ in found}
     assert values["model"] == {*MODELS}
     assert values["optimizer"] == {*OPTIMIZERS, "onebit_adam", "onebit_lamb"}
@@ -70,7 +80,7 @@ def test_everything_is_drawn():
     assert len(values["axes"]) == 8
     uneven = [
         config
-        for config in CONFIGS
+        for config in configs()
         if (features := features_of(config))["axes"] == "data x stage x tensor"
         and features["uneven layers"] == "yes"
     ]
@@ -184,7 +194,7 @@ def seed_of(*needed: tuple[str, str]) -> int:
     """Of the first draw that has all this and is quick to compile."""
     return next(
         seed
-        for seed, drawn in zip(SEEDS, DRAWN, strict=True)
+        for seed, drawn in zip(SEEDS, all_drawn(), strict=True)
         if {("model", "mlp"), *needed} <= {*features_of(drawn.sections).items()}
     )
 
