@@ -96,6 +96,7 @@ class Torus:
         for dim in range(1, way.shape[1]):
             if self.rings[dim - 1]:
                 size = self.places[:, dim].max() + 1
+                # Around a ring a message takes the shorter way.
                 way[:, dim] = (way[:, dim] + (size - 1) // 2) % size - (size - 1) // 2
         hops = int(np.abs(way).sum(axis=1).max())
         links = {sign * dim for sign in (1, -1) for dim in np.flatnonzero((sign * way > 0).any(0))}

@@ -174,6 +174,8 @@ class Frame:
         _ = self.enter_loop(loop, "condition", state).result
         body = self.enter_loop(loop, "body", state)
         moves: dict[TuplePath, Value | None] = {}
+        # The body may compute a counter from further integers of the state, which are then asked
+        # for.
         while rest := asked.keys() - moves.keys():
             for path in rest:
                 moves[path] = body.value(body.computation.root.name, path)

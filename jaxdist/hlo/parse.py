@@ -201,6 +201,7 @@ def parse_instruction(line: str) -> Instruction | None:
     if head is None:
         return None
     start = head.end()
+    # The type of a tuple contains spaces.
     end = _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
     opcode = _OPCODE.match(line, end)
     if opcode is None:

@@ -71,6 +71,7 @@ def _take(directory: Path) -> str | None:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
+        # Not `stat`: the target of a link could change later.
         found = directory.lstat()
     except OSError as error:
         return f"cannot be made: {error.strerror}"

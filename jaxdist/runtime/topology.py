@@ -182,6 +182,7 @@ def topology_devices(text: str) -> list[Any]:
             f"{topology.family}:{'x'.join(map(str, topology.shape))}",
             "tpu",
             chip_config_name=FAMILIES[topology.family].chip_config,
+            # libtpu expects three dims, also for families with two.
             wrap=(*rings(topology.family, topology.shape), False)[:3],
         )
     except jax.errors.JaxRuntimeError as error:
