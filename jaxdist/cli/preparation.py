@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -54,6 +54,9 @@ def eject(
     overrides: shared.Overrides = None,
     *,
     out: Annotated[Path | None, typer.Option(help="The file to write; none prints it.")] = None,
+    keep: Annotated[
+        Literal["data"] | None, typer.Option(help="What the file leaves to jaxdist.")
+    ] = None,
     devices: shared.Devices = None,
 ) -> None:
     """Write CONFIG's training as a readable file of plain JAX, without jaxdist.
@@ -62,9 +65,10 @@ def eject(
     read and to change. It trains to the same losses.
     """
     extra = shared.prepare(config, overrides, devices)
+    from jaxdist.commands.eject.eject import Keep
     from jaxdist.commands.eject.eject import eject as write
 
-    text = write(config, extra, out=out)
+    text = write(config, extra, keep=keep and Keep(keep), out=out)
     if out is None:
         typer.echo(text, nl=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist.commands.eject.eject import eject
+from jaxdist.commands.eject.eject import Keep, eject
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import build, load
 
@@ -29,6 +30,7 @@ SMALL = [
     "optim.schedule.warmup_steps=2",
 ]
 RING = "parallel.reduce={type: ring, directions: 2, bucket_bytes: 65536}"
+PIPELINE = ["mesh={data: 2, stage: 4}", "train.microbatches=4"]
 DIGITS_CASES = {
     "settings": [
         "optim.weight_decay=0.1",
@@ -57,7 +59,7 @@ GPT_CASES = {
         "model.scan_unroll=1",
     ],
     "ring": ["parallel.reduce.type=ring"],
-    "1f1b": ["mesh={data: 2, stage: 4}", "train.microbatches=4"],
+    "1f1b": PIPELINE,
     "gpipe": [
         "mesh={stage: 2, data: 4}",
         "train.microbatches=2",
@@ -79,11 +81,14 @@ def losses_of(path: Path, overrides: list[str]) -> list[float]:
     return losses
 
 
-def check(path: Path, overrides: list[str], tmp_path: Path) -> str:
+def check(path: Path, overrides: list[str], tmp_path: Path, keep: Keep | None = None) -> str:
     """The file's losses are the config's, and its form is what ruff asks of a file written here."""
     file = tmp_path / "ejected.py"
-    text = eject(path, overrides, out=file)
-    assert "jaxdist" not in text.split('"""', 2)[2]
+    text = eject(path, overrides, keep=keep, out=file)
+    kept = {
+        line.split()[1] for line in text.splitlines() if " import " in line and "jaxdist" in line
+    }
+    assert kept == ({"jaxdist.data", "jaxdist.data.source"} if keep else set())
     assert len([line for line in text.splitlines() if line]) <= MOST_LINES
     if shutil.which("ruff"):
         for asked in (("check",), ("format", "--diff")):
@@ -140,6 +145,40 @@ def test_what_it_cannot_write_is_refused_at_once() -> None:
     ):
         with pytest.raises(ConfigError, match=alone.split("=")[0]):
             eject(DIGITS, [alone])
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "message"),
+    [
+        (DIGITS, [RING, "parallel.zero.stage=1"], "parallel.reduce with parallel.zero: it can one"),
+        (DIGITS, ["train.microbatches=2"], "train.microbatches: 2 without mesh.stage"),
+        (DIGITS, ["mesh={stage: 2, data: 4}"], "mesh.stage with model.type mlp: it can gpt"),
+        (DIGITS, ["optim={type: sgd, learning_rate: 0.1, momentum: 0}"], "optim.momentum: 0.0"),
+        (GPT, ["data.heldout_fraction=0"], "data.heldout_fraction: 0.0"),
+        (GPT, ["data.files=['*.md']"], "or let jaxdist read the data: --keep data"),
+        (GPT, ["checkpoint.begin_with={run: runs/other}"], "checkpoint.begin_with.run: runs/other"),
+        (DIGITS, ["parallel.zero={stage: 1, whole_below: 0}"], "would be filled up to divide"),
+        (
+            GPT,
+            [*SMALL, *PIPELINE, "model.layers=5"],
+            "model.layers 5 do not divide by mesh.stage 4",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    path: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        eject(path, overrides)
+
+
+def test_data_that_jaxdist_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("own.txt").write_text("a line of text to learn\n" * 400)
+    own = ["data.files=own.txt", "data.heldout_fraction=0.2", "model.layers=1"]
+    text = check(GPT, [*SMALL, *own, "model.scan_unroll=1"], tmp_path, Keep.DATA)
+    assert "own.txt" in text
 
 
 def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:

@@ -165,16 +165,15 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def sorted_imports(lines: Collection[str], code: str) -> str:
-    """The import statements that code uses: of Python, of others, of jaxdist, each sorted."""
+    """The import statements that code uses: of Python and of others, each sorted."""
     used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
-    groups: list[list[tuple[bool, str, str]]] = [[], [], []]
+    groups: list[list[tuple[bool, str, str]]] = [[], []]
     for line in lines:
         words = line.split()
         module, bound = words[1], words[-1].split(".")[0]
         if bound in used:
-            top = module.split(".")[0]
-            group = 0 if top in sys.stdlib_module_names else 2 if top == "jaxdist" else 1
-            groups[group].append((words[0] == "from", module, line))
+            others = module.split(".")[0] not in sys.stdlib_module_names
+            groups[others].append((words[0] == "from", module, line))
     return "\n\n".join("\n".join(_merged(sorted(group))) for group in groups if group)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 
 from jaxdist.commands.eject.assemble import assemble
@@ -13,14 +14,24 @@ from jaxdist.commands.eject.refuse import check, check_built
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import build, load
 
+
+class Keep(StrEnum):
+    """What an ejected file may leave to jaxdist."""
+
+    DATA = "data"
+
+
 MOST_LINES = 300
 """A file that would be longer leaves out the evaluation of held-out examples."""
 
 
-def eject(path: Path, overrides: Sequence[str] = (), *, out: Path | None = None) -> str:
+def eject(
+    path: Path, overrides: Sequence[str] = (), *, keep: Keep | None = None, out: Path | None = None
+) -> str:
     """The text of a file that trains as `jaxdist train` does, to the same losses.
 
     Args:
+      keep: what the file leaves to jaxdist; None leaves nothing.
       out: the file to write, besides.
 
     Raises:
@@ -28,10 +39,11 @@ def eject(path: Path, overrides: Sequence[str] = (), *, out: Path | None = None)
         cannot be written; what `load` and `build` raise.
     """
     document, config = load(path, overrides)
-    check(config)
+    check(config, keeps_data=keep is Keep.DATA)
     experiment = build(config, document)
     check_built(experiment)
-    words = map(shlex.quote, ["jaxdist", "eject", str(path), *overrides])
+    kept = [] if keep is None else ["--keep", str(keep)]
+    words = map(shlex.quote, ["jaxdist", "eject", str(path), *overrides, *kept])
     lines = textwrap.wrap(" ".join(words), 90, break_long_words=False, break_on_hyphens=False)
     command = " \\\\\n      ".join(lines)
     docstring = (
@@ -40,7 +52,7 @@ def eject(path: Path, overrides: Sequence[str] = (), *, out: Path | None = None)
     )
     text = ""
     for held in (experiment.heldout is not None, False):
-        facts = facts_of(experiment, held=held)
+        facts = facts_of(experiment, held=held, keeps_data=keep is Keep.DATA)
         text = assemble(docstring, facts.pieces, facts.flags, facts.values)
         if len(text.splitlines()) <= MOST_LINES:
             break

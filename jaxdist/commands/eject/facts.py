@@ -37,14 +37,16 @@ class Facts:
         self.flags |= {name for name, value in given.items() if value}
 
 
-def facts_of(experiment: Experiment, *, held: bool) -> Facts:
+def facts_of(experiment: Experiment, *, held: bool, keeps_data: bool) -> Facts:
     """What a config, whose settings are all supported, is written as.
 
     Args:
       held: whether it evaluates the held-out examples, after the last step.
+      keeps_data: whether jaxdist reads the examples.
     """
     facts = Facts()
-    for add in (_data, _model, _optimizer, _rate, _step):
+    _data(facts, experiment, keeps_data)
+    for add in (_model, _optimizer, _rate, _step):
         add(facts, experiment)
     measured = held or "pipeline" not in facts.pieces
     facts.flag(heldout=held, measured=measured, limited=experiment.config.eval.batches)
@@ -52,9 +54,13 @@ def facts_of(experiment: Experiment, *, held: bool) -> Facts:
     return facts
 
 
-def _data(facts: Facts, experiment: Experiment) -> None:
+def _data(facts: Facts, experiment: Experiment, kept: bool) -> None:
     config, data = experiment.config, experiment.config.data
-    if isinstance(data, TextConfig):
+    if kept:
+        facts.pieces.append("kept")
+        given = data.model_dump(mode="json", exclude_defaults=True)
+        facts.values["DATA"] = {"type": data.type, **given}
+    elif isinstance(data, TextConfig):
         facts.pieces.append("text")
         facts.values |= {"WINDOW": data.window, "HELDOUT_FRACTION": data.heldout_fraction}
     else:

@@ -45,19 +45,32 @@ CHOICES: dict[str, tuple[object, ...]] = {
 """What it can of settings that choose, besides their defaults."""
 
 
-def check(config: ExperimentConfig) -> None:
+def check(config: ExperimentConfig, *, keeps_data: bool) -> None:
     """Refuse a config that has what an ejected file cannot.
+
+    Args:
+      keeps_data: whether jaxdist reads the examples.
 
     Raises:
       ConfigError: every such setting, and what to do about it.
     """
-    problems = [line for path, value in chosen(config) if (line := _problem(path, value))]
+    given = [(path, value) for path, value in chosen(config) if not keeps_data or not _kept(path)]
+    problems = [line for path, value in given if (line := _problem(path, value))]
     problems += [f"  {text}" for text in _together(config)]
+    if keeps_data and config.data.type == "import":
+        problems.append("  data.type: import (with --keep data it can: images, text, synthetic)")
+    if not keeps_data and any(line.startswith("  data.") for line in problems):
+        problems.append("or let jaxdist read the data: --keep data")
     if problems:
         raise ConfigError(
             "eject cannot write these settings in plain JAX; leave them out, or set what it can:\n"
             + "\n".join(problems)
         )
+
+
+def _kept(path: str) -> bool:
+    """Whether a setting is of the data alone; a transform changes what the model must do."""
+    return path.startswith("data.") and not path.startswith("data.transform")
 
 
 def _together(config: ExperimentConfig) -> Iterator[str]:
@@ -76,6 +89,8 @@ def _together(config: ExperimentConfig) -> Iterator[str]:
         yield f"mesh.stage with model.type {config.model.type}: it can gpt"
     if optim.type == "sgd" and not optim.momentum:
         yield "optim.momentum: 0.0"
+    if getattr(config.data, "heldout_fraction", 1.0) == 0:
+        yield "data.heldout_fraction: 0.0"
 
 
 def check_built(experiment: Experiment) -> None:
