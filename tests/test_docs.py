@@ -192,6 +192,8 @@ def words(line):
 def refused(arguments):
     """The first word that the command line would not know: a command or an option; None if none."""
     command, rest = typer.main.get_command(app), list(arguments)
+    while rest[1:] and rest[0] == "--quiet":  # of any command, before it
+        del rest[0]
     while rest and rest[0][:2] != "--" and (commands := getattr(command, "commands", None)):
         name = rest.pop(0)
         if name not in commands and (meant := getattr(command, "default", None)):

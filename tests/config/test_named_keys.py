@@ -31,6 +31,9 @@ OTHERS = {
     "costs.forward": "a schedule's own setting",
     "costs.backward_input": "a schedule's own setting",
     "mesh.tensr": "the example of a mistake",
+    "checkpoint.interval": "torchtitan's",
+    "metrics.enable_wandb": "torchtitan's",
+    "variant.name": "an attribute of a row",
 }
 FILES = (".md", ".py", ".json", ".jsonl", ".png", ".npy", ".lock", ".yaml")
 
