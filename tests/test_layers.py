@@ -34,6 +34,8 @@ LAYERS = (
 )
 MOST_FILES = 16
 """Of a folder, `__init__.py` counted."""
+MOST_LINES = 8_000
+"""Of a room, with all its folders."""
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 BENCHMARKS = ROOT.parent / "benchmarks"
 """In a checkout, not in the wheel."""
@@ -241,6 +243,14 @@ def test_no_private_jax():
 def test_a_folder_is_seen_at_one_look():
     counts = Counter(file.parent for file in WITH_BENCHMARKS)
     assert not {str(folder): count for folder, count in counts.items() if count > MOST_FILES}
+
+
+def test_a_room_is_not_too_large():
+    """What exceeds it holds two rooms; `LAYERS` says between which others the new one lies."""
+    lines = Counter()
+    for file in FILES:
+        lines[file.relative_to(ROOT).parts[0]] += len(file.read_text().splitlines())
+    assert not {room: count for room, count in lines.items() if count > MOST_LINES}
 
 
 def test_files_of_tests_have_names_of_their_own():
