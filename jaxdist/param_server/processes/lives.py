@@ -1,0 +1,121 @@
+"""The parts of a run that were not interrupted, as its files record them, computed again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdist.checkpoint.layout import steps_present
+from jaxdist.config.files import parse_json, read_regular, why_unread
+from jaxdist.data.loader import DeviceBatch
+from jaxdist.errors import RunError
+from jaxdist.experiment import Experiment
+from jaxdist.param_server.consistency.contract import Clocks
+from jaxdist.param_server.live.order import read_order
+from jaxdist.param_server.processes.parts import part_of
+from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.param_server.training.files import directory_of
+from jaxdist.param_server.training.replay import BatchesOf, Replay
+from jaxdist.param_server.training.state import Sharded, ShardState
+from jaxdist.param_server.training.worker import Computation, computation
+from jaxdist.trees import flatten_with_names
+
+
+@dataclass(frozen=True)
+class Life:
+    """A part of a run without interruption.
+
+    Attributes:
+      first: its first clock.
+      last: the newest clock that all its servers saved.
+      slots: the part of each batch of every client.
+    """
+
+    first: int
+    last: int
+    slots: dict[int, int]
+
+
+def life_of(run: Path, servers: int) -> Life:
+    """Return the newest part of a run with a saved state.
+
+    Raises:
+      RunError: there is no such part.
+    """
+    saved = [set(steps_present(directory_of(run, at))) for at in range(servers)]
+    clocks = set.intersection(*saved)
+    found = (re.fullmatch(r"server_0\.from_(\d+)", path.stem) for path in (run / "order").iterdir())
+    begun = [int(match[1]) for match in found if match is not None]
+    if not clocks or not any(first < max(clocks) for first in begun):
+        raise RunError(f"{run}: its servers have saved nothing yet that could be compared")
+    last = max(clocks)
+    first = max(first for first in begun if first < last)
+    path = run / "order" / "clients.jsonl"
+    try:
+        told: Any = [*map(parse_json, read_regular(path).splitlines())]
+        slots = {one["client"]: one["slot"] for one in told if one["first"] == first}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{path} does not tell which worker did what ({why_unread(error)}): restore it from a "
+            "copy; without it the run cannot be computed again"
+        ) from error
+    return Life(first, last, slots)
+
+
+def computed_again(
+    run: Path, experiment: Experiment, sharded: Sharded, life: Life, start: Sequence[ShardState]
+) -> list[ShardState]:
+    """Return what the servers have at the end of a life, from the order of its messages.
+
+    Args:
+      start: what the servers had at its beginning.
+
+    Raises:
+      RunError: an order cannot be read, or it is not that of this run.
+    """
+    workers = sharded.cluster.workers
+    states = [RangeState(Clocks(workers, version=one.version, floor=one.floor)) for one in start]
+    logs = [
+        read_order(run / "order" / f"server_{at}.from_{life.first}.jsonl")
+        for at in range(len(start))
+    ]
+    given = _work_of(experiment, sharded, life)
+    again = Replay(sharded, [*start], states, logs, *given, due=life.last)
+    again.run()
+    return [*again.reached]
+
+
+def _work_of(
+    experiment: Experiment, sharded: Sharded, life: Life
+) -> tuple[Callable[[int], Computation], BatchesOf]:
+    parts = {slot: part_of(experiment, sharded, slot) for slot in set(life.slots.values())}
+    steps = sharded.cluster.local_steps
+
+    def work(client: int) -> Computation:
+        slot = life.slots[client]
+        return computation(sharded, parts[slot][1], slot)
+
+    def batches(client: int, clock: int) -> Sequence[DeviceBatch]:
+        loader, _ = parts[life.slots[client]]
+        return [loader.batch(clock * steps + step) for step in range(steps)]
+
+    return work, batches
+
+
+def differences(found: ShardState, wanted: ShardState) -> list[str]:
+    """List the differences by name."""
+    differs = [] if found.version == wanted.version else ["version"]
+    pairs = zip(
+        flatten_with_names({"params": found.params, "optimizer": found.optimizer}),
+        flatten_with_names({"params": wanted.params, "optimizer": wanted.optimizer}),
+        strict=True,
+    )
+    for (name, one), (_, other) in pairs:
+        if np.asarray(one).tobytes() != np.asarray(other).tobytes():
+            differs.append(name)
+    return differs
