@@ -51,7 +51,7 @@ def bench(repeats: int = REPEATS, length: int = LENGTH, long: int = LONG) -> Rep
 
 
 def shapes_of(rows: int, length: int) -> Shapes:
-    """Of queries, keys and values."""
+    """Return the shapes of queries, keys and values."""
     heads = (HEADS, KV_HEADS, KV_HEADS)
     queries, keys, values = (
         jax.ShapeDtypeStruct((rows, length, count, FEATURES), jnp.float32) for count in heads
@@ -70,7 +70,7 @@ def gradient(kernel: Kernel) -> jax.stages.Wrapped:
 
 
 def temp_bytes(kernel: Kernel, length: int) -> int:
-    """Of the compiled gradients of one row, beside arguments and results; nothing is run."""
+    """Return the temporary bytes of one row's compiled gradients; nothing is run."""
     return memory(gradient(kernel).lower(*shapes_of(1, length)).compile()).temp_bytes
 
 

@@ -1,4 +1,4 @@
-"""How long the train step takes to compile: with depth, and again from the persistent cache."""
+"""The time to compile the train step: with depth, and again from the persistent cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What jaxdist costs beyond the work itself: our step over one written by hand, and the loop."""
+"""The cost of jaxdist beyond the work itself: our step over one written by hand, and the loop."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def busy_step(experiment: Experiment, iterations: int) -> StepFunction:
 
 @contextmanager
 def hooks(experiment: Experiment) -> Iterator[RunHooks]:
-    """What `jaxdist train` does beside each step, in a directory that is removed after."""
+    """Give the hooks of `jaxdist train`, which write to a directory that is removed after."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         console = Console(file=io.StringIO())

@@ -1,4 +1,4 @@
-"""How long jaxdist takes to start, beside the import of jax that nobody can avoid."""
+"""The time that jaxdist takes to start, beside the import of jax that nobody can avoid."""
 
 from __future__ import annotations
 

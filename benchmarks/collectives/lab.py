@@ -31,7 +31,7 @@ BYTES_GOAL = "<= 1.05"
 GAIN_GOAL = ">= 0.85"
 NESTED = Hierarchical(inside=Ring(), across=Xla())
 MESSAGE_SECONDS = DEVICES["cpu"].slow.latency_seconds
-"""What a message costs beside its bytes: gloo, and the wake-up of its receiver."""
+"""The seconds of a message beside its bytes: gloo, and the wake-up of its receiver."""
 
 
 def bench() -> Report:

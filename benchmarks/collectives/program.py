@@ -1,4 +1,4 @@
-"""What the benches of collectives compile: one function of each device's own arrays."""
+"""The programs of the benches of collectives: one function of each device's own arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compiled collectives send, step by step, beside the formulas: no device runs anything.
+"""The traffic of compiled collectives, step by step, beside the formulas: no device runs anything.
 
 The rows are made in a process of their own, since the number of devices is fixed when jax starts.
 """
@@ -168,7 +168,7 @@ def compile_collective(
 
 
 def busiest_sent_bytes(found: Ledger) -> float:
-    """What the busiest device sends: permutes by their pairs, all else by the ledger's formula."""
+    """Return what the busiest device sends: permutes by pairs, all else by the ledger's formula."""
     sent = Counter[int]()
     everybody = 0.0
     for collective in found.collectives:

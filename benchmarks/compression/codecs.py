@@ -33,7 +33,7 @@ from jaxdist.hlo import ledger
 SIZE = 2**24
 """Elements of the arrays that are timed: 64 MiB, more than caches hold."""
 SIDE = 1024
-"""Of the square matrix that is reduced."""
+"""The side of the square matrix that is reduced."""
 DEVICES = 8
 FRACTION = 0.01
 TIMED = {"sign": Sign(), "int8": Quantize(), "int4": Quantize(bits=4), "bfloat16": Cast()}
@@ -95,7 +95,7 @@ def _waiting(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def sent_bytes(codec: Codec, side: int) -> float:
-    """What a device sends in the compiled all-reduce of a square matrix, by the ledger."""
+    """Return what a device sends in the compiled all-reduce of a square matrix, by the ledger."""
     mesh = make_mesh(jax.devices()[:DEVICES], (DEVICES,), ("data",))
     like = jax.ShapeDtypeStruct((side, side), jnp.float32)
     state = jax.eval_shape(lambda: init_state(like, DEVICES, codec=codec))

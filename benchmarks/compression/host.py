@@ -1,4 +1,4 @@
-"""What each host of the lab runs: every contender's steps in turn, torch's between ours."""
+"""The function that each host of the lab runs: all contenders in turn, torch's between ours."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CODING, CODED = "coding alone", PerParameter(otherwise=Quantize())
 
 @dataclass(frozen=True)
 class Task:
-    """What all hosts do.
+    """The task of all hosts.
 
     Attributes:
       hosts: the lab.

@@ -52,7 +52,7 @@ SLOW, FAST = LabLink(100e6), LabLink(1e9)
 
 @dataclass(frozen=True)
 class Found:
-    """What one lab gave.
+    """The results of one lab.
 
     Attributes:
       timed: each contender, and torch's kinds.

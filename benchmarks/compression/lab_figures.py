@@ -80,7 +80,7 @@ def slower(found: Found) -> list[str]:
 
 
 def pair_figures(found: Found) -> list[Figure]:
-    """What it brings to send messages between sites alone."""
+    """Compare messages between sites alone with messages between all hosts."""
     name = "sign, exact inside"
     note = f"{found.hosts.inside.bits_per_s / 1e9:g} Gbit/s inside a site"
     return [

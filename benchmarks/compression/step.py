@@ -31,9 +31,9 @@ from jaxdist.compression.cost import cut
 from jaxdist.types import Json, Params, PyTree
 
 WIDTHS = (256, 1024, 1024, 256)
-"""Of the layers: 1.57 million parameters."""
+"""The widths of the layers: 1.57 million parameters."""
 ROWS = 8
-"""Of the batch of one host."""
+"""The rows of the batch of one host."""
 LEARNING_RATE = 1e-2
 _CODECS = TypeAdapter[Codec](CodecConfig)
 

@@ -54,7 +54,7 @@ def figures() -> list[Figure]:
 
 
 def _on(where: str, devices: list[Device]) -> list[Figure]:
-    """Of programs for these devices."""
+    """Compare programs for these devices."""
     compiled = partial(_compiled, devices)
     ring, found = compiled({"reduce": XLA}, FLAT).sent_bytes(), []
     for name, (codec, goal) in SENT.items():

@@ -1,1 +1,1 @@
-"""What all benches share: interleaved timing, reports, processes, recorded runs."""
+"""The harness of all benches: interleaved timing, reports, processes, hosts, recorded runs."""

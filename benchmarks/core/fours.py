@@ -1,4 +1,4 @@
-"""How sure a ratio is that must be known to a hundredth, on a machine that others use too.
+"""The confidence of a ratio that must be known to a hundredth, on a machine that others use too.
 
 The pairs of `benchmarks.core.harness.interleave` change their order, so that two of them are
 A B B A: what a machine that slows down evenly adds to A it adds to B as well. One four gives one
@@ -46,7 +46,7 @@ class Ratio:
 
 
 def ratio_of(ours: Sample, reference: Sample) -> Ratio:
-    """Of samples whose same index is the same pair; one that is left over does not count.
+    """Compare samples whose same index is the same pair; one that is left over does not count.
 
     Seconds that rise evenly cancel out:
 

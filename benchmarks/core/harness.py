@@ -1,4 +1,4 @@
-"""How two things are timed fairly.
+"""Fair timing of two things.
 
 They run alternately, so that a machine that slows down slows both; which one goes first changes
 from pair to pair. Their ratio is the median of the ratios of the pairs.

@@ -27,9 +27,9 @@ from jaxdist.errors import JaxdistError, RunError
 COORDINATOR_PORT = 9911
 MTU_BYTES = 1500
 FRAME_BYTES = MTU_BYTES + 14
-"""What `tc` counts for a full packet: the MTU and the Ethernet header."""
+"""The bytes that `tc` counts for a full packet: the MTU and the Ethernet header."""
 SEGMENT_BYTES = MTU_BYTES - 20 - 32
-"""What such a packet carries: less the headers of IP and of TCP with time stamps."""
+"""The bytes that such a packet carries: less the headers of IP and of TCP with time stamps."""
 PROGRAMS = ("bash", "ip", "tc", "unshare", "setpriv", "mount", "hostname")
 _MOST = 64
 
@@ -57,7 +57,7 @@ class LabLink:
 
     @property
     def payload_bytes_per_s(self) -> float:
-        """What TCP carries when the link is full.
+        """The bytes that TCP carries in a second when the link is full.
 
         >>> round(LabLink(200e6).payload_bytes_per_s / 1e6, 2)
         23.91
@@ -117,7 +117,7 @@ class Lab:
         return "\n".join(["127.0.0.1 localhost", *lines]) + "\n"
 
     def environ(self, host: int) -> dict[str, str]:
-        """Who a host's process is, for `jaxdist train` and for `find_processes`."""
+        """Return the variables that tell a host's process its place, for `find_processes`."""
         return {
             "JAX_COORDINATOR_ADDRESS": f"h0:{COORDINATOR_PORT}",
             "JAX_NUM_PROCESSES": str(self.size),

@@ -1,4 +1,4 @@
-"""What races against torch share: how each side starts, what it trains, and who takes steps when.
+"""The shared part of races against torch: how each side starts, what it trains, whose turn it is.
 
 Every contender is there from the start and waits for its turn at rest, so that all of them meet the
 same machine; their losses must agree before anything is timed.
@@ -33,7 +33,7 @@ RaceEntry = tuple[str, list[Command]]
 
 
 def missing() -> str | None:
-    """What a race lacks here; None when it can be run."""
+    """Return what a race lacks here; None when it can be run."""
     if reason := lacking("torch"):
         return reason
     if not hasattr(os, "sched_getaffinity"):

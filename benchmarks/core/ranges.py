@@ -46,7 +46,7 @@ class Range:
 
     @property
     def median(self) -> float:
-        """Of the runs."""
+        """The median over the runs."""
         return statistics.median(self.ratios)
 
     @property

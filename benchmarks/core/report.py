@@ -286,7 +286,7 @@ class Report:
 
 
 def versions() -> JsonObject:
-    """What the figures were measured on; starts the jax backend."""
+    """Return what the figures were measured on; starts the jax backend."""
     import jax
 
     devices = jax.devices()

@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 300.0
 """The longest wait for one answer; the first one comes after compilation."""
 
 Command = tuple[Sequence[str], Mapping[str, str]]
-"""What starts a process: program and arguments, and additional environment variables."""
+"""The start of a process: program and arguments, and additional environment variables."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _only(core: int) -> Iterator[None]:
 
 
 def _environ() -> dict[str, str]:
-    """Of all processes: the CPU backend as jaxdist starts it, and malloc with huge pages."""
+    """Return the environment of a process: the CPU backend and malloc as jaxdist starts them."""
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
     planned = plan_environment(kept, fake_devices=None, idle_libtpu=has_idle_libtpu())
     environ = {**kept, **planned, "JAX_PLATFORMS": "cpu"}

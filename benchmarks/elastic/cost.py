@@ -1,4 +1,4 @@
-"""What it costs a run to be able to go on: snapshots in memory, and what it says of itself."""
+"""The cost to a run of being able to go on: snapshots in memory, and what it says of itself."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def compared(name: str, ours: Sample, reference: Sample, note: str) -> Figure:
 
 
 def told_figure(path: Path, step_seconds: float) -> Figure:
-    """What a process says of itself, beside a step: its main thread's part, and signs of life."""
+    """Time what a process says of itself, beside a step: in its main thread, and signs of life."""
     with Publisher(path, 0) as publisher:
         account = Account(Kind.STEP, tell=publisher.phase)
         quiet = Account(Kind.STEP)

@@ -53,7 +53,7 @@ def bench(
     sigterms: int = 0,
     scoreboard: str | None = None,
 ) -> Report:
-    """What it costs to be able to go on, and SIGKILL of one of four processes, again and again.
+    """Measure what it costs to be able to go on, and kill one of four processes, again and again.
 
     Args:
       kills: how often.

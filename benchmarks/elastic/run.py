@@ -53,7 +53,7 @@ def started(
 
 
 def until(found: Callable[[], dict | bool | None], process: subprocess.Popen[bytes]) -> dict:
-    """What is found first, with a deadline.
+    """Wait until something is found, with a deadline.
 
     Raises:
       RunError: nothing is, or the process has ended.

@@ -113,7 +113,7 @@ def _aggregated(
 
 
 def traffic(workers: int = 4, servers: int = 4) -> Figure:
-    """What comes in at the fullest server in a step of all workers."""
+    """Count what comes in at the fullest server in a step of all workers."""
     params = {"w": np.zeros((64, 1024), np.float32)}
     size = params["w"].nbytes
     fullest = max(_received(workers, servers, params, size // (4 * servers), DIRECT))
@@ -129,7 +129,7 @@ def traffic(workers: int = 4, servers: int = 4) -> Figure:
 
 
 def racks(workers: int = 4, size: int = 2) -> Figure:
-    """What comes in at all servers in a step of all workers, without racks and with them."""
+    """Count what comes in at all servers in a step of all workers, without racks and with them."""
     params = {"w": np.zeros((64, 1024), np.float32)}
     without, with_racks = (
         sum(_received(workers, 2, params, 2**15, aggregation)) / STEPS

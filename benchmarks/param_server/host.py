@@ -1,4 +1,4 @@
-"""What each host of the lab runs: the first a server, the others a worker each, for all cases.
+"""The function that each host of the lab runs: the first a server, the others a worker each.
 
 With "ring" in the task all hosts are workers, and sum their gradients by an all-reduce.
 """
@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Task:
-    """What all hosts do.
+    """The task of all hosts.
 
     Attributes:
       floats: parameters, float32.

@@ -1,4 +1,4 @@
-"""Workers are killed at random: how long do the others' pushes wait?"""
+"""The longest wait of a push while workers are killed at random."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Gaps:
     longest: float = 0.0
 
     def applied(self, client: int) -> None:
-        """One, now."""
+        """Record that a change of `client` was applied now."""
         now = time.perf_counter()
         self.longest = max(self.longest, now - self.last.get(client, now))
         self.last[client] = now

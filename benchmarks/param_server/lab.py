@@ -119,7 +119,7 @@ def measured(
 
 
 def step_seconds(times: Sequence[float], updates: int) -> float:
-    """Of one gradient of each worker, from the times of updates, the first steps left out."""
+    """Return the seconds of one gradient of each worker, the first steps left out."""
     counted = np.asarray(times[WARMUP * updates :])
     return float((counted[-1] - counted[0]) / (len(counted) - 1) * updates)
 

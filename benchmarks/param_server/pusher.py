@@ -29,7 +29,7 @@ def delta(client: int, clock: int, length: int) -> np.ndarray:
 
 
 def layout_of(length: int) -> Layout:
-    """Of the one server: an array."""
+    """Return the layout of the one server: an array."""
     piece = Piece(Range("w", 0, length, 4 * length), (length,), 0)
     return Layout(0, np.dtype(np.float32), (piece,))
 

@@ -1,4 +1,4 @@
-"""What pushes are timed against: each in a process of its own, adding all that comes to a total.
+"""The receivers that pushes are timed against: each a process that adds all that comes to a total.
 
 `python -m benchmarks.param_server.receivers KIND BYTES` prints its port, and lives until the end
 of its input.
@@ -25,7 +25,7 @@ UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_le
 
 
 def spec_of(size_bytes: int) -> Spec:
-    """Of a payload of float32."""
+    """Return the spec of a payload of float32."""
     return Spec(0, np.dtype(np.float32), size_bytes // 4)
 
 

@@ -53,7 +53,7 @@ def served(
 
 @contextmanager
 def listening(server: Server, host: str = LOOPBACK, port: int = 0) -> Iterator[int]:
-    """Serve until the context ends; the port."""
+    """Serve until the context ends; gives the port."""
     rpc = RpcServer(server, TOKEN, host=host, port=port)
     try:
         yield rpc.port

@@ -150,7 +150,7 @@ def _held(found: float, formula: float, where: str) -> Worst:
 
 
 def _worst(found: Sequence[Worst]) -> Worst:
-    """Of those equally far apart the last one: sizes grow."""
+    """Return the worst; of those equally far apart the last one, since sizes grow."""
     return max(reversed(found), key=lambda worst: (worst.apart, worst.formula))
 
 

@@ -54,7 +54,7 @@ class MemoryCell:
 
 @dataclass(frozen=True)
 class Growth:
-    """What one schedule holds from few microbatches to many.
+    """The memory of one schedule from few microbatches to many.
 
     Attributes:
       cells: in order of microbatches.

@@ -28,7 +28,7 @@ CONFIG = Path(__file__).with_suffix(".yaml")
 TOPOLOGY = "v5p:8x8x8"
 GOAL = "<= 1"
 COMPILE_SECONDS = 300.0
-"""What compiling may take."""
+"""The longest time that compiling may take."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def figures(found: Sequence[Pod]) -> list[Figure]:
 
 
 def listing(found: Sequence[Pod]) -> Listing:
-    """What a device sends in a step, by mesh axis."""
+    """List what a device sends in a step, by mesh axis."""
     (pod,) = found
     return Listing(
         f"{pod.params / 1e9:.1f}B as {_described(pod.mesh)}: sent by each chip in a step",

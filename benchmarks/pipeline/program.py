@@ -34,7 +34,7 @@ Tell = Callable[[TaskKind], None]
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Of one microbatch, and of one chunk."""
+    """The size of one microbatch, and of one chunk."""
 
     rows: int
     features: int
@@ -51,7 +51,7 @@ class ModelSize:
 
 
 class Arguments(NamedTuple):
-    """What a step is called with.
+    """The arguments of a step.
 
     Attributes:
       weights: `[C, N, D, D]`; as `arguments` gives them, chunks are in the model's order.

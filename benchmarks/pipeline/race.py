@@ -111,7 +111,7 @@ def figures(samples: Mapping[str, Sample]) -> list[Figure]:
 
 
 def listing(samples: Mapping[str, Sample]) -> Listing:
-    """What a step takes, and half of one alone."""
+    """List the seconds of a step, and half of one alone."""
     sheet = Sheet[tuple[str, str]](
         f"a step in {STAGES} stages, {MICROBATCHES} microbatches; ideal has the bubble alone",
         {

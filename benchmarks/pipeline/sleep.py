@@ -40,7 +40,7 @@ GOAL = "<= 1.05"
 UNIT_SECONDS = 0.04
 """Long beside what the host takes to begin a task."""
 UNITS = {TaskKind.FORWARD: 1.0, TaskKind.INPUT: 1.25, TaskKind.WEIGHT: 0.75, TaskKind.FULL: 2.0}
-"""Of a task of any chunk; a FULL task sleeps for both of its halves."""
+"""The sleep of a task of any chunk; a FULL task sleeps for both of its halves."""
 REPEATS = 3
 SIZE = ModelSize(rows=1, features=2, layers=1)
 BUILDS: dict[str, Callable[[int, int], Schedule]] = {

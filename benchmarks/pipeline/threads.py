@@ -35,7 +35,7 @@ STAGES = (4, 8)
 
 
 class _Message(NamedTuple):
-    """What a stage needs of another one, and when it arrives, by `time.monotonic`."""
+    """A task that a stage needs of another one, and when it arrives, by `time.monotonic`."""
 
     key: Dependency
     arrives: float
@@ -90,7 +90,7 @@ def _sleep_until(moment: float) -> None:
 def play(
     schedule: Schedule, costs: Costs | None = None, unit_seconds: float = UNIT_SECONDS
 ) -> tuple[tuple[Span, ...], ...]:
-    """What each stage's thread did, in order: spans in seconds from the common start.
+    """Return what each stage's thread did, in order: spans in seconds from the common start.
 
     Raises:
       ConfigError: the schedule breaks a rule, for then a thread could wait for ever.

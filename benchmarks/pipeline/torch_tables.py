@@ -110,7 +110,7 @@ def torch_schedule(peer: Peer, stages: int, microbatches: int) -> Schedule:
 
 
 def _stand_in(index: int, stages: int, chunks: int) -> SimpleNamespace:
-    """What a schedule asks a stage for, here one of rank 0."""
+    """Return what a schedule asks a stage for, here one of rank 0."""
     return SimpleNamespace(
         stage_index=index,
         num_stages=stages * chunks,

@@ -1,4 +1,4 @@
-"""What the executor computes, and in how much time, beside the usual SPMD pipeline.
+"""The work of the executor, and its time, beside the usual SPMD pipeline.
 
 The usual form is one scan over m + p - 1 ticks: in each, every stage runs its layers, on anything
 where it has no microbatch, and `jax.grad` goes back through the scan.
@@ -43,7 +43,7 @@ STAGES, ROUNDS = 4, (1, 2, 4)
 """Stages, and microbatches per stage."""
 SIZE = ModelSize(rows=256, features=512, layers=2)
 COUNTED = ModelSize(rows=2, features=4, layers=1)
-"""Of the programs whose passes are counted while they run."""
+"""The size of the programs whose passes are counted while they run."""
 PAIRS = 21
 """Steps of each form that are timed: four devices on fewer cores are easily disturbed."""
 WORK_GOAL, TIME_GOAL = "<= 1.05", "<= 0.667"

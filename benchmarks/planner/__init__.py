@@ -1,1 +1,1 @@
-"""What `jaxdist plan` predicts, held against compiled programs and published runs."""
+"""The predictions of `jaxdist plan`, held against compiled programs and published runs."""

@@ -32,7 +32,7 @@ class Published:
 
 
 def _maxtext(layers: int, embed: int, heads: int, mlp: int, batch: int) -> Decoder:
-    """Of MaxText's own family: vocabulary of 32,000, windows of 2048, heads of 128.
+    """Return a model of MaxText's own family: vocabulary of 32,000, windows of 2048, heads of 128.
 
     Their scripts leave libtpu its own limit of vector memory.
     """
@@ -59,12 +59,12 @@ def _128b(batch: int) -> Decoder:
 
 
 def llama_70b(batch: int) -> Decoder:
-    """Of Llama-2 (arXiv 2307.09288)."""
+    """Return Llama-2 70B (arXiv 2307.09288)."""
     return Decoder(80, 8192, 64, 8, 128, 28672, vocab=32000, window=4096, batch=batch, tied=False)
 
 
 def llama_7b(batch: int) -> Decoder:
-    """Of the same."""
+    """Return Llama-2 7B (arXiv 2307.09288)."""
     return Decoder(32, 4096, 32, 32, 128, 11008, vocab=32000, window=4096, batch=batch, tied=False)
 
 
@@ -181,7 +181,7 @@ class Drawn:
     plan: Plan
 
     def settings(self) -> list[str]:
-        """Of the model and the batch, over `bench/tpu/llama.yaml`."""
+        """Return the settings of the model and the batch, over `benchmarks/tpu/llama.yaml`."""
         of = SMALL[self.model]
         return [
             f"model.layers={of.layers}",

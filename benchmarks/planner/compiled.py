@@ -1,4 +1,4 @@
-"""What the compiler says of plans, and kept: what takes an hour is not computed twice."""
+"""The compiler's word on plans, kept in a cache: an hour of compiling is not done twice."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Program:
 
 
 def programs(seed: int, count: int) -> Iterator[Program]:
-    """The first draws of a seed, laid out."""
+    """Yield the first draws of a seed, laid out."""
     for one in islice(drawn(seed), count):
         yield Program(one, kept_or_laid_out(one.settings(), one.plan, one.topology))
 
 
 def kept_or_laid_out(settings: list[str], plan: Plan, topology: str) -> Confirmed:
-    """A plan's memory as the compiler lays it out; read where it was asked before.
+    """Return a plan's memory as the compiler lays it out, or what was kept of it.
 
     Args:
       settings: over `bench/tpu/llama.yaml`, without the plan's.
@@ -43,7 +43,7 @@ def kept_or_laid_out(settings: list[str], plan: Plan, topology: str) -> Confirme
 
 
 def kept_or_compiled(settings: list[str], plan: Plan, topology: str) -> Confirmed:
-    """What a plan's program says; read where it was compiled before.
+    """Return what a plan's program says, or what was kept of it.
 
     Args:
       settings: over `bench/tpu/llama.yaml`, without the plan's.
@@ -61,7 +61,7 @@ def lay_out_one(settings: list[str], plan: Plan, topology: str) -> list[Confirme
 
 
 def compile_one(settings: list[str], plan: Plan, topology: str) -> list[Confirmed]:
-    """What the program of a plan says."""
+    """Compile a plan and return what its program says."""
     return [confirm(CONFIG, settings, plan, parse_target(topology))]
 
 

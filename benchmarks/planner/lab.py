@@ -123,7 +123,7 @@ def _size(size_bytes: int) -> str:
 
 
 def probed(hosts: Lab, found: Found) -> Listing:
-    """What collectives take that are not a plan's."""
+    """List the seconds of collectives that are no plan's."""
     columns = {"collective": "", **{_size(size): "s" for size in SIZES}}
     rows = [
         (f"{one.sort.kind} of {one.sort.group_size}", *map(one.at, SIZES)) for one in found.curves

@@ -1,4 +1,4 @@
-"""What each host of the lab runs: the steps of every plan in turn, and their predictions."""
+"""The function that each host of the lab runs: every plan's steps, and their predictions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 900.0
 
 @dataclass(frozen=True)
 class Task:
-    """What all hosts do.
+    """The task of all hosts.
 
     Attributes:
       values: of the config, without the plans' settings.
@@ -67,7 +67,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Found:
-    """What one lab gave.
+    """The results of one lab.
 
     Attributes:
       curves: what each sort of collective takes that the plans' programs have.
@@ -109,11 +109,11 @@ class Step:
         return max(found.seconds - bubble, path.seconds), waits
 
     def collectives(self) -> tuple[Collective, ...]:
-        """All that the program sends."""
+        """Return all that the program sends."""
         return account(self.module, self.layout).collectives
 
     def turn(self) -> Callable[[], None]:
-        """Takes a step; a state of its own goes from one to the next."""
+        """Return a call that takes a step; a state of its own goes from one to the next."""
         state, batch = (
             self.program.init(),
             {name: _drawn(shape) for name, shape in self.program.batch.items()},
@@ -128,14 +128,14 @@ class Step:
 
 
 def _drawn(like: jax.ShapeDtypeStruct) -> jax.Array:
-    """A batch of tokens; the same on all hosts."""
+    """Return a batch of tokens, the same on all hosts."""
     whole = np.random.default_rng(0).integers(0, 64, like.shape).astype(like.dtype)
     assert like.sharding is not None
     return jax.make_array_from_callback(like.shape, like.sharding, lambda index: whole[index])
 
 
 def step_of(values: Mapping[str, object], plan: Plan, devices: Sequence[Device]) -> Step:
-    """A plan's step, compiled."""
+    """Compile a plan's step."""
     document = Document(planned(dict(values), plan))
     experiment = build(validate(document, ExperimentConfig), document, devices=list(devices))
     program, mesh = experiment.program, experiment.layout.mesh
@@ -167,12 +167,12 @@ def measure(task: Task) -> list[Found]:
 
 
 def _meet(where: str) -> None:
-    """Who compiles first waits: collectives give up on a host that is half a minute late."""
+    """Wait for all hosts to compile: collectives give up on a host that is half a minute late."""
     get_barrier_sync_fn()(key=where, timeout_ms=int(PATIENCE_SECONDS * 1e3))
 
 
 def _cores() -> int:
-    """Of this machine, for all hosts."""
+    """Return the number of this machine's cores, for all hosts."""
     return len(os.sched_getaffinity(0))
 
 

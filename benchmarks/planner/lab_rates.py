@@ -1,4 +1,4 @@
-"""What a collective takes on the hosts of the lab, found by collectives alone, and a host's work.
+"""The time of a collective on the hosts of the lab, found by collectives alone, and a host's work.
 
 A message between processes that share a machine's cores costs more than its bytes: gloo's threads
 and the kernel take turns with all else, and each kind of collective sends its own number of
@@ -39,7 +39,7 @@ class Sort:
 
 @dataclass(frozen=True)
 class Curve:
-    """What such a collective takes.
+    """The seconds of such a collective.
 
     Attributes:
       seconds: of one, by the payload bytes in `sizes`.
@@ -160,7 +160,7 @@ _ONE: Mapping[str, Callable[[jax.Array, int], jax.Array]] = {
 
 
 def curves_of(sorts: Sequence[Sort], seconds: Sequence[float]) -> dict[Sort, Curve]:
-    """What the probes of these sorts say, in the order of `sorts` and their sizes."""
+    """Return the curves that probes of these sorts give, in the order of `sorts` and sizes."""
     found, left = {}, iter(seconds)
     for sort in sorts:
         sizes = sizes_of(sort)

@@ -27,7 +27,7 @@ from jaxdist.planner.target import Places, meshes, parse_target
 
 PROGRAMS = 60
 SEED = 3
-"""Of the draws; those of 1 and 2 were read for the factors of memory."""
+"""The seed of the draws; those of 1 and 2 were read for the factors of memory."""
 
 
 def bench(programs: int = PROGRAMS, maxtext: Path | None = None, lab: bool = False) -> Report:
@@ -68,7 +68,7 @@ def compiled(count: int) -> list[Program]:
 
 
 def places_of(topology: str, sizes: tuple[int, int, int]) -> Places:
-    """Of stage, data and tensor on a topology."""
+    """Return the places of stage, data and tensor on a topology."""
     return next(one for one in meshes(parse_target(topology)) if one.sizes == sizes)
 
 
@@ -139,7 +139,7 @@ class Against:
 
     @property
     def ratio(self) -> float:
-        """Of the predicted times, ours over theirs."""
+        """The ratio of the predicted times, ours over theirs."""
         return self.ours.seconds.total / self.theirs.seconds.total
 
     def why(self) -> str:
@@ -182,7 +182,7 @@ against_listing = Sheet[Against](
         "why": lambda one: one.why(),
     },
 )
-"""What ours is for each published plan, and why."""
+"""Our plan for each published one, and why it differs."""
 
 
 def error_of(one: Program) -> float:

@@ -17,7 +17,7 @@ from jaxdist.errors import RunError
 from jaxdist.runtime.environment import versions
 
 ESTIMATE_SECONDS = 5.0
-"""What the prediction of a program of 80 layers may take."""
+"""The longest time that the prediction of a program of 80 layers may take."""
 
 
 PREDICTED = "predicted s"

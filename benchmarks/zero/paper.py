@@ -44,9 +44,9 @@ class PaperRow:
     params: int
     formula_bytes: float
     peak_bytes: float
-    """What the step takes; what it would take where it is refused."""
+    """The memory that the step takes, or would take where it is refused."""
     memory_bytes: float | None
-    """What the compiler says a device has, where it refuses the step."""
+    """The memory of a device by the compiler, where it refuses the step."""
 
     @property
     def refused(self) -> bool:

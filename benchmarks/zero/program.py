@@ -80,11 +80,11 @@ class ZeroRow:
     peak_bytes: float
     """All that the program holds at once."""
     bytes_per_param: float | None
-    """What further layers add, over their parameters: see `added_bytes_per_param`."""
+    """The bytes that further layers add, over their parameters: see `added_bytes_per_param`."""
     sent_bytes: float
     flops: float
     ideal_flops: float
-    """Of the model alone: see `ideal_flops`."""
+    """The FLOPs of the model alone: see `ideal_flops`."""
 
 
 def experiment(
@@ -175,7 +175,7 @@ def row(
 
 
 def platform_rows(platform: str) -> Iterator[ZeroRow]:
-    """Those of "cpu" or "tpu"."""
+    """Yield the rows of "cpu" or "tpu"."""
     if platform == "tpu":
         return tpu_rows(topology_devices(TOPOLOGY))
     return cpu_rows(jax.devices())

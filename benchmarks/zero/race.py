@@ -21,10 +21,11 @@ from jaxdist.types import JsonObject
 
 TORCH = Path(__file__).with_name("torch_peer")
 BATCH, WINDOW = 8, 128
-"""Of one process."""
+"""Rows and tokens of one process."""
 MICROBATCHES = 4
-"""Of ours where gradients are summed once: XLA:CPU computes few rows at a time faster, torch is as
-fast either way. Stage 3 would gather its parameters for each of them, and takes the batch whole."""
+"""Microbatches of ours where gradients are summed once: XLA:CPU computes few rows at a time faster,
+torch is as fast either way. Stage 3 would gather its parameters for each of them, and takes the
+batch whole."""
 STEPS, REPEATS = 3, 12
 EFFICIENCY_GOAL, SPEED_GOAL = ">= 1", ">= 0.8"
 FORMS: Mapping[str, JsonObject] = {
@@ -35,7 +36,7 @@ FORMS: Mapping[str, JsonObject] = {
 `auto` for gathers, take half the time over gloo of its own all-reduce and gather, which are behind
 `xla`."""
 ALONE = {"ddp": "alone", "fsdp": "alone, whole"}
-"""What ours does in one process with the same work; torch's is "alone" for both."""
+"""Our contender in one process with the same work; torch's is "alone" for both."""
 PAIRS = (("ddp", "stage 0", "DDP"), ("fsdp", "stage 3", "FSDP2"))
 
 

@@ -52,7 +52,7 @@ def bench(plot: str | os.PathLike[str] | None = None) -> Report:
 
 
 def state_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
-    """What each stage holds over the formula, by number of devices."""
+    """Compare what each stage holds with the formula, by number of devices."""
     return [
         Figure(
             f"held a parameter, stage {row.stage}, {row.devices} devices",

@@ -1,4 +1,4 @@
-"""What a comparison of variants found: a row for each, as a table and as plain data."""
+"""The results of a comparison of variants: a row for each, as a table and as plain data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Compared:
 
     @property
     def diverged(self) -> int:
-        """How many of its runs diverged."""
+        """The number of its runs that diverged."""
         return sum(outcome.diverged for outcome in self.outcomes)
 
     @property
@@ -46,7 +46,7 @@ class Compared:
 
     @property
     def changes(self) -> list[float]:
-        """Of the loss against the first variant's of the same seed, by seed; 0.01 is 1% more."""
+        """The change of the loss against the first variant's, seed by seed; 0.01 is 1% more."""
         pairs = zip(self.outcomes, self.base, strict=True)
         if self.diverged or any(outcome.diverged for outcome in self.base):
             return [math.nan] * len(self.outcomes)
@@ -59,7 +59,7 @@ class Compared:
 
     @property
     def verdict(self) -> str:
-        """In a few words; "?" where seeds disagree."""
+        """The verdict in a few words; "?" where seeds disagree."""
         if self.diverged:
             return f"diverged {self.diverged}/{len(self.outcomes)}"
         if self.outcomes == self.base:
@@ -88,7 +88,7 @@ class Compared:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Sample standard deviation; NaN of one value, or where one is not finite."""
+    """Return the sample standard deviation; NaN of one value, or where one is not finite."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.nan
     return statistics.stdev(values)
@@ -100,7 +100,7 @@ def table(rows: Sequence[Compared]) -> str:
 
 
 def loss_shown(row: Compared) -> str:
-    """Mean and spread of the held-out loss, or that it has none."""
+    """Format mean and spread of the held-out loss, or that it has none."""
     if row.diverged:
         return "-"
     mean = statistics.fmean(row.losses)

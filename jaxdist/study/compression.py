@@ -81,7 +81,7 @@ def _filled(value: Json, values: JsonObject) -> Json:
 
 
 def check_sent(experiment: Experiment) -> None:
-    """Raises ConfigError where no gradient is sent."""
+    """Raise ConfigError where no gradient is sent."""
     layout = experiment.layout
     axis = layout.axis_of("batch")
     shape = layout.mesh.shape
@@ -94,7 +94,7 @@ def check_sent(experiment: Experiment) -> None:
 
 
 def sent_bytes(experiment: Experiment) -> float:
-    """What a device sends in one step over the axes that share the batch, after any warm-up.
+    """Return the bytes that a device sends in a step over the batch's axes, after any warm-up.
 
     Read from the compiled program.
     """

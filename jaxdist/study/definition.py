@@ -30,7 +30,7 @@ def _once(values: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Study(Config):
-    """What all studies hold."""
+    """The part that all studies have."""
 
     config: FilePath
     """The config that is trained; relative to the study's file."""

@@ -1,4 +1,4 @@
-"""What a study without a run is about, and where studies write, checked before the first run."""
+"""The settings of studies without a run, and the places that studies write to."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def read_settings(settings: Sequence[str], kind: type[C]) -> C:
 
 
 def journal_path(path: Path, name: str, json_file: Path | None, plot: Path | None) -> Path:
-    """Where the runs of a study of the config `path` are kept: beside its output, or in runs/."""
+    """Return where the runs of a study of a config are kept: beside its output, or in runs/."""
     if json_file is not None:
         return json_file.with_suffix(".runs.jsonl")
     return (plot or Path("runs")) / f"{path.stem}-{name}.runs.jsonl"
 
 
 def check_writable(plot: Path | None, json_file: Path | None) -> None:
-    """Not after the last run, but before the first.
+    """Check the places of the output before the first run, not after the last.
 
     Raises:
       RunError: a folder of the output cannot be written.
@@ -51,7 +51,7 @@ def check_writable(plot: Path | None, json_file: Path | None) -> None:
 
 
 def write_json(path: Path, found: JsonObject) -> None:
-    """Write what a study found.
+    """Write the results of a study.
 
     Raises:
       RunError: the file cannot be written.

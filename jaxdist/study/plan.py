@@ -1,4 +1,4 @@
-"""Which runs a batch-scaling study makes, and the means it takes over them."""
+"""The runs of a batch-scaling study, and the means over them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StudyPlan:
         return LARGEST_WARMUP * self.base / max(self.steps)
 
     def scaled(self, learning_rate: float, batch_size: int) -> tuple[float, int]:
-        """A learning rate of the base batch at another one, and the steps of warm-up."""
+        """Return a learning rate of the base batch at another batch, and the steps of warm-up."""
         rule = ScaleFromConfig(
             batch_size=self.base,
             learning_rate=learning_rate,
@@ -66,7 +66,7 @@ class StudyPlan:
 
 @dataclass(frozen=True)
 class StudyCell:
-    """What an optimizer comes to at a batch size: one run a seed, all else equal.
+    """The result of an optimizer at a batch size: one run a seed, all else equal.
 
     Attributes:
       tuned: its learning rate was searched for at this batch size, not given by the rule.
@@ -84,7 +84,7 @@ class StudyCell:
 
     @property
     def diverged(self) -> int:
-        """How many runs diverged."""
+        """The number of runs that diverged."""
         return sum(outcome.diverged for outcome in self.outcomes)
 
     @property
@@ -108,7 +108,7 @@ class StudyCell:
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
-    """Batch sizes, ascending.
+    """Return batch sizes, ascending.
 
     Raises:
       ConfigError: none, not whole numbers from 1 on, or one twice.
@@ -151,7 +151,7 @@ def parse_optimizers(text: str) -> dict[str, Contender]:
 
 
 def run_plan(plan: StudyPlan, run: Runner) -> Iterator[tuple[StudyCell, ...]]:
-    """All cells, those of one optimizer and batch size at a time: by the rule, then tuned.
+    """Yield all cells, those of one optimizer and batch size at a time: by the rule, then tuned.
 
     The rule's reference is the best learning rate at the base batch. Where a batch is tuned, the
     search there begins at the rule's rate.
@@ -193,12 +193,12 @@ def _mean_score(outcomes: Sequence[TrialOutcome[Trial]]) -> tuple[float, ...]:
 
 
 def rounded(learning_rate: float) -> float:
-    """The rate rounded to six digits, so that equal rates compare equal."""
+    """Round a rate to six digits, so that equal rates compare equal."""
     return float(f"{learning_rate:.6g}")
 
 
 def search(start: float, run: Callable[[float], T], score: Callable[[T], tuple[float, ...]]) -> T:
-    """The result of the best of `start` x 1/2, 1, 2.
+    """Return the result of the best of `start` x 1/2, 1, 2.
 
     While the best is the smallest or the largest, one more beyond it is tried, up to 8 of them, so
     that the best one lies inside what was tried. Of equally good ones the smallest rate wins.

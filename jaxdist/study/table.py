@@ -1,4 +1,4 @@
-"""What a batch-scaling study found, as a table and in words."""
+"""The results of a batch-scaling study, as a table and in words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CellRows = Mapping[tuple[str, bool], Sequence[StudyCell]]
 
 
 def by_row(cells: Iterable[StudyCell]) -> CellRows:
-    """Cells by optimizer and tuned, untuned first, each row by ascending batch size."""
+    """Return cells by optimizer and tuned, untuned first, each row by ascending batch size."""
     rows: dict[tuple[str, bool], list[StudyCell]] = {}
     for cell in sorted(cells, key=lambda cell: (cell.tuned, cell.batch_size)):
         rows.setdefault((cell.optimizer, cell.tuned), []).append(cell)
@@ -25,12 +25,12 @@ def by_row(cells: Iterable[StudyCell]) -> CellRows:
 
 
 def metric_of(cells: Sequence[StudyCell]) -> str:
-    """What the cells are judged by: "accuracy" or "loss"."""
+    """Return the metric that the cells are judged by: "accuracy" or "loss"."""
     return cells[0].outcomes[0].metric
 
 
 def markdown(cells: Sequence[StudyCell]) -> str:
-    """Mean and spread by batch size; a row for each optimizer and way to a learning rate.
+    """Return mean and spread by batch size; a row for each optimizer and way to a learning rate.
 
     The spread is the sample standard deviation over the seeds.
     """
@@ -44,7 +44,7 @@ def markdown(cells: Sequence[StudyCell]) -> str:
 
 
 def shown(cell: StudyCell) -> str:
-    """A cell in a few characters: percent of accuracy, or nats of loss."""
+    """Format a cell in a few characters: percent of accuracy, or nats of loss."""
     if cell.diverged:
         return f"diverged {cell.diverged}/{len(cell.outcomes)}"
     places, times = (1, 100) if metric_of([cell]) == "accuracy" else (3, 1)
@@ -53,7 +53,7 @@ def shown(cell: StudyCell) -> str:
 
 
 def verdict(cells: Sequence[StudyCell]) -> list[str]:
-    """Up to which batch each optimizer holds up, in words; nothing beyond the table.
+    """Say up to which batch each optimizer holds up; nothing beyond the table.
 
     A row holds up to a batch when there, and at every smaller one, its mean is at most `MARGIN`
     worse than the best mean of any row at the base batch.

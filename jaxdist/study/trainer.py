@@ -1,4 +1,4 @@
-"""Trains one trial after another; a program is compiled once for all of its learning rates."""
+"""Training of one trial after another; a program is compiled once for all of its learning rates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Built:
 
 
 def adjustable(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer, its updates times a number in its state, 1 at first.
+    """Return the same optimizer, its updates times a number in its state, 1 at first.
 
     Where updates are proportional to the learning rate, that number is one: a program compiled
     for a rate of 1 serves every other.
@@ -55,7 +55,7 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
 
 
 def at_rate(start: TrainState, learning_rate: float) -> TrainState:
-    """A copy of the state of an `adjustable` optimizer, with its number set."""
+    """Return a copy of the state of an `adjustable` optimizer, with its number set."""
     copied = jax.tree.map(jnp.copy, start)
     old = optax.tree.get(copied.opt_state, "step_size")
     value = jax.device_put(jnp.asarray(learning_rate, old.dtype), old.sharding)
@@ -162,7 +162,7 @@ class Trainer(ConfigTrainer[Trial]):
 
 
 def check_comparable(experiment: Experiment, path: Path) -> None:
-    """That a run is nothing but steps of one program, which a held-out split judges.
+    """Check that a run is nothing but steps of one program, which a held-out split judges.
 
     Raises:
       ConfigError: its batch changes within a run, or more than steps change its weights.
@@ -206,7 +206,7 @@ def finish(
 
 
 def train(experiment: Experiment, program: Program, state: TrainState) -> tuple[TrainState, bool]:
-    """The state after the last step, and whether a loss was not finite, which ends the run."""
+    """Return the last state, and whether a loss was not finite, which ends the run."""
     previous = None
     with experiment.loader.batches() as batches:
         for _ in range(experiment.total_steps):

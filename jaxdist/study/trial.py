@@ -16,7 +16,7 @@ from jaxdist.types import Json, JsonObject
 
 @dataclass(frozen=True)
 class Trial:
-    """What a study varies; everything else comes from its config.
+    """One run of a study, by what differs; everything else comes from its config.
 
     Attributes:
       learning_rate: the peak, after `warmup_steps` steps.
@@ -35,7 +35,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class VariantTrial:
-    """What a comparison varies: the name of its settings, and the seed."""
+    """One run of a comparison: the name of its settings, and the seed."""
 
     variant: str
     seed: int
@@ -66,7 +66,7 @@ class TrialOutcome(Generic[TrialT]):
 
     @property
     def metric(self) -> str:
-        """What the outcome is judged by: "accuracy" where the loss reports one, else "loss"."""
+        """The metric of the outcome: "accuracy" where the loss reports one, else "loss"."""
         return "accuracy" if "accuracy" in self.metrics else "loss"
 
     @property
@@ -85,14 +85,14 @@ class TrialOutcome(Generic[TrialT]):
 
 
 def outcome_from_json(kind: type[TrialT], record: Mapping[str, Json]) -> TrialOutcome[TrialT]:
-    """The inverse of `TrialOutcome.as_json`."""
+    """Return the outcome that `TrialOutcome.as_json` wrote."""
     metrics = {k: math.nan if v is None else v for k, v in record["metrics"].items()}
     trial = kind(**{name: record[name] for name in kind.__dataclass_fields__})
     return TrialOutcome(trial, record["steps"], metrics, record["diverged"], record["seconds"])
 
 
 def identity(settings: Mapping[str, Json]) -> str:
-    """A name for a run, the same for the same settings: 16 hexadecimal digits of their hash."""
+    """Return a name that is the same for the same settings: 16 hexadecimal digits of their hash."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -125,7 +125,7 @@ class Journal(Generic[TrialT]):
         self._repair(len(content) - len(lines[-1]))
 
     def get(self, key: str) -> TrialOutcome[TrialT] | None:
-        """The outcome of a run that was finished before."""
+        """Return the outcome of a run that was finished before."""
         return self._found.get(key)
 
     def add(self, key: str, outcome: TrialOutcome[TrialT]) -> None:

@@ -1,4 +1,4 @@
-"""Settings that are compared, each a name and overrides of one config."""
+"""The settings that are compared, each a name and overrides of one config."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ AS_GIVEN = Variant("as given")
 
 
 def parse_variants(texts: Sequence[str], *, taken: Sequence[str]) -> tuple[Variant, ...]:
-    """Variants of the command line, each `NAME=key=value key2=value2`.
+    """Return the variants of the command line, each `NAME=key=value key2=value2`.
 
     Args:
       taken: names that are given already.
@@ -91,7 +91,7 @@ def named(
 
 
 def split_overrides(text: str) -> tuple[str, ...]:
-    """Settings that spaces separate; spaces inside brackets, and before a word without `=`, do not.
+    """Split settings at spaces, but for those inside brackets and before a word without `=`.
 
     >>> split_overrides("a.b={c: 1, d: x=2} e=two words")
     ('a.b={c: 1, d: x=2}', 'e=two words')

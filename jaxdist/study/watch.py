@@ -1,4 +1,4 @@
-"""How far a study is: a bar in a terminal, a line for each part anywhere."""
+"""The progress of a study: a bar in a terminal, a line for each part anywhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Watch:
         self._task = self._bar.add_task("", total=len(self._left), left="")
 
     def begin(self, trial: str) -> None:
-        """A trial begins."""
+        """Show that a trial begins."""
         self._bar.update(self._task, description=trial)
 
     def took(self, seconds: float) -> None:
@@ -39,7 +39,7 @@ class Watch:
         self._spent += seconds
 
     def done(self, found: str) -> None:
-        """The current part is done, and what it found."""
+        """Show that the current part is done, and its result."""
         size = self._left.pop(0)
         self._seconds.setdefault(size, []).append(self._spent)
         self._spent = 0.0
@@ -48,7 +48,7 @@ class Watch:
         self._bar.update(self._task, advance=1, left=left)
 
     def seconds_left(self) -> float:
-        """Seconds that the parts to come may take: each as one of the nearest size so far."""
+        """Return the seconds of the parts to come, each as one of the nearest size so far."""
         total = 0.0
         for size in self._left:
             known = self._seconds[min(self._seconds, key=lambda seen: abs(seen - size))]

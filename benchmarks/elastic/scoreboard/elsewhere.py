@@ -20,7 +20,7 @@ from jaxdist.train.rescale import Sizes, extended
 from jaxdist.train.state import TrainState
 
 ROWS, EPOCHS, RATE = 60, 2, 0.01
-"""Of a device at a learning rate, on a mesh of four devices."""
+"""Rows of a device, epochs, and the learning rate on a mesh of four devices."""
 WORKERS = (4, 3, 5, 2)
 BAND = 0.1
 """By how much of itself the mean loss of the last steps may be above that of a run of one size."""
@@ -76,7 +76,7 @@ def trained(changes: Sequence[tuple[int, int]], seed: int) -> tuple[list[int], b
 
 
 def _steps(experiment: Experiment) -> int:
-    """Of a run of one size."""
+    """Return the number of steps of a run of one size."""
     train = experiment.config.train
     assert train.epochs is not None
     return round(train.epochs * len(experiment.dataset.train) / train.full_batch_size)

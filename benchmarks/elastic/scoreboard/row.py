@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """What so many trials came to.
+    """The result of so many trials.
 
     Attributes:
       came: in words, with numbers.

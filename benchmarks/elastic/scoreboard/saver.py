@@ -25,7 +25,7 @@ CHUNK_BYTES = 1 << 15
 
 
 def state_of(step: int) -> PyTree:
-    """What a step's checkpoint holds: all of it follows from the number."""
+    """Return the content of a step's checkpoint: all of it follows from the number."""
     base = jnp.arange(SIZE, dtype=jnp.uint32)
     mixed = base * jnp.uint32(2654435761) + jnp.uint32(step)
     return {"w": mixed, "step": jnp.int32(step), "frozen": base}

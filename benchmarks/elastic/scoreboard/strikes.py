@@ -44,7 +44,7 @@ GROWN_BYTES, GROWN_FILES = 64 << 20, 8
 
 @dataclass(frozen=True)
 class Hit:
-    """What followed a strike.
+    """The events that followed a strike.
 
     Attributes:
       at: when the process was struck, in seconds since 1970.
@@ -87,13 +87,13 @@ def training(
 
 
 def event(run: Path, generation: int, kind: str) -> JsonObject | None:
-    """The first of a generation."""
+    """Return the first event of a kind of a generation."""
     found = (one for one in read_journal(run) if one["generation"] == generation)
     return next((one for one in found if one["event"] == kind), None)
 
 
 def at_work(run: Path) -> JsonObject | None:
-    """What the generation that is at work now has told of its beginning.
+    """Return what the generation that is at work now has told of its beginning.
 
     Others may have begun than those that were struck: on a machine that is busy a process may be
     silent for too long.

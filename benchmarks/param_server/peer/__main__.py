@@ -44,7 +44,7 @@ def batch(worker: int) -> tuple[np.ndarray, np.ndarray]:
 
 @jax.jit
 def gradient(weights: Any, x: Any, labels: Any) -> Any:
-    """Of the mean cross-entropy."""
+    """Return the gradients of the mean cross-entropy."""
 
     def loss(weights: Any) -> Any:
         h = x
