@@ -252,6 +252,7 @@ def test_the_error_of_one_ends_the_other(jaxdist: Jaxdist) -> None:
     assert "mine.py:10)" in second.message
 
 
+@pytest.mark.full  # one process: tests/run/test_replicas_run.py
 def test_two_processes_go_back_together(jaxdist: Jaxdist) -> None:
     (jaxdist.folder / "flipping.py").write_text(FLIPPING)
     data = {"type": "import", "path": "flipping:data", "classes": 3}

@@ -271,6 +271,7 @@ def test_topk_receives_what_the_formula_says(devices):
     assert received == pytest.approx(8 * fraction * size * (N - 1), rel=0.02)
 
 
+@pytest.mark.full  # that of CPU: test_wire_bytes_of_the_compiled_program
 @pytest.mark.needs_libtpu
 def test_the_program_for_a_tpu_sends_as_few():
     chips = topology_devices("v5e:2x4")

@@ -146,11 +146,8 @@ def test_splash_is_lowered_for_tpu(mesh, settings, kernels, tpu_devices):
 @pytest.mark.parametrize(
     ("mesh", "settings", "kernels"),
     [
-        FOR_TPU[0],
-        *(
-            (slow if at in LOWERED else full)(*getattr(found, "values", found))
-            for at, found in enumerate(FOR_TPU[1:], 1)
-        ),
+        (slow if at in LOWERED else full)(*getattr(found, "values", found))
+        for at, found in enumerate(FOR_TPU)
     ],
     ids=str,
 )

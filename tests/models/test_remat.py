@@ -244,6 +244,7 @@ def test_offloading_needs_the_hosts_memory() -> None:
     assert refused.value.setting == ("remat",)
 
 
+@pytest.mark.full  # which residuals are, and that no number changes: the tests above
 @pytest.mark.needs_libtpu
 def test_on_tpus_what_is_offloaded_lies_in_the_hosts_memory(tpu_devices: Any) -> None:
     layers, rows, width = 8, 8192, 1024  # less than a chip's own 128 MB would never leave it

@@ -88,7 +88,7 @@ def test_neither_logits_nor_the_table_are_gathered(cell, devices):
 
 
 @pytest.mark.needs_libtpu
-@pytest.mark.parametrize("cell", ["tpu", "tpu manual"])
+@pytest.mark.parametrize("cell", ["tpu", pytest.param("tpu manual", marks=pytest.mark.full)])
 def test_the_tensor_axis_carries_what_the_bound_says(cell):
     found, _ = compiled(cell)
     # XLA:TPU makes some all-reduces a float32 reduce-scatter and the all-gather of what the next

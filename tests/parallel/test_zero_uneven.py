@@ -303,9 +303,9 @@ def test_the_state_is_split(stage, reduce, devices):
 @pytest.mark.parametrize(
     ("stage", "reduce"),
     [
-        (1, None), slow(2, None), full(3, None),
+        full(1, None), slow(2, None), full(3, None),
         slow(1, XLA), full(2, XLA), (3, XLA),
-        full(1, RING), (2, RING), slow(3, RING),
+        full(1, RING), full(2, RING), slow(3, RING),
     ],
     ids=str,
 )  # fmt: skip

@@ -161,7 +161,7 @@ def test_what_cannot_be_found_is_said(sections, said):
         ({"train": {**TRAIN, "check_replicas": {"every": 4, "max_restores": 2}}}, "no effect with"),
         (
             {"strategy": {"type": "parameter_server", "workers": 2}, "train": TRAIN},
-            "workers of strategy.type",
+            "strategy.type parameter_server: it compares devices that take every step together",
         ),
     ],
 )

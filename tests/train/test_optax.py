@@ -229,7 +229,7 @@ MUON = ImportedOptimizerConfig(
 @pytest.mark.parametrize(
     ("optimizer", "plan"),
     [
-        (ADAFACTOR, "tensor, zero 2"),
+        pytest.param(ADAFACTOR, "tensor, zero 2", marks=pytest.mark.full),
         (ADAFACTOR, "5, zero 3"),
         pytest.param(MUON, "tensor, zero 2", marks=pytest.mark.full),
         (MUON, "5, zero 3"),

@@ -34,7 +34,7 @@ def layers_of(made):
         full({"stage": 2}, {"schedule": {"type": "v_min"}, "activations": "stash"}, {}),
         ({"stage": 2, "tensor": 2}, {"layers": [5, 1], "ahead": True}, {}),
         # Uneven over the chunks, but not over the stages, on three axes.
-        ({"data": 2, "stage": 2, "tensor": 2}, {"schedule": {"type": "zb_v"}}, {}),
+        full({"data": 2, "stage": 2, "tensor": 2}, {"schedule": {"type": "zb_v"}}, {}),
         pytest.param(
             {"stage": 2},
             {"layers": [2, 1, 1, 2], "schedule": {"type": "interleaved", "chunks": 2}},
