@@ -16,7 +16,8 @@ PACKAGE = ROOT / "jaxdist"
 ROOMS = (
     "__init__", "audit", "checkpoint", "cli", "collectives", "commands/compare_schedules",
     "commands/drill", "commands/evaluate", "commands/init", "commands/pipelines", "commands/replay",
-    "commands/tokenize", "compression", "config", "cost", "data", "doctor", "errors", "experiment",
+    "commands/tokenize", "compression", "config", "cost", "data", "doctor", "elastic", "errors",
+    "experiment",
     "heartbeat", "hlo", "inspect", "launch", "mesh", "metrics", "models", "optim", "parallel",
     "parity", "pipeline_schedules", "planner", "runtime", "sharding", "simulation", "trees",
     "types", "validity",

@@ -236,6 +236,12 @@ def test_only_the_command_imports_the_simulation():
     assert importing == [ROOT / "cli" / "measurement.py"]
 
 
+def test_only_commands_start_agents():
+    """A run may not even name what starts it; both import `heartbeat`."""
+    importing = {own_part(file) for file in FILES if "elastic" in used_parts(file)}
+    assert importing == {"elastic", "commands", "cli"}
+
+
 def test_no_private_jax():
     assert not [file for file in WITH_BENCHMARKS if "jax._src" in file.read_text()]
 

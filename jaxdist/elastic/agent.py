@@ -194,8 +194,7 @@ class Agent:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Catch the signals that end a run, so that all its processes save and stop at the same
-        step."""
+        """Catch the signals that end a run, so that its processes save and stop at one step."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._ask_to_stop(signal.Signals(number).name)
@@ -212,8 +211,7 @@ class Agent:
 
 
 def exit_of(*, asked: bool, team: Team, over: bool) -> int | None:
-    """Return the exit code of an agent whose processes have all ended well; None to join the next
-    generation.
+    """Return the exit code of an agent whose processes ended well; None to join again.
 
     When one host is asked to stop, all hosts save and stop at the same step. That host then leaves
     the run, whether its agent received a signal or one of its processes received a preemption

@@ -79,16 +79,15 @@ class Hosts(Protocol):
         ...
 
     def pauses(self, assignment: Assignment) -> bool:
-        """Return whether all processes of the run have to save and stop, to restart with more
-        machines."""
+        """Return whether all processes have to save and stop, to restart on more machines."""
         ...
 
     def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
         """Report that all processes of this machine have ended.
 
         Args:
-          why: the failure on this machine; empty if its processes ended well, or as they were told
-            to.
+          why: the failure on this machine; empty if its processes ended well, or after a
+            request.
           stuck: whether the process that failed was still alive, but made no progress.
         """
         ...
@@ -102,22 +101,22 @@ class Hosts(Protocol):
         ...
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status] | None:
-        """Return the progress of all other machines' processes, by this machine's clock; None while
-        the progress of some is unknown."""
+        """Return the progress of the other machines' processes; None while some is unknown.
+
+        Times are by this machine's clock.
+        """
         ...
 
     def uncopied(self) -> str | None:
-        """Return why this machine does not replicate another machine's snapshots; None if it does,
-        or if it need not."""
+        """Return why this machine does not replicate another's snapshots; None if all is well."""
         ...
 
     def why(self, assignment: Assignment) -> str:
-        """Return why a generation ended, if all its processes saved and stopped before the end of
-        the run although this machine was not asked to stop."""
+        """Return why a generation saved and stopped early without a request to this machine."""
         ...
 
     def named(self) -> dict[str, str]:
-        """Return what identifies this machine in the journal, beside the number of a process."""
+        """Return what identifies this machine in the journal, in addition to a process number."""
         ...
 
     def leave(self) -> None:

@@ -47,8 +47,9 @@ class Strike:
 
 
 def strikes_of(failures: int, steps: int, processes: int, seed: int) -> list[Strike]:
-    """Return the failures of a run: one in each of `failures` equal parts of it. The first one
-    kills.
+    """Return the failures of a run: one in each of `failures` equal parts of it.
+
+    The first failure kills.
 
     >>> [one.step for one in strikes_of(3, 1000, 4, seed=0)]
     [340, 657, 889]
@@ -234,8 +235,7 @@ def judge(
 
 
 def every_of(records: Sequence[JsonObject], memory: Json, disk: Json) -> int:
-    """Return the number of steps between the saves that a run recovers from after a process
-    failure.
+    """Return the steps between the saves that a run recovers from after a process failure.
 
     Args:
       records: the run's metrics, which contain the interval that it chose.

@@ -18,7 +18,7 @@ from jaxdist.types import Json
 
 
 class Member:
-    """One process of a generation.
+    """A process of a generation.
 
     Args:
       log: the file of its standard error.

@@ -8,9 +8,9 @@ offset; the rate of each is wrong by `drift` at most.
 Two generations are never at work at the same time. A host counts its lease from the moment of its
 request, the registry from its answer, which is later; the host also shortens its lease by the drift
 between two clocks. To end a generation, the registry stops granting leases on it. It starts the
-next one only when each lease has expired, or its holder has reported that it stopped. A host never
-resumes a generation that it has stopped, so old messages do no harm. (Gray and Cheriton, "Leases",
-SOSP 1989.)
+next generation only when each lease has expired, or its holder has reported that it stopped. A host
+never resumes a generation that it has stopped, so old messages do no harm. (Gray and Cheriton,
+"Leases", SOSP 1989.)
 
 A host that is suspended between checking its lease and writing may still write too late. Against
 this, the number of its generation is a fencing token, which storage compares with its `Fence`
@@ -41,7 +41,7 @@ class Generation:
 
     @property
     def coordinator(self) -> str:
-        """The member that the others connect to: the one that joined first."""
+        """The member that the others connect to: the first that joined."""
         return self.members[0]
 
 
@@ -50,9 +50,9 @@ class Renew:
     """The request of a host for a lease.
 
     Attributes:
-      host: a name that no other agent has, not even a later one on the same machine.
+      host: a name that no other agent has, not even a later agent on the same machine.
       sent: the time of the request, by the host's clock.
-      stopped: the host never resumes this generation, or an earlier one.
+      stopped: the host never resumes this generation, or any before it.
       leaves: whether this is its last message, which asks for nothing.
       quarantined: whether it asks to be left out if the others can continue without it.
     """
@@ -66,8 +66,7 @@ class Renew:
 
 @dataclass(frozen=True)
 class Grant:
-    """A lease on a generation, which starts at the time of the request (`sent`, by the host's
-    clock).
+    """A lease on a generation, which starts at the time of the request.
 
     Attributes:
       pauses: whether the generation has to save and stop at its next boundary, so that it can grow.
@@ -90,7 +89,7 @@ class Host:
     """The state of a host.
 
     Attributes:
-      stopped: the host never resumes this generation, or an earlier one.
+      stopped: the host never resumes this generation, or any before it.
       generation: the generation of its last lease.
       until: the end of that lease, by its own clock.
       pauses: whether the generation has to save and stop.
@@ -105,8 +104,7 @@ class Host:
     quarantined_until: float = -math.inf
 
     def renew(self, now: float, *, leaves: bool = False) -> Renew:
-        """Return its next renewal; it sends several per lease. A host that leaves stops its work
-        first."""
+        """Return its next renewal; it sends several per lease, and stops before it leaves."""
         return Renew(self.name, now, self.stopped, leaves, now < self.quarantined_until)
 
     def was_stuck(self, config: MembershipConfig, now: float) -> Host:
@@ -191,8 +189,7 @@ class Registry:
         return known, Stop(number if known.granted else number + 1)
 
     def heard(self, config: MembershipConfig, now: float, message: Renew) -> Registry:
-        """Return the state after a message has changed which hosts are alive, and which have
-        stopped."""
+        """Return the state after a message: which hosts are alive, and which have stopped."""
         alive, holders, granted = dict(self.alive), dict(self.holders), self.granted
         came = message.host not in alive
         if message.leaves:
@@ -211,8 +208,7 @@ class Registry:
         return replace(self, alive=alive, quarantined=quarantined, **given)
 
     def passed(self, config: MembershipConfig, now: float, fits: Fits = all_fit) -> Registry:
-        """Return the state after time has passed: hosts expire, a generation ends, the next one
-        starts."""
+        """Return the state after time has passed: hosts expire, generations end and start."""
         alive = {host: until for host, until in self.alive.items() if until > now}
         since = self.since if len(alive) == len(self.alive) else now
         holders = {host: until for host, until in self.holders.items() if until > now}

@@ -24,8 +24,7 @@ def able(
     most: int,
     fits: Fits = all_fit,
 ) -> tuple[str, ...]:
-    """Return the hosts that may take part, in the order in which they joined; a generation takes
-    the first `most` of them.
+    """Return the hosts that may take part, in order; a generation takes the first `most`.
 
     >>> able("abc", {"b"}, 2, 4), able("abc", {"b"}, 3, 4)
     (('a', 'c'), ('a', 'b', 'c'))

@@ -1,5 +1,4 @@
-"""Detection of stuck processes: a pure function of what the processes report, without a clock of
-its own."""
+"""Detection of stuck processes: a function of what the processes report."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from jaxdist.metrics.account import Kind
 
 @dataclass(frozen=True)
 class StuckTimeouts:
-    """How long a process may make no progress.
+    """The times for which a process may make no progress.
 
     Attributes:
       silent_seconds: the longest time without a heartbeat.
@@ -41,14 +40,13 @@ def find_stuck(
     timeouts: StuckTimeouts,
     others: Callable[[], Sequence[Status] | None] = tuple,
 ) -> Stuck | None:
-    """Return the process of this machine for which all others have waited too long; None if there
-    is none.
+    """Return the process of this machine for which all others have waited too long.
 
     A silent process is stopped, or gets no CPU time. If all are alive and none makes progress, the
-    stuck process is the one furthest behind: at the lowest step; among these, one that does not
-    wait for the devices as the others do; among these, one that is not inside a step; and among
-    these, the one that stopped first. Each machine looks only for its own: the machine of the stuck
-    process ends it, and informs the others.
+    stuck process is the furthest behind: at the lowest step; among these, one that does not wait
+    for the devices as the others do; among these, one that is not inside a step; and among these,
+    the first that stopped. Each machine looks only for its own: the machine of the stuck process
+    ends it, and informs the others.
 
     Args:
       found: the processes of this machine.

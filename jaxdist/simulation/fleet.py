@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from jaxdist.elastic.fleet import (
+from jaxdist.heartbeat import intervals
+from jaxdist.metrics.account import Kind
+from jaxdist.simulation.failing_fleet import (
     FleetConfig,
     Saves,
     Simulated,
@@ -17,8 +19,6 @@ from jaxdist.elastic.fleet import (
     simulate,
     snapshots_with,
 )
-from jaxdist.heartbeat import intervals
-from jaxdist.metrics.account import Kind
 from jaxdist.simulation.fleet_plot import plot_fleet
 from jaxdist.study.files import check_writable, read_settings, write_json
 from jaxdist.types import JsonObject

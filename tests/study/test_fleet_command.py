@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxdist.cli import app, measurement
-from jaxdist.elastic.fleet import FleetConfig
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.simulation.failing_fleet import FleetConfig
 
 SMALL = ("days=2", "runs=2")
 

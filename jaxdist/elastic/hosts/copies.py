@@ -1,5 +1,4 @@
-"""Transfer of snapshot parts between hosts over TCP, for replicas and for hosts that start without
-them.
+"""Transfer of snapshot parts between hosts over TCP, for replicas and for new hosts.
 
 Both sides prove that they know the shared token before a byte of a file is sent: each signs its
 message together with the nonce of the other (HMAC-SHA256). The receiver compares the content with
@@ -121,8 +120,7 @@ def parts_in(folder: Path) -> list[str]:
 
 
 def seed(disk: Path, folder: Path) -> None:
-    """Copy the snapshots on this machine's disk to a folder, from which the other hosts can fetch
-    them.
+    """Copy the snapshots on this machine's disk to a folder that the other hosts can read.
 
     A part that cannot be read is skipped; the reader of a part compares its digest.
     """

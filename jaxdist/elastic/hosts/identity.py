@@ -1,5 +1,4 @@
-"""Compatibility of hosts: what all hosts of a run must have in common, and how two of them
-differ."""
+"""Compatibility of hosts: what all hosts of a run have in common, and how two differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a host joins the others, provided that it is compatible with them."""
+"""Joining: a host joins the others, provided that it is compatible with them."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
 The host that last swapped the rendezvous's token is the leader. In each turn it reads what hosts
 request, computes the new state of the registry, writes that down if it has changed, swaps the token
-for its own next one, and answers only if the swap has succeeded. A host that sees the same token
-for too long, by its own clock, replaces it with its own, reads the registry back, and continues
-from there as `Registry.restarted` describes.
+for its next token, and answers only if the swap has succeeded. A host that sees the same token for
+too long, by its own clock, replaces it with its own, reads the registry back, and continues from
+there as `Registry.restarted` describes.
 
 Why two generations are never at work. Suppose that a leader was suspended at any point, that
-another took the token at time T, and that the first one resumes. If its swap was before T, then
+another took the token at time T, and that the first leader resumes. If its swap was before T, then
 every request that it answers was sent before T. A host counts its lease from its request, so the
 lease ends before T + lease, and the new leader waits until then. The decisions of the first leader
 were written before the swap, so the new leader has read them. If its swap comes after T, it fails,
@@ -104,7 +104,7 @@ class LeaderElection:
                 self.answer()
 
     def look(self, timeout_leases: float = LEADER_TIMEOUT_LEASES) -> None:
-        """Take the token if nobody has it, or if its holder shows no heartbeat.
+        """Take the token if no host has it, or if its holder shows no heartbeat.
 
         Args:
           timeout_leases: the longest time without a heartbeat, in leases.
@@ -156,8 +156,7 @@ class LeaderElection:
         return len(told) == len(hosts) and self.fits(told)
 
     def commit(self) -> bool:
-        """Write the registry if it has changed, and swap the token; return False if another host
-        has it."""
+        """Write the registry if it has changed, and swap the token; return False if it is lost."""
         term = self.term
         assert term is not None
         told = encode(term.registry)
@@ -229,8 +228,9 @@ def decode(told: Mapping[str, Any]) -> Registry:
 
 
 def registry_of(rendezvous: Rendezvous) -> Registry | None:
-    """Return the registry as a leader last wrote it, without times; None if there has been no
-    leader.
+    """Return the registry as a leader last wrote it; None if there has been no leader.
+
+    It is without times.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -265,8 +265,7 @@ def decode_answer(told: Mapping[str, Any]) -> Grant | Stop:
 
 
 def encode_renewal(message: Renew, number: int, facts: Mapping[str, Any]) -> JsonObject:
-    """Return a host's message: its renewal, the number of the message, and facts for the other
-    hosts."""
+    """Return a host's message: its renewal, its number, and facts for the other hosts."""
     renew = asdict(message)
     renew["aside"] = renew.pop("quarantined")
     return {"number": number, "renew": renew, "facts": {**facts}}

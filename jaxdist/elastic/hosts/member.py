@@ -1,5 +1,4 @@
-"""A host's membership: a thread that requests leases, reads the answers, and takes part in the
-leader election.
+"""A host's membership: a thread that requests leases and takes part in the election.
 
 The agent manages the processes of this host. The thread therefore accepts no answer that ends a
 generation before the agent has reported that its processes are gone.
@@ -85,8 +84,7 @@ class Membership:
         return self._before
 
     def take(self) -> Generation | None:
-        """Start to work in the current generation, if this host holds a lease on one, and return
-        it."""
+        """Start to work in the current generation, and return it, if this host has a lease."""
         with self._lock:
             assert self._working is None, "the generation before is released first"
             found = self._host.at_work(self._soon())

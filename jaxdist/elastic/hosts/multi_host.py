@@ -126,8 +126,7 @@ class MultiHost:
         return None
 
     def ends(self, assignment: Assignment) -> str | None:
-        """Return why the registry, or the end of the run, ends this host's processes; None to
-        continue."""
+        """Return why the registry, or the end of the run, ends this host's processes, or None."""
         now = time.monotonic()
         if not self._path_known and now - self._looked >= LOOK_SECONDS:
             self._looked = now
@@ -147,8 +146,7 @@ class MultiHost:
         return not self._in_part and self.members.pauses
 
     def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
-        """Report that all processes have ended, so that the registry may start the next
-        generation."""
+        """Report that all processes have ended; the registry may start the next generation."""
         assert self._run_folder is not None
         if self._replica is not None:
             self._replica.close()
@@ -159,8 +157,7 @@ class MultiHost:
         self.members.release(stuck=stuck)
 
     def over(self, assignment: Assignment) -> bool:
-        """Return whether the run is over; processes also end well after one host was told to
-        stop."""
+        """Return whether the run is over; processes also end well after a request to stop."""
         assert self._run_folder is not None
         if not RunFolder(self._run_folder.folder, assignment.generation).done.exists():
             return False
@@ -198,7 +195,7 @@ class MultiHost:
         return None if self._replica is None else self._replica.failure
 
     def why(self, assignment: Assignment) -> str:
-        """Return which host has left, if it has said so."""
+        """Return which host has left, if it has reported that."""
         return self._messages.why(
             assignment, GROWS if self.members.pauses else "a host was told to stop"
         )
@@ -227,8 +224,7 @@ class MultiHost:
             self._server.close()
 
     def _begin(self, run_folder: RunFolder, generation: Generation) -> Assignment | None:
-        """Start a generation, and return this host's assignment; None if the generation has
-        ended already."""
+        """Start a generation, and return this host's assignment; None if it has ended already."""
         self._newest = generation.number
         key = f"plan/{generation.number}"
         if generation.coordinator == self.here.host:
@@ -271,8 +267,7 @@ class MultiHost:
         return True
 
     def _local_folder(self) -> Path | None:
-        """Return the folder of this machine's disk with snapshots of the run to continue; None
-        if there is none."""
+        """Return the folder on this machine's disk with snapshots of the run, or None."""
         if self._local is None:
             return None
         ended = ended_before(self.rendezvous)

@@ -7,7 +7,7 @@ many of them as can form a mesh. The others wait, ready to replace one that is l
 The batch. It does not change, so every step takes the same examples in the same order and learns at
 the same rate as without failures. If fewer devices share the batch, it is computed in more
 microbatches: the smallest number that divides the batch, and for which no device has more rows at
-once than on the full mesh. The full mesh is the one in the config; if the config has data: -1, it
+once than on the full mesh. The full mesh is that of the config; if the config has data: -1, it
 is the mesh of the first generation. So D devices along data take m microbatches: the smallest m
 with D m >= D0 m0 and B a multiple of D m, where D0, m0 and the batch B are those of the full mesh.
 If the config asks for it, the batch is B D / D0 instead, and each device has as many rows as on the

@@ -1,5 +1,4 @@
-"""The start of a generation: the first host publishes the plan, and each host fetches missing
-state."""
+"""The start of a generation: the first host publishes a plan, all fetch missing state."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The progress of processes on other hosts, as those hosts publish it: needed to find a stuck
-process.
+"""The progress of processes on other hosts: needed to find a stuck process.
 
 The clocks of hosts differ, so ages are published instead of times. They are part of a message that
 a host sends anyway, twice a second; the others read it only if their own processes have waited too
@@ -68,6 +67,8 @@ class RemoteProgress:
 
     @property
     def statuses(self) -> list[Status] | None:
-        """The statuses of all processes on other hosts, by this host's clock; None if some are
-        unknown."""
+        """The statuses of all processes on other hosts; None if some are unknown.
+
+        Times are by this host's clock.
+        """
         return self._found

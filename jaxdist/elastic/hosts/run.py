@@ -36,17 +36,16 @@ def ended_before(rendezvous: Rendezvous) -> int:
 
 
 def asked_of(values: JsonObject) -> str | None:
-    """Return the run directory that a config asks for; None if it is derived from the config's
-    name."""
+    """Return the run directory that a config asks for; None if the config's name decides."""
     directory = (values.get("run") or {}).get("directory")
     return None if directory is None else str(directory)
 
 
 def known_run(rendezvous: Rendezvous, ended: int, asked: str | None) -> Identity | None:
-    """Return the run that has started at a rendezvous since the last one ended; None if none has.
+    """Return the run that has started at a rendezvous since the last run ended; None if none has.
 
     Args:
-      ended: the generation in which the last one ended.
+      ended: the generation in which the last run ended.
       asked: see `asked_of`.
 
     Raises:
@@ -102,7 +101,7 @@ def finished(rendezvous: Rendezvous, values: Json) -> Identity | None:
 
 
 def command_of(values: Json) -> str:
-    """Return a digest of a config, equal for two agents that were started with the same one."""
+    """Return a digest of a config, equal for two agents that were started with the same config."""
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -51,7 +51,7 @@ class SnapshotReplica:
             self._closed.set()
 
     def look(self) -> None:
-        """Copy new parts, and delete old ones.
+        """Copy new parts, and delete old parts.
 
         Raises:
           CopyError: the host cannot be reached.

@@ -72,8 +72,7 @@ class Standby:
             )
 
     def _others_at_work(self) -> int | None:
-        """Return the number of the generation that works without this host; None if there is
-        none."""
+        """Return the number of the generation at work without this host; None if there is none."""
         if self.members.trouble is not None:
             return None
         with suppress(RendezvousError):

@@ -104,8 +104,7 @@ def agent_of(
 def local_of(
     values: JsonObject, base: Path, run: Identity | None, *, exact: bool = False
 ) -> Path | None:
-    """Return the folder of this machine's disk with snapshots of the run to continue; None if there
-    is none.
+    """Return the folder on this machine's disk with snapshots of the run, or None.
 
     Args:
       base: the run directory that the config names.

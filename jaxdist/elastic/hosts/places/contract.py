@@ -1,5 +1,4 @@
-"""The contract of a rendezvous: one token with compare-and-swap, and small values written
-atomically.
+"""The contract of a rendezvous: one token with compare-and-swap, and atomic values.
 
 Only the token may be changed by several hosts at once; every other value has one writer. The
 alternatives are media that all hosts can access: a folder, a Redis server.
@@ -22,8 +21,7 @@ class RendezvousError(RunError):
 
 
 class LostError(RendezvousError):
-    """The rendezvous has lost its content, and will never again be the one at which the hosts
-    met."""
+    """The rendezvous has lost its content, and is never again where the hosts met."""
 
     def __init__(self, address: str) -> None:
         super().__init__(
@@ -40,7 +38,7 @@ class Token:
       name: the name of the rendezvous, drawn at its creation; one that lost its content has
         another.
       term: the number of the term, which grows with each leader.
-      holder: the host that is the leader; NOBODY between two terms.
+      holder: the host that is the leader; a fixed name between two terms.
       beat: the number of the leader's turn.
     """
 
@@ -90,13 +88,11 @@ class Rendezvous(Protocol):
         ...
 
     def secret(self) -> bytes:
-        """Return a secret shared by those who may use the medium, for hosts without a token
-        file."""
+        """Return a secret that the users of the medium share, for hosts without a token file."""
         ...
 
     def compare_and_swap(self, seen: str, new: str) -> bool:
-        """Replace the token `seen` with `new`; return False, and change nothing, if the token is
-        another.
+        """Replace the token `seen` with `new`; return False if the token is another.
 
         The operation is linearizable: of all swaps that expect the same token, one succeeds, and
         what a host reads after its swap was there before the swap, or is newer.
@@ -104,7 +100,7 @@ class Rendezvous(Protocol):
         ...
 
     def put(self, name: str, value: Json) -> None:
-        """Write a value atomically: a reader gets the old value or the new one."""
+        """Write a value atomically: a reader gets the old value or the new value."""
         ...
 
     def get(self, name: str) -> Json:

@@ -90,8 +90,7 @@ class FolderRendezvous:
         )
 
     def secret(self) -> bytes:
-        """Return the content of a file that only its owner can read, whatever the mode of the
-        folder.
+        """Return the content of a file that only its owner can read, whatever the folder's mode.
 
         The token would not do: it is a name, visible to everyone who may list the folder.
         """

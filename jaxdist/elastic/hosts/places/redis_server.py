@@ -138,7 +138,8 @@ def find_password(environ: Mapping[str, str]) -> str | None:
 def check_secure(url: str, password: str | None) -> None:
     """Refuse a server that strangers on the network could read and write.
 
-    Whoever can write to it controls what the hosts of the run do, and can fetch the model's state.
+    A client that can write to it controls what the hosts of the run do, and can fetch the model's
+    state.
 
     >>> check_secure("redis://localhost:6379", None)
 

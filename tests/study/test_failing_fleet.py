@@ -7,9 +7,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxdist.elastic.fleet import FleetConfig, Saves, first_order, simulate, snapshots_with
 from jaxdist.heartbeat import intervals
 from jaxdist.metrics.account import Kind
+from jaxdist.simulation.failing_fleet import (
+    FleetConfig,
+    Saves,
+    first_order,
+    simulate,
+    snapshots_with,
+)
 
 SHORT = FleetConfig(days=3.0, runs=4)
 

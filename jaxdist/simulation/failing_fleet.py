@@ -36,7 +36,7 @@ class FleetConfig(Config):
     failures_per_1000_device_days: PositiveFloat = 0.5267
     """Interruptions per 1,000 devices and day: 466 in 54 days of 16,384 devices (same source)."""
     days: PositiveFloat = 54.0
-    """How long the fleet runs (same source)."""
+    """The days that the fleet runs (same source)."""
     detect_seconds: NonNegativeFloat = 100.0
     """Time from a failure until it is detected: JAX's default timeout for a missed heartbeat."""
     restart_seconds: NonNegativeFloat = 380.0
@@ -52,7 +52,8 @@ class FleetConfig(Config):
     """Time that a snapshot in memory blocks training. A guess; GEMINI (SOSP 2023) hides it."""
     both_copies_lost: Chance = 0.084
     """The share of failures that destroy a snapshot and its replica: failures of switches and
-    cables were 35 of Llama 3's 419 unexpected ones, and a host and its replica share one switch."""
+    cables were 35 of Llama 3's 419 unexpected failures, and a host and its replica share one
+    switch."""
     checkpoint_every_seconds: PositiveFloat | None = None
     """Work between checkpoints on disk when there are snapshots too; null takes Young's interval
     for the failures that need a checkpoint."""
@@ -88,7 +89,7 @@ class FleetConfig(Config):
 
 @dataclass(frozen=True)
 class Saves:
-    """How a fleet saves its work.
+    """A way in which a fleet saves its work.
 
     Attributes:
       every: seconds of work between two saves.
@@ -126,14 +127,14 @@ class Simulated:
 
 
 def snapshots_with(fleet: FleetConfig, every: float) -> Saves:
-    """Return saves in two tiers: a snapshot each `every` seconds, and checkpoints about as often as
-    the fleet's settings ask."""
+    """Return saves in two tiers: a snapshot each `every` seconds, checkpoints as configured."""
     return Saves(every, max(round(fleet.checkpoint_every / every), 1))
 
 
 def first_order(fleet: FleetConfig, saves: Saves) -> float:
-    """Return the goodput of two tiers to first order in the lost time (arXiv 2410.21680, equation
-    1).
+    """Return the goodput of two tiers, to first order in the lost time.
+
+    ArXiv 2410.21680, equation 1.
 
     Saves block training; a failure costs the recovery and half an interval between two saves: of
     snapshots, or, with the probability that both copies are lost, of checkpoints.
@@ -214,8 +215,11 @@ class _State:
         self._fall(dies)
 
     def _work(self, up: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Work for `up` seconds. Return the snapshots since the last checkpoint, the work since the
-        last save, and the work that was saved, both in seconds."""
+        """Work for `up` seconds.
+
+        Return the snapshots since the last checkpoint, the work since the last save, and the work
+        that was saved, both in seconds.
+        """
         fleet, every, disk = self.fleet, self.every, self.disk
         period = every + fleet.snapshot_seconds
         cycle = disk * every + (disk - 1) * fleet.snapshot_seconds + fleet.checkpoint_seconds
