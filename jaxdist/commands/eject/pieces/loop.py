@@ -24,7 +24,7 @@ FAKE_DEVICES = 8  #: fake # of the CPU, in place of accelerators
 
 
 def main(steps: int = STEPS) -> list[float]:
-    """Train and evaluate; returns the loss of each step."""
+    """Train; returns the loss of each step."""
     mesh = jax.make_mesh(tuple(MESH.values()), tuple(MESH), (AxisType.Auto,) * len(MESH))
     train, heldout = load_data()  #: heldout
     train, _ = load_data()  #: not heldout

@@ -54,8 +54,8 @@ def mean_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
             return nothing, down, jax.tree.map(jnp.add, grads, more), total + loss
 
         idle = (nothing, nothing, grads, total)
-        tasks = (lambda: idle, lambda: (run_stage(params, x_BLD, rows)[0], *idle[1:]), backward)
-        up, down, grads, total = jax.lax.switch(kind_S[stage], tasks)
+        doing = (lambda: idle, lambda: (run_stage(params, x_BLD, rows)[0], *idle[1:]), backward)
+        up, down, grads, total = jax.lax.switch(kind_S[stage], doing)
         # Activations go to the next stage, their gradients to the one before; ends receive zeros.
         pairs = [(i, i + 1) for i in range(STAGES - 1)]
         up = jax.lax.ppermute(up, "stage", pairs)
