@@ -128,11 +128,11 @@ def test_a_key_that_cannot_be_set_is_found(
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
-        ("optim.warmup_steps=4", "'optim.schedule.warmup_steps'? (allowed: learning_rate, "),
+        ("optim.warmup_steps=4", "'optim.schedule.warmup_steps'? (allowed: type, learning_rate, "),
         ("warmup_steps=4", "'optim.schedule.warmup_steps' or 'parallel.compression.warmup_steps'?"),
         ("zero.stage=1", "'parallel.zero'? (allowed: model, data"),
         ("steps=4", "'train.steps'? (allowed: model, data"),
-        ("optim.learnig_rate=1", "'learning_rate'? (allowed: learning_rate, "),
+        ("optim.learnig_rate=1", "'learning_rate'? (allowed: type, learning_rate, "),
         ("mesh.heldout_fraction=0", "'data.heldout_fraction'? (allowed: data, stage"),
     ],
 )
