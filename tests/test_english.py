@@ -19,8 +19,8 @@ ROOMS = (
     "commands/tokenize", "compression", "config", "cost", "data", "doctor", "elastic", "errors",
     "experiment",
     "heartbeat", "hlo", "inspect", "launch", "mesh", "metrics", "models", "optim", "parallel",
-    "parity", "pipeline_schedules", "planner", "runtime", "sharding", "simulation", "trees",
-    "types", "validity",
+    "parity", "pipeline_schedules", "planner", "runtime", "sharding", "simulation", "train",
+    "trees", "types", "validity",
 )  # fmt: skip
 
 # How a docstring never begins, and an entry of `Args:` or `Attributes:`: with a clause that lacks

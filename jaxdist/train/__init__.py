@@ -1,1 +1,1 @@
-"""One step and the loop around it."""
+"""A training step, and the loop around it."""

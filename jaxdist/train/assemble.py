@@ -1,4 +1,4 @@
-"""A program from its parts: the choice among the alternatives of each contract."""
+"""The assembly of a program from its parts, by a choice among the alternatives of each contract."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def assemble(
     options: Options | None = None,
     skips_empty: bool | None = None,
 ) -> Program:
-    """The program of a plan.
+    """Assemble the program of a plan.
 
     Args:
       dims: logical dims of each parameter, by name.
       batch: shapes, dtypes and shardings of a global batch.
-      microbatches: pieces that the batch is computed in; a pipeline has those of its schedule.
-      exchange: of gradients; None leaves it to XLA.
-      pipeline: the stages that the layers lie on; None where each device has all of them.
-      outer: what exchanges parameters between steps; None is nothing.
-      options: for the compiler.
-      skips_empty: whether steps are skipped whose batches weigh nothing; None skips them where a
+      microbatches: pieces in which the batch is computed; a pipeline has those of its schedule.
+      exchange: exchange of gradients; None leaves it to XLA.
+      pipeline: the stages that hold the layers; None where each device has all layers.
+      outer: exchange of parameters between steps; None for no exchange.
+      options: options for the compiler.
+      skips_empty: whether steps are skipped whose batches have no weight; None skips them if a
         trace of the loss shows that the weight of a batch depends on its values.
 
     Raises:

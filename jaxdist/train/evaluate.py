@@ -14,16 +14,17 @@ from jaxdist.train.step import Program
 from jaxdist.types import Buffers, Params
 
 AT_ONCE = 8
-"""Batches that a scalar is evaluated of as one: without gradients it takes less than to train."""
+"""The most batches that are evaluated as a single batch, for a scalar; without gradients they need
+less memory than in training."""
 
 
 def why_in_parts(rows: int, limit: int | None, batch_size: int, devices: int) -> str | None:
-    """Return why a held-out split cannot be one batch without padding; None where it can.
+    """Return why a held-out split cannot be a single batch without padding; None where it can.
 
     Args:
-      rows: the examples of the split.
-      limit: how many batches of them are evaluated at most.
-      devices: those that share a batch.
+      rows: number of examples of the split.
+      limit: number of batches that are evaluated at most.
+      devices: number of devices that share a batch.
 
     >>> why_in_parts(96, None, 32, 8)
     >>> why_in_parts(100, None, 32, 8)
@@ -43,7 +44,7 @@ def why_in_parts(rows: int, limit: int | None, batch_size: int, devices: int) ->
 
 
 def _check_scalars(parts: Sequence[Sums], rows: int) -> None:
-    """Refuse scalars of several batches, and of one with rows that do not count.
+    """Refuse scalars of several batches, and of a batch with rows that do not count.
 
     Raises:
       ConfigError: see `check_adds_up`.
@@ -58,7 +59,7 @@ def _check_scalars(parts: Sequence[Sums], rows: int) -> None:
 def evaluate(
     program: Program, params: Params, buffers: Buffers, batches: Iterable[Batch]
 ) -> dict[str, float]:
-    """Each of the loss's means over all rows that have weight; NaN where none has any for it.
+    """Compute the loss's means over all rows with weight; NaN where no row has weight for a mean.
 
     Args:
       params: trained parameters, as the program stores them.
@@ -66,7 +67,7 @@ def evaluate(
 
     Raises:
       RunError: no row has weight for the loss itself.
-      ConfigError: the loss returns scalars, and the split is not one batch without padding.
+      ConfigError: the loss returns scalars, and the split is not a single batch without padding.
     """
     parts: list[Sums] = []
     rows = 0

@@ -28,15 +28,15 @@ def generate(
     temperature: float,
     seed: int,
 ) -> list[int]:
-    """The prompt's tokens and `count` more.
+    """Return the prompt's tokens and `count` further tokens.
 
     Args:
       params: trained parameters, as the program stores them.
-      prompt: tokens; only the last `window` of them are seen.
-      window: the length that the model was trained on.
-      vocab_size: tokens that exist (a padded head has more logits).
-      temperature: 0 always takes the likeliest token.
-      seed: of the random choices; the same seed gives the same text.
+      prompt: tokens, of which only the last `window` are used.
+      window: the length of the sequences that the model was trained on.
+      vocab_size: number of tokens that exist (a padded head has more logits).
+      temperature: 0 always takes the most likely token.
+      seed: seed of the random choices; the same seed gives the same text.
     """
 
     def next_token(tokens_L: jax.Array, length: jax.Array, key: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""How a training state is stored, which is not always as the model knows it.
+"""The forms in which a training state is stored, which are not always that of the model.
 
-A state has four forms: as the model knows it, as devices hold it, as steps compute with it, and as
-checkpoints have it. Each `View` says how a leaf changes between the first two, and which of them
-steps and checkpoints have. A new way to store state (offload, say) is one more view.
+A state has four forms: that of the model, that on the devices, that in steps, and that in
+checkpoints. Each `View` defines how a leaf changes between the first two, and which of the two
+steps and checkpoints have. A new way to store state (such as offloading) is a further view.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from jaxdist.train.state import TrainState
 from jaxdist.types import Grads, Leaf, Params, PyTree
 
 Change = Callable[[Any, Owner], Any]
-"""Of a parameter, or of what an optimizer keeps for one."""
+"""Function of a leaf and its owner: a parameter, or a leaf of the optimizer's state that belongs to
+it."""
 
 
 class View(Protocol):
-    """One way in which devices hold leaves otherwise than the model knows them.
+    """A way in which devices hold leaves in another form than the model's.
 
     Attributes:
-      in_steps: whether steps compute with leaves as devices hold them.
-      in_files: whether checkpoints have leaves as devices hold them.
-      params: whether parameters are changed too, or only what the optimizer keeps for them.
+      in_steps: whether steps compute with leaves in the devices' form.
+      in_files: whether checkpoints have leaves in the devices' form.
+      params: whether parameters change too, or only the optimizer's state.
     """
 
     @property
@@ -44,19 +45,20 @@ class View(Protocol):
     def params(self) -> bool: ...
 
     def store(self, leaf: Leaf, owner: Owner) -> PyTree:
-        """From the model's form to the devices'."""
+        """Convert from the model's form to the devices'."""
         ...
 
     def use(self, leaf: Leaf, owner: Owner) -> PyTree:
-        """The inverse of `store`."""
+        """Invert `store`."""
         ...
 
 
 @dataclass(frozen=True)
 class FilledShards:
-    """Zeros fill up ZeRO's shards of what does not divide; neither model nor optimizer sees them.
+    """Zeros that fill up uneven shards of ZeRO; model and optimizer do not see them.
 
-    Checkpoints have them, as orbax writes what devices hold; they are not part of a tensor's shape.
+    Checkpoints contain the zeros, since orbax writes the devices' arrays; they are not part of a
+    tensor's shape.
     """
 
     zero: Zero
@@ -65,7 +67,7 @@ class FilledShards:
 
     @property
     def params(self) -> bool:
-        """Below stage 3 parameters are whole."""
+        """Whether parameters are in shards: below stage 3 they are whole."""
         return self.zero.stage == 3
 
     def store(self, leaf: Leaf, owner: Owner) -> PyTree:
@@ -77,7 +79,7 @@ class FilledShards:
 
 @dataclass(frozen=True)
 class StageOrder:
-    """A pipeline's stages hold stacked layers in another order than the model's.
+    """The order of stacked layers on a pipeline's stages, which differs from the model's.
 
     Attributes:
       stacked: names of the parameters whose first dim counts layers.
@@ -101,11 +103,11 @@ class StageOrder:
 
 
 def views_of(model: Functional, zero: Zero | None, stack: StageStack | None) -> tuple[View, ...]:
-    """The views of a plan, in the order in which a state is stored.
+    """Return the views of a plan, in the order in which a state is stored.
 
     Args:
-      zero: fills up the shards of what does not divide, if anything.
-      stack: where a pipeline stores layers in another order than the model's; else None.
+      zero: the plan of ZeRO, which fills up uneven shards; None without ZeRO.
+      stack: the order of the layers on a pipeline's stages, if it is not the model's; else None.
     """
     views: list[View] = []
     if stack is not None:
@@ -117,12 +119,12 @@ def views_of(model: Functional, zero: Zero | None, stack: StageStack | None) -> 
 
 @dataclass(frozen=True)
 class Home:
-    """A state between its forms.
+    """The conversions of a state between its forms.
 
     Attributes:
-      transform: the optimizer, of whose state some leaves belong to parameters.
-      outer: shapes of what `jaxdist.train.state.Outer` carries, of which some do too. Steps leave
-        it as it is stored.
+      transform: the optimizer; some leaves of its state belong to parameters.
+      outer: shapes of the state of `jaxdist.train.state.Outer`, of which some leaves belong to
+        parameters too. Steps leave it in its stored form.
     """
 
     views: tuple[View, ...]
@@ -131,59 +133,59 @@ class Home:
     outer: PyTree = ()
 
     def stored(self, state: TrainState) -> TrainState:
-        """The model's state as devices hold it."""
+        """Convert the model's state to the devices' form."""
         return self._store_all(self.views, state)
 
     def used(self, state: TrainState) -> TrainState:
-        """The inverse of `stored`."""
+        """Invert `stored`."""
         return self._use_all(self.views, state)
 
     def stored_outer(self, carried: PyTree) -> PyTree:
-        """`stored` of what a state's outer exchange carries alone."""
+        """Convert the state of the outer exchange alone, as `stored` does."""
         return self._store_outer(self.views, carried)
 
     def used_params(self, params: Params) -> PyTree:
-        """`used` of a state's parameters alone."""
+        """Convert the parameters alone, as `used` does."""
         return self._params(self.views, params)
 
     def to_step(self, state: TrainState) -> TrainState:
-        """From devices to what model and optimizer compute with."""
+        """Convert from the devices' form to that in which model and optimizer compute."""
         return self._use(self._not_in_steps, state)
 
     def from_step(self, state: TrainState) -> TrainState:
-        """The inverse of `to_step`."""
+        """Invert `to_step`."""
         return self._store(self._not_in_steps, state)
 
     def outer_to_step(self, carried: PyTree) -> PyTree:
-        """From what devices hold to what an outer exchange computes with."""
+        """Convert from the devices' form to that in which an outer exchange computes."""
         return self._use_outer(self._not_in_steps, carried)
 
     def outer_from_step(self, carried: PyTree) -> PyTree:
-        """The inverse of `outer_to_step`."""
+        """Invert `outer_to_step`."""
         return self._store_outer(self._not_in_steps, carried)
 
     def params_to_step(self, params: Params) -> PyTree:
-        """`to_step` of a state's parameters alone."""
+        """Convert the parameters alone, as `to_step` does."""
         return self._params(self._not_in_steps, params)
 
     def grads_to_step(self, grads: Grads) -> PyTree:
-        """Gradients in shards, as devices hold them, as the optimizer takes them."""
+        """Convert gradients in shards from the devices' form to that of the optimizer."""
         for view in reversed(self._not_in_steps):
             grads = self._each(view.use, grads)
         return grads
 
     def grads_from_step(self, grads: Grads) -> PyTree:
-        """The inverse of `grads_to_step`."""
+        """Invert `grads_to_step`."""
         for view in self._not_in_steps:
             grads = self._each(view.store, grads)
         return grads
 
     def to_files(self, state: TrainState) -> TrainState:
-        """From devices to what checkpoints have."""
+        """Convert from the devices' form to that of checkpoints."""
         return self._use_all(self._not_in_files, state)
 
     def from_files(self, state: TrainState) -> TrainState:
-        """The inverse of `to_files`."""
+        """Invert `to_files`."""
         return self._store_all(self._not_in_files, state)
 
     @property
@@ -196,13 +198,13 @@ class Home:
 
     @cached_property
     def owners(self) -> PyTree:
-        """For each leaf of the optimizer's state the parameter that it belongs to, or None."""
+        """The parameter to which each leaf of the optimizer's state belongs, or None."""
         params, stacked = self.model.params, self.model.stacked
         return owners(jax.eval_shape(self.transform.init, params), params, stacked)
 
     @cached_property
     def owners_of_outer(self) -> PyTree:
-        """The same for each leaf of what the outer exchange carries."""
+        """The parameter to which each leaf of the outer exchange's state belongs, or None."""
         return owners(self.outer, self.model.params, self.model.stacked)
 
     def _store_all(self, views: Sequence[View], state: TrainState) -> TrainState:
@@ -240,14 +242,14 @@ class Home:
         return jax.tree.map(change, params, of_params(self.model.params))
 
     def _changed(self, change: Change, state: TrainState, *, params: bool) -> TrainState:
-        """What the optimizer has for each parameter, and the parameters if they change too."""
+        """Change the optimizer's leaves of each parameter, and if `params` the parameters too."""
         opt_state = _owned(change, state.opt_state, self.owners)
         held = self._each(change, state.params) if params else state.params
         return replace(state, params=held, opt_state=opt_state)
 
 
 def _owned(change: Change, tree: PyTree, owners: PyTree) -> PyTree:
-    """The tree with those of its leaves changed that belong to a parameter."""
+    """Change those leaves of the tree that belong to a parameter."""
 
     def changed(leaf: Leaf, owner: Owner | None) -> PyTree:
         return leaf if owner is None else change(leaf, owner)

@@ -1,4 +1,4 @@
-"""The loop: dispatch a step, look at the one before, never wait for the one that runs."""
+"""The loop: it dispatches a step before it waits for the metrics of the previous step."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ StepFunction = Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]
 
 
 class Hooks(Protocol):
-    """What happens beside the steps."""
+    """The work of a run besides its steps."""
 
     def waiting(self, step: int) -> None:
-        """The loop begins to wait for `step`, whose metrics come next."""
+        """Note that the loop begins to wait for `step`, whose metrics come next."""
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
-        """The metrics of `step`, ready to be read; called for every step, in order."""
+        """Receive the metrics of `step`, ready to be read; called for every step, in order."""
 
     def due(self, step: int) -> bool:
-        """Whether `boundary` must be called after `step` (which waits for it to finish)."""
+        """Return whether to call `boundary` after `step`, for which the loop then waits."""
         ...
 
     def boundary(self, step: int, state: TrainState) -> tuple[TrainState, bool]:
-        """After `step`, with its metrics seen: the state to go on with, and whether to end."""
+        """Return the state to continue with after `step`, and whether to end the run."""
         ...
 
 
@@ -41,10 +41,10 @@ def run_loop(
     start: int,
     stop: int,
 ) -> TrainState:
-    """Steps `start + 1` to `stop`; returns the state after the last one taken.
+    """Take steps `start + 1` to `stop`; return the state after the last step taken.
 
-    One step is always in flight: the metrics of step n are awaited only after step n + 1 has been
-    dispatched, so that Python's work hides behind the device's.
+    There is always a step in flight: the metrics of step n are awaited only after step n + 1 has
+    been dispatched, so that Python's work overlaps with the devices'.
     """
     pending: tuple[int, jax.Array] | None = None
     clock = time.perf_counter()

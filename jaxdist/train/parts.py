@@ -1,4 +1,4 @@
-"""Parts of a state: what evaluation needs of it, and which of them checkpoints hold."""
+"""The parts of a state: those that evaluation needs, and those that checkpoints hold."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from jaxdist.types import PyTree
 
 
 def evaluated_parts(program: Program) -> tuple[str, ...]:
-    """The parts of a state that evaluation and generation need."""
+    """Return the parts of a state that evaluation and generation need."""
     carried = ("opt_state",) * (program.optimizer.eval_params is not None)
-    # Slow weights are evaluated once they have moved, which the step tells.
+    # Slow weights are evaluated once they have moved, which depends on the step.
     return ("params", "buffers", *carried, *("outer", "step") * (program.outer is not None))
 
 
 def only(tree: PyTree, names: Collection[str]) -> PyTree:
-    """The tree with None in the place of each leaf that has none of the names."""
+    """Return the tree with None in place of each leaf without one of the names."""
     kept = [leaf if name in names else None for name, leaf in flatten_with_names(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), kept)
 
 
 def part_names(program: Program, patterns: Sequence[str]) -> list[str]:
-    """The paths of a part of a program's state.
+    """Return the paths of a part of a program's state.
 
     Raises:
-      ConfigError: a pattern that matches nothing, or all together take nothing.
+      ConfigError: a pattern that matches nothing, or patterns that together take nothing.
     """
     names = [name for name, _ in flatten_with_names(program.own_shapes)]
     try:
@@ -42,14 +42,14 @@ def part_names(program: Program, patterns: Sequence[str]) -> list[str]:
 
 
 def check_parts(config: CheckpointConfig, strategy: str, program: Program) -> tuple[str, ...]:
-    """What there is to say of the parts that checkpoints hold and that a run begins with.
+    """Return notices about the parts that checkpoints hold and that a run begins with.
 
     Args:
-      strategy: its type.
+      strategy: type of the strategy.
 
     Raises:
-      ConfigError: a part that is none of the program's state; one with a strategy whose servers
-        keep what they hold in files of their own.
+      ConfigError: a part that the program's state does not have, or any part with a strategy whose
+        servers have files of their own.
     """
     given = {"parts": config.parts, "begin_with": config.begin_with and config.begin_with.parts}
     for key, patterns in given.items():
@@ -70,7 +70,7 @@ def check_parts(config: CheckpointConfig, strategy: str, program: Program) -> tu
 
 
 def _check_evaluated(parts: Sequence[str], program: Program) -> None:
-    """Parts must hold what the parameters to evaluate are made of."""
+    """Check that the parts suffice to derive the parameters to evaluate."""
     names = [name for name, _ in flatten_with_names(program.own_shapes)]
     held = set(taken(parts, names))
     for part in evaluated_parts(program)[2:]:

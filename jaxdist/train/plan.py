@@ -1,4 +1,4 @@
-"""How long a run is, how much it takes at once, and how fast it learns: from config to stages."""
+"""The length of a run, its batch sizes and its learning rate: from the config to stages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxdist.train.rescale import Sizes, last_stage, rescaled, seen
 
 
 class TrainConfig(Config):
-    """How long to train, and with what batch size."""
+    """The length of training, and its batch sizes."""
 
     steps: Count | None = None
     """Optimizer steps; give either steps or epochs."""
@@ -64,28 +64,28 @@ class TrainConfig(Config):
 
     @property
     def full_batch_size(self) -> int:
-        """Examples of a step on the full mesh."""
+        """The number of examples of a step on the full mesh."""
         return self.rescaled_from or self.batch_size
 
     def total_examples(self, examples: int | None) -> int:
-        """Examples that a run of `epochs` sees, of a training split of this many."""
+        """Return the examples that a run of `epochs` sees, given the size of the training split."""
         assert self.epochs is not None
         assert examples is not None, "epochs need the size of the data"
         return max(1, nearest(self.epochs * examples))
 
     def microbatches_of(self, batch_size: int) -> int:
-        """Pieces of a batch of another size, none larger than those of batch_size."""
+        """Return the pieces of a batch of another size, none larger than those of batch_size."""
         return math.ceil(batch_size * self.microbatches / self.batch_size)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run as stages, one at least, each with one batch size.
+    """The stages of a run, at least one, each with a single batch size.
 
     Attributes:
-      rate: the learning rate that the stages bring; None leaves it to the optimizer's config.
-      sizes: batch sizes of a run whose batches follow the mesh; its one stage is of the last.
-      full_steps: steps that it would take in batches of the full size.
+      rate: the learning rate that the stages determine; None leaves it to the optimizer's config.
+      sizes: batch sizes of a run whose batches follow the mesh; its only stage has the last size.
+      full_steps: number of steps that it would take with batches of the full size.
     """
 
     stages: tuple[BatchPhase, ...]
@@ -95,19 +95,19 @@ class Plan:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """The optimizer steps of the whole run."""
         return self.stages[-1].first_step + self.stages[-1].steps
 
     @property
     def first_examples(self) -> tuple[int, ...]:
-        """Examples seen before each stage."""
+        """The number of examples seen before each stage."""
         before = seen(self.sizes, self.sizes[-1][0]) if self.sizes else 0
         sizes = [stage.steps * stage.batch_size for stage in self.stages]
         return tuple(before + sum(sizes[:i]) for i in range(len(sizes)))
 
 
 def nearest(number: float) -> int:
-    """Return the nearest whole number, a half upwards: Python's `round` takes the even one.
+    """Return the nearest whole number, a half upwards, unlike Python's `round`.
 
     >>> [nearest(number) for number in (0.5, 1.5, 2.5, 2.4)]
     [1, 2, 3, 2]
@@ -116,22 +116,22 @@ def nearest(number: float) -> int:
 
 
 def needs_examples(train: TrainConfig, optim: OptimizerConfig) -> bool:
-    """Whether the plan of a run depends on how many examples there are."""
+    """Return whether the plan of a run depends on the number of examples."""
     scaled = optim.scale_from
     return train.epochs is not None or (scaled is not None and scaled.warmup_epochs is not None)
 
 
 def plan_stages(train: TrainConfig, examples: int | None, sizes: Sizes = ()) -> Plan:
-    """The stages of a run.
+    """Plan the stages of a run.
 
     Args:
       examples: size of the training split; None is allowed where `needs_examples` is false.
-      sizes: of a run that goes on and whose batches follow the mesh: all that it has had, with
-        that of now as the last.
+      sizes: for a resumed run whose batches follow the mesh: all its sizes so far, with the present
+        size as the last.
 
     Raises:
-      ConfigError: a ramp that does not end at batch_size or outlasts the run; phases that do not
-        make a whole.
+      ConfigError: a ramp does not end at batch_size or is longer than the run; phases do not add up
+        to the run.
     """
     if train.phases is not None:
         plan = _plan_phases(train, train.phases, examples)
@@ -178,10 +178,10 @@ def _plan_ramp(
 def plan_learning_rate(
     train: TrainConfig, optim: OptimizerConfig, plan: Plan, examples: int | None
 ) -> Rate:
-    """The learning rate of a run in these stages.
+    """Derive the learning rate of a run in these stages.
 
     Raises:
-      ConfigError: what `plan_rate` raises; a learning rate in the optimizer's config that phases
+      ConfigError: any error of `plan_rate`; a learning rate in the optimizer's config that phases
         would override; a warm-up in epochs of a run whose batches grow.
     """
     if plan.rate is not None:
@@ -219,17 +219,17 @@ def plan_learning_rate(
 
 
 def explain(plan: Plan, rate: Rate) -> tuple[str, ...]:
-    """What was derived, a line each; nothing for a run that is as its config says."""
+    """Explain each derived value in a line; nothing if a run follows its config directly."""
     if len(plan.stages) == 1 or plan.rate is not None:
         return rate.explained
     return (*(stage.description for stage in plan.stages), *rate.explained)
 
 
 def check_stages(train: TrainConfig, plan: Plan, layout: Layout, shards: int | None = None) -> None:
-    """The batch of each stage must divide as train.batch_size does.
+    """Check that the batch of each stage divides as train.batch_size does.
 
     Raises:
-      ConfigError: some do not; the message names the stages, and the ramp or phase that has them.
+      ConfigError: some do not; the message names the stages, and the ramp or phase with them.
     """
     if train.batch_ramp is None and train.phases is None:
         return
@@ -259,10 +259,10 @@ def check_stages(train: TrainConfig, plan: Plan, layout: Layout, shards: int | N
 def check_batch(
     batch_size: int, microbatches: int, layout: Layout, shards: int | None = None
 ) -> None:
-    """The batch must divide over microbatches and over the devices that split it.
+    """Check that the batch divides over microbatches and over the devices that split it.
 
     Args:
-      shards: logical ones, which split it in place of devices; None without them.
+      shards: number of logical shards, which split it in place of devices; None without them.
 
     Raises:
       ConfigError: it does not; the message gives the nearest sizes that do.

@@ -1,4 +1,4 @@
-"""How often replicas are compared, what happens where they differ, and what a plan can tell."""
+"""Comparison of replicas: its interval, the reaction to a difference, and the limits of a plan."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class ReplicaCheckConfig(Config):
 
     @property
     def restores(self) -> int:
-        """How often a process goes back where replicas differ."""
+        """The number of times that a process may go back where replicas differ."""
         return self.max_restores if self.on_difference == "restore" else 0
 
 
 def replicas_of(program: Program) -> Replicas:
-    """The replicas of a program's training state."""
+    """Return the replicas of a program's training state."""
     return Replicas(program.layout.mesh, program.state_shapes)
 
 
 def explained(settings: ReplicaCheckConfig | None, program: Program) -> tuple[str, ...]:
-    """How much is compared, a line."""
+    """Explain in a line how much of the state is compared."""
     if settings is None:
         return ()
     coverage = replicas_of(program).coverage
@@ -52,7 +52,7 @@ def explained(settings: ReplicaCheckConfig | None, program: Program) -> tuple[st
 
 
 def notices(settings: ReplicaCheckConfig | None, program: Program) -> tuple[str, ...]:
-    """What comparing replicas cannot find in this plan, a sentence each."""
+    """Return a sentence for each kind of difference that cannot be found in this plan."""
     if settings is None:
         return ()
     if not replicas_of(program).coverage.compared_bytes:

@@ -1,9 +1,9 @@
-"""A batch that shrinks and grows with the mesh: the sizes that a run has had, and what follows.
+"""Batches that shrink and grow with the mesh: the sizes that a run has had, and their consequences.
 
-Examples are counted, not steps. A step of b examples is b / B of one of the full size B: so much
-of the run it takes, and so far it moves on the schedule of the learning rate, whose values are
-scaled by the rule of `optim.scale_from` from B to b. Which examples are next does not depend on
-sizes: the loader takes them in its order, from where the last batch of another size ended.
+Examples are counted, not steps. A step of b examples is b / B of a step of the full size B: it
+takes this fraction of the run, and moves by this fraction on the schedule of the learning rate,
+whose values are scaled by the rule of `optim.scale_from` from B to b. The order of the examples
+does not depend on sizes: the loader continues where the last batch of another size ended.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     pass
 
 Sizes = tuple[tuple[int, int], ...]
-"""By the step after which it began, in their order: examples of a step."""
+"""The examples of a step, with the step after which this size began, in order."""
 KEY = "batch_sizes"
-"""Under which they are kept beside a state."""
+"""The key under which the sizes are kept next to a state."""
 
 
 def extended(found: Json, step: int, size: int, full: int) -> Sizes:
-    """The sizes of a run that goes on after `step` with batches of `size`.
+    """Return the sizes of a run that continues after `step` with batches of `size`.
 
     Args:
-      found: as they were kept beside the state; None: it had batches of the full size.
+      found: the sizes kept next to the state; None: all batches had the full size.
 
     >>> extended([[0, 64], [100, 48]], 120, 48, 64), extended(None, 120, 32, 64)
     (((0, 64), (100, 48)), ((0, 64), (120, 32)))
@@ -41,7 +41,7 @@ def extended(found: Json, step: int, size: int, full: int) -> Sizes:
 
 
 def seen(sizes: Sizes, step: int) -> int:
-    """Examples of the first `step` steps.
+    """Return the number of examples in the first `step` steps.
 
     >>> seen(((0, 64), (100, 48)), 110)
     6880
@@ -51,9 +51,9 @@ def seen(sizes: Sizes, step: int) -> int:
 
 
 def last_stage(sizes: Sizes, total_examples: int) -> BatchPhase:
-    """The stretch from the last change on, which goes on until all examples were seen.
+    """Return the phase from the last change on, until all examples were seen.
 
-    Its last batch may go beyond them by a part of it; there is one at least.
+    The last batch may exceed them in part; there is at least one batch.
 
     >>> last_stage(((0, 64), (100, 48)), 6400 + 96)
     BatchPhase(first_step=100, steps=2, batch_size=48)
@@ -64,11 +64,11 @@ def last_stage(sizes: Sizes, total_examples: int) -> BatchPhase:
 
 
 def rescaled(base: Rate, scale: ScaleFromConfig | None, full: int, sizes: Sizes) -> Rate:
-    """The learning rate since the last change.
+    """Return the learning rate since the last change.
 
     Args:
-      base: of the run at the full batch size.
-      scale: whose rule scales it.
+      base: the learning rate of the run at the full batch size.
+      scale: its rule, by which the rate is scaled.
     """
     first, size = sizes[-1]
     if size == full and len(sizes) == 1:

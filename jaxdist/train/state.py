@@ -1,4 +1,4 @@
-"""All that a step changes and a checkpoint must hold, and what may change it between steps."""
+"""The state that steps change and checkpoints hold, and the contract for changes between steps."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from jaxdist.types import Buffers, Leaf, OptState, Params, PyTree
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """What training carries from step to step.
+    """The state that training carries from step to step.
 
-    Randomness and data position are functions of (seed, step), so they need no place here.
+    Randomness and the position in the data are functions of (seed, step), and therefore not
+    included.
 
     Attributes:
-      step: steps taken, int32.
+      step: number of steps taken, int32.
       loss_scale: `jaxdist.optim.loss_scale.LossScaleState`, or None.
-      exchange: of `jaxdist.parallel.contract.Exchange`; () where it carries none.
-      outer: of `Outer`; () where it carries none.
+      exchange: state of `jaxdist.parallel.contract.Exchange`; () where it has none.
+      outer: state of `Outer`; () where it has none.
     """
 
     step: Leaf
@@ -36,25 +37,25 @@ class TrainState:
 class Outer(Protocol):
     """An exchange of parameters that does not happen at every step.
 
-    What it carries (slow weights, outer momentum) is `TrainState.outer`. Its leaves that belong to
-    a parameter (`jaxdist.optim.owners`) lie on the mesh as that parameter's moments do, in shards
-    with ZeRO; all others lie whole on every device. They are saved with the rest and load into any
-    plan, to the bit. Where a checkpoint has other leaves, another one saved it, and it begins anew
-    with the parameters of the checkpoint.
+    Its state (slow weights, outer momentum) is `TrainState.outer`. Leaves that belong to a
+    parameter (`jaxdist.optim.owners`) are split over the mesh like that parameter's moments, in
+    shards with ZeRO; all other leaves are whole on every device. They are saved with the rest and
+    can be loaded in any plan, to the bit. If the leaves of a checkpoint differ, another exchange
+    saved it, and this exchange begins again with the parameters of the checkpoint.
     """
 
     def begin(self, params: Params) -> PyTree:
-        """What it carries before the first step; traced."""
+        """Return the state before the first step; traced."""
         ...
 
     def due(self, step: int) -> bool:
-        """Whether to exchange after `step`; the same on every process."""
+        """Return whether to exchange after `step`; the same on every process."""
         ...
 
     def exchange(self, params: Params, carried: Any) -> tuple[Any, Any]:
-        """The parameters that training goes on with, and what is carried on; traced."""
+        """Return the parameters with which training continues, and the next state; traced."""
         ...
 
     def evaluated(self, params: Params, carried: Any, step: Leaf) -> Params:
-        """The parameters to evaluate after `step`, an int32 scalar; traced."""
+        """Return the parameters to evaluate after `step`, an int32 scalar; traced."""
         ...

@@ -1,8 +1,8 @@
-"""One jitted step on a mesh: the only place where model, loss and optimizer meet.
+"""A jitted step on a mesh: the only place where model, loss and optimizer meet.
 
-A step asks its parts, and none of them which one it is: what computes gradients (`Compute`), what
-exchanges them (`Exchange`), how state is stored (`View`), and what happens between steps (`Outer`)
-are contracts; `jaxdist.train.assemble` chooses.
+A step depends on its parts only by their contracts: the computation of gradients (`Compute`), their
+exchange (`Exchange`), the forms of stored state (`View`), and the exchange between steps (`Outer`).
+`jaxdist.train.assemble` chooses the parts.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ SKIP_METRICS = ("skipped_steps", "skipped_in_a_row")
 
 
 class Found(NamedTuple):
-    """What `Program.gradients` gives and `Program.update` takes.
+    """The result of `Program.gradients` and argument of `Program.update`.
 
     Attributes:
-      grads: of the mean loss, a tree like the parameters; with ZeRO in shards, filled up where they
-        do not divide.
-      sums: everything that the loss measures, with its weights.
-      buffers: the model's, after the batch.
-      exchange: what the exchange carries to the next step.
+      grads: gradients of the mean loss, a tree like the parameters; with ZeRO in shards, filled up
+        where they do not divide.
+      sums: all values that the loss measures, with their weights.
+      buffers: the model's buffers after the batch.
+      exchange: state of the exchange for the next step.
     """
 
     grads: Grads
@@ -60,12 +60,12 @@ class Program:
     Attributes:
       dims: logical dims of each parameter, by name.
       batch: shapes, dtypes and shardings of a global batch.
-      seed: of the initial parameters and of the random layers.
-      compute: from a batch to gradients.
-      exchange: from each device's gradients to the share that it updates.
-      views: how devices hold a state otherwise than the model knows it.
-      outer: what happens between steps; None is nothing.
-      options: for the compiler, of all programs but `init`.
+      seed: seed of the initial parameters and of the random layers.
+      compute: computation of gradients from a batch.
+      exchange: exchange of each device's gradients for the share that it updates.
+      views: ways in which devices hold a state in another form than the model's.
+      outer: exchange between steps; None for no exchange.
+      options: options for the compiler, for all programs except `init`.
     """
 
     model: Functional
@@ -82,13 +82,13 @@ class Program:
 
     @cached_property
     def home(self) -> Home:
-        """Between the state as it is stored and as the model knows it."""
+        """The conversions between the stored state and the model's."""
         outer = () if self.outer is None else self.own_shapes.outer
         return Home(self.views, self.model, self.optimizer.transform, outer)
 
     @cached_property
     def state_shapes(self) -> TrainState:
-        """The training state as it is stored: `jax.ShapeDtypeStruct`s with their shardings."""
+        """The stored form of the training state: `jax.ShapeDtypeStruct`s with their shardings."""
         shapes = jax.eval_shape(self.home.stored, self.own_shapes)
         return jax.tree.map(
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
@@ -98,7 +98,7 @@ class Program:
 
     @cached_property
     def own_shapes(self) -> TrainState:
-        """The same without shardings, and without the zeros that fill up ZeRO's shards."""
+        """The training state without shardings, and without the zeros of ZeRO's shards."""
         return jax.eval_shape(self._init)
 
     def _state_shardings(self, shapes: TrainState) -> TrainState:
@@ -122,7 +122,7 @@ class Program:
         )
 
     def _keys(self) -> tuple[jax.Array, jax.Array]:
-        """Keys of the initial parameters and of the steps."""
+        """The keys of the initial parameters and of the steps."""
         init, step = jax.random.split(jax.random.key(self.seed))
         return init, step
 
@@ -140,7 +140,7 @@ class Program:
         )
 
     def init(self) -> TrainState:
-        """A fresh state, created where it will live: no device holds more than its shards."""
+        """Create an initial state in place: no device holds more than its shards."""
 
         def init() -> TrainState:
             return self.home.stored(self._init())
@@ -148,7 +148,7 @@ class Program:
         return jax.jit(init, out_shardings=self._stored_shardings)()
 
     def _gradients(self, stored: TrainState, state: TrainState, batch: Batch) -> Found:
-        """Of a state as it is stored, and as steps compute with it."""
+        """Compute gradients from a state in its stored form and in that of steps."""
         key = jax.random.fold_in(self._keys()[1], state.step)
         scale = scale_for(state.params, state.loss_scale)
         held = Held(state.params, stored.params, state.buffers, scale)
@@ -156,8 +156,8 @@ class Program:
         return Found(*found, exchange)
 
     def _update(self, state: TrainState, found: Found) -> tuple[TrainState, jax.Array]:
-        """Of a state as steps compute with it."""
-        # Each device updates its share; the new parameters then go where the state lies.
+        """Update a state in the form that steps compute with."""
+        # Each device updates its share; the new parameters are then sent to where they are stored.
         grads, params = self.exchange.shares(found.grads, state.params)
         norm = self.exchange.norm(grads)
         values = {name: mean.total / mean.weight for name, mean in found.sums.items()}
@@ -199,7 +199,7 @@ class Program:
 
         if not self.optimizer.skips_empty:
             return move()
-        # Around the whole update, so that a step that is not skipped has no pass more than others.
+        # Around the whole update, so that a step that is not skipped has no additional pass.
         return jax.lax.cond(weight != 0, move, lambda: (params, skipped_once(opt_state)))
 
     def _train(self, stored: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
@@ -209,7 +209,7 @@ class Program:
     def _after_skips(
         self, old: TrainState, new: TrainState, norm: jax.Array, weight: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """A skipped step keeps buffers and residuals too; an overflow lowers the loss scale."""
+        """Keep buffers and residuals in a skipped step too; lower the scale after an overflow."""
         before, after = (skip_states(state.opt_state)[0] for state in (old, new))
         moved = before.skipped == after.skipped
         buffers, exchange = jax.tree.map(
@@ -221,26 +221,26 @@ class Program:
         if scaling is None:
             return new, values
         scale = scaling.update(old.loss_scale, jnp.isfinite(norm))
-        # A batch without weight says nothing about the scale.
+        # A batch without weight shows nothing about the scale.
         scale = jax.tree.map(partial(jnp.where, weight != 0), scale, old.loss_scale)
         return replace(new, loss_scale=scale), {**values, "loss_scale": old.loss_scale.scale}
 
     @cached_property
     def measured(self) -> Sums:
-        """The shapes of what the loss measures.
+        """The shapes of the values that the loss measures.
 
         Raises:
-          RunError: the loss does not return what a loss must.
+          RunError: the loss does not return sums or scalars.
         """
         params = jax.eval_shape(self.optimizer.stored, self.model.params)
         return jax.eval_shape(self.compute.sums, params, self.model.buffers, self.batch)
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the values in the vector that `train` returns; the loss's own come first.
+        """The names of the values in the vector that `train` returns; those of the loss come first.
 
         Raises:
-          RunError: the loss does not return what a loss must.
+          RunError: the loss does not return sums or scalars.
         """
         shapes = self.measured
         skips = SKIP_METRICS if self.optimizer.max_skipped is not None else ()
@@ -250,17 +250,17 @@ class Program:
 
     @cached_property
     def train(self) -> Compiled:
-        """(state, batch) to (state, metrics float32 `[len(metrics)]`); the state is donated.
+        """Compile (state, batch) to (state, float32 `[len(metrics)]`); the state is donated.
 
-        It is `gradients` and `update` in one program.
+        It is `gradients` and `update` in a single program.
         """
         return self._jitted.updating(self._train, (self._stored_shardings, self.layout.replicated))
 
     @cached_property
     def gradients(self) -> Compiled:
-        """(state, batch) to `Found`, for a loop that does something with gradients itself.
+        """Compile (state, batch) to `Found`, for a loop that uses the gradients itself.
 
-        Gradients of the mean loss lie as the optimizer takes them: with ZeRO, in shards.
+        Gradients of the mean loss have the form of the optimizer: with ZeRO, shards.
         """
 
         def gradients(stored: TrainState, batch: Batch) -> Found:
@@ -276,7 +276,7 @@ class Program:
 
     @cached_property
     def update(self) -> Compiled:
-        """(state, `Found`) to (state, metrics), as of `train`; the state is donated."""
+        """Compile (state, `Found`) to (state, metrics) as in `train`; the state is donated."""
 
         def update(stored: TrainState, found: Found) -> tuple[TrainState, jax.Array]:
             own = found._replace(grads=self.home.grads_to_step(found.grads))
@@ -286,13 +286,14 @@ class Program:
 
     @cached_property
     def between(self) -> Compiled:
-        """State to state: the exchange of `outer`, where there is one; the state is donated."""
+        """Compile state to state, by the exchange of `outer`; the state is donated."""
         outer = self.outer
         assert outer is not None
 
         def between(stored: TrainState) -> TrainState:
             state, carried = self.home.to_step(stored), self.home.outer_to_step(stored.outer)
-            # As in a step: each device computes its share, which then goes where it is stored.
+            # As in a step: each device computes its share, which is then sent to where it is
+            # stored.
             _, shares = self.exchange.shares(state.params, state.params)
             given = (shares, of_params(shares)), (carried, self.home.owners_of_outer)
             moved, carried = self.exchange.apply(outer.exchange, given, ())
@@ -304,7 +305,7 @@ class Program:
 
     @cached_property
     def evaluate(self) -> Compiled:
-        """(params as stored, buffers, batch) to sums, in evaluation mode (no randomness)."""
+        """Compile (stored parameters, buffers, batch) to sums, in evaluation mode (not random)."""
 
         def evaluate(params: Params, buffers: Buffers, batch: Batch) -> Sums:
             own = self.home.params_to_step(params)
@@ -313,10 +314,10 @@ class Program:
         return self._jitted(evaluate, out_shardings=self.layout.replicated)
 
     def evaluated(self, state: TrainState) -> Params:
-        """The parameters to evaluate and to generate with, as they are stored.
+        """Return the parameters to evaluate and to generate with, in stored form.
 
-        They are those of the state, unless the optimizer or what happens between steps keeps
-        others for it (an average, slow weights).
+        They are those of the state, unless the optimizer or the exchange between steps keeps others
+        for this purpose (an average, slow weights).
         """
         if self.optimizer.eval_params is None and self.outer is None:
             return state.params

@@ -1,1 +1,1 @@
-"""How a run is made of steps and processes: one contract, and its alternatives."""
+"""The division of a run into steps and processes: a contract and its alternatives."""

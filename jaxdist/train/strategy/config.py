@@ -1,6 +1,6 @@
-"""The strategies that a config can name, by `type:`; each is data alone.
+"""The strategies that a config can name by `type:`; each is data alone.
 
-`jaxdist.experiment.strategies` checks one against the rest of the config, and
+`jaxdist.experiment.strategies` checks a strategy against the rest of the config, and
 `jaxdist.run.strategies` runs it.
 """
 
@@ -40,4 +40,4 @@ class ParameterServer(Cluster):
 
 
 StrategyConfig = Annotated[Synchronous | Lookahead | ParameterServer, Field(discriminator="type")]
-"""Each is a `jaxdist.train.strategy.contract.Strategy`."""
+"""The union of strategies; each is a `jaxdist.train.strategy.contract.Strategy`."""

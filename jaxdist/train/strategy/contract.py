@@ -1,8 +1,8 @@
-"""The contract of a strategy, and what it is given to run.
+"""The contract of a strategy, and the arguments with which it runs.
 
-A strategy decides what the processes of a run do: which of them take steps, on which devices, and
-what happens between steps. A new one is a new config in `config.py`, what checks it in
-`jaxdist.experiment.strategies`, and what runs it in `jaxdist.run.strategies`.
+A strategy determines the processes of a run: which of them take steps, on which devices, and the
+exchange between steps. A new strategy is a new config in `config.py`, its checks in
+`jaxdist.experiment.strategies`, and its runner in `jaxdist.run.strategies`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from jaxdist.types import Params
 
 @dataclass(frozen=True)
 class TrainStage:
-    """A stretch of a run at one batch size: steps `first_step + 1` to `last_step`.
+    """A stretch of a run with a single batch size: steps `first_step + 1` to `last_step`.
 
     Attributes:
-      loader: its step 0 is the first batch of the stage.
+      loader: loader whose step 0 is the first batch of the stage.
     """
 
     first_step: int
@@ -40,14 +40,14 @@ class TrainStage:
 
 
 class StepHooks(Hooks, Protocol):
-    """What happens beside the steps of a run that may be told to stop."""
+    """The work besides the steps of a run that may be asked to stop."""
 
     stopped: bool
     """Whether a boundary has ended the run."""
 
     @property
     def told_to_stop(self) -> bool:
-        """Whether this process was told to end the run, perhaps in the middle of a step."""
+        """Return whether this process was asked to end the run, perhaps in the middle of a step."""
         ...
 
 
@@ -56,15 +56,15 @@ class Prepared:
     """A run that is ready for its next step.
 
     Attributes:
-      state: a fresh one, or that of the newest checkpoint; steps take its memory.
-      stages: of the whole run; `state.step` says where in them it stands.
-      hooks: what happens between steps.
-      enter: to be called with a stage before its first step.
-      optim: what the program's optimizer was built from.
-      directory: of the run; a process that reads its config builds the same.
-      note: tells the user a line.
-      record: writes down what servers and workers count, at a step.
-      account: of this process's time; what hooks do is in it already.
+      state: an initial state, or that of the newest checkpoint; steps take its memory.
+      stages: all stages of the run; `state.step` is the position in them.
+      hooks: the work between steps.
+      enter: function to call with a stage before its first step.
+      optim: config of the program's optimizer.
+      directory: directory of the run; a process that reads its config builds the same program.
+      note: prints a line for the user.
+      record: records the counts of servers and workers at a step.
+      account: account of this process's time, which includes that of hooks already.
     """
 
     state: TrainState
@@ -80,11 +80,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a strategy has to go with.
+    """The settings of a run that a strategy receives.
 
     Attributes:
       params: shapes of the model's parameters.
-      dims: logical dims of each, by name.
+      dims: logical dims of each parameter, by name.
     """
 
     total_steps: int
@@ -97,8 +97,8 @@ class RunSettings:
 
 
 class Strategy(Protocol):
-    """The config of how a run is made of steps and processes."""
+    """The config of a strategy."""
 
     def outer(self) -> Outer | None:
-        """Return what exchanges parameters between steps; None where nothing does."""
+        """Return the exchange of parameters between steps; None where there is none."""
         ...

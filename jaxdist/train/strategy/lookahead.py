@@ -1,4 +1,4 @@
-"""Slow weights that follow the trained ones: Lookahead, and the outer optimizer of local updates.
+"""Slow weights that follow trained weights: Lookahead, and the outer step of local updates.
 
 Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back" (arXiv 1907.08610), algorithm 1.
 With momentum it is the outer step of SlowMo (Wang et al., arXiv 1910.00643, algorithm 1) and of
@@ -54,7 +54,7 @@ class Lookahead(Config):
 
 
 def check(strategy: Lookahead, given: RunSettings) -> tuple[str, ...]:
-    """Return the notices about a run whose length is no multiple of `strategy.steps`."""
+    """Return notices about a run whose length is not a multiple of `strategy.steps`."""
     total_steps = given.total_steps
     left = total_steps % strategy.steps
     if not left:
@@ -72,7 +72,7 @@ def check(strategy: Lookahead, given: RunSettings) -> tuple[str, ...]:
 
 
 class Slow(NamedTuple):
-    """The slow weights, and the state of what moves them."""
+    """The slow weights, and the state of their optimizer."""
 
     params: Params
     optimizer: OptState
@@ -80,21 +80,21 @@ class Slow(NamedTuple):
 
 @dataclass(frozen=True)
 class SlowWeights:
-    """Moves slow weights by what the steps since the last time changed.
+    """An exchange that moves slow weights by the parameters' change since the previous exchange.
 
-    Cost: one more copy of the parameters, one more with momentum; both in shards where the
-    optimizer's state is.
+    Cost: a copy of the parameters, and another with momentum; both in shards where the optimizer's
+    state is.
 
     Attributes:
-      every: steps from one time to the next.
-      optimizer: of the slow weights.
+      every: number of steps between two exchanges.
+      optimizer: optimizer of the slow weights.
     """
 
     every: int
     optimizer: optax.GradientTransformation
 
     def begin(self, params: Params) -> Slow:
-        # A copy, since a step is given the memory of the whole state to reuse.
+        # A copy, since a step may reuse the memory of the whole state.
         copied = jax.tree.map(lambda p: jnp.array(p, copy=True), params)
         return Slow(copied, self.optimizer.init(copied))
 
@@ -108,6 +108,6 @@ class SlowWeights:
         return slow, Slow(slow, moved)
 
     def evaluated(self, params: Params, carried: Slow, step: Leaf) -> Params:
-        """The slow weights; the trained ones before the slow ones have moved once."""
+        """Return the slow weights; before they have moved once, the trained weights."""
         moved = step >= self.every
         return jax.tree.map(lambda slow, fast: jnp.where(moved, slow, fast), carried.params, params)
