@@ -125,7 +125,8 @@ SECTIONS: Mapping[str, Feature] = {
         _begins_apart, lambda f: f"optim.freeze_step {f.optim.freeze_step}"
     ),
     "state of the model besides parameters": Feature(
-        lambda f: bool(f.buffers), lambda f: f"a model that keeps {f.buffers[0]}"
+        lambda f: bool(f.buffers),
+        lambda f: f"a model that keeps {f.buffers[0]} besides its parameters",
     ),
     "error_feedback: momentum": _feeds_back(MomentumCorrection),
     "error_feedback: compressed_momentum": _feeds_back(CompressedMomentum),
