@@ -62,7 +62,7 @@ FIGURES = (
 def test_the_json_of_a_report(tmp_path):
     Report("overhead", FIGURES).write_json(tmp_path / "out.json")
     report = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
-    assert list(report) == ["bench", "versions", "figures"]
+    assert list(report) == ["schema", "bench", "versions", "figures"]
     assert report["bench"] == "overhead"
     assert list(report["versions"]) == [
         *("python", "jax", "jaxlib", "flax", "optax", "numpy", "jaxdist"),
