@@ -91,7 +91,7 @@ def test_a_rendezvous_that_was_emptied_is_seen(pair, tmp_path: Path):
     a, _, _ = pair
     a.name = "another"
     said, token = a.rendezvous.get("host/a"), a.rendezvous.token()
-    with pytest.raises(RendezvousError, match="has lost its content: end all agents and begin"):
+    with pytest.raises(RendezvousError, match="has lost its content: stop all agents, and start"):
         a.turn()
     # What others have made anew is theirs: it neither says anything there nor keeps the registry.
     assert (a.rendezvous.get("host/a"), a.rendezvous.token()) == (said, token)
