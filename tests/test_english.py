@@ -17,10 +17,9 @@ ROOMS = (
     "__init__", "audit", "checkpoint", "cli", "collectives", "commands/compare_schedules",
     "commands/drill", "commands/evaluate", "commands/init", "commands/pipelines", "commands/replay",
     "commands/tokenize", "compression", "config", "cost", "data", "doctor", "elastic", "errors",
-    "experiment",
-    "heartbeat", "hlo", "inspect", "launch", "mesh", "metrics", "models", "optim", "parallel",
-    "parity", "pipeline_schedules", "planner", "runtime", "sharding", "simulation", "train",
-    "trees", "types", "validity",
+    "experiment", "heartbeat", "hlo", "inspect", "launch", "mesh", "metrics", "models", "optim",
+    "parallel", "parity", "pipeline_schedules", "planner", "run/hooks", "run/loading", "runtime",
+    "sharding", "simulation", "train", "trees", "types", "validity",
 )  # fmt: skip
 
 # How a docstring never begins, and an entry of `Args:` or `Attributes:`: with a clause that lacks

@@ -91,8 +91,7 @@ def watched(run_folder: RunFolder | None, run: Identity) -> Iterator[NoAgent]:
 
 
 def leaving(run_folder: RunFolder | None) -> Callable[[str], None]:
-    """Return a function that reports to the agent, if there is one, why this machine has to
-    stop."""
+    """Return a function that reports to an agent, if any, why this machine has to stop."""
 
     def tell(name: str) -> None:
         if run_folder is not None:

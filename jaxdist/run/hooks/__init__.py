@@ -1,1 +1,1 @@
-"""What a run does beside its steps: its own hooks, and those of its user."""
+"""The work of a run besides its steps: its own hooks, and those of its user."""

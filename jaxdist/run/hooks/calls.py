@@ -1,4 +1,4 @@
-"""Calls the user's hooks, and names the one that raises."""
+"""The calls of the user's hooks; an error names the hook that raised it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from jaxdist.run.hooks.contract import Hook, Outcome, Run, StepMetrics
 from jaxdist.run.hooks.loop import LoopHook, Moment
 
 CALLED_FIRST = ("step", "split", "time")
-"""Keys of a record that are no metrics."""
+"""Keys of a record that are not metrics."""
 
 
 def check_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
     """Return the hooks.
 
     Raises:
-      ConfigError: one of them is no hook.
+      ConfigError: an object is not a hook.
     """
     checked = []
     for hook in hooks:
@@ -42,8 +42,8 @@ class HookCalls:
     """The hooks that this process calls, and the run that they are called with.
 
     Args:
-      stop: asks the run to end, for a reason.
-      say: tells the user a line.
+      stop: asks the run to end, with a reason.
+      say: prints a line for the user.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class HookCalls:
         self._step = 0
 
     def start(self, run: Run) -> None:
-        """Begin, the first time; later on only the program and the first step are new ones.
+        """Call `start` of the hooks once; later calls only replace the program and the first step.
 
         Raises:
           RunError: a hook raises.
@@ -68,24 +68,24 @@ class HookCalls:
             self._call("start")
 
     def step(self, step: int, metrics: StepMetrics) -> None:
-        """Tell of a step."""
+        """Call `step` of the hooks."""
         self._step = step
         self._call("step", step, metrics)
 
     def boundary(self, moment: Moment, checkpoints: Path) -> None:
-        """Tell of an evaluation and of a checkpoint."""
+        """Call `evaluation` and `save` of the hooks where they apply."""
         if moment.heldout is not None:
             self._call("evaluation", moment.step, dict(moment.heldout))
         if moment.lasting:
             self._call("save", moment.step, step_directory(checkpoints, moment.step))
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Tell of a record of metrics."""
+        """Call `record` of the hooks."""
         self._call("record", step, split, values)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Tell hooks of the end where what is done inside fails."""
+        """Call `end` of the hooks if the block fails."""
         try:
             yield
         except BaseException as error:
@@ -93,10 +93,10 @@ class HookCalls:
             raise
 
     def end(self, outcome: Outcome) -> None:
-        """Tell hooks that were begun of the end.
+        """Call `end` of the hooks that were started.
 
         Raises:
-          RunError: a hook raises, and nothing else has ended the run.
+          RunError: a hook raises, and no other error has ended the run.
         """
         if not self._runs:
             return
@@ -132,7 +132,7 @@ class HookCalls:
 
 
 class CallHooks(LoopHook):
-    """Calls the user's hooks between the steps of a loop.
+    """A caller of the user's hooks between the steps of a loop.
 
     Args:
       names: names of the values in the step's metrics vector.
@@ -162,7 +162,7 @@ def _with_metrics(outcome: Outcome, directory: Path) -> Outcome:
 
 
 def last_of(records: Sequence[Mapping[str, Any]], split: str) -> dict[str, float]:
-    """The numbers of the last record of a split, by name; none where there is no record.
+    """Return the numbers of the last record of a split, by name; empty where there is no record.
 
     >>> last_of([{"step": 3, "split": "train", "time": 1.5, "loss": 0.5}], "train")
     {'loss': 0.5}

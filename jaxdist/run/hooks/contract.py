@@ -1,4 +1,4 @@
-"""The contract of a user's hooks: what a run calls while it lasts.
+"""The contract of a user's hooks: the methods that a run calls.
 
 Nothing here imports jax, so that a hook can be defined before the environment is prepared.
 """
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """The run that a hook is called by.
+    """The run that calls a hook.
 
     Attributes:
-      id: stays the same when the run goes on after an interruption.
-      directory: where its files lie.
+      id: identity of the run, which does not change when it is resumed.
+      directory: directory of its files.
       experiment: its config, data, program and plan.
-      first_step: steps that were taken before this process began.
+      first_step: number of steps that were taken before this process began.
       total_steps: the step at which the run ends.
-      say: prints a line, above the bar of progress where there is one.
-      stop: asks the run to end after the step under way, with a checkpoint, for the reason given:
-        it has then come to its end, with exit code 0. Processes agree on the step.
+      say: prints a line, above the progress bar if there is one.
+      stop: asks the run to end after the current step, with a checkpoint, for the given reason; it
+        is then complete, with exit code 0. Processes agree on the step.
     """
 
     id: str
@@ -42,10 +42,10 @@ class Run:
 
 
 class StepMetrics(Mapping[str, float]):
-    """The metrics of a step by name; they are copied from the device when one is first read.
+    """The metrics of a step by name, which are copied from the device when the first is read.
 
-    The step is done by then, so that a copy waits for no computation: the loop has waited for the
-    step itself, as it does for every one, while the next is under way.
+    The step is finished then, so that the copy does not wait for a computation: the loop has waited
+    for the step, as for every step, while the next step runs.
 
     Attributes:
       seconds: wall time of the step.
@@ -72,18 +72,18 @@ class StepMetrics(Mapping[str, float]):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run has ended.
+    """The end of a run.
 
     Attributes:
-      step: steps taken in all, as far as this process knows.
-      stopped_by: what ended it before its last step: a signal, a notice, or the reason that a hook
-        has given; None where it came to its last step or failed.
-      complete: whether it has come to its end: to its last step, or to where a hook ended it.
-      error: what it failed with.
-      metrics: the last that were logged of training.
+      step: number of steps taken, as far as this process knows.
+      stopped_by: the cause of an end before the last step: a signal, a notice, or the reason that a
+        hook gave; None where it took its last step or failed.
+      complete: whether it took its last step, or a hook ended it.
+      error: the error with which it failed.
+      metrics: the last logged metrics of training.
       heldout: means of the last evaluation.
-      goodput: where the time of the run went over all its restarts, as `jaxdist report --json` has
-        it; empty in each process but the first, as are `metrics` and `heldout`.
+      goodput: the time of the run by use over all its restarts, as in `jaxdist report --json`; like
+        `metrics` and `heldout`, empty in each process but the first.
     """
 
     step: int
@@ -96,43 +96,44 @@ class Outcome:
 
 
 class Hook:
-    """Something of the user's that a run calls: override what is needed, the rest does nothing.
+    """A user's object that a run calls: override the needed methods; the others do nothing.
 
     Calls come from the thread that trains, in the order of the hooks, and training waits for them.
-    A hook that raises ends the run with a message that names it; `end` is called on all even then.
+    A hook that raises ends the run with a message that names it; `end` is called on all hooks even
+    then.
 
     Attributes:
-      every_process: whether each process of the run calls it, or process 0 alone.
+      every_process: whether each process of the run calls it, or only process 0.
     """
 
     every_process: bool = False
 
     def start(self, run: Run) -> None:
-        """Begin: the state is there, and the first step comes next. Called once."""
+        """Begin: the state exists, and the first step comes next. Called once."""
 
     def step(self, run: Run, step: int, metrics: StepMetrics) -> None:
-        """See a step that is done; called for every step, in order, while the next is under way.
+        """Receive the metrics of each finished step, in order, while the next step runs.
 
         Args:
-          step: steps taken in all.
+          step: number of steps taken.
         """
 
     def evaluation(self, run: Run, step: int, means: Mapping[str, float]) -> None:
-        """See the held-out means at a step."""
+        """Receive the held-out means at a step."""
 
     def save(self, run: Run, step: int, path: Path) -> None:
-        """Hear that a checkpoint of a step is begun.
+        """Learn that a checkpoint of a step has been begun.
 
         Args:
-          path: its directory, which appears when the checkpoint is whole: at the next save or at
+          path: its directory, which appears when the checkpoint is complete: at the next save or at
             the run's end at the latest.
         """
 
     def record(self, run: Run, step: int, split: str, values: Mapping[str, float]) -> None:
-        """See a record that was just written to `metrics.jsonl`; for a logger. On process 0 alone.
+        """Receive a record that was just written to `metrics.jsonl`; only on process 0.
 
         Args:
-          split: what the numbers are about: train, heldout, goodput, energy, servers, ...
+          split: the subject of the numbers: train, heldout, goodput, energy, servers, ...
         """
 
     def end(self, run: Run, outcome: Outcome) -> None:

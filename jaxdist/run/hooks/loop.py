@@ -1,8 +1,8 @@
-"""What a run does between steps: log, exchange, evaluate, save, trace, stop when it is told to.
+"""The work of a run between steps: log, exchange, evaluate, save, trace, and stop on request.
 
-Each is a `LoopHook` that knows nothing of the others; `RunHooks` asks them in order. What one
-finds the next may read in the `Moment`: a checkpoint is also saved where an evaluation was the best
-so far.
+Each task is a `LoopHook` that is independent of the others; `RunHooks` calls them in order. A hook
+passes its results to later hooks in the `Moment`: a checkpoint is also saved where an evaluation
+was the best so far.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from jaxdist.train.state import Outer, TrainState
 
 @dataclass
 class Cadence:
-    """Every so many steps, and after the last; None is after the last alone."""
+    """The times of a task: after each `every` steps and after the last; None: only the last."""
 
     every: int | None
     last: int
 
     def due(self, step: int) -> bool:
-        """Whether it is the turn of `step`."""
+        """Return whether the task is due after `step`."""
         return step == self.last or (self.every is not None and step % self.every == 0)
 
     def saved(self, step: int, seconds: float) -> None:
-        """What it was the turn of took so long; called alike in every process."""
+        """Receive the seconds that a due save took; called on every process."""
 
 
 @dataclass
 class Moment:
-    """After a step, while none is in flight.
+    """The state after a step, while no step is in flight.
 
     Attributes:
-      state: that training goes on with; a hook may put another one there.
+      state: the state with which training continues; a hook may replace it.
       heldout: means of the evaluation at this step, if there was one.
       best: whether its loss is the best so far.
       saved: whether a checkpoint or a snapshot has been begun.
-      lasting: whether a checkpoint has.
+      lasting: whether a checkpoint has been begun.
       stop: whether the run ends here.
     """
 
@@ -62,35 +62,36 @@ class Moment:
 
 
 class LoopHook:
-    """Does nothing at any step; a hook overrides what it needs."""
+    """A hook that does nothing; subclasses override the methods that they need."""
 
     def waiting(self, step: int) -> None:
-        """The loop begins to wait for `step`, whose metrics come next."""
+        """Note that the loop begins to wait for `step`, whose metrics come next."""
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
-        """The metrics of `step`, ready to be read; called for every step, in order."""
+        """Receive the metrics of `step`, ready to be read; called for every step, in order."""
 
     def due(self, step: int) -> bool:
-        """Whether the loop must wait for `step`; asked once for every step, in every process."""
+        """Return whether the loop must wait for `step`; called once a step, in every process."""
         return False
 
     @property
     def told_to_stop(self) -> bool:
-        """Return whether this process was told to end the run; may be asked at any time."""
+        """Whether this process was asked to end the run; may be read at any time."""
         return False
 
     def at(self, moment: Moment) -> None:
-        """At a boundary, whichever hook it was due for."""
+        """Act at a boundary, whichever hook it was due for."""
 
 
 @dataclass
 class Guard(LoopHook):
-    """Ends a run whose loss or gradient is not finite, before anything is saved.
+    """A check that ends a run whose loss or gradient is not finite, before anything is saved.
 
     Attributes:
       names: names of the values in the step's metrics vector.
-      max_skipped: skipped steps in a row that end the run; None where no step is ever skipped.
-      max_restores: how often a run goes back to its newest checkpoint for that.
+      max_skipped: number of skipped steps in a row that ends the run; None where no step is
+        skipped.
+      max_restores: number of times that a run goes back to its newest checkpoint because of this.
     """
 
     names: tuple[str, ...]
@@ -108,17 +109,17 @@ class Guard(LoopHook):
         self.checked(*self._last)
 
     def checked(self, step: int, values: jax.Array) -> dict[str, float]:
-        """The values by name.
+        """Return the values by name.
 
         Raises:
-          SuspectStateError: they are not finite.
+          SuspectStateError: a value is not finite.
           RunError: too many steps in a row were skipped.
         """
         found = dict(zip(self.names, np.asarray(values).tolist(), strict=True))
         if self.max_skipped is not None:
             row = int(found["skipped_in_a_row"])
             check_skips(row, int(found["skipped_steps"]), max_consecutive=self.max_skipped)
-            if row:  # the state is as it was before this step
+            if row:  # the state is unchanged by this step
                 return found
         # A gradient that is not finite has already spoilt the state, one step before the loss.
         if not (math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"])):
@@ -137,7 +138,7 @@ class Guard(LoopHook):
 
 @dataclass
 class Log(LoopHook):
-    """Writes metrics down every so many steps; reading them then waits for nothing."""
+    """A writer of metrics at an interval; reading them then waits for no computation."""
 
     cadence: Cadence
     guard: Guard
@@ -155,7 +156,7 @@ class Log(LoopHook):
 
 @dataclass
 class Stop(LoopHook):
-    """Ends a run that was told to stop."""
+    """A check that ends a run that was asked to stop."""
 
     termination: Termination
     stopped: bool = False
@@ -174,10 +175,10 @@ class Stop(LoopHook):
 
 @dataclass
 class Between(LoopHook):
-    """Exchanges parameters between steps, where a strategy does so.
+    """An exchange of parameters between steps, for strategies that have one.
 
     Attributes:
-      exchange: from a state to the one that training goes on with.
+      exchange: function from a state to the state with which training continues.
     """
 
     outer: Outer
@@ -193,10 +194,10 @@ class Between(LoopHook):
 
 @dataclass
 class Evaluate(LoopHook):
-    """Measures held-out means.
+    """A measurement of held-out means.
 
     Attributes:
-      run: from a state to them.
+      run: function from a state to the means.
       best: the best held-out loss so far, if there was one.
       heldout: the last means.
     """
@@ -223,11 +224,12 @@ class Evaluate(LoopHook):
 
 @dataclass
 class Save(LoopHook):
-    """Saves a checkpoint when its turn comes, where a run stops, and what is best so far.
+    """A saver of checkpoints: when due, when a run stops, and when the loss is the best so far.
 
     Attributes:
-      save: (state, the best held-out loss so far, that of this step) to a checkpoint.
-      evaluate: knows the best; None without a held-out split.
+      save: function of (state, the best held-out loss so far, that of this step) that saves a
+        checkpoint.
+      evaluate: hook with the best loss; None without a held-out split.
     """
 
     cadence: Cadence
@@ -250,10 +252,10 @@ class Save(LoopHook):
 
 @dataclass
 class Snapshot(LoopHook):
-    """Copies the state when its turn comes, where it is not saved to something better anyway.
+    """A copier of the state, when due, unless the state is saved more durably at this step anyway.
 
     Attributes:
-      lasts: whether the copy is on a disk, and one in memory does not stand for it.
+      lasts: whether the copy is on a disk, so that a copy in memory does not replace it.
     """
 
     cadence: Cadence
@@ -275,33 +277,33 @@ class Snapshot(LoopHook):
 
 @dataclass
 class RunHooks:
-    """Hooks in their order, as the loop asks them."""
+    """The hooks of a run in order, as the loop calls them."""
 
     hooks: Sequence[LoopHook]
     stopped: bool = False
 
     def waiting(self, step: int) -> None:
-        """Tell each hook that the loop waits now."""
+        """Report to each hook that the loop waits now."""
         for hook in self.hooks:
             hook.waiting(step)
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
-        """Give the metrics of a step to each hook."""
+        """Pass the metrics of a step to each hook."""
         for hook in self.hooks:
             hook.metrics(step, values, step_seconds)
 
     def due(self, step: int) -> bool:
-        """Whether to wait for this step."""
+        """Return whether to wait for this step."""
         asked = [hook.due(step) for hook in self.hooks]  # all of them, at every step
         return any(asked)
 
     @property
     def told_to_stop(self) -> bool:
-        """Return whether this process was told to end the run, perhaps in the middle of a step."""
+        """Whether this process was asked to end the run, perhaps in the middle of a step."""
         return any(hook.told_to_stop for hook in self.hooks)
 
     def boundary(self, step: int, state: TrainState) -> tuple[TrainState, bool]:
-        """The state to go on with, and whether to stop."""
+        """Return the state to continue with, and whether to stop."""
         moment = Moment(step, state)
         for hook in self.hooks:
             hook.at(moment)
@@ -310,7 +312,7 @@ class RunHooks:
 
 
 def _improves(loss: float, best: float | None) -> bool:
-    """Whether a held-out loss is the best so far; one that is not finite neither is nor was."""
+    """Return whether a held-out loss is the best so far; a loss that is not finite never is."""
     if best is None or not math.isfinite(best):
         return math.isfinite(loss)
     return math.isfinite(loss) and loss < best

@@ -1,4 +1,4 @@
-"""Hooks that a config names: the user's own, and trackers."""
+"""The hooks that a config names: the user's own hooks, and trackers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def named_hooks(config: ExperimentConfig, document: Document) -> Iterator[Hook]:
     """Make the hooks of `run.hooks`, and of `metrics.trackers`.
 
     Raises:
-      ConfigError: one cannot be imported or made, or is no hook; a package is missing.
+      ConfigError: a hook cannot be imported or made, or is not a hook; a package is missing.
     """
     for at, one in enumerate(config.run.hooks):
         with at_setting(document, "run", "hooks", at):

@@ -1,4 +1,4 @@
-"""A tracker as a hook: what it raises is told, and the run goes on."""
+"""A tracker as a hook: its errors are reported, and the run continues."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from jaxdist.types import JsonObject
 
 KEPT, VERSIONS = "trackers.json", "versions.json"
 GIVEN_UP = 3
-"""So many failures in a row, and the tracker gets no more: each may have waited for a network."""
+"""Number of failures in a row after which a tracker is not called again: each may have waited for a
+network."""
 
 
 class Track(Hook):
-    """Gives a tracker what the run writes down.
+    """A hook that passes the records of a run to a tracker.
 
     Args:
-      key: what the tracked run is kept under in the run directory, for the run that goes on.
+      key: key of the tracked run's id in the run directory, for resuming the tracked run.
     """
 
     def __init__(self, tracker: Tracker, key: str) -> None:
@@ -81,7 +82,7 @@ class Track(Hook):
 
 
 def summary_of(outcome: Outcome) -> dict[str, float]:
-    """The last metrics by `split/name`, and where the time went.
+    """Return the last metrics by `split/name`, and the time of the run by use.
 
     >>> summary_of(Outcome(9, metrics={"loss": 1.5}, goodput={"goodput": 0.5}))
     {'step': 9, 'train/loss': 1.5, 'goodput/goodput': 0.5}
@@ -96,7 +97,7 @@ def summary_of(outcome: Outcome) -> dict[str, float]:
 
 
 def _read(path: Path) -> JsonObject:
-    """The object in a file; empty where there is none, or a damaged one."""
+    """Read the object in a file; empty where there is no file, or a damaged file."""
     with suppress(OSError, ValueError):
         found: Any = read_json(path)
         if isinstance(found, dict):

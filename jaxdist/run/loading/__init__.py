@@ -1,1 +1,1 @@
-"""What runs load of checkpoints beside their own whole state."""
+"""The loading of checkpoints: the states with which runs begin, and parts of other runs' states."""

@@ -26,14 +26,14 @@ from jaxdist.types import PyTree
 def begin_with(
     program: Program, begin: BeginWith, *, say: Callable[[str], None]
 ) -> tuple[TrainState, int]:
-    """A first state with a part of another run's, to the bit, and the step it had there.
+    """Return an initial state with a part of another run's, to the bit, and the step of that part.
 
-    What is not taken begins as it does with these parameters: moments at zero, master weights as
-    copies of them. The run begins at step 0, whatever the part.
+    The rest begins as it does with these parameters: moments at zero, master weights as copies of
+    them. The run begins at step 0, whatever the part.
 
     Raises:
-      CheckpointError: no such run or checkpoint, or it does not have the part as it is wanted.
-      ConfigError: the part is none of this program's state.
+      CheckpointError: no such run or checkpoint, or a checkpoint without a part that fits.
+      ConfigError: this program's state does not have the part.
     """
     names = check_begin(program, begin)
     directory = RunDirectory(Path(begin.run))
@@ -42,11 +42,11 @@ def begin_with(
 
 
 def check_begin(program: Program, begin: BeginWith) -> list[str]:
-    """The arrays that a run is to begin with, as far as manifests tell whether it can.
+    """Return the arrays that a run is to begin with, after a check of the manifests.
 
     Raises:
-      CheckpointError: no such run or checkpoint, or it does not have the part as it is wanted.
-      ConfigError: the part is none of this program's state.
+      CheckpointError: no such run or checkpoint, or a checkpoint without a part that fits.
+      ConfigError: this program's state does not have the part.
     """
     directory = RunDirectory(Path(begin.run)).checkpoints
     names = [name for name in part_names(program, begin.parts) if name != "step"]
@@ -74,10 +74,10 @@ def load_part(
     step: int | None = None,
     say: Callable[[str], None],
 ) -> Restored:
-    """A program's first state with the named arrays of a run's newest whole checkpoint.
+    """Return a program's initial state with named arrays of a run's newest complete checkpoint.
 
     Raises:
-      CheckpointError: there is none, or it does not have them as they are wanted.
+      CheckpointError: there is no checkpoint, or it lacks arrays that fit.
     """
     adapt = part_of(program, names, where=str(directory.checkpoints))
     restored = restore_as(directory.checkpoints, adapt, step=step, on_event=say)
@@ -86,10 +86,10 @@ def load_part(
 
 
 def part_of(program: Program, names: Sequence[str], *, where: str) -> Adapt:
-    """What is loaded of a checkpoint for a part of a state, and what becomes of it.
+    """Return the choice of a checkpoint's arrays for a part of a state, and their conversion.
 
     Args:
-      where: the checkpoint, for messages.
+      where: name of the checkpoint in messages.
     """
     return partial(_part, program, frozenset(names), where)
 
@@ -105,7 +105,7 @@ def _part(
 
 
 def _begun(program: Program, names: frozenset[str], loaded: PyTree) -> TrainState:
-    """A first state with these arrays, which are as checkpoints have them."""
+    """Return an initial state with these arrays, which are in the form of checkpoints."""
     home = program.home
     state = home.from_files(_merged(home.to_files(program.init()), loaded))
     return _merged(_restarted(program, state), only(state, names))
@@ -118,7 +118,7 @@ def _merged(state: TrainState, part: PyTree) -> TrainState:
 
 
 def _restarted(program: Program, state: TrainState) -> TrainState:
-    """The state with what is made of parameters made of those that it has."""
+    """Return the state with everything that is derived from parameters derived from its own."""
 
     def restart(stored: TrainState) -> TrainState:
         own = program.home.used(stored)

@@ -1,4 +1,4 @@
-"""Checkpoints whose parameters lie in another order than the one they were trained in.
+"""Checkpoints whose parameters are stored in another order than that in which they were trained.
 
 While checkpoints had format 1, ZeRO 3 with an explicit reduction also split dims that another mesh
 axis splits. It stored those shards in one order and gathered them in another: the model was trained
@@ -27,7 +27,7 @@ def check_order(run: RunDirectory, step: int) -> None:
     """Refuse a checkpoint of misordered parameters.
 
     Raises:
-      CheckpointError: names the first of the parameters.
+      CheckpointError: the parameters are misordered; the message names the first.
     """
     path = step_directory(run.checkpoints, step)
     manifest = read_manifest(path)
@@ -53,7 +53,7 @@ def check_order(run: RunDirectory, step: int) -> None:
 
 
 def _specs(arrays: Path) -> dict[int, list[Any]]:
-    """The partition spec of each array, by its number, as orbax wrote it down."""
+    """Return the partition spec of each array by its number, as orbax recorded it."""
     noted = read_json(arrays / "_sharding")
     return {
         int(base64.b64decode(number)): parse_json(text).get("partition_spec", [])

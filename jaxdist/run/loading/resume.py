@@ -1,4 +1,4 @@
-"""The state that a run goes on with: fresh, saved by itself, or a part of another run's."""
+"""The state with which a run continues: initial, its own, or with a part of another run's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxdist.train.state import TrainState
 from jaxdist.types import Json
 
 Beginning = tuple[TrainState, Mapping[str, Json]]
-"""A state, and what was kept beside it."""
+"""A state, and the metadata that was kept next to it."""
 
 
 def beginning(
@@ -28,14 +28,14 @@ def beginning(
     *,
     resume: bool,
 ) -> Beginning:
-    """Load the newest that is whole where a run goes on, else make its first state.
+    """Load the newest complete state of a resumed run; otherwise create the first state.
 
     Args:
       say: prints a line with rich's markup.
 
     Raises:
       RunError: the state does not fit the memory.
-      CheckpointError: what is there cannot be trusted, or does not fit.
+      CheckpointError: the saved state cannot be trusted, or does not fit.
     """
     check_state_fits(experiment.program.state_shapes)
     if resume:

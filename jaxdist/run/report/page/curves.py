@@ -87,7 +87,8 @@ def _points(steps: np.ndarray, values: np.ndarray) -> list[Json]:
 
 
 def _rounded(value: float) -> float:
-    """
+    """Round a value to the digits that the page shows.
+
     >>> _rounded(0.123456789), _rounded(3.0)
     (0.1234568, 3)
     """

@@ -95,7 +95,8 @@ def _configured(directory: RunDirectory) -> JsonObject:
 
 
 def _text(value: Json) -> str:
-    """
+    """Format a setting, at most `MOST_LETTERS` letters long.
+
     >>> _text(None), _text(1e-3), _text("gpt")
     ('null', '0.001', 'gpt')
     """
