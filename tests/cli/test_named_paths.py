@@ -27,7 +27,7 @@ READ = {
     "generate run": ["generate", "@", "--prompt", "a"],
     "eject config": ["eject", "@"],
     "replay run": ["replay", "@"],
-    "report run": ["report", "@"],
+    "report runs": ["report", "@"],
     "parity config": ["parity", "@"],
     "inspect config": ["inspect", "@"],
     "inspect diff": ["inspect", CONFIG, "--diff", "@"],
@@ -54,6 +54,7 @@ WRITTEN = {
     "eject out": ["eject", "digits.yaml", "--out", "@"],
     "init to": ["init", "gpt/quickstart", "--to", "@"],
     "data tokenize out": ["data", "tokenize", "@", "text.txt", "--vocab-size", "300"],
+    "report html": ["report", "arun", "--html", "@"],
     "pipeline show svg": [*SCHEDULE, "--svg", "@"],
     "pipeline show trace": [*SCHEDULE, "--trace", "@"],
     "pipeline show csv": [*SCHEDULE, "--csv", "@"],
@@ -69,6 +70,8 @@ EMPTY_IS_GOOD = {"simulate choice settings", "simulate fleet settings"}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("paths")
     (found / "adir").mkdir()
+    (found / "arun").mkdir()
+    (found / "arun/config.yaml").write_text("seed: 0\n")
     (found / "empty").touch()
     (found / "binary").write_bytes(b"\xff\xfe\x00\x01" * 8)
     (found / "file").write_text("text\n")

@@ -6,6 +6,7 @@ import html
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
@@ -85,6 +86,8 @@ def write_page(
         temporary.write_bytes(page)
         temporary.replace(file)
     except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise RunError(
             f"cannot write the page to {file}: {error.strerror}; choose another file"
         ) from error
