@@ -1,4 +1,4 @@
-"""What servers, workers and the simulator agree on: arrays by name, and which go as they are."""
+"""The types that servers, workers and the simulator share: arrays by name, and state of a rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RuleState = PyTree
 def vectors(dims: Mapping[str, Dims]) -> frozenset[str]:
     """Return the parameters of less than two dims, layers not counted.
 
-    They are small, and hurt most by a codec, so that pushes carry them as they are.
+    They are small, and hurt most by a codec, so that pushes carry them whole.
 
     >>> sorted(vectors({"kernel": ("embed", "mlp"), "scale": ("layers", "embed")}))
     ['scale']

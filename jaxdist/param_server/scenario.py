@@ -20,7 +20,7 @@ class Straggler(Config):
     worker: WorkerNumber
     """Its number."""
     factor: PositiveFloat
-    """Its steps take so many times as long."""
+    """Factor on the time of its steps."""
     start_seconds: NonNegativeFloat = 0.0
     """When it begins."""
     stop_seconds: NonNegativeFloat | None = None
@@ -35,40 +35,40 @@ class Crash(Config):
     at_seconds: NonNegativeFloat
     """When it dies."""
     back_seconds: NonNegativeFloat | None = None
-    """When it begins anew, as a new client; null: never."""
+    """When it restarts, as a new client; null: never."""
 
 
 class Pause(Config):
-    """A server that takes nothing in for a time, and then goes on with all that it had."""
+    """A server that accepts nothing for a time, and then continues with its state."""
 
     server: Annotated[int, Field(ge=0)]
     """Its number."""
     at_seconds: NonNegativeFloat
     """When it stops."""
     back_seconds: NonNegativeFloat
-    """When it goes on; messages that came in between are sent again."""
+    """When it continues; messages that arrived in between are sent again."""
 
 
 class Link(Config):
-    """What a network card and the way to it do to messages."""
+    """The effect of a network card, and of the network to it, on messages."""
 
     bytes_per_second: PositiveFloat = 1.25e9
-    """Of a worker's card, in each direction: 10 Gbit/s."""
+    """Bandwidth of a worker's card, in each direction; the default is 10 Gbit/s."""
     server_bytes_per_second: PositiveFloat = 1.25e9
-    """Of a server's card, in each direction."""
+    """Bandwidth of a server's card, in each direction."""
     latency_seconds: NonNegativeFloat = 1e-4
     """From one card to another, besides the bytes."""
     jitter_seconds: NonNegativeFloat = 0.0
-    """Up to so much more, drawn for each message: they overtake each other."""
+    """Largest additional latency, drawn for each message, so that messages overtake each other."""
     unevenness: NonNegativeFloat = 0.1
-    """Of messages that share a card from the same moment on: the standard deviation of the
-    logarithm of a message's share, drawn for each."""
+    """Standard deviation of the logarithm of a message's share of a card that it shares with
+    messages of the same moment, drawn for each."""
     loss: Chance = 0.0
     """Share of messages that do not arrive."""
     copies: Chance = 0.0
     """Share of messages that arrive twice."""
     retry_seconds: PositiveFloat = 0.2
-    """How long after a loss the worker sends again."""
+    """Time from a loss until the worker sends again."""
 
 
 class SimulationConfig(Config):
@@ -85,13 +85,13 @@ class SimulationConfig(Config):
     pauses: tuple[Pause, ...] = ()
     """Servers that stop for a time."""
     detect_seconds: NonNegativeFloat = 1.0
-    """From a worker's death to when nobody waits for it any more."""
+    """Time from a worker's death until the others no longer wait for it."""
     link: Link = Link()
     """The network."""
     seconds: PositiveFloat | None = None
     """Virtual time that ends the run; null: when all have taken their steps."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Of noise, jitter, losses and copies."""
+    """Seed of noise, jitter, losses and copies."""
 
     def speeds(self, workers: int) -> tuple[float, ...]:
         """The time of one gradient by worker.
@@ -132,7 +132,7 @@ class SimulationConfig(Config):
                 )
 
     def paused_until(self, server: int, now: float) -> float | None:
-        """When a server that is stopped goes on; None: it is not stopped."""
+        """Return the time at which a stopped server continues; None: it is not stopped."""
         ends = (
             one.back_seconds
             for one in self.pauses
@@ -141,7 +141,7 @@ class SimulationConfig(Config):
         return max(ends, default=None)
 
     def factor(self, worker: int, now: float) -> float:
-        """How many times as long a step of a worker takes that begins now."""
+        """Return the factor on the time of a worker's step that begins now."""
         found = 1.0
         for one in self.stragglers:
             stop = float("inf") if one.stop_seconds is None else one.stop_seconds
@@ -154,7 +154,7 @@ def shares_by_speed(step_seconds: Sequence[float], batch_size: int) -> tuple[int
     """A batch shared out so that workers of unequal speed take about equal time.
 
     Args:
-      step_seconds: of one example, by worker.
+      step_seconds: time of one example, by worker.
 
     Raises:
       ConfigError: fewer examples than workers.

@@ -1,7 +1,7 @@
 """A process of a run, started by its supervisor as `python -m` this module and a role: server,
 aggregator or worker.
 
-The first line of its input is the setup, later ones are orders; the end of its input ends it.
+The first line of its input is the setup, later lines are orders; the end of its input ends it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BETWEEN_SECONDS = 0.02
 
 
 class ServerProcess:
-    """One server: its shard, its port, and a thread that writes checkpoints."""
+    """A server: its shard, its port, and a thread that writes checkpoints."""
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.run, self.number, self.parent = run_of(setup), setup["number"], parent
@@ -75,7 +75,7 @@ class ServerProcess:
         parent.say("listening", ports=[self.rpc.port])
 
     def order(self, what: JsonObject) -> None:
-        """What the supervisor says."""
+        """Follow an order of the supervisor."""
         match what:
             case {"leave": int(client)}:
                 self.server.leave(client)
@@ -125,7 +125,7 @@ class ServerProcess:
 
 
 class WorkerProcess:
-    """One worker: its part of each batch, and its sessions with all servers."""
+    """A worker: its part of each batch, and its sessions with all servers."""
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.setup, self.parent = setup, parent
@@ -149,7 +149,7 @@ class WorkerProcess:
         self.worker = Worker(*given, self._measure, self._tell)
 
     def order(self, what: JsonObject) -> None:
-        """What the supervisor says."""
+        """Follow an order of the supervisor."""
         match what:
             case {"stop": int(clock)}:
                 self.worker.stop = clock

@@ -16,10 +16,10 @@ STATS_SECONDS = 1.0
 
 
 class AggregatorProcess:
-    """One rack's: towards its workers as many servers as there are, towards each of them a client.
+    """The aggregator of a rack: towards its workers all servers, towards each server a client.
 
-    Its numbers there are its own and every so many after it as there are racks: the supervisor lets
-    the next one in.
+    Its client numbers are the number of its rack and, after each time that it left, that number
+    plus the count of racks; the supervisor admits the next.
     """
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
@@ -52,7 +52,7 @@ class AggregatorProcess:
         parent.say("listening", ports=[rpc.port for rpc in self.rpcs])
 
     def order(self, what: JsonObject) -> None:
-        """What the supervisor says."""
+        """Follow an order of the supervisor."""
         for one in self.aggregators:
             match what:
                 case {"leave": int(client)}:

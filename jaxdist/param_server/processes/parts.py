@@ -11,7 +11,7 @@ from jaxdist.train.strategy.config import ParameterServer
 
 
 def sharded_of(experiment: Experiment) -> Sharded:
-    """How the state of an experiment lies on its servers."""
+    """Return the distribution of an experiment's state over its servers."""
     config = experiment.config
     strategy = config.strategy
     assert isinstance(strategy, ParameterServer), strategy.type

@@ -1,4 +1,4 @@
-"""What processes of a run have in common: its experiment, and their way to servers."""
+"""The common part of a run's processes: its experiment, and their connections to servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_of(setup: JsonObject) -> Path:
     """Return the run directory of a setup.
 
     Raises:
-      RunError: another run lies there by now.
+      RunError: the directory belongs to another run by now.
     """
     run = Identity.of(setup["run"])
     assert run.path is not None
@@ -30,17 +30,17 @@ def run_of(setup: JsonObject) -> Path:
 
 
 def experiment_of(setup: JsonObject) -> tuple[Experiment, Sharded]:
-    """Return the experiment of a setup's run, and how its state lies on servers.
+    """Return the experiment of a setup's run, and the distribution of its state over servers.
 
     Raises:
-      RunError: another run lies at its path by now.
+      RunError: its directory belongs to another run by now.
     """
     run_of(setup)
     return sharded_run(Path(setup["config"]))
 
 
 def sharded_run(path: Path) -> tuple[Experiment, Sharded]:
-    """Return the experiment of a run's config, and how its state lies on servers."""
+    """Return the experiment of a run's config, and the distribution of its state over servers."""
     document, config = load(path)
     experiment = build(config, document)
     return experiment, sharded_of(experiment)

@@ -45,12 +45,12 @@ class Child(children.Child):
 
 @dataclass
 class Team:
-    """Who computes.
+    """The workers of a run.
 
     Attributes:
-      workers: by client number.
-      slots: by client number, which part of each batch is its.
-      deaths: by slot, in a row without a clock between.
+      workers: client number to process.
+      slots: client number to the number of its part of each batch.
+      deaths: slot to its deaths in a row, without a finished clock in between.
       done: slots that have taken all their clocks.
     """
 

@@ -30,7 +30,7 @@ FOLDER = "shards"
 
 
 def directory_of(run: Path, server: int) -> Path:
-    """Where a server's checkpoints lie."""
+    """Return the directory of a server's checkpoints."""
     return run / FOLDER / f"server_{server}"
 
 

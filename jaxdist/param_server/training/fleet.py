@@ -18,7 +18,7 @@ class Starts(Protocol):
 
 
 class Fleet:
-    """The processes that a run cannot lose, and what they are told of workers.
+    """The processes that a run cannot lose; it tells them which workers leave and join.
 
     Args:
       start: starts a process.
@@ -54,12 +54,12 @@ class Fleet:
         return [port for child in children for port in self._ports[child]]
 
     def _in_front(self, slot: int) -> list[Child]:
-        """Whom a worker pushes to."""
+        """Return the processes that a worker pushes to."""
         rack = self.cluster.rack_of(slot)
         return self.servers if rack is None else [self.aggregators[rack]]
 
     def ports(self, slot: int) -> list[int]:
-        """Of those that a worker pushes to, one for each server."""
+        """Return the ports that a worker pushes to, one for each server."""
         return self._ports_of(self._in_front(slot))
 
     def leave(self, client: int, slot: int) -> None:

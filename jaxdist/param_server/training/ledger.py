@@ -1,4 +1,4 @@
-"""What a supervisor knows of a run: the reports of workers and servers, put together by clock."""
+"""The supervisor's record of a run: reports of workers and servers, collected by clock."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jaxdist.types import JsonObject
 
 Rate = Callable[[int], float]
 Sums = Mapping[str, Sequence[float]]
-"""What a loss measures, by name: total and weight."""
+"""Name of each value that the loss measures, to its total and weight."""
 
 
 class Ledger:
     """Reports by clock.
 
     Args:
-      names: of the values that a step's metrics have.
+      names: names of the values in a step's metrics.
       rate: step to learning rate.
       first: the clock that the run begins with.
 
@@ -51,7 +51,7 @@ class Ledger:
 
     @property
     def clock_seconds(self) -> float:
-        """Of the fastest worker's last clock."""
+        """The time of the fastest worker's last clock."""
         return min((report["seconds"] for report in self._workers.values()), default=1.0)
 
     @property
@@ -78,13 +78,13 @@ class Ledger:
         spent[1] += report["waited_seconds"]
 
     def applied(self, server: int, report: JsonObject) -> None:
-        """What a server has applied, with squared norms by version; its floor; what it counts."""
+        """Record what a server applied: squared norms by version, its floor and its counts."""
         self._squares[server] |= {int(version): square for version, square in report["squares"]}
         self._stats[server] = report["stats"]
         self._floors[server] = report["stats"]["floor"]
 
     def forwarded(self, aggregator: int, stats: JsonObject) -> None:
-        """What an aggregator counts."""
+        """Record the counts of an aggregator."""
         self._aggregators[aggregator] = stats
 
     def complete(self, clock: int, done: set[int]) -> bool:
@@ -94,10 +94,10 @@ class Ledger:
         return all(at >= clock for slot, at in self.progress.items() if slot not in done)
 
     def metrics(self, clock: int, step: int) -> tuple[list[float], float]:
-        """The values of a step in the order of their names, and how long it took.
+        """Return the values of a step in the order of their names, and its duration.
 
-        Where all died between a push and its loss (elastic averaging pushes first), the loss is
-        that of the clock before; so it is where nobody's examples had any weight.
+        The loss is that of the clock before if all workers died between a push and its loss
+        (elastic averaging pushes first), or if no worker's examples had any weight.
         """
         self._last_sums = self._sums.pop(clock, self._last_sums)
         totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -116,7 +116,7 @@ class Ledger:
         return [values.get(name, math.nan) for name in self.names], took
 
     def _norm(self, clock: int) -> float:
-        """Of what was applied in a step: the root of the servers' mean squares, added up."""
+        """Return the norm of a step's updates: the root of the sum of the servers' mean squares."""
         per_step = self.cluster.updates_per_step
         before = clock * per_step
         for server, squares in self._squares.items():

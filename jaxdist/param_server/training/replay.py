@@ -22,7 +22,7 @@ from jaxdist.param_server.training.worker import Computation, Flats
 Key = tuple[int, int]
 """A client and a clock of it: one change, a part of which went to each server."""
 Pushes = Mapping[Key, Push]
-"""What came in at a server."""
+"""The pushes that a server received."""
 BatchesOf = Callable[[int, int], Sequence[DeviceBatch]]
 """The batches of a client's clock."""
 
@@ -32,15 +32,15 @@ class _NotYetError(Exception):
 
 
 class Replay:
-    """Servers and workers without processes, in the order that was written down.
+    """Servers and workers without processes, in the recorded order of messages.
 
-    What workers computed is computed again, from the versions that they said. It needs the memory
-    of those versions at a time that are still to be computed from.
+    The changes of workers are computed again, from the recorded versions. The cost in memory is one
+    copy of the parameters for each version that a later change is computed from.
 
     Args:
-      start: of each server.
-      states: of the protocol, as servers began.
-      logs: of each server.
+      start: the state of each server at the beginning.
+      states: the state of the protocol at each server's beginning.
+      logs: the recorded messages of each server.
       work: a new computation for a client.
       due: a clock; what servers saved at it is in `reached`.
 
@@ -141,7 +141,7 @@ class Replay:
 
 
 class _Server:
-    """One server again.
+    """A server of the replay.
 
     Attributes:
       versions: parameters that changes were computed from which are not computed again yet.
@@ -170,7 +170,7 @@ class _Server:
         self.reached: ShardState | None = None
 
     def used(self, version: int) -> None:
-        """One change less is to be computed from a version."""
+        """Record that a change was computed from a version; drop the version after the last."""
         self._wanted[version] -= 1
         if not self._wanted[version] and version < self._newest:
             del self.versions[version]

@@ -56,7 +56,7 @@ def check_separable(transform: optax.GradientTransformationExtraArgs, params: Pa
 
 
 def _halves(count: int) -> list[frozenset[int]]:
-    """None; then sets such that any two numbers are told apart by one that has only the first."""
+    """Return the empty set, then sets such that for any two numbers one has only the first."""
     found = [frozenset[int]()]
     for bit in range(max(count - 1, 0).bit_length()):
         one = frozenset(at for at in range(count) if at >> bit & 1)

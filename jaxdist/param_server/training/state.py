@@ -30,7 +30,7 @@ from jaxdist.types import OptState, Params, PyTree, Updates
 
 @dataclass(frozen=True)
 class ShardState:
-    """What a server has, on the host.
+    """The state of a server, on the host.
 
     Attributes:
       floor: all changes of earlier clocks, of all workers, are in it.
@@ -46,11 +46,11 @@ class ShardState:
 
 @dataclass(frozen=True)
 class Sharded:
-    """How a program's state lies on servers.
+    """The distribution of a program's state over servers.
 
     Attributes:
-      program: of all workers together: what evaluates and what a checkpoint is of.
-      seed: of the run.
+      program: the program of all workers together, which evaluates and is saved.
+      seed: the seed of the run.
     """
 
     cluster: Cluster
@@ -61,7 +61,7 @@ class Sharded:
 
     @cached_property
     def codes(self) -> tuple[Codes, ...]:
-        """How pushes to each server are written; () where they go as they are."""
+        """The encoding of pushes to each server; () where pushes are not encoded."""
         codec = self.cluster.codec
         if codec is None:
             return ()
@@ -70,7 +70,7 @@ class Sharded:
 
     @property
     def pushes(self) -> tuple[Spec, ...]:
-        """What workers push to each server."""
+        """The form of a push to each server."""
         return tuple(one.spec for one in self.codes or self.layouts)
 
     @cached_property
@@ -80,7 +80,7 @@ class Sharded:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters, by name."""
+        """Name of each parameter to its shape."""
         return {n: tuple(s.shape) for n, s in flatten_with_names(self.program.model.params)}
 
     def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
@@ -99,8 +99,7 @@ class Sharded:
 
     @property
     def schedule(self) -> optax.Schedule:
-        """Updates of a server to the learning rate: where each worker's gradient is one, so many
-        together are a step."""
+        """Updates of a server to the learning rate; a step is `updates_per_step` of them."""
         per_step, schedule = self.cluster.updates_per_step, self.program.optimizer.schedule
         return (
             schedule if per_step == 1 else lambda count: schedule(jnp.floor_divide(count, per_step))
@@ -120,7 +119,7 @@ class Sharded:
         return jax.eval_shape(self.transform(layout).init, shapes(layout))
 
     def parted(self, state: TrainState, clock: int) -> list[ShardState]:
-        """A state as its servers have it; optimizers that are not the model's own begin anew."""
+        """Split a state among its servers; optimizers other than the model's own start afresh."""
         names = flatten_with_names(state.params)
         arrays = {name: np.asarray(leaf) for name, leaf in names}
         saved = {name: np.asarray(leaf) for name, leaf in flatten_with_names(state.opt_state)}
@@ -195,10 +194,11 @@ def _by_own_names(
 ) -> optax.GradientTransformationExtraArgs:
     """A transformation that sees the model's tree, with None for what the shard does not have.
 
-    What an imported one does may depend on names; its parameters are whole on one server.
+    The update of an imported transformation may depend on names; each of its parameters is whole on
+    one server.
 
     Args:
-      names: of the parameters, by key of their range.
+      names: key of a range to the name of its parameter.
     """
     structure = jax.tree.structure(params)
     order = [name for name, _ in flatten_with_names(params)]

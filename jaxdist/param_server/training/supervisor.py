@@ -34,10 +34,10 @@ LOGS = "logs"
 POLL_SECONDS = 0.2
 SIGNS_OF_LIFE = frozenset({"listening", "measured", "clock", "saved"})
 AHEAD_SECONDS = 1.0
-"""A run that is to stop stops so much later: at a clock that nobody has passed when it hears."""
+"""Delay between the order to stop and the clock to stop at, which no worker may have passed."""
 STOP_SECONDS = 20.0
-"""A run that was told to stop is ended after so long without a sign of life, or after two of its
-clocks more where they are long. Schedulers kill what is still there after 30 s."""
+"""Time without a sign of life after which a run that is to stop is ended; two of its clocks are
+added where they are long. Schedulers kill a process that is still there after 30 s."""
 
 
 class Supervisor:
@@ -96,7 +96,7 @@ class Supervisor:
                 yield step
 
     def _shards(self, state: TrainState) -> None:
-        """What servers begin with: their own files of this clock, or parts of the checkpoint."""
+        """Give servers their start: their own files of this clock, or parts of the checkpoint."""
         clear(self.directory)
         try:
             for layout in self.sharded.layouts:
@@ -164,7 +164,7 @@ class Supervisor:
         return event
 
     def _check_stop(self, what: str) -> None:
-        """End a run that was told to stop and in which nothing happens any more.
+        """End a run that is to stop and in which nothing happens any more.
 
         Raises:
           StoppedError: it does not get to the clock that it was to stop at.
@@ -183,7 +183,7 @@ class Supervisor:
             )
 
     def _silent(self, what: str) -> None:
-        """Nobody gets on: end those whom all wait for, so that others take their place."""
+        """End the workers that all others wait for, so that new workers take their place."""
         seconds = self.cluster.processes.deadline_seconds
         late = self._late()
         if not late:
@@ -323,7 +323,7 @@ def supervise(sharded: Sharded, prepared: Prepared, *, module: str, config: Path
 
 @contextmanager
 def _token(given: Path | None) -> Iterator[Path]:
-    """The file of the token; a new one in a folder that nobody else can enter."""
+    """Yield the file of the token; by default a new token, in a folder of this user alone."""
     if given is not None:
         yield given.absolute()
         return

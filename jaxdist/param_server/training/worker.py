@@ -31,16 +31,16 @@ Flats = list[np.ndarray]
 
 
 Measured = Mapping[str, tuple[float, float]]
-"""What the loss measures, by name: totals and weights."""
+"""Name of each value that the loss measures, to its total and weight."""
 
 
 @dataclass(frozen=True)
 class Clocked:
-    """What a worker tells of one clock, when the next can begin.
+    """A worker's report of one clock, sent when the next can begin.
 
     Attributes:
-      seconds: it took; of these it `waited_seconds` for servers.
-      versions: of the parameters it computed from, by server.
+      seconds: duration of the clock; `waited_seconds` of it is the wait for servers.
+      versions: by server, the version of the parameters that the change was computed from.
     """
 
     clock: int
@@ -67,7 +67,7 @@ def share_of(sharded: Sharded, loader: Loader, microbatches: int) -> Program:
     """The program of a worker: the same on its part of a batch.
 
     Args:
-      loader: of that part.
+      loader: loader of that part.
     """
     program = sharded.program
     compute = program.compute.resized(microbatches)
@@ -87,7 +87,7 @@ class _OnDevices:
     slot: int
 
     def draw(self, step: int) -> np.int32:
-        """What random layers draw from: anew for each step and worker."""
+        """Return the seed of random layers, another for each step and worker."""
         return np.int32(step * self.sharded.cluster.workers + self.slot)
 
     def tree(self, flats: Flats) -> PyTree:
@@ -128,7 +128,8 @@ class LocalSteps(_OnDevices):
     """Trains by itself with an optimizer of its own, and pushes what its steps changed.
 
     Attributes:
-      alpha: of elastic averaging, whose exchange comes before the steps; None pushes after them.
+      alpha: rate of elastic averaging, whose exchange precedes the steps; None pushes after
+        them.
     """
 
     alpha: float | None = None
@@ -163,7 +164,7 @@ class LocalSteps(_OnDevices):
                 state, _ = self.program.update(replace(state, step=step), found)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
             if number == 0 and self._pull is not None:
-                # The paper takes the gradient where the worker stood before it was pulled.
+                # The paper takes the gradient at the worker's parameters before the pull.
                 moved = zip(self.flats(state.params), self._pull, strict=True)
                 state = replace(state, params=self.tree([x - pull for x, pull in moved]))
         assert total is not None
@@ -179,7 +180,7 @@ class LocalSteps(_OnDevices):
 
 
 def computation(sharded: Sharded, program: Program, slot: int) -> Computation:
-    """How a worker comes from parameters to what it pushes."""
+    """Return the computation that turns parameters into what a worker pushes."""
     cluster = sharded.cluster
     model = cluster.consistency
     if model.payload == "gradient":
@@ -190,10 +191,10 @@ def computation(sharded: Sharded, program: Program, slot: int) -> Computation:
 
 @dataclass
 class Worker:
-    """One worker of a run.
+    """A worker of a run.
 
     Attributes:
-      loader: of its part of each batch.
+      loader: loader of its part of each batch.
       slot: its number among those that compute; one that takes the place of another has the same.
       stop: the clock before which it ends; may be lowered while it runs.
       measure: called with a clock and what its loss measured, before its gradient is pushed: of
