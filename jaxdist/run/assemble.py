@@ -1,4 +1,4 @@
-"""The hooks of a run's loop: what its config asks for between steps."""
+"""The hooks of a run's loop, from its config."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from jaxdist.types import Json
 
 @dataclass(frozen=True)
 class HookParts:
-    """What the hooks of a run work with.
+    """The parts that the hooks of a run use.
 
     Attributes:
-      kept: saved beside each state.
+      kept: metadata that is saved next to each state.
     """
 
     experiment: Experiment
@@ -51,20 +51,21 @@ class HookParts:
     kept: Mapping[str, Json]
 
     def every(self, steps: int | None) -> Cadence:
-        """Every so many steps, and after the last."""
+        """Return the cadence of a number of steps, which includes the last step."""
         return Cadence(steps, self.experiment.total_steps)
 
 
 def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Evaluate | None]:
-    """What happens between steps of any run; and what evaluates, if something does.
+    """Return the hooks of any run's loop, and the hook that evaluates, if there is one.
 
     Args:
-      best: the best held-out loss so far of a run that goes on.
+      best: the best held-out loss so far of a resumed run.
     """
     experiment, tiers = parts.experiment, parts.tiers
     config, program, writer = experiment.config, experiment.program, parts.writer
     checked = config.train.check_replicas
-    # A flipped bit may also make numbers infinite; those of the run itself do so again.
+    # A flipped bit may also make numbers infinite; a run whose own numbers are infinite repeats
+    # them.
     restores = 0 if checked is None else min(checked.restores, 1)
     guard = Guard(program.metrics, tiers.store, program.optimizer.max_skipped, restores)
     log = Log(parts.every(config.train.log_every), guard, parts.progress, writer)
@@ -76,7 +77,8 @@ def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Eval
         hooks.append(CompareReplicas(*compared, writer, parts.account))
     measured = _evaluate(parts, best)
     hooks.extend([measured] if measured is not None else [])
-    # What an agent sees fail goes on from memory; disk is for what takes the machine too.
+    # After a failure that an agent sees, a run with snapshots in memory continues from them: the
+    # disk is for the loss of the machine.
     seen = parts.files.agent.sees_failures and config.checkpoint.memory_every is None
     cadence = _cadence(config.checkpoint.every, Kind.CHECKPOINT_BLOCKED, parts, seen=seen)
     hooks.append(Save(cadence, _saving(parts), measured))
@@ -130,10 +132,10 @@ def _taking(
 
 
 def _cadence(every: int | str, kind: Kind, parts: HookParts, *, seen: bool) -> Cadence:
-    """So many steps, or what the run chooses.
+    """Return a cadence of a fixed number of steps, or one that the run chooses.
 
     Args:
-      seen: whether failures that an agent writes down are those that such a save is for.
+      seen: whether the agent records the failures that such a save is for.
     """
     if isinstance(every, int):
         return parts.every(every)

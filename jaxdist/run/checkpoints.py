@@ -1,4 +1,4 @@
-"""A program's state to a checkpoint, and back from one that any plan saved."""
+"""The conversion of a program's state to a checkpoint, and back from a checkpoint of any plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def save(
     """Save a state under its own step; see `CheckpointStore.save`.
 
     Args:
-      parts: patterns of what is saved of it, see `jaxdist.checkpoint.parts`; None is all.
+      parts: patterns of the parts to save, see `jaxdist.checkpoint.parts`; None is all.
     """
     saved, shapes = program.home.to_files(state), program.own_shapes
     if parts is not None:
@@ -52,24 +52,25 @@ def restore(
     step: int | None = None,
     say: Callable[[str], None] = print,
 ) -> Restored:
-    """The newest whole checkpoint (or that of `step`) as `program` has its state.
+    """Restore the newest complete checkpoint (or that of `step`) in the form of `program`.
 
     Args:
-      say: called with a line where something of the checkpoint is not used.
+      say: called with a line where a part of the checkpoint is not used.
 
     Raises:
-      CheckpointError: there is none, or none that fits.
+      CheckpointError: there is no checkpoint, or no checkpoint that fits.
     """
     return store.restore_as(adapted(program, say), step=step)
 
 
 def adapted(program: Program, say: Callable[[str], None]) -> Adapt:
-    """What `program` loads of a checkpoint, and how it becomes a state as devices hold it.
+    """Return the parts of a checkpoint that `program` loads, and their conversion to its form.
 
-    All but what the exchanges carry must be as `program` has it. The state of the exchange of
-    gradients is loaded as it was saved and passed through `Exchange.reshard` where another plan had
-    other shapes; that of the exchange between steps has the same shapes on every plan. Each begins
-    anew, which is said, where another exchange saved it, or none.
+    All parts except the states of exchanges must have the form of `program`. The state of the
+    exchange of gradients is loaded in its saved form, and passed through `Exchange.reshard` if
+    another plan had other shapes; that of the exchange between steps has the same shapes on every
+    plan. An exchange begins again, with a line to `say`, if another exchange or none saved its
+    state.
     """
     return partial(_adapted, program, say)
 
@@ -100,17 +101,17 @@ def _adapted(
 
 
 class Skips(NamedTuple):
-    """The optimizer's state with or without the counters of skipped steps."""
+    """The conversion of the optimizer's state with or without the counters of skipped steps."""
 
     as_saved: Callable[[OptState], OptState] = lambda state: state
     as_own: Callable[[OptState], OptState] = lambda state: state
 
 
 def _skips(program: Program, saved: Mapping[str, LeafRecord]) -> Skips:
-    """Counters that were not saved begin at zero; those that nobody asks for are dropped.
+    """Return the conversion: unsaved counters begin at zero; unused counters are dropped.
 
-    Messages count skipped steps by themselves, so that a run that goes on with messages, or
-    without, has another state by nothing but these.
+    Messages count skipped steps themselves, so that runs with and without messages have optimizer
+    states that differ only in the counters.
     """
     own = program.own_shapes.opt_state
     counts = isinstance(own, SkipState)
@@ -136,9 +137,9 @@ def _skips(program: Program, saved: Mapping[str, LeafRecord]) -> Skips:
 def _as_saved(
     program: Program, wanted: Mapping[str, LeafRecord], found: Mapping[str, LeafRecord]
 ) -> PyTree | None:
-    """Shapes of what the exchange carries as it was saved, in rows over the devices if they divide.
+    """Return the saved shapes of an exchange's state, in rows over the devices if they divide.
 
-    None where another exchange saved it, or one whose state no rule brings to this plan.
+    It is None if another exchange saved the state, or if no rule converts it to this plan.
     """
     if wanted.keys() != found.keys():
         return None
@@ -161,7 +162,7 @@ def _as_saved(
 
 
 def _part(leaves: Mapping[str, LeafRecord], name: str) -> dict[str, LeafRecord]:
-    """The leaves of one field of the state; it may be one bare leaf."""
+    """Return the leaves of a field of the state, which may be a single leaf."""
     return {path: leaf for path, leaf in leaves.items() if path.split("/")[0] == name}
 
 
@@ -177,12 +178,12 @@ def _finished(
     skips: Skips,
     state: TrainState,
 ) -> TrainState:
-    """A state as devices hold it from one as checkpoints have it.
+    """Convert a state from the form of checkpoints to that of devices.
 
     Args:
-      remake: makes what the exchange carries from what was loaded of it; None leaves it.
-      begins: whether what the strategy carries begins anew.
-      skips: how the optimizer's state becomes the program's.
+      remake: function from the loaded state of the exchange to its new state; None leaves it.
+      begins: whether the state of the strategy begins again.
+      skips: conversion of the optimizer's state to the program's.
     """
     state = replace(state, opt_state=skips.as_own(state.opt_state))
     if remake is not None:
@@ -206,7 +207,7 @@ def _begun(program: Program, saved: PyTree) -> PyTree:
 
 
 def fresh_exchange(program: Program) -> PyTree:
-    """What the exchange of gradients carries before the first step, on its devices."""
+    """Return the state of the exchange of gradients before the first step, on its devices."""
     params = program.own_shapes.params
 
     def begin() -> PyTree:
@@ -217,7 +218,7 @@ def fresh_exchange(program: Program) -> PyTree:
 
 
 def _begun_outer(program: Program, params: Params) -> PyTree:
-    """What the exchange between steps carries where it begins with these stored parameters."""
+    """Return the state of the exchange between steps that begins with these stored parameters."""
     outer, home = program.outer, program.home
     if outer is None:
         return ()

@@ -1,4 +1,4 @@
-"""The run directory: what it holds, and which one a run takes."""
+"""The run directory: its content, and the choice of the directory for a run."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ PACKAGES = (
     "grain",
     "numpy",
 )
-"""What decides a run's numbers."""
+"""Packages whose versions may change a run's numbers."""
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of one run: resolved config, versions, metrics, checkpoints, loss curve.
+    """The paths of a run: resolved config, versions, metrics, checkpoints, loss curve.
 
     Attributes:
-      identity: of the run that writes here; None for who only reads.
+      identity: identity of the run that writes here; None for readers.
     """
 
     path: Path
@@ -61,27 +61,27 @@ class RunDirectory:
 
     @property
     def versions(self) -> Path:
-        """Versions of Python and of the packages that matter."""
+        """The file with the versions of Python and of the packages in `PACKAGES`."""
         return self.path / "versions.json"
 
     @property
     def checkpoints(self) -> Path:
-        """Directory of the checkpoints."""
+        """The directory of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def curve(self) -> Path:
-        """The loss curve."""
+        """The picture of the loss curve."""
         return self.path / "loss.png"
 
     @property
     def profile(self) -> Path:
-        """Traces of steps, where a run was asked for them."""
+        """The folder with traces of steps, if they were requested."""
         return self.path / "profile"
 
     @property
     def lock(self) -> Path:
-        """Who is writing here; gone when nobody is."""
+        """The file that names the process that writes here, and exists only as long as it does."""
         return self.path / FILE_NAME
 
     @property
@@ -94,7 +94,7 @@ class Taken(NamedTuple):
     """A run directory and the lock on it.
 
     Attributes:
-      goes_on: whether the run goes on with what it has saved, if it has saved anything.
+      goes_on: whether the run continues from its saved state, if it has saved any.
     """
 
     directory: RunDirectory
@@ -114,17 +114,19 @@ def take(
     """Take and lock the directory of a run.
 
     A new run takes the first free name of `base`, `base-2`, `base-3` ..., so that nothing is
-    overwritten. With `resume` the one run that has begun under these names goes on; where several
-    have, only the user knows which is meant. Later processes of a run are given `run`, and take
-    that run whatever else has begun beside it.
+    overwritten. With `resume` the run that has begun under these names continues; if several have
+    begun, only the user knows which is meant. Later processes of a run pass `run`, and take that
+    run, whatever others have begun under these names.
 
     Args:
-      named: the user named the directory: another run that is at it is no reason for another name.
-      resume: go on with the run that has begun; begin one where none has.
-      say: called with a line about a run that is met.
-      exact: with `resume`, `base` itself is meant, and no name that is numbered after it.
-      run: the run that is meant. Where its path is not known, the run may not have begun: its
-        directory is the one with its id, or else is taken as above and gets that id.
+      named: whether the user named the directory, so that another run there is no reason for
+        another name.
+      resume: continue the run that has begun; begin a run if none has.
+      say: called with a line about another run.
+      exact: with `resume`, take `base` itself, and none of the numbered names.
+      run: the run that is meant. If its path is not known, the run may not have begun: its
+        directory is that with its id, or is otherwise taken as described above and receives that
+        id.
 
     Raises:
       RunError: a live run holds the directory, and `named`, `resume` or `run` is set; several runs
@@ -162,7 +164,7 @@ def identity_of(directory: RunDirectory) -> Identity:
 
 
 def _take_this(path: Path, run: Identity | None, say: Callable[[str], None]) -> Taken:
-    """Take the directory of a run that goes on, or of one that ended before it wrote anything."""
+    """Take the directory of a resumed run, or of a run that ended before it wrote anything."""
     directory = RunDirectory(path)
     lock = RunLock(path, say=say)
     try:
@@ -179,14 +181,14 @@ def _take_this(path: Path, run: Identity | None, say: Callable[[str], None]) -> 
 
 
 def find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None:
-    """Find the directory of the run that `--resume` means; None where none has begun.
+    """Find the directory of the run that `--resume` means; None if no run has begun.
 
     Args:
-      exact: only `base` is meant.
-      say: called with a line where other runs have begun beside the one that is meant.
+      exact: whether only `base` is meant.
+      say: called with a line if other runs have begun under the numbered names.
 
     Raises:
-      RunError: several have begun, and nothing says which is meant; or one is beginning just now.
+      RunError: several have begun, and it is not known which is meant; or a run is just beginning.
     """
     begun = candidates(base)
     others = "; ".join(described(path) for path in begun if path != base)
@@ -206,14 +208,14 @@ def find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None:
             f"is to go on: {listed}. Choose one with run.directory=PATH on the command line"
         )
     for directory in map(RunDirectory, family(base)):
-        # Held by a run that writes its first file in a moment, or left by one that never did.
+        # Held by a run that is about to write its first file, or left by a run that never did.
         if directory.lock.exists() and not directory.occupied:
             RunLock(directory.path, say=say).release()
     return begun[0] if begun else None
 
 
 def described(path: Path) -> str:
-    """Describe a run to somebody who has to choose one.
+    """Describe a run to a user who has to choose among several.
 
     >>> described(Path("/nowhere/gpt"))
     '/nowhere/gpt (no checkpoint)'
@@ -238,10 +240,10 @@ def _numbered(base: Path) -> Iterator[RunDirectory]:
 def prepare(directory: RunDirectory, resolved_config: str) -> None:
     """Create the directory and write the identity, versions and resolved config, atomically.
 
-    The config comes last: a run has begun where there is one, and then it has an identity.
+    The config is written last: a run has begun if its config exists, and then it has an identity.
 
     Raises:
-      RunError: it cannot be written, or is another run's.
+      RunError: the directory cannot be written, or belongs to another run.
     """
     try:
         directory.path.mkdir(parents=True, exist_ok=True)

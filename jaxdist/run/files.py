@@ -1,4 +1,4 @@
-"""The files of a run, as one of its processes begins them and writes to them."""
+"""The files of a run: how a process begins them and writes to them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The directory of a run that has begun, or is about to.
+    """The directory of a run that has begun, or is about to begin.
 
     Attributes:
-      config: the run's own, which is written there.
-      agent: knows whether this process may still write.
-      say: prints a line, as it is.
+      config: the run's config, which is written there.
+      agent: link to the agent, which decides whether this process may still write.
+      say: prints a line without markup.
     """
 
     directory: RunDirectory
@@ -35,13 +35,13 @@ class RunFiles:
     say: Say
 
     def begin(self) -> None:
-        """Begin a new directory; of one that is resumed only say what differs from its config."""
+        """Begin a new directory; for a resumed run, print the differences to its config."""
         resolved = resolved_yaml(self.config)
         if self.directory.occupied:
             try:
                 lines = changes(read(self.directory.config).values, resolved)
             except ConfigError as error:
-                # The state is whole without it, and the config of this command replaces it.
+                # The state is complete without it, and the config of this command replaces it.
                 lines = [f"unknown, for {self.directory.config} is damaged: {error}"]
             for line in lines:
                 self.say(f"changed since this run began: {line}")
@@ -49,21 +49,21 @@ class RunFiles:
             prepare(self.directory, resolved)
 
     def metrics(self, resume_step: int | None, tell: Tell | None) -> MetricsWriter:
-        """Open the file of metrics; for process 0 alone.
+        """Open the file of metrics; only in process 0.
 
         Args:
           resume_step, tell: see `MetricsWriter`.
         """
-        # Not earlier: a resume that is refused leaves the run's own config as it was.
+        # Not earlier: a refused resume must leave the run's own config unchanged.
         prepare(self.directory, resolved_yaml(self.config))
         given = {"resume_step": resume_step, "admit": self.agent.admit}
         return MetricsWriter(self.directory.path, tell=tell, **given)
 
     def append(self, step: int, values: dict[str, float], *, split: str) -> None:
-        """Write one more record of metrics where the file is closed.
+        """Write another record of metrics after the file was closed.
 
         Raises:
-          RunError: a later generation has begun, or the disk refuses it.
+          RunError: a later generation has begun, or the record cannot be written.
         """
         self.agent.admit()
         append(self.directory.path, step, values, split=split)
@@ -72,7 +72,7 @@ class RunFiles:
         """Open the checkpoints.
 
         Args:
-          on_event: told what is passed over, or cannot be removed.
+          on_event: called with a line about files that are passed over, or cannot be removed.
         """
         config = self.config.checkpoint
         return CheckpointStore(

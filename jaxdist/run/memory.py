@@ -1,4 +1,4 @@
-"""Whether a run fits the memory, asked before anything is allocated, and told where it did not."""
+"""The memory of a run: checks before anything is allocated, and an error where it is exhausted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REMEDY = (
 
 
 def bytes_per_device(shapes: PyTree) -> int:
-    """Bytes that each device holds of a tree of `jax.ShapeDtypeStruct` with shardings."""
+    """Return the bytes of a tree of `jax.ShapeDtypeStruct` with shardings on each device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(shapes)
@@ -31,7 +31,7 @@ def bytes_per_device(shapes: PyTree) -> int:
 
 
 def device_memory_bytes(device: Any, local_devices: int) -> int | None:
-    """Memory of one device; fake CPU devices share the host's. None when it is not known."""
+    """Return the memory of a device; fake CPU devices share the host's. None: unknown."""
     if device.platform == "cpu":
         return host_memory_bytes() // local_devices
     statistics = device.memory_stats() or {}
@@ -69,12 +69,12 @@ def check_state_fits(state: TrainState) -> None:
 
 
 def check_step_fits(program: Program) -> None:
-    """Refuse a step whose largest product of matrices all devices together could not hold.
+    """Refuse a step whose largest matrix product exceeds the memory of all devices together.
 
-    A compiler may take minutes to find the same. Nothing is traced that a step would not trace.
+    A compiler may take minutes to find this out. Nothing is traced except the step.
 
     Raises:
-      RunError: one result (of attention's scores, of logits) exceeds the memory there is.
+      RunError: a result (such as attention scores, or logits) exceeds the memory.
     """
     devices = program.layout.mesh.devices
     local = jax.local_devices()
@@ -91,7 +91,7 @@ def check_step_fits(program: Program) -> None:
 
 
 def _products(jaxpr: Any) -> Iterator[Any]:
-    """Shapes of what matrix products give; a compiler writes each of them to memory."""
+    """Yield the shapes of results of matrix products; a compiler writes each to memory."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "dot_general":
             left = equation.invars[0].aval.shape
@@ -110,7 +110,7 @@ def _size_bytes(array: Any) -> int:
 
 @contextmanager
 def told_if_too_large(what: str) -> Iterator[None]:
-    """Running out of a device's memory inside becomes a RunError that begins with `what`."""
+    """Convert exhausted device memory inside the block to a RunError that begins with `what`."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -1,4 +1,4 @@
-"""Replicas are compared between steps, before anything is measured or saved."""
+"""The comparison of replicas between steps, before anything is measured or saved."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LISTED = 3
 
 @dataclass
 class CompareReplicas(LoopHook):
-    """Ends a run, or lets it go back, where replicas of its state differ.
+    """A check that ends a run, or lets it go back, where replicas of its state differ.
 
-    They are compared when its turn comes and at every other boundary too, so that what is evaluated
-    or saved after this hook has been compared before.
+    They are compared when due and at every other boundary, so that a state has been compared before
+    later hooks evaluate or save it.
 
     Attributes:
-      store: its newest checkpoint is the last state known to be good.
+      store: the checkpoints, the newest of which is the last state known to be good.
     """
 
     settings: ReplicaCheckConfig
@@ -48,13 +48,14 @@ class CompareReplicas(LoopHook):
         with self.account.within(Kind.REPLICA_CHECK):
             digests = np.asarray(self._digests(moment.state))
             found = self.replicas.differences(digests)
-            # All must end here, though it be the exchange of digests that failed on one of them.
+            # All processes must end here, even if only the exchange of digests failed on one of
+            # them.
             differ = any_process(bool(found))
         if differ:
             self._end(moment.step, found)
 
     def _end(self, step: int, found: Sequence[Difference]) -> None:
-        """Write down what differs, and leave the loop."""
+        """Record the differences, and leave the loop."""
         hosts = dict(enumerate(gather_json(socket.gethostname())))
         what = told(found, hosts)
         self.store.wait()
@@ -71,7 +72,7 @@ class CompareReplicas(LoopHook):
 
 
 def told(found: Sequence[Difference], hosts: Mapping[int, str]) -> str:
-    """What differs, on one line.
+    """Describe the differences in a line.
 
     >>> told([], {})
     'the digests that processes received differ, so that devices or their network are wrong'
@@ -85,7 +86,7 @@ def told(found: Sequence[Difference], hosts: Mapping[int, str]) -> str:
 
 
 def numbers(found: Sequence[Difference]) -> dict[str, float]:
-    """What differs, as a record of metrics; the device is there if one alone is to blame."""
+    """Return the differences as a record of metrics, with the device if only one is to blame."""
     odd = {device for one in found for device in one.odd}
     undecided = sum(not one.odd for one in found)
     values: dict[str, float] = {
