@@ -108,7 +108,7 @@ class GptConfig(Config):
         """Count the FLOPs of a training step that causal attention masks, or skips.
 
         They are half of its products: 2 in the forward pass and 4 in the backward, of 2 B L^2 H d
-          each.
+        each.
         """
         return 0.5 * 6 * 2 * batch * length**2 * self.heads * self.head_dim * self.layers
 

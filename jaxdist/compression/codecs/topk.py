@@ -25,8 +25,8 @@ class TopK(Codec):
 
     The sampled method estimates the threshold from a sample, as Deep Gradient Compression does (Lin
     et al., arXiv 1712.01887, section 3), instead of sorting all elements. More or fewer than k
-      elements may exceed that threshold: of more, it takes k in a row, starting at a position drawn
-      in each round; with fewer, the remaining slots hold zeros.
+    elements may exceed that threshold: of more, it takes k in a row, starting at a position drawn
+    in each round; with fewer, the remaining slots hold zeros.
 
     Cost: 8 bytes for each of the k elements.
     """
