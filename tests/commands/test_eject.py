@@ -154,6 +154,7 @@ def test_what_it_cannot_write_is_refused_at_once() -> None:
         (DIGITS, ["train.microbatches=2"], "train.microbatches: 2 without mesh.stage"),
         (DIGITS, ["mesh={stage: 2, data: 4}"], "mesh.stage with model.type mlp: it can gpt"),
         (DIGITS, ["optim={type: sgd, learning_rate: 0.1, momentum: 0}"], "optim.momentum: 0.0"),
+        (DIGITS, ["optim.skip_spikes={}"], "optim.skip_spikes: set"),
         (GPT, ["data.heldout_fraction=0"], "data.heldout_fraction: 0.0"),
         (GPT, ["data.files=['*.md']"], "or let jaxdist read the data: --keep data"),
         (GPT, ["checkpoint.begin_with={run: runs/other}"], "checkpoint.begin_with.run: runs/other"),

@@ -18,7 +18,7 @@ WRITTEN = (
     "model.attention_window", "model.scan_unroll",
     "loss.label_smoothing",
     "data.window", "data.heldout_fraction",
-    "optim.learning_rate", "optim.schedule.*", "optim.scale_from.*", "optim.clip_norm",
+    "optim.learning_rate", "optim.schedule.*", "optim.scale_from*", "optim.clip_norm",
     "optim.b1", "optim.b2", "optim.eps", "optim.weight_decay", "optim.momentum", "optim.nesterov",
     "train.steps", "train.epochs", "train.batch_size", "train.log_every", "train.microbatches",
     "parallel.reduce.directions", "parallel.reduce.bucket_bytes",
@@ -136,9 +136,13 @@ def chosen(config: Config, path: str = "") -> Iterator[tuple[str, Any]]:
     """
     for name, field in type(config).model_fields.items():
         value, below = getattr(config, name), f"{path}.{name}" if path else name
-        if name != "type" and value == field.get_default(call_default_factory=True):
+        default = field.get_default(call_default_factory=True)
+        if name != "type" and value == default:
             continue
         if isinstance(value, Config):
+            # Of a section that is left out by default, defaults are a choice as well.
+            if default is None and "type" not in type(value).model_fields:
+                yield below, "set"
             yield from chosen(value, below)
         else:
             yield below, value
