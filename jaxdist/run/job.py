@@ -1,4 +1,4 @@
-"""A run that a strategy drives: built, restored, and with its files open while it takes steps."""
+"""A run that a strategy drives: built, restored, and with open files while it takes steps."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ from jaxdist.types import Json, JsonObject
 
 @dataclass
 class Life:
-    """A run from where it was prepared to where its files were closed.
+    """A run from its preparation until its files are closed.
 
     Attributes:
-      account: where this life's time goes.
-      energy: what counts it; why nothing does, where it is text.
-      kept: saved beside each state.
+      account: account of the time of this life.
+      energy: meter of energy; a text is the reason why none is measured.
+      kept: metadata that is saved next to each state.
       heldout: means of the last evaluation.
-      timed: writes down where time and energy went; process 0 alone does.
-      seconds: how long it has run, without what prepared it.
+      timed: recorder of time and energy; only in process 0.
+      seconds: seconds that it has run, without its preparation.
     """
 
     experiment: Experiment
@@ -67,12 +67,12 @@ class Life:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run's steps have ended.
+    """The end of a run's steps.
 
     Attributes:
-      step: the last that was taken.
-      stopped_by: what has stopped it before the last there is.
-      complete: whether it has come to its end all the same, because a hook says so.
+      step: the last step that was taken.
+      stopped_by: the cause of an end before the last step.
+      complete: whether a hook ended it, so that it counts as complete before its last step.
     """
 
     step: int
@@ -90,12 +90,12 @@ class RunJob:
     """A run in a directory that this process, or process 0, holds.
 
     Attributes:
-      resume: whether it goes on from the newest checkpoint.
-      begun: what `time.perf_counter_ns` had where its time began to count; None is from the
-        first preparation on.
+      resume: whether it continues from the newest checkpoint.
+      begun: value of `time.perf_counter_ns` from which its time counts; None counts from the first
+        preparation.
       profiled: the steps to trace, in its first life.
-      devices: to run on where a strategy names none; None is all.
-      lives: one for each time that it was prepared.
+      devices: devices for strategies that name none; None is all.
+      lives: the lives of the run, one for each preparation.
     """
 
     document: Document
@@ -112,13 +112,13 @@ class RunJob:
 
     @contextmanager
     def prepared(self, devices: Sequence[Device] | None = None) -> Iterator[Prepared]:
-        """Build the run on these devices, or its own; within the context its files are open.
+        """Build the run on these devices, or its own; its files are open within the context.
 
-        It may be entered again when it was left, on other devices too: the run then goes on from
-        the newest checkpoint, and from its beginning where there is none.
+        It may be entered again after it was left, also on other devices: the run then continues
+        from the newest checkpoint, or from its beginning without one.
 
         Raises:
-          JaxdistError: it cannot be built there; no checkpoint can be trusted.
+          JaxdistError: the run cannot be built there; no checkpoint can be trusted.
         """
         devices = self.devices if devices is None else devices
         resume = self.resume or bool(self.lives)
@@ -166,7 +166,7 @@ class RunJob:
         self.lives.append(life)
 
     def finish(self, step: int) -> Ending:
-        """Tell how the run ended, after `step`, draw its curve, and tell where its time went."""
+        """Report the end of the run after `step` and the use of its time, and draw its curve."""
         life, ending = self.lives[-1], self._ending(step)
         self.files.agent.admit()
         seconds = sum(life.seconds for life in self.lives)
@@ -185,12 +185,12 @@ class RunJob:
     def _ending(self, step: int) -> Ending:
         if step >= self.lives[-1].experiment.total_steps:
             return Ending(step)
-        # Hooks are process 0's; what the others have heard is but its SIGTERM.
+        # Hooks run in process 0; other processes only know of a SIGTERM of their own.
         asked = broadcast_json(self.termination.asked)
         return Ending(step, asked or self.termination.signal, complete=asked is not None)
 
     def _users(self, experiment: Experiment, start: int, progress: Progress) -> Iterator[CallHooks]:
-        """What calls the user's hooks, where there are some."""
+        """Yield the caller of the user's hooks, if there are any."""
         if not self.calls.hooks:
             return
         directory = self.files.directory
@@ -199,7 +199,7 @@ class RunJob:
         yield CallHooks(self.calls, experiment.program.metrics, directory.checkpoints)
 
     def _check(self, experiment: Experiment, account: Account) -> None:
-        """What would end the run later ends it before its directory is begun."""
+        """Make an error that would end the run later end it before its directory is begun."""
         with account.within(Kind.COMPILE):
             check_step_fits(experiment.program)
         if self.resume or self.lives:
@@ -216,10 +216,10 @@ class RunJob:
         metadata: Mapping[str, Json],
         devices: Sequence[Device] | None,
     ) -> None:
-        """Build the run anew from a step on: where in the data it stands, and how fast it learns.
+        """Build the run again from a step on, with its position in the data and its learning rate.
 
         Args:
-          metadata: what was kept beside the state.
+          metadata: metadata that was kept next to the state.
         """
         train = self.config.train
         sizes = extended(metadata.get(KEY), start, train.batch_size, train.full_batch_size)
@@ -231,7 +231,7 @@ class RunJob:
     def _open(
         self, experiment: Experiment, start: int, stack: ExitStack, *, resume: bool
     ) -> tuple[Records, Progress]:
-        """The records of metrics, which process 0 writes, and the lines of progress."""
+        """Open the records of metrics, which process 0 writes, and the lines of progress."""
         primary = jax.process_index() == 0
         writer = Records()
         if primary:
@@ -244,7 +244,7 @@ class RunJob:
         return writer, stack.enter_context(progress)
 
     def _new_account(self, *, resume: bool) -> Account:
-        """From the process's start on where this is the first, else from now on."""
+        """Return an account from the process's start on in the first life, else from now on."""
         agent = self.files.agent
         restores = resume and bool(
             steps_present(self.files.directory.checkpoints)
@@ -258,11 +258,11 @@ class RunJob:
     def _watching(
         self, life: Life, parts: HookParts, start: int, stack: ExitStack, resume: bool
     ) -> Iterator[Goodput | Profile]:
-        """What writes down where time goes, and what traces steps."""
+        """Yield the hook that records the use of time, and the hook that traces steps."""
         if jax.process_index() == 0:
             yield self._timed(life, parts, start, stack, resume=resume)
         if self.profiled is not None and not self.lives:
-            # The last hook, so that a trace begins after what else a boundary holds.
+            # The last hook, so that a trace begins after the other work of a boundary.
             traced = self.profiled.after(start, life.experiment.total_steps)
             folder = self.files.directory.profile if jax.process_index() == 0 else None
             profile = Profile(*traced, folder, parts.progress.note)
@@ -272,7 +272,7 @@ class RunJob:
     def _timed(
         self, life: Life, parts: HookParts, start: int, stack: ExitStack, *, resume: bool
     ) -> Goodput:
-        """Writes where time and energy go, from now on until the files are closed."""
+        """Record the use of time and energy from now on until the files are closed."""
         cadence = parts.every(self.config.train.log_every)
         records = read_metrics(self.files.directory.path) if resume else ()
         tally = life.energy if isinstance(life.energy, Tally) else None
@@ -281,7 +281,7 @@ class RunJob:
         timed.write()
 
         def last() -> None:
-            with suppress(RunError):  # what ends a run is told by itself
+            with suppress(RunError):  # the error that ends a run is reported separately
                 timed.write()
 
         stack.callback(last)
@@ -289,7 +289,7 @@ class RunJob:
 
 
 def _enter(life: Life, progress: Progress, stage: TrainStage) -> None:
-    """Count by the batch size of a stage that begins."""
+    """Count by the batch size of the stage that begins."""
     progress.units_per_step = stage.batch_size * life.experiment.units_per_example
     if isinstance(life.energy, Tally):
         life.energy.units_per_step = progress.units_per_step

@@ -1,10 +1,11 @@
-"""The lock on a run directory: one run at a time writes there, from its first moment on.
+"""The lock on a run directory: only a single run writes there, from its first moment on.
 
-The lock is a file that names its holder, and three things say whether the holder lives. An `flock`
-on the file ends with its process, however that ends, so on one host the kernel knows. Some network
-disks keep an `flock` to one host or have none: for these the holder touches the file every few
-seconds, and who finds the file of another host watches it for a while. Clocks are never compared,
-and a process number is only told, never trusted: it may belong to another process by now.
+The lock is a file that names its holder. Three signs show whether the holder is alive. An `flock`
+on the file ends with its process, however that ends, so that on a single host the kernel knows.
+Some network disks keep an `flock` to a single host or have none: for these the holder touches the
+file every few seconds, and a process that finds the file of another host watches it for a while.
+Clocks are never compared, and a process number is only printed, never trusted: it may belong to
+another process by now.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from jaxdist.heartbeat.run_folder import run_folder_of
 FILE_NAME = "run.lock"
 BEAT_SECONDS = 10.0
 PATIENCE_SECONDS = 45.0
-"""Several beats: a disk may be slow to take one."""
+"""Several heartbeats: a disk may take a while for each."""
 YOUNG_SECONDS = 2.0
-"""For so long a lock may be without a name, because its holder is about to write it."""
+"""Time for which a lock may lack a name, because its holder is about to write it."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class HeldError(RunError):
-    """A live run holds the directory; `who` says which, and no remedy."""
+    """A live run holds the directory; `who` names it, without a remedy."""
 
     def __init__(self, who: str, remedy: str) -> None:
         super().__init__(f"{who}: {remedy}")
@@ -43,7 +44,7 @@ class HeldError(RunError):
 
 
 def this_process() -> dict[str, Any]:
-    """What a lock says of its holder."""
+    """Return the description of this process as a holder."""
     run_folder = run_folder_of(os.environ)
     fenced = {}
     if run_folder is not None and run_folder.fence is not None:
@@ -58,10 +59,10 @@ def this_process() -> dict[str, Any]:
 
 
 class RunLock:
-    """Holds a run directory until `release`; a context manager.
+    """A lock that holds a run directory until `release`; a context manager.
 
     Args:
-      directory: made if it is not there.
+      directory: the directory, which is created if missing.
       say: called with a line before a wait of up to `PATIENCE_SECONDS`.
 
     Raises:
@@ -88,7 +89,7 @@ class RunLock:
         self._beat.start()
 
     def release(self) -> None:
-        """Give the directory to others; removes the lock, and the directory if it holds no more."""
+        """Give up the directory; remove the lock, and the directory if it is empty."""
         self._released.set()
         self._beat.join()
         with suppress(OSError):
@@ -115,11 +116,11 @@ class RunLock:
             time.sleep(YOUNG_SECONDS / 100)
 
     def _attempt(self, young_until: float) -> int | None:
-        """A descriptor of the lock that is ours; None: look again, somebody is at it just now."""
+        """Return a descriptor of the lock that this process holds; None: try again in a moment."""
         descriptor, new = _open(self.path)
         try:
             locked = _flock(descriptor)
-            # One that looks at a new file gives it back to the one that made it.
+            # Another process may look at the new file first; it leaves the lock to the creator.
             while new and locked is False and time.monotonic() < young_until:
                 locked = _flock(descriptor)
             holder = {} if new else _read(descriptor)
@@ -128,7 +129,8 @@ class RunLock:
                 os.close(descriptor)
                 return None
             if _is_deposed(holder):
-                # Its generation is over, though it may live and hold the file: it gets another.
+                # Its generation is over, though it may be alive and hold the file: the file is
+                # replaced.
                 self.path.unlink(missing_ok=True)
                 os.close(descriptor)
                 return None
@@ -141,7 +143,7 @@ class RunLock:
         return descriptor
 
     def _is_free(self, holder: dict[str, Any], *, locked: bool) -> bool:
-        """Whether the holder of a lock that was here before is gone."""
+        """Return whether the former holder of an existing lock is gone."""
         own = this_process()
         if locked and all(holder.get(key) == own[key] for key in ("host", "boot")):
             return True
@@ -166,7 +168,7 @@ class RunLock:
 
     def _show_life(self) -> None:
         while not self._released.wait(BEAT_SECONDS):
-            with suppress(OSError):  # the disk may be away for a moment
+            with suppress(OSError):  # the disk may be unreachable for a moment
                 os.utime(self._descriptor)
 
     def _remove_empty(self) -> None:
@@ -178,7 +180,7 @@ class RunLock:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """A descriptor of the lock, and whether it was made just now, by nobody else."""
+    """Return a descriptor of the lock, and whether this call created it."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
     except FileExistsError:
@@ -186,7 +188,7 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _is_deposed(holder: dict[str, Any]) -> bool:
-    """Whether the holder is of a generation before this process's own, of one run."""
+    """Return whether the holder belongs to an earlier generation of this process's run."""
     own = this_process()
     return (
         "fence" in own
@@ -196,7 +198,7 @@ def _is_deposed(holder: dict[str, Any]) -> bool:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Whether the lock was got; None where the disk has no such locks."""
+    """Return whether the lock was acquired; None if the disk has no such locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -207,7 +209,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the file that is open is still the one of that name."""
+    """Return whether the open file is still the file of that name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -215,8 +217,9 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _stamp(path: Path) -> object:
-    """What changes when the holder shows life; opening makes a network disk ask the server."""
+    """Return a value that changes when the holder touches the file."""
     try:
+        # Opened, since a network disk may answer `stat` from a cache, without asking its server.
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
@@ -228,7 +231,7 @@ def _stamp(path: Path) -> object:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """The holder as the lock names it; empty where it was killed before it could say."""
+    """Read the holder from the lock; empty if it was killed before it wrote its name."""
     try:
         found = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
@@ -243,6 +246,6 @@ def _write(descriptor: int, holder: dict[str, Any]) -> None:
 
 
 def _named(holder: dict[str, Any]) -> str:
-    """A holder for a person; `?` for what its lock does not say."""
+    """Describe a holder to the user; `?` for what its lock does not contain."""
     process, host, since = (holder.get(key, "?") for key in ("process", "host", "since"))
     return f"process {process} on {host} since {since}"
