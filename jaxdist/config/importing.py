@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
 import sysconfig
@@ -120,7 +121,9 @@ def _import_module(name: str, path: str) -> Any:
 
 def _no_module(path: str, missing: str) -> NoReturn:
     parent, _, leaf = missing.rpartition(".")
-    search = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    # Not "", for which pkgutil keeps the directory that was the current one when it first looked.
+    everywhere = [entry or os.getcwd() for entry in sys.path]
+    search = getattr(sys.modules.get(parent), "__path__", None) if parent else everywhere
     names = {module.name for module in pkgutil.iter_modules(search)} | (
         set() if parent else set(sys.stdlib_module_names)
     )

@@ -35,6 +35,18 @@ def test_the_current_directory_is_searched(package: Path) -> None:
     assert load_object("userpkg.model:Space.value") == 7
 
 
+def test_a_suggestion_is_of_the_directory_that_is_current_now(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (package / "elsewhere").mkdir()
+    monkeypatch.chdir(package / "elsewhere")
+    with pytest.raises(ConfigError):
+        load_object("userpk.model:build")
+    monkeypatch.chdir(package)
+    with pytest.raises(ConfigError, match=r"did you mean userpkg\?"):
+        load_object("userpk.model:build")
+
+
 def test_the_current_directory_comes_first(package: Path) -> None:
     (package / "colorsys.py").write_text("mine = True\n")
     sys.modules.pop("colorsys", None)
