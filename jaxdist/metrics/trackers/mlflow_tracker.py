@@ -29,7 +29,7 @@ class MlflowTracker:
 
     def start(self, run: Tracked) -> str:
         """Begin to track a run, or continue."""
-        from mlflow import MlflowClient
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 
         self._client: Any = MlflowClient(self.uri)
         self._step = 0
@@ -47,7 +47,7 @@ class MlflowTracker:
         return self._id
 
     def _params(self, run: Tracked) -> None:
-        from mlflow.entities import Param
+        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
         params = [Param(name, str(value)[:LONGEST_VALUE]) for name, value in flat(run.config)]
         for at in range(0, len(params), MOST_PARAMS):
@@ -58,7 +58,7 @@ class MlflowTracker:
         self._log(step, named(split, values))
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(1000 * time.time())
         metrics = [Metric(name, value, now, step) for name, value in values.items()]

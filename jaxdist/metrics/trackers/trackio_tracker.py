@@ -19,7 +19,7 @@ class TrackioTracker:
 
     def start(self, run: Tracked) -> str:
         """Begin to track a run, or continue."""
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]
 
         name = run.kept or self.name or run.unique_name
         self._run: Any = trackio.init(

@@ -27,7 +27,7 @@ class WandbTracker:
 
     def start(self, run: Tracked) -> str:
         """Begin to track a run, or continue."""
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         quiet = {"silent": True, "console": "off", "disable_git": True, "save_code": False}
         self._run: Any = wandb.init(
