@@ -27,7 +27,7 @@ from jaxdist.heartbeat.config import MembershipConfig
 from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.runtime.gpus import Seen
 
-LEASE = {"lease_seconds": 1.0, "settle_seconds": 0.05}
+LEASE = {"lease_seconds": 2.0, "settle_seconds": 0.05}
 VALUES = {"train": {"batch_size": 8, "steps": 5}}
 TOKEN = b"0123456789abcdef"
 

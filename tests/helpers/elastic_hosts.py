@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 MARKS, END, CRASH = "marks", "end", "crash"
 SECONDS = 60.0
-ELASTIC = {"lease_seconds": 1.5, "settle_seconds": 0.3}
+ELASTIC = {"lease_seconds": 3.0, "settle_seconds": 0.3, "stuck_host_seconds": 1.0}
+"""Leases that a loaded machine keeps; a host that it starved for longer comes back at once."""
 
 PROCESS = """
 import json, os, signal, sys, time
@@ -132,7 +133,10 @@ class Play:
             if found and len(found) == found[0]["count"] and holds(found):
                 return found
             time.sleep(0.02)
-        said = [finish(one) if one.poll() is not None else "alive" for one in self.started]
+        codes = [one.poll() for one in self.started]
+        for one in self.started:
+            kill(one)
+        said = [(code, finish(one)[1]) for code, one in zip(codes, self.started, strict=True)]
         raise AssertionError(f"{found}; {said}")
 
     def wait_for(self, parts: list[str], marks: list[dict[str, Any]]) -> None:
