@@ -57,7 +57,7 @@ class Steps:
         self.state = self.experiment.program.init()
 
     def some(self, *hooks: LoopHook) -> None:
-        """So many more, to their end."""
+        """Take STEPS more steps with these hooks, and wait for the last one."""
         train = self.experiment.stages[0].program.train
         stop = self.taken + STEPS
         given = {"start": self.taken, "stop": stop}

@@ -19,7 +19,7 @@ GOAL_SECONDS = 10.0
 
 
 def figure(trials: int, seed: int = 0) -> Figure:
-    """So many runs, by turns of one process and of two under an agent.
+    """Time `trials` runs, in turn with one process and with two under an agent.
 
     Raises:
       RunError: a run ended with another exit code, or without a checkpoint of its last step.

@@ -112,7 +112,10 @@ def _worst(
 ) -> Figure:
     """The explicit program with the largest ratio; `pair` gives its figure and its reference."""
     explicit = [row for row in rows if row.form == "explicit"]
-    said = lambda row: note.format(len(explicit), row.stage)  # noqa: E731
+
+    def said(row: ZeroRow) -> str:
+        return note.format(len(explicit), row.stage)
+
     return Figure.worst(name, explicit, pair, goal, unit, said)
 
 

@@ -28,6 +28,20 @@ def dotted(path: KeyPath) -> str:
     return ".".join(parts) or "(top level)"
 
 
+def flat(value: Json, path: str = "") -> JsonObject:
+    """Return the leaves of nested mappings by dotted path; an empty mapping is a leaf.
+
+    >>> flat({"a": {"b": 1}, "c": [], "d": {}})
+    {'a.b': 1, 'c': [], 'd': {}}
+    """
+    if isinstance(value, dict) and value:
+        found: JsonObject = {}
+        for key, child in value.items():
+            found |= flat(child, f"{path}.{key}" if path else str(key))
+        return found
+    return {path: value}
+
+
 def keys_of(value: Json) -> Collection[Key]:
     """Return the keys of a mapping, the indices of a list, nothing for a scalar."""
     if isinstance(value, dict):

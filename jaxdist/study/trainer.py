@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -62,7 +63,7 @@ def at_rate(start: TrainState, learning_rate: float) -> TrainState:
     return replace(copied, opt_state=optax.tree.set(copied.opt_state, step_size=value))
 
 
-class ConfigTrainer(Generic[TrialT]):
+class ConfigTrainer(ABC, Generic[TrialT]):
     """Runs trials of one config, each with settings of its own on top.
 
     Args:
@@ -73,9 +74,9 @@ class ConfigTrainer(Generic[TrialT]):
     def __init__(self, path: Path, overrides: Sequence[str]) -> None:
         self._path, self._overrides = path, tuple(overrides)
 
+    @abstractmethod
     def settings(self, trial: TrialT) -> Sequence[str]:
         """Return the settings of a trial, its seed among them."""
-        raise NotImplementedError
 
     def __call__(self, trial: TrialT) -> TrialOutcome[TrialT]:
         """Train and evaluate on the whole held-out split; nothing is written."""

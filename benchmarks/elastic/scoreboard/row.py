@@ -37,7 +37,7 @@ class Score:
 
 
 def of(count: int, trials: int) -> str:
-    """So many of so many, and below which share failures are then, at 95%.
+    """Format a count of successes; of no failure, also the share that failures stay below at 95%.
 
     >>> of(30, 30), of(29, 30)
     ('30 of 30 (failures < 10%)', '29 of 30')

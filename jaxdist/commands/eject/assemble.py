@@ -1,4 +1,4 @@
-"""One file out of pieces: each is a module of `pieces`, taken as text.
+"""Assemble one file out of pieces: each piece is a module of `pieces`, taken as text.
 
 A line that ends with `#: NAME` is for configs with that flag alone, `#: not NAME` for the others; a
 compound statement goes or stays as a whole. A constant is given the config's value. Imports of

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jaxdist
+from jaxdist.config.document import flat
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import environment
-from jaxdist.types import Json, JsonObject
+from jaxdist.types import Json
 
 PACKAGES = ("jaxdist", "jax", "jaxlib", "flax", "optax")
 LISTED = 8
@@ -73,20 +74,6 @@ def check(own: Mapping[str, Any], leader: Mapping[str, Any], address: str) -> No
             f"this host, {own['host']}, differs from {leader['host']} at {address}: "
             f"{'; '.join(told)}{more}. Make them alike, or choose another --rendezvous"
         )
-
-
-def flat(value: Json, path: str = "") -> JsonObject:
-    """Return the leaves of nested mappings by their dotted paths.
-
-    >>> flat({"a": {"b": 1}, "c": []})
-    {'a.b': 1, 'c': []}
-    """
-    if isinstance(value, dict) and value:
-        found: JsonObject = {}
-        for key, child in value.items():
-            found |= flat(child, f"{path}.{key}" if path else str(key))
-        return found
-    return {path: value}
 
 
 def code_digest() -> str:

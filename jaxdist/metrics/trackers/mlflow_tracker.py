@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxdist.config.document import flat
 from jaxdist.metrics.trackers.contract import Status, Tracked, named
-from jaxdist.types import Json
 
 MOST_PARAMS = 100
 """The most parameters that a server accepts in a request."""
@@ -49,7 +49,9 @@ class MlflowTracker:
     def _params(self, run: Tracked) -> None:
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
-        params = [Param(name, str(value)[:LONGEST_VALUE]) for name, value in flat(run.config)]
+        params = [
+            Param(name, str(value)[:LONGEST_VALUE]) for name, value in flat(run.config).items()
+        ]
         for at in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._id, params=params[at : at + MOST_PARAMS])
 
@@ -69,16 +71,3 @@ class MlflowTracker:
         """Send the summary, and end."""
         self._log(self._step, {f"final/{name}": value for name, value in summary.items()})
         self._client.set_terminated(self._id, _STATUS[status])
-
-
-def flat(value: Json, path: str = "") -> Iterator[tuple[str, Json]]:
-    """Return the values of nested dicts by dotted path.
-
-    >>> list(flat({"a": {"b": 1}, "c": [2]}))
-    [('a.b', 1), ('c', [2])]
-    """
-    if isinstance(value, dict) and value:
-        for key, child in value.items():
-            yield from flat(child, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value

@@ -70,7 +70,7 @@ class Codes:
 
 
 class Encoder:
-    """One worker's: it keeps what its messages to a server left out."""
+    """The encoder of one worker, which keeps what its messages to a server left out."""
 
     def __init__(self, codes: Codes, client: int) -> None:
         self.codes, self.client = codes, client

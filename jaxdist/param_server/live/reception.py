@@ -50,7 +50,10 @@ class Counters:
 
     @staticmethod
     def count(counter: Counter[str], reason: str) -> None:
-        """One more for a reason, whatever its numbers; what a peer can say is no end of reasons."""
+        """Count a refusal by its reason, without the numbers in it.
+
+        The number of reasons is bounded, since a peer could send ever new ones.
+        """
         kind = re.sub(r"-?\d+", "n", reason.split(":")[0])[:80]
         counter[kind if kind in counter or len(counter) < MOST_REASONS else "other"] += 1
 

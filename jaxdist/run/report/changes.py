@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from ruamel.yaml import YAML
 
-from jaxdist.types import Json, JsonObject
-
-
-def flat(value: Json, path: str = "") -> JsonObject:
-    """Return dotted path to value, for each value in nested mappings.
-
-    >>> flat({"a": {"b": 1, "c": []}})
-    {'a.b': 1, 'a.c': []}
-    """
-    if isinstance(value, dict) and value:
-        found: JsonObject = {}
-        for key, child in value.items():
-            found |= flat(child, f"{path}.{key}" if path else str(key))
-        return found
-    return {path: value}
+from jaxdist.config.document import flat
+from jaxdist.types import JsonObject
 
 
 def changes(before: JsonObject, after: str) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.config import read
+from jaxdist.config.document import flat
 from jaxdist.config.files import parse_json
 from jaxdist.errors import JaxdistError, RunError
 from jaxdist.experiment import load
@@ -19,7 +20,6 @@ from jaxdist.metrics.writer import FILE_NAME, iterate_metrics
 from jaxdist.pipeline_schedules.draw.text import summary
 from jaxdist.pipeline_schedules.simulate import Timeline, simulate
 from jaxdist.run.directory import RunDirectory
-from jaxdist.run.report.changes import flat
 from jaxdist.run.report.goodput import slow_lines, uncopied_lines
 from jaxdist.run.report.page.curves import Records, collect
 from jaxdist.types import Json, JsonObject
