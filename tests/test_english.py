@@ -20,9 +20,9 @@ ROOMS = (
     "experiment", "experimental", "heartbeat", "hlo", "inspect", "launch", "mesh", "metrics",
     "models", "optim", "parallel", "param_server/contract", "param_server/processes",
     "param_server/scenario", "param_server/training", "parity", "pipeline_schedules", "planner",
-    "run/assemble", "run/checkpoints", "run/directory", "run/files", "run/hooks", "run/job",
-    "run/loading", "run/lock", "run/memory", "run/replicas", "runtime", "sharding", "simulation",
-    "train", "trees", "types", "validity",
+    "prove", "run/assemble", "run/checkpoints", "run/directory", "run/files", "run/hooks",
+    "run/job", "run/loading", "run/lock", "run/memory", "run/replicas", "runtime", "sharding",
+    "simulation", "train", "trees", "types", "validity",
 )  # fmt: skip
 
 # How a docstring never begins, and an entry of `Args:` or `Attributes:`: with a clause that lacks

@@ -28,7 +28,7 @@ LAYERS = (
     ("run",),
     ("elastic",),
     ("inspect", "parity", "commands", "doctor", "study"),
-    ("audit", "launch", "planner", "simulation"),
+    ("audit", "launch", "planner", "prove", "simulation"),
     ("cli",),
     ("__main__",),
 )

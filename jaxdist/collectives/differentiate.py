@@ -21,25 +21,29 @@ Function = Callable[[jax.Array], jax.Array]
 def all_reduce(algorithm: Algorithm, axis: Axis, x: jax.Array) -> jax.Array:
     """Sum over all devices; its own transpose."""
     forward = partial(algorithm.all_reduce, axis=axis, combine=lax.add)
-    return _linear(algorithm, axis, forward, partial(all_reduce, algorithm, axis))(x)
+    return _linear("all_reduce", algorithm, axis, forward, partial(all_reduce, algorithm, axis))(x)
 
 
 def reduce_scatter(algorithm: Algorithm, axis: Axis, blocks: jax.Array) -> jax.Array:
     """Sum, and keep a block; the transpose of `all_gather`."""
     forward = partial(algorithm.reduce_scatter, axis=axis, combine=lax.add)
-    return _linear(algorithm, axis, forward, partial(all_gather, algorithm, axis))(blocks)
+    return _linear(
+        "reduce_scatter", algorithm, axis, forward, partial(all_gather, algorithm, axis)
+    )(blocks)
 
 
 def all_gather(algorithm: Algorithm, axis: Axis, block: jax.Array) -> jax.Array:
     """Gather the blocks; the transpose of `reduce_scatter`."""
     forward = partial(algorithm.all_gather, axis=axis)
-    return _linear(algorithm, axis, forward, partial(reduce_scatter, algorithm, axis))(block)
+    return _linear(
+        "all_gather", algorithm, axis, forward, partial(reduce_scatter, algorithm, axis)
+    )(block)
 
 
 def broadcast(algorithm: Algorithm, axis: Axis, root: int, x: jax.Array) -> jax.Array:
     """Copy the root's array; the transpose of `reduce`."""
     forward = partial(algorithm.broadcast, axis=axis, root=root)
-    return _linear(algorithm, axis, forward, partial(reduce, algorithm, axis, root))(x)
+    return _linear("broadcast", algorithm, axis, forward, partial(reduce, algorithm, axis, root))(x)
 
 
 def reduce(algorithm: Algorithm, axis: Axis, root: int, x: jax.Array) -> jax.Array:
@@ -48,13 +52,15 @@ def reduce(algorithm: Algorithm, axis: Axis, root: int, x: jax.Array) -> jax.Arr
     def forward(x: jax.Array) -> jax.Array:
         return on_root(algorithm.reduce(x, axis, root, lax.add), axis, root)
 
-    return _linear(algorithm, axis, forward, partial(broadcast, algorithm, axis, root))(x)
+    return _linear("reduce", algorithm, axis, forward, partial(broadcast, algorithm, axis, root))(x)
 
 
 def all_to_all(algorithm: Algorithm, axis: Axis, blocks: jax.Array) -> jax.Array:
     """Exchange row i of device j with row j of device i; its own transpose and inverse."""
     forward = partial(algorithm.all_to_all, axis=axis)
-    return _linear(algorithm, axis, forward, partial(all_to_all, algorithm, axis))(blocks)
+    return _linear("all_to_all", algorithm, axis, forward, partial(all_to_all, algorithm, axis))(
+        blocks
+    )
 
 
 def on_root(x: jax.Array, axis: Axis, root: int) -> jax.Array:
@@ -83,7 +89,9 @@ def extremum(operation: str, forward: Function) -> Function:
     return function
 
 
-def _linear(algorithm: Algorithm, axis: Axis, forward: Function, transpose: Function) -> Function:
+def _linear(
+    operation: str, algorithm: Algorithm, axis: Axis, forward: Function, transpose: Function
+) -> Function:
     if algorithm.native:
         return forward
 
@@ -92,6 +100,7 @@ def _linear(algorithm: Algorithm, axis: Axis, forward: Function, transpose: Func
         # transpose's argument has the result's type, and must be varying to be summed.
         return varying(forward(x), axis)
 
+    typed.__name__ = f"jaxdist_{operation}"  # `jaxdist.prove` knows the operation by this name
     function = jax.custom_vjp(typed)
     function.defvjp(lambda x: (function(x), None), lambda _, cotangent: (transpose(cotangent),))
     return function

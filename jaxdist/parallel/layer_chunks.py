@@ -89,11 +89,12 @@ def _in_chunks(
     """Call it on chunks of `count` layers."""
     chunks = stacks[0].shape[0] // count
 
-    def chunk(at: jax.Array, filled: Layers) -> Layers:
+    # `jaxdist.prove` knows by this name that the loop leaves nothing of what it fills.
+    def overwrite_chunk(at: jax.Array, filled: Layers) -> Layers:
         layers = function(_take(filled if into is None else stacks, at * count, count))
         return _put(filled, layers, at * count)
 
-    filled = lax.fori_loop(0, chunks, chunk, stacks if into is None else into)
+    filled = lax.fori_loop(0, chunks, overwrite_chunk, stacks if into is None else into)
     shapes = jax.eval_shape(function, stacks)
     return [lax.slice(f, [0] * f.ndim, s.shape) for f, s in zip(filled, shapes, strict=True)]
 

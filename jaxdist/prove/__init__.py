@@ -1,0 +1,1 @@
+"""Show for every parameter that a plan computes what one device would."""

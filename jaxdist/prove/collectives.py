@@ -1,0 +1,247 @@
+"""The rules of collectives: those of jax, and jaxdist's own, which are known by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxdist.prove.elementwise import Context, Rule, merged
+from jaxdist.prove.kinds import (
+    OWN,
+    WHOLE,
+    Count,
+    Extreme,
+    Joined,
+    Kind,
+    Multiple,
+    Owed,
+    Own,
+    Rank,
+    Shard,
+    Value,
+    Whole,
+    Zero,
+    shard,
+    spoiled,
+)
+
+
+def _over(eqn: Any) -> tuple[str, ...]:
+    """The mesh axes of a collective."""
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(named) if isinstance(named, tuple | list) else (named,)
+
+
+def collective(rule: Rule) -> Rule:
+    """A rule for the axes that the collective goes over; on others each result is its operand's."""
+
+    def chosen(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+        if at.axis not in _over(eqn):
+            return [_resized(eqn, value) for value in values[: len(eqn.outvars)]]
+        if eqn.params.get("axis_index_groups") is not None:
+            kind = at.undecided(eqn, f"{eqn.primitive.name} within groups of devices")
+            return [Value(kind)] * len(eqn.outvars)
+        return rule(at, eqn, values)
+
+    return chosen
+
+
+def _resized(eqn: Any, value: Value) -> Value:
+    """The kind on an axis that a collective does not go over, which may add or remove a dim."""
+    by = eqn.outvars[0].aval.ndim - eqn.invars[0].aval.ndim
+    if not by:
+        return value
+    at = eqn.params.get("all_gather_dimension", eqn.params.get("scatter_dimension", 0))
+    if not isinstance(value.kind, Shard):
+        return Value(value.kind)
+    dims = frozenset(dim + by if dim >= at else dim for dim in value.kind.dims)
+    return Value(Shard(dims, value.kind.inner))
+
+
+def all_sum(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """`psum`: what is owed is paid."""
+    return [Value(summed(at, eqn, value.kind), value.constant) for value in values]
+
+
+def summed(at: Context, eqn: Any, kind: Kind) -> Kind:
+    """The kind of a sum over the devices."""
+    if isinstance(kind, Joined):
+        return merged(kind.dim, [(size, summed(at, eqn, part)) for size, part in kind.parts])
+    if spoiled([kind]) or isinstance(kind, Zero):
+        return kind
+    if isinstance(kind, Owed | Own | Count):
+        return WHOLE
+    if isinstance(kind, Whole):
+        return Multiple(at.place(eqn))
+    if isinstance(kind, Shard):
+        return at.wrong(
+            eqn, f"sums over {at.axis!r} rows that belong to different examples ({kind})"
+        )
+    return at.undecided(eqn, f"a sum over {at.axis!r} of {kind}")
+
+
+def extreme(name: str) -> Rule:
+    """`pmax`, `pmin`."""
+
+    def rule(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+        found = []
+        for value in values:
+            kind = value.kind
+            if isinstance(kind, Owed):
+                kind = at.wrong(eqn, f"takes p{name} of a partial sum over {at.axis!r}")
+            elif isinstance(kind, Extreme) and kind.name != name:
+                kind = at.wrong(eqn, f"takes p{name} of {kind} over {at.axis!r}")
+            elif isinstance(kind, Shard):
+                kind = at.wrong(eqn, f"takes p{name} over {at.axis!r} of rows of other examples")
+            elif not spoiled([kind]):
+                kind = WHOLE
+            found.append(Value(kind, value.constant))
+        return found
+
+    return rule
+
+
+def all_gather(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """Shards along the gathered dim become whole."""
+    value, dim = values[0], eqn.params["all_gather_dimension"]
+    kind = value.kind
+    if spoiled([kind]):
+        return [Value(kind)]
+    if not eqn.params.get("tiled", False):
+        if isinstance(kind, Own | Shard | Whole | Zero | Count):
+            return [Value(WHOLE)]
+        # Of partial sums, a sum over the new dim is still to come.
+        return [Value(at.undecided(eqn, f"{kind} is gathered"))]
+    if isinstance(kind, Shard) and dim in kind.dims:
+        return [Value(WHOLE)]
+    if isinstance(kind, Owed):
+        return [
+            Value(at.wrong(eqn, f"gathers partial sums over {at.axis!r} as if they were shards"))
+        ]
+    return [Value(at.undecided(eqn, f"an all-gather along dim {dim} of a value that is {kind}"))]
+
+
+def reduce_scatter(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """Sums what is owed and leaves each device its shard."""
+    dim = eqn.params["scatter_dimension"]
+    kind = summed(at, eqn, values[0].kind)
+    if isinstance(kind, Whole):
+        tiled = eqn.params.get("tiled", False)
+        kind = shard(dim) if tiled else OWN
+    return [Value(kind)]
+
+
+def all_to_all(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """Shards along one dim become shards along another."""
+    kind = values[0].kind
+    split, joined = eqn.params["split_axis"], eqn.params["concat_axis"]
+    if spoiled([kind]):
+        return [Value(kind)]
+    if isinstance(kind, Shard) and joined in kind.dims and eqn.params.get("tiled", False):
+        return [Value(shard(split))]
+    return [Value(at.undecided(eqn, f"an all-to-all of a value that is {kind}"))]
+
+
+def permuted(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """A value goes to another device: a whole one stays whole where every device gets one."""
+    kind = values[0].kind
+    complete = len(eqn.params["perm"]) == at.size
+    if spoiled([kind]) or (isinstance(kind, Whole | Zero | Owed | Count) and complete):
+        return [values[0]]
+    if isinstance(kind, Own):
+        return [Value(OWN)]
+    return [Value(at.undecided(eqn, f"a value that is {kind} goes to another device"))]
+
+
+def axis_index(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """The device's index."""
+    return [Value(Rank() if at.axis in _over(eqn) else WHOLE)]
+
+
+COLLECTIVES: dict[str, Rule] = {
+    **dict.fromkeys(("psum", "psum2", "psum_invariant"), collective(all_sum)),
+    "pmax": collective(extreme("max")),
+    "pmin": collective(extreme("min")),
+    **dict.fromkeys(
+        ("all_gather", "all_gather_invariant", "all_gather_reduced"), collective(all_gather)
+    ),
+    "reduce_scatter": collective(reduce_scatter),
+    "all_to_all": collective(all_to_all),
+    "ppermute": collective(permuted),
+    "axis_index": axis_index,
+}
+"""By the name of the primitive."""
+
+
+def named(name: str) -> Rule | None:
+    """The rule for one of jaxdist's own collectives, by the name of its function.
+
+    Their algorithms send blocks around by the device's index, which no rule follows; that they sum
+    and gather is what `tests/collectives` holds. They take flat arrays or blocks [N, c].
+    """
+    return {
+        "jaxdist_all_reduce": all_sum,
+        "jaxdist_reduce_scatter": _blocks_summed,
+        "jaxdist_all_gather": _blocks_gathered,
+        "jaxdist_broadcast": _spread,
+        "jaxdist_all_to_all": _blocks_exchanged,
+    }.get(name)
+
+
+def _blocks_summed(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    kind = summed(at, eqn, values[0].kind)
+    if isinstance(kind, Joined):
+        return [Value(_without_blocks(at, eqn, kind))]
+    return [Value(shard(0) if isinstance(kind, Whole) else kind)]
+
+
+def _without_blocks(at: Context, eqn: Any, kind: Joined) -> Kind:
+    """Blocks [N, c] of joined arrays, each of which is whole now, as this device's [c]."""
+    if kind.dim == 0:
+        return at.undecided(eqn, f"a reduce-scatter of {kind}")
+    parts = [(size, shard(0) if isinstance(part, Whole) else part) for size, part in kind.parts]
+    return merged(kind.dim - 1, parts)
+
+
+def _blocks_gathered(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    kind = values[0].kind
+    if isinstance(kind, Owed):
+        kind = at.wrong(eqn, f"gathers partial sums over {at.axis!r} as if they were shards")
+    elif isinstance(kind, Joined):
+        parts = [_blocks_gathered(at, eqn, [Value(part)])[0].kind for _, part in kind.parts]
+        sizes = [size for size, _ in kind.parts]
+        kind = merged(kind.dim + 1, list(zip(sizes, parts, strict=True)))
+    elif not spoiled([kind]):
+        kind = WHOLE
+    return [Value(kind)]
+
+
+def on_other_axes(name: str, at: Context, eqn: Any, value: Value) -> Value | None:
+    """Give the kind on this axis after one of jaxdist's collectives over other axes."""
+    kind = value.kind
+    if name in ("jaxdist_all_reduce", "jaxdist_broadcast", "jaxdist_all_to_all"):
+        return value
+    before, after = eqn.invars[-1].aval.ndim, eqn.outvars[0].aval.ndim
+    if spoiled([kind]) or isinstance(kind, Whole | Zero | Owed | Count | Own):
+        return Value(kind)
+    if isinstance(kind, Joined) and name in ("jaxdist_reduce_scatter", "jaxdist_all_gather"):
+        dim = kind.dim + after - before
+        return Value(Joined(dim, tuple((s, _shifted(p, after - before)) for s, p in kind.parts)))
+    if isinstance(kind, Shard) and name in ("jaxdist_reduce_scatter", "jaxdist_all_gather"):
+        return Value(_shifted(kind, after - before))
+    return None
+
+
+def _shifted(kind: Kind, by: int) -> Kind:
+    if not isinstance(kind, Shard):
+        return kind
+    return Shard(frozenset(dim + by for dim in kind.dims if dim + by >= 0), kind.inner)
+
+
+def _spread(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    kind = values[0].kind
+    return [Value(kind if spoiled([kind]) else WHOLE)]
+
+
+def _blocks_exchanged(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    return [Value(at.undecided(eqn, "an all-to-all of blocks"))]

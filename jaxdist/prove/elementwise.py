@@ -1,0 +1,287 @@
+"""The rules of operations that work element by element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jaxdist.prove.kinds import (
+    COUNT,
+    OWED,
+    OWN,
+    WHOLE,
+    ZERO,
+    Count,
+    Extreme,
+    Joined,
+    Kind,
+    Multiple,
+    Owed,
+    Own,
+    Rank,
+    Shard,
+    Terms,
+    Unknown,
+    Value,
+    Whole,
+    Zero,
+    spoiled,
+)
+
+
+class Context(Protocol):
+    """The part of a pass over a program that a rule may use."""
+
+    axis: str
+    size: int
+
+    def wrong(self, eqn: Any, message: str) -> Kind:
+        """Report an error at this equation; the kind of a result that it spoils."""
+        ...
+
+    def place(self, eqn: Any) -> str:
+        """File and line of an equation."""
+        ...
+
+    def too_large(self, where: str) -> Kind:
+        """Report that the sum at this place adds what is whole already."""
+        ...
+
+    def undecided(self, eqn: Any, message: str) -> Unknown:
+        """The kind of a result that no rule decides."""
+        ...
+
+
+Rule = Callable[[Context, Any, Sequence[Value]], list[Value]]
+
+
+_LINEAR = (
+    "add sub add_any neg mul div select_n convert_element_type copy copy_p real imag complex conj "
+    "reduce_precision optimization_barrier stop_gradient name pvary pcast reshard "
+    "sharding_constraint"
+)
+LINEAR = frozenset(_LINEAR.split())
+"""Elementwise operations through which a partial sum stays one, where the others allow it."""
+_OTHERS = (
+    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos "
+    "cosh digamma eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac integer_pow "
+    "is_finite le lgamma log log1p logistic lt max min mulhi ne nextafter not or polygamma "
+    "population_count pow regularized_incomplete_beta rem round rsqrt shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh "
+    "xor"
+)
+ELEMENTWISE = LINEAR | frozenset(_OTHERS.split())
+"""All operations that work element by element."""
+
+
+def all_constant(aval: Any) -> frozenset[int]:
+    """All dims of an array."""
+    return frozenset(range(aval.ndim))
+
+
+def elementwise(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """Operands of one shape, or scalars."""
+    shape = eqn.outvars[0].aval.shape
+    constants = []
+    for var, value in zip(eqn.invars, values, strict=True):
+        full = var.aval.shape == shape
+        constants.append(value.constant if full else frozenset(range(len(shape))))
+    constant = frozenset(range(len(shape))).intersection(*constants)
+    return [Value(_elementwise(at, eqn, values), constant)] * len(eqn.outvars)
+
+
+def _elementwise(at: Context, eqn: Any, values: Sequence[Value]) -> Kind:
+    name = eqn.primitive.name
+    kinds = [value.kind for value in values]
+    if any(isinstance(kind, Joined) for kind in kinds):
+        return _of_joined(at, eqn, values)
+    spoilt = spoiled(kinds)
+    if spoilt is not None:
+        return spoilt
+    if name in ("mul", "and") and any(isinstance(kind, Zero) for kind in kinds):
+        return ZERO
+    if all(isinstance(kind, Zero) for kind in kinds) and name in LINEAR - {"div"}:
+        return ZERO
+    if name == "select_n" and isinstance(kinds[0], Zero):
+        return kinds[1]  # the predicate is False everywhere
+    multiples = [kind for kind in kinds if isinstance(kind, Multiple)]
+    if multiples:
+        if name in LINEAR and len(kinds) == 1:
+            return kinds[0]
+        if _shares(at, eqn) == 1 and isinstance(kinds[0], Multiple):
+            return WHOLE
+        return at.too_large(multiples[0].where)
+    terms = [kind for kind in kinds if isinstance(kind, Terms)]
+    if terms:
+        same = name in LINEAR and all(kind == terms[0] or isinstance(kind, Zero) for kind in kinds)
+        return terms[0] if same else at.undecided(eqn, f"{name} of {terms[0]}")
+    if any(isinstance(kind, Rank) for kind in kinds):
+        if _scalars(eqn):
+            return _of_rank(eqn, kinds)
+        kinds = [OWN if isinstance(kind, Rank) else kind for kind in kinds]
+    if any(isinstance(kind, Owed) for kind in kinds):
+        return _of_owed(at, eqn, kinds)
+    if any(isinstance(kind, Extreme) for kind in kinds):
+        return _of_extreme(at, eqn, kinds)
+    shards = [kind for kind in kinds if isinstance(kind, Shard)]
+    if shards:
+        return _of_shards(at, eqn, values, shards)
+    if name in ("div", "mul") and _even(at, eqn, kinds):
+        return COUNT
+    if any(isinstance(kind, Own) for kind in kinds):
+        return OWN
+    counts = any(isinstance(kind, Count) for kind in kinds) and all(
+        isinstance(kind, Count) or var.aval.shape == () or value.constant == all_constant(var.aval)
+        for kind, var, value in zip(kinds, eqn.invars, values, strict=True)
+    )
+    return COUNT if counts else WHOLE
+
+
+def _even(at: Context, eqn: Any, kinds: Sequence[Kind]) -> bool:
+    """Whether a whole value is divided by the number of devices that hold it: an equal share.
+
+    The sum of the shares is the value again, so that they may be added to partial sums.
+    """
+    return isinstance(kinds[0], Whole) and _shares(at, eqn) >= 1
+
+
+def _shares(at: Context, eqn: Any) -> int:
+    """Count how often the number of devices divides the constant divisor; 0 where it does not."""
+    factor = getattr(eqn.invars[-1], "val", None)
+    if factor is None or eqn.primitive.name not in ("div", "mul") or at.size == 1:
+        return 0
+    copies = float(factor) if eqn.primitive.name == "div" else 1 / (float(factor) or math.inf)
+    times = round(copies / at.size)
+    return times if abs(copies / at.size - times) < 1e-6 else 0
+
+
+def _of_joined(at: Context, eqn: Any, values: Sequence[Value]) -> Kind:
+    """Each part by itself, where the others are joined in the same way, or constant scalars."""
+    (first, *_) = (value.kind for value in values if isinstance(value.kind, Joined))
+    parts = []
+    for place, (size, _) in enumerate(first.parts):
+        mine = []
+        for var, value in zip(eqn.invars, values, strict=True):
+            kind = value.kind
+            if isinstance(kind, Joined):
+                if kind.dim != first.dim or [s for s, _ in kind.parts] != [
+                    s for s, _ in first.parts
+                ]:
+                    return at.undecided(eqn, "arrays that are joined in unlike ways")
+                kind = kind.parts[place][1]
+            elif isinstance(kind, Shard):
+                return at.undecided(eqn, f"{eqn.primitive.name} of joined arrays and a shard")
+            mine.append(
+                Value(kind, all_constant(var.aval) if not var.aval.shape else value.constant)
+            )
+        parts.append((size, _elementwise(at, eqn, mine)))
+    return merged(first.dim, parts)
+
+
+def merged(dim: int, parts: Sequence[tuple[int, Kind]]) -> Kind:
+    """Parts that are joined along a dim, or their kind where it is one."""
+    flat: list[tuple[int, Kind]] = []
+    for size, kind in parts:
+        flat += kind.parts if isinstance(kind, Joined) and kind.dim == dim else [(size, kind)]
+    kinds = {kind for _, kind in flat}
+    return kinds.pop() if len(kinds) == 1 else Joined(dim, tuple(flat))
+
+
+def _scalars(eqn: Any) -> bool:
+    """Whether an equation computes a scalar."""
+    return eqn.outvars[0].aval.ndim == 0
+
+
+def _of_rank(eqn: Any, kinds: Sequence[Kind]) -> Kind:
+    """Arithmetic that keeps a device's index times a factor; all else is the device's own."""
+    name = eqn.primitive.name
+    if name in ("convert_element_type", "copy", "pvary"):
+        return kinds[0]
+    if name == "mul":
+        for var, kind in zip(reversed(eqn.invars), kinds, strict=True):
+            factor = getattr(var, "val", None)
+            if isinstance(kind, Rank) and factor is not None:
+                return Rank(kind.factor * int(factor))
+    if name == "lt" and isinstance(kinds[0], Rank) and isinstance(kinds[1], Zero):
+        return ZERO  # an index is never negative: what jnp asks before it counts from the end
+    if name in ("add", "sub") and isinstance(kinds[0], Rank) and isinstance(kinds[1], Zero):
+        return kinds[0]
+    return OWN
+
+
+def _of_owed(at: Context, eqn: Any, kinds: Sequence[Kind]) -> Kind:
+    """A partial sum stays one through linear operations alone."""
+    name = eqn.primitive.name
+    if any(isinstance(kind, Own) for kind in kinds):
+        return at.undecided(eqn, f"{name} of a partial sum with what differs between devices")
+    owed = [isinstance(kind, Owed) for kind in kinds]
+    zero = [isinstance(kind, Zero) for kind in kinds]
+    whole = [isinstance(kind, Whole | Zero | Count) for kind in kinds]
+    if name in ("add", "sub", "add_any"):
+        if all(isinstance(kind, Owed | Zero | Count) for kind in kinds):
+            return OWED
+        other = next(k for k, a, b in zip(kinds, owed, zero, strict=True) if not a and not b)
+        said = "a whole value" if isinstance(other, Whole) else str(other)
+        more = f", which each of the {at.size} devices would add" if said == "a whole value" else ""
+        return at.wrong(eqn, f"adds a partial sum over {at.axis!r} and {said}{more}")
+    if name == "mul" and sum(owed) == 1 and all(a or b for a, b in zip(owed, whole, strict=True)):
+        return OWED
+    if name == "div" and owed[0] and whole[1]:
+        return OWED
+    if name == "div" and owed[1]:
+        return at.wrong(
+            eqn,
+            f"divides by a partial sum over {at.axis!r}: the count or weight of this device's rows "
+            "alone; sum it over the axis first",
+        )
+    if (
+        name == "select_n"
+        and whole[0]
+        and all(a or b for a, b in zip(owed[1:], zero[1:], strict=True))
+    ):
+        return OWED
+    if name in LINEAR and len(kinds) == 1:
+        return OWED
+    if name == "is_finite":
+        return OWN
+    return at.wrong(
+        eqn,
+        f"takes {name} of a partial sum over {at.axis!r}, which is not linear: sum it over the "
+        "axis first",
+    )
+
+
+def _of_extreme(at: Context, eqn: Any, kinds: Sequence[Kind]) -> Kind:
+    name = eqn.primitive.name
+    (found, *_) = (kind for kind in kinds if isinstance(kind, Extreme))
+    if name in ("convert_element_type", "stop_gradient", "copy") or (
+        name == found.name and all(kind == found for kind in kinds)
+    ):
+        return found
+    return at.undecided(eqn, f"{name} of {found} over {at.axis!r}")
+
+
+def _of_shards(at: Context, eqn: Any, values: Sequence[Value], shards: Sequence[Shard]) -> Kind:
+    dims = frozenset.intersection(*(found.dims for found in shards))
+    if not dims:
+        first, other = shards[0], next(one for one in shards if not one.dims & shards[0].dims)
+        return at.wrong(
+            eqn,
+            f"combines shards over {at.axis!r} along dims {set(first.dims)} and {set(other.dims)}",
+        )
+    inner = {found.inner for found in shards}
+    shape = eqn.outvars[0].aval.shape
+    for var, value in zip(eqn.invars, values, strict=True):
+        if not isinstance(value.kind, Whole | Count) or var.aval.shape != shape:
+            continue
+        wide = {dim for dim in dims if var.aval.shape[dim] != 1}
+        if wide and not dims & value.constant:
+            return at.wrong(
+                eqn,
+                f"combines rows that are split over {at.axis!r} with values that are the same on "
+                f"every device and differ along that dim (equal random keys, or positions that "
+                f"count from 0 on each device)",
+            )
+        dims = dims & value.constant if wide and dims & value.constant else dims
+    return Shard(dims, inner.pop() if len(inner) == 1 else 1)

@@ -1,0 +1,126 @@
+"""The table from the name of a primitive to the rule that passes kinds on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxdist.prove.elementwise import ELEMENTWISE, Context, Rule, all_constant, elementwise
+from jaxdist.prove.kinds import (
+    OWN,
+    WHOLE,
+    ZERO,
+    Count,
+    Kind,
+    Owed,
+    Own,
+    Rank,
+    Shard,
+    Value,
+    Whole,
+    Zero,
+    spoiled,
+)
+from jaxdist.prove.products import convolution, dot_general, gather, scatter_add
+from jaxdist.prove.shapes import (
+    broadcast_in_dim,
+    concatenate,
+    dynamic_slice,
+    dynamic_update_slice,
+    expand_dims,
+    reduction,
+    reshape,
+    same_dims,
+    squeeze,
+    transpose,
+)
+
+
+def iota(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """Numbers that count along one dim."""
+    dims = all_constant(eqn.outvars[0].aval)
+    return [Value(WHOLE, dims - {eqn.params["dimension"]})]
+
+
+def along(axis_of: Callable[[Any], set[int]], linear: bool) -> Rule:
+    """An operation along one dim: a cumulative sum, a sort."""
+
+    def rule(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+        kind = spoiled([value.kind for value in values])
+        dims = axis_of(eqn)
+        if kind is None:
+            kind = _kind_along(at, eqn, values, linear)
+        if isinstance(kind, Shard):
+            left = kind.dims - dims
+            kind = Shard(left, kind.inner) if left else at.undecided(
+                eqn, f"{eqn.primitive.name} along a sharded dim"
+            )  # fmt: skip
+        return [Value(kind)] * len(eqn.outvars)
+
+    return rule
+
+
+def _kind_along(at: Context, eqn: Any, values: Sequence[Value], linear: bool) -> Kind:
+    kinds = {value.kind for value in values}
+    if any(isinstance(kind, Owed) for kind in kinds) and not (linear and len(kinds) == 1):
+        return at.wrong(eqn, f"takes {eqn.primitive.name} of a partial sum over {at.axis!r}")
+    shards = [kind for kind in kinds if isinstance(kind, Shard)]
+    if shards:
+        dims = frozenset.intersection(*(one.dims for one in shards))
+        return Shard(dims) if dims else at.undecided(eqn, "shards along unlike dims")
+    if kinds == {ZERO}:
+        return ZERO
+    return OWN if kinds & {OWN} or any(isinstance(k, Rank) for k in kinds) else WHOLE
+
+
+def random_numbers(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """Keys and bits: a key that differs between devices gives each its own numbers."""
+    spoilt = spoiled([value.kind for value in values])
+    if spoilt is not None:
+        return [Value(spoilt)] * len(eqn.outvars)
+    own = any(isinstance(value.kind, Own | Rank | Shard) for value in values)
+    return [Value(OWN if own else WHOLE)] * len(eqn.outvars)
+
+
+def by_default(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """An operation without a rule: of whole values it gives whole values, else it is undecided."""
+    spoilt = spoiled([value.kind for value in values])
+    if spoilt is None and all(isinstance(value.kind, Whole | Zero | Count) for value in values):
+        return [Value(WHOLE)] * len(eqn.outvars)
+    kind = spoilt or at.undecided(eqn, f"{eqn.primitive.name} has no rule")
+    return [Value(kind)] * len(eqn.outvars)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE, elementwise),
+    "broadcast_in_dim": broadcast_in_dim,
+    "transpose": transpose,
+    "reshape": reshape,
+    "squeeze": squeeze,
+    "expand_dims": expand_dims,
+    "dot_general": dot_general,
+    "conv_general_dilated": convolution,
+    "concatenate": concatenate,
+    **dict.fromkeys(("pad", "slice", "rev"), same_dims),
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+    "gather": gather,
+    "scatter-add": scatter_add,
+    "iota": iota,
+    "split": same_dims,
+    **{f"reduce_{name}": reduction(name) for name in ("sum", "max", "min", "and", "or", "prod")},
+    **{name: reduction(name) for name in ("argmax", "argmin")},
+    "cumsum": along(lambda eqn: {eqn.params["axis"]}, linear=True),
+    **dict.fromkeys(
+        ("cummax", "cummin", "cumprod", "cumlogsumexp"),
+        along(lambda eqn: {eqn.params["axis"]}, linear=False),
+    ),
+    "sort": along(lambda eqn: {eqn.params["dimension"]}, linear=False),
+    "top_k": along(lambda eqn: {eqn.invars[0].aval.ndim - 1}, linear=False),
+    **dict.fromkeys(
+        ("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
+         "random_bits", "threefry2x32", "random_clone"),
+        random_numbers,
+    ),
+}  # fmt: skip
+"""By the name of the primitive."""

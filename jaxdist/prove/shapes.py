@@ -1,0 +1,327 @@
+"""The rules of operations that move, join, cut or reduce dims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxdist.prove.elementwise import Context, Rule, merged
+from jaxdist.prove.kinds import (
+    COUNT,
+    OWED,
+    OWN,
+    WHOLE,
+    ZERO,
+    Count,
+    Extreme,
+    Joined,
+    Kind,
+    Owed,
+    Own,
+    Rank,
+    Shard,
+    Terms,
+    Value,
+    Whole,
+    Zero,
+    shard,
+    spoiled,
+)
+
+
+def broadcast_in_dim(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """New dims are constant; old dims go where the equation says."""
+    to = eqn.params["broadcast_dimensions"]
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    places = dict(enumerate(to))
+    grown = {new for old, new in places.items() if before[old] != after[new]}
+    constant = {new for new in range(len(after)) if new not in to} | grown
+    constant |= {places[dim] for dim in values[0].constant}
+    return [Value(moved(values[0].kind, places), frozenset(constant))]
+
+
+def moved(kind: Kind, to: Mapping[int, int]) -> Kind:
+    """A kind whose dims have other numbers; dims that are gone are left out."""
+    if isinstance(kind, Terms):
+        return Terms(to[kind.dim])
+    if isinstance(kind, Joined):
+        return Joined(to[kind.dim], tuple((size, moved(part, to)) for size, part in kind.parts))
+    if not isinstance(kind, Shard):
+        return kind
+    return Shard(frozenset(to[dim] for dim in kind.dims if dim in to), kind.inner)
+
+
+def transpose(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """Dims change places."""
+    to = {old: new for new, old in enumerate(eqn.params["permutation"])}
+    constant = frozenset(to[dim] for dim in values[0].constant)
+    return [Value(moved(values[0].kind, to), constant)]
+
+
+def reshape(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """Follow the sharded dim into the dims that it is merged with or split into."""
+    value = values[0]
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    groups = list(_groups(before, after))
+    constant = {new for olds, news in groups for new in news if set(olds) <= value.constant} | {
+        dim for dim, size in enumerate(after) if size == 1
+    }
+    if len(value.constant) == len(before):
+        constant = set(range(len(after)))
+    kind = value.kind
+    if isinstance(kind, Terms):
+        rest = [size for dim, size in enumerate(before) if dim != kind.dim]
+        kind = OWED if list(after) == rest else at.undecided(eqn, f"reshape of {kind}")
+    if isinstance(kind, Joined):
+        kind = _reshaped_parts(at, eqn, kind, before, after)
+    if isinstance(kind, Shard):
+        kind = _reshaped(at, eqn, kind, before, after, groups)
+    return [Value(kind, frozenset(constant))]
+
+
+def _reshaped_parts(
+    at: Context, eqn: Any, kind: Joined, before: Sequence[int], after: Sequence[int]
+) -> Kind:
+    """Joined arrays in a shape that differs by dims of size 1."""
+    wide = [dim for dim, size in enumerate(before) if size != 1]
+    new = [dim for dim, size in enumerate(after) if size != 1]
+    if [before[dim] for dim in wide] != [after[dim] for dim in new] or kind.dim not in wide:
+        return at.undecided(eqn, f"reshape of {kind}")
+    return moved(kind, dict(zip(wide, new, strict=True)))
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The runs of dims whose products are equal."""
+    found, old, new = [], 0, 0
+    while old < len(before) or new < len(after):
+        olds, news = [], []
+        sizes = [1, 1]
+        # Dims of size 1 in front belong to the run behind them: what is sharded may have one row.
+        while sizes[0] != sizes[1] or sizes[0] == 1:
+            if old < len(before) and (sizes[0] <= sizes[1] or new >= len(after)):
+                olds.append(old)
+                sizes[0] *= before[old]
+                old += 1
+            elif new < len(after):
+                news.append(new)
+                sizes[1] *= after[new]
+                new += 1
+            else:
+                break
+        while old < len(before) and before[old] == 1:
+            olds.append(old)
+            old += 1
+        while new < len(after) and after[new] == 1:
+            news.append(new)
+            new += 1
+        found.append((olds, news))
+    return found
+
+
+def _reshaped(
+    at: Context,
+    eqn: Any,
+    kind: Shard,
+    before: Sequence[int],
+    after: Sequence[int],
+    groups: Sequence[tuple[list[int], list[int]]],
+) -> Kind:
+    dims: set[int] = set()
+    inner = 1
+    for olds, news in groups:
+        held = [dim for dim in olds if dim in kind.dims]
+        if not held:
+            continue
+        wide = [dim for dim in olds if before[dim] != 1]
+        if len([dim for dim in news if after[dim] != 1]) <= 1 and wide in ([], held[-1:]):
+            # A dim of size 1 may be sharded too: two rows that are split in two microbatches.
+            dims.update(news)
+            inner = kind.inner
+            continue
+        # How many elements lie inside the sharded part of this run of dims.
+        within = kind.inner * math.prod(before[dim] for dim in olds if dim > held[-1])
+        if within == 1:
+            dims.update(news)
+            continue
+        tail = 1
+        for dim in reversed(news):
+            if tail == within:
+                dims.add(dim)
+                break
+            if tail * after[dim] > within or dim == news[0]:
+                # This dim holds the sharded part and some of the elements inside it.
+                dims.add(dim)
+                inner = max(within // tail, 1)
+                break
+            tail *= after[dim]
+    if not dims:
+        return at.undecided(eqn, f"reshape of {kind}")
+    return Shard(frozenset(dims), inner)
+
+
+def dropped(dims: Sequence[int], ndim: int) -> dict[int, int]:
+    """Map the remaining dims to their new numbers when some are taken out."""
+    kept = [dim for dim in range(ndim) if dim not in dims]
+    return {old: new for new, old in enumerate(kept)}
+
+
+def reduction(name: str) -> Rule:
+    """A sum, maximum, ... over some dims."""
+
+    def rule(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+        value, ndim = values[0], eqn.invars[0].aval.ndim
+        axes = tuple(eqn.params["axes"])
+        to = dropped(axes, ndim)
+        constant = frozenset(to[dim] for dim in value.constant if dim in to)
+        kind = spoiled([other.kind for other in values]) or value.kind
+        if isinstance(kind, Shard):
+            left, shape = kind.dims - set(axes), eqn.invars[0].aval.shape
+            held = any(shape[dim] != 1 for dim in kind.dims)
+            if held and all(shape[dim] == 1 for dim in left):
+                left = frozenset()
+            if left:
+                kind = moved(Shard(left, kind.inner), to)
+            elif name == "sum" and not held:
+                # jax writes the removal of a dim of size 1 as a sum too.
+                kind = at.undecided(eqn, "a sharded dim with one row on each device is summed")
+            elif name == "sum":
+                kind = OWED
+            elif name in ("max", "min"):
+                kind = Extreme(name)
+            elif name in ("and", "or"):
+                kind = OWN
+            else:
+                kind = at.undecided(eqn, f"{eqn.primitive.name} over a sharded dim")
+        elif isinstance(kind, Whole | Count) and name == "sum":
+            shape = eqn.invars[0].aval.shape
+            if any(dim in value.constant and shape[dim] != 1 for dim in axes):
+                kind = COUNT
+        elif isinstance(kind, Terms | Joined):
+            kind = at.undecided(eqn, f"{eqn.primitive.name} of {kind}")
+        elif isinstance(kind, Owed) and name != "sum":
+            kind = at.wrong(eqn, f"takes {name} of a partial sum over {at.axis!r}")
+        elif isinstance(kind, Zero) and name not in ("sum", "max", "min", "or", "and"):
+            kind = WHOLE
+        return [Value(kind, constant)] * len(eqn.outvars)
+
+    return rule
+
+
+def squeeze(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """Dims of size 1 go; a shard that is one row high stays the device's own row."""
+    value = values[0]
+    to = dropped(eqn.params["dimensions"], eqn.invars[0].aval.ndim)
+    kind = value.kind
+    if isinstance(kind, Terms):
+        kind = Terms(to[kind.dim]) if kind.dim in to else OWED
+    if isinstance(kind, Shard):
+        if kind.dims & to.keys():
+            kind = moved(kind, to)
+        else:
+            kind = at.undecided(eqn, "a sharded dim with one row on each device is removed")
+    return [Value(kind, frozenset(to[dim] for dim in value.constant if dim in to))]
+
+
+def expand_dims(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """New dims of size 1."""
+    new = set(eqn.params["dimensions"])
+    kept = [dim for dim in range(eqn.outvars[0].aval.ndim) if dim not in new]
+    to = dict(enumerate(kept))
+    constant = frozenset(to[dim] for dim in values[0].constant) | new
+    return [Value(moved(values[0].kind, to), frozenset(constant))]
+
+
+def concatenate(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """Pieces of one kind."""
+    dim = eqn.params["dimension"]
+    kinds = {value.kind for value in values}
+    constant = frozenset.intersection(*(value.constant for value in values)) - {dim}
+    if len(kinds - {ZERO}) <= 1:
+        kind = next(iter(kinds - {ZERO}), ZERO)
+    elif all(isinstance(kind, Shard | Zero) for kind in kinds) and (
+        dims := frozenset.intersection(*(k.dims for k in kinds if isinstance(k, Shard)))
+    ):
+        kind = Shard(dims)
+    else:
+        sizes = [var.aval.shape[dim] for var in eqn.invars]
+        kind = merged(dim, list(zip(sizes, (value.kind for value in values), strict=True)))
+    if isinstance(kind, Shard) and dim in kind.dims:
+        kind = Shard(kind.dims)  # the order of rows is another one from here on
+    return [Value(kind, constant)]
+
+
+def same_dims(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """Pad, slice, reverse: the array may change its size along dims, and keeps its meaning."""
+    kinds = [value.kind for value in values]
+    if isinstance(kinds[0], Joined):
+        return _cut(at, eqn, kinds[0])
+    kind = spoiled(kinds) or kinds[0]
+    rest = kinds[1:]
+    if eqn.primitive.name == "pad" and not isinstance(rest[0], Zero) and not isinstance(kind, Zero):
+        if isinstance(kind, Owed):
+            kind = at.wrong(eqn, f"pads a partial sum over {at.axis!r} with what is not zero")
+        return [Value(kind)]
+    if eqn.primitive.name == "pad" and isinstance(kind, Zero):
+        kind = spoiled(rest) or rest[0]
+    constant = values[0].constant if eqn.primitive.name != "pad" else frozenset()
+    return [Value(kind, constant)] * len(eqn.outvars)
+
+
+def _cut(at: Context, eqn: Any, joined: Joined) -> list[Value]:
+    """A slice, or a split, of arrays that were joined: the parts that it holds."""
+    dim, name = joined.dim, eqn.primitive.name
+    if name == "slice" and eqn.params["strides"] is None:
+        pieces = [(eqn.params["start_indices"][dim], eqn.params["limit_indices"][dim])]
+    elif name == "split" and eqn.params["axis"] == dim:
+        ends = [sum(eqn.params["sizes"][: i + 1]) for i in range(len(eqn.outvars))]
+        pieces = list(zip([0, *ends], ends, strict=False))
+    else:
+        return [Value(at.undecided(eqn, f"{name} of {joined}"))] * len(eqn.outvars)
+    found = []
+    for start, stop in pieces:
+        begin, held = 0, []
+        for size, kind in joined.parts:
+            overlap = min(begin + size, stop) - max(begin, start)
+            if overlap > 0:
+                held.append((overlap, kind))
+            begin += size
+        found.append(Value(merged(dim, held) if held else ZERO))
+    return found
+
+
+def dynamic_slice(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """The slice of a whole array that begins at the device's index is its shard."""
+    value, starts = values[0], values[1:]
+    spoilt = spoiled([other.kind for other in values])
+    if spoilt is not None:
+        return [Value(spoilt)]
+    sizes, shape = eqn.params["slice_sizes"], eqn.invars[0].aval.shape
+    for dim, start in enumerate(starts):
+        if isinstance(start.kind, Rank):
+            if isinstance(value.kind, Whole) and start.kind.factor == sizes[dim]:
+                whole = sizes[dim] * at.size == shape[dim]
+                return [Value(shard(dim) if whole else OWN, value.constant)]
+            if isinstance(value.kind, Owed | Whole):
+                return [Value(at.undecided(eqn, "a slice that each device takes elsewhere"))]
+        if isinstance(start.kind, Own | Shard):
+            return [Value(at.undecided(eqn, "a slice that each device takes elsewhere"))]
+    return [Value(value.kind, value.constant)]
+
+
+def dynamic_update_slice(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """A part of an array is replaced."""
+    target, update, starts = values[0], values[1], values[2:]
+    spoilt = spoiled([value.kind for value in values])
+    if spoilt is not None:
+        return [Value(spoilt)]
+    if any(isinstance(start.kind, Rank | Own | Shard) for start in starts):
+        return [Value(at.undecided(eqn, "each device writes to a place of its own"))]
+    kinds = {target.kind, update.kind}
+    if len(kinds - {ZERO}) <= 1:
+        return [Value(next(iter(kinds - {ZERO}), ZERO))]
+    if isinstance(target.kind, Shard) and isinstance(update.kind, Shard):
+        dims = target.kind.dims & update.kind.dims
+        if dims:
+            return [Value(Shard(dims))]
+    return [Value(at.undecided(eqn, f"{update.kind} is written into {target.kind}"))]

@@ -1,0 +1,139 @@
+"""The pass over a step's program that says, for each manual mesh axis, what every value is.
+
+Outside `shard_map` a program works on whole arrays, and XLA keeps its meaning however it places
+them: there is nothing to decide. Inside, each device works on its own rows and shards, and the code
+itself must add up what is split. A pass follows one mesh axis through one `shard_map`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend import core
+
+from jaxdist.prove.kinds import WHOLE, Kind, Terms, Unknown, Value, Wrong
+from jaxdist.prove.walk import Pass, called_by, manual_axes, regions_of
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Code that does not compute what one device would.
+
+    Attributes:
+      axis: the mesh axis.
+      message: what the code does, and what it should do.
+      where: file and line.
+      leaves: the outputs that it spoils.
+    """
+
+    axis: str
+    message: str
+    where: str
+    leaves: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        spoiled_leaves = f" [{', '.join(self.leaves)}]" if self.leaves else ""
+        return f"{self.where}: {self.message}{spoiled_leaves}"
+
+
+@dataclass(frozen=True)
+class Typed:
+    """The result of following the types through a program.
+
+    Attributes:
+      findings: errors.
+      undecided: by output, the reasons for which no rule decides about it.
+      regions: how many `shard_map`s there are; without one, XLA alone places the program.
+      outputs: names of all outputs that a `shard_map` computes.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    undecided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    regions: int = 0
+    outputs: tuple[str, ...] = ()
+
+    @property
+    def proved(self) -> tuple[str, ...]:
+        """The outputs that are what one device computes."""
+        wrong = {leaf for finding in self.findings for leaf in finding.leaves}
+        return tuple(leaf for leaf in self.outputs if leaf not in wrong | set(self.undecided))
+
+
+def check_types(closed: Any, out_names: Sequence[str]) -> Typed:
+    """Follow every manual axis through every `shard_map` of a program.
+
+    Args:
+      closed: what `jax.make_jaxpr` gives.
+      out_names: a name for each of its outputs.
+    """
+    jaxpr = closed.jaxpr
+    while len(jaxpr.eqns) == 1 and called_by(jaxpr.eqns[0]) is not None:
+        if jaxpr.eqns[0].primitive.name == "shard_map":
+            break
+        jaxpr = called_by(jaxpr.eqns[0])
+    found: dict[tuple[str, str, str], dict[str, None]] = {}
+    undecided: dict[str, list[str]] = {}
+    outputs: dict[str, None] = {}
+    count = 0
+    between: dict[tuple[Any, str], Kind] = {}
+    for region in regions_of(jaxpr):
+        count += 1
+        leaves = [_leaf(jaxpr, var, out_names) for var in region.outvars]
+        outputs |= dict.fromkeys(leaf for leaf in leaves if leaf)
+        for axis in sorted(manual_axes(region)):
+            if dict(region.params["mesh"].shape)[axis] == 1:
+                continue
+            at, kinds = _region(region, axis, between)
+            for where, message in at.findings:
+                found.setdefault((axis, where, message), {})
+            for leaf, kind in zip(leaves, kinds, strict=True):
+                if isinstance(kind, Wrong) and leaf:
+                    for where, message in kind.findings:
+                        found.setdefault((axis, where, message), {})[leaf] = None
+                elif isinstance(kind, Unknown) and leaf:
+                    undecided.setdefault(leaf, []).extend(sorted(kind.reasons))
+    findings = [
+        Finding(axis, message, where, tuple(spoils))
+        for (axis, where, message), spoils in found.items()
+    ]
+    return Typed(
+        tuple(findings),
+        {leaf: tuple(dict.fromkeys(why)) for leaf, why in undecided.items()},
+        count,
+        tuple(outputs),
+    )
+
+
+def _region(
+    region: Any, axis: str, between: dict[tuple[Any, str], Kind]
+) -> tuple[Pass, list[Kind]]:
+    at = Pass(axis, dict(region.params["mesh"].shape)[axis])
+    values = [
+        Value(WHOLE if isinstance(var, core.Literal) else between.get((var, axis), WHOLE))
+        for var in region.invars
+    ]
+    kinds = [value.kind for value in at.equation(region, values)]
+    for var, kind in zip(region.outvars, kinds, strict=True):
+        # What is not whole enters the next `shard_map` as it left this one.
+        if isinstance(kind, Terms | Unknown | Wrong):
+            between[var, axis] = kind
+    return at, kinds
+
+
+def _leaf(jaxpr: Any, var: Any, out_names: Sequence[str]) -> str:
+    """The output of the program that a result of `shard_map` becomes; empty where none is nearest.
+
+    Only arrays of as many elements are followed: through a scalar (the norm of all gradients)
+    everything depends on everything.
+    """
+    size, reached = var.aval.size, {var}
+    names = []
+    for eqn in jaxpr.eqns:
+        if any(not isinstance(v, core.Literal) and v in reached for v in eqn.invars):
+            reached |= {out for out in eqn.outvars if getattr(out.aval, "size", 0) == size}
+    for out, name in zip(jaxpr.outvars, out_names, strict=True):
+        if not isinstance(out, core.Literal) and out in reached:
+            names.append(name)
+    return names[0] if names else ""

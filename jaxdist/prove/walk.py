@@ -1,0 +1,391 @@
+"""The pass that follows one mesh axis through a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from jax.extend import core
+
+from jaxdist.prove.collectives import COLLECTIVES, named, on_other_axes
+from jaxdist.prove.elementwise import ELEMENTWISE, all_constant
+from jaxdist.prove.kinds import (
+    WHOLE,
+    ZERO,
+    Count,
+    Extreme,
+    Kind,
+    Multiple,
+    Owed,
+    Own,
+    Rank,
+    Shard,
+    Terms,
+    Unknown,
+    Value,
+    Whole,
+    Wrong,
+    Zero,
+    joined,
+    shard,
+    spoiled,
+)
+from jaxdist.prove.rules import RULES, by_default
+
+PASSES = 8
+"""Rounds after which a loop whose kinds still change is left undecided."""
+
+
+OVERWRITING = "overwrite_chunk"
+"""Name of the body of a loop that overwrites whole arrays: `jaxdist.parallel.layer_chunks`."""
+
+
+_MOVING = "reshape broadcast_in_dim transpose squeeze expand_dims slice split concatenate"
+KEEPING = ELEMENTWISE | frozenset(_MOVING.split())
+"""Operations that may lie between a sum and the division that makes it a mean."""
+
+
+LIBRARIES = ("site-packages", "dist-packages", "/jaxdist/prove/")
+"""Parts of the paths of files that are never the place of a mistake."""
+
+
+class Pass:
+    """A pass that follows a single mesh axis through a single `shard_map`.
+
+    Attributes:
+      axis: its name.
+      size: how many devices lie along it.
+      findings: place and message of each error, in order.
+    """
+
+    def __init__(self, axis: str, size: int) -> None:
+        self.axis, self.size = axis, size
+        self.findings: dict[tuple[str, str], None] = {}
+        self._recording = True
+        self._overwrites = False
+
+    def wrong(self, eqn: Any, message: str) -> Kind:
+        """Report an error at an equation; the kind of what it spoils."""
+        return self.wrong_at(line_of(eqn), message)
+
+    def wrong_at(self, where: str, message: str) -> Kind:
+        """Report an error at a place."""
+        if not self._recording:
+            return Wrong(frozenset())
+        self.findings[where, message] = None
+        return Wrong(frozenset([(where, message)]))
+
+    def place(self, eqn: Any) -> str:
+        """File and line of an equation."""
+        return line_of(eqn)
+
+    def too_large(self, where: str) -> Kind:
+        """Report that the sum at a place adds what is whole already."""
+        return self.wrong_at(
+            where,
+            f"sums over {self.axis!r} what is whole on every device already: the result is "
+            f"{self.size} times too large",
+        )
+
+    def undecided(self, eqn: Any, message: str) -> Unknown:
+        """The kind of a result that no rule decides."""
+        return Unknown(frozenset([f"{line_of(eqn)}: {message}"]))
+
+    def run(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
+        """The kinds of a program's results, from those of its operands."""
+        known: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
+        for var in jaxpr.constvars:
+            known[var] = Value(WHOLE)
+
+        def read(var: Any) -> Value:
+            return known[var] if var in known else _literal(var)
+
+        for eqn in jaxpr.eqns:
+            operands = [_literal(v) if isinstance(v, core.Literal) else read(v) for v in eqn.invars]
+            found = self.equation(eqn, operands)
+            assert len(found) == len(eqn.outvars), eqn.primitive
+            known.update(zip(eqn.outvars, found, strict=True))
+        return [
+            _literal(var) if isinstance(var, core.Literal) else read(var) for var in jaxpr.outvars
+        ]
+
+    def equation(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
+        """The kinds of an equation's results."""
+        name = eqn.primitive.name
+        if name == "scan":
+            return self._scan(eqn, values)
+        if name == "while":
+            return self._while(eqn, values)
+        if name == "cond":
+            return self._cond(eqn, values)
+        called = called_by(eqn)
+        if name == "shard_map" and self.axis in eqn.params["newly_manual_axes"]:
+            return self.region(eqn, values)
+        if called is not None:
+            rule = named(function_name(eqn, called))
+            if rule is not None and values:
+                if self.axis in axes_of(called):
+                    return rule(self, eqn, values[-1:])
+                other = on_other_axes(function_name(eqn, called), self, eqn, values[-1])
+                if other is not None:
+                    return [other]
+            return self.run(called, values)
+        if name == "dynamic_update_slice" and self._overwrites:
+            return [values[1]]
+        if not eqn.outvars:
+            return []
+        if name not in KEEPING:
+            values = [
+                value.of_kind(self.too_large(value.kind.where))
+                if isinstance(value.kind, Multiple)
+                else value
+                for value in values
+            ]
+        rule = COLLECTIVES.get(name) or RULES.get(name, by_default)
+        found = rule(self, eqn, values)
+        assert len(found) == len(eqn.outvars), name
+        return found
+
+    def region(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
+        """The kinds of a `shard_map`'s results, seen from outside of it.
+
+        A result that is whole, or in shards as promised, is whole outside.
+        """
+        body = called_by(eqn)
+        within = [
+            value
+            if isinstance(value.kind, Terms) or spoiled([value.kind])
+            else entering(spec, self.axis)
+            for value, spec in zip(values, eqn.params["in_specs"], strict=True)
+        ]
+        out = self.run(body, within)
+        makers = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+        found = []
+        for value, spec, var in zip(out, eqn.params["out_specs"], body.outvars, strict=True):
+            maker = None if isinstance(var, core.Literal) else makers.get(var)
+            kind = check_leaving(self, value, spec, line_of(maker if maker is not None else eqn))
+            settled = isinstance(kind, Terms) or spoiled([kind])
+            found.append(Value(kind if settled else WHOLE))
+        return found
+
+    def _scan(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
+        constants, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        fixed = list(values[:constants])
+        carry = list(values[constants : constants + carried])
+        rows = [
+            self._row(eqn, value, var)
+            for value, var in zip(
+                values[constants + carried :], eqn.invars[constants + carried :], strict=True
+            )
+        ]
+        body = eqn.params["jaxpr"].jaxpr
+        if body.debug_info.func_name == OVERWRITING:
+            return self._overwrite(body, fixed, carry, rows)
+        carry, out = self._settle(eqn, body, fixed, carry, rows)
+        stacked = [
+            Value(_stacked(value.kind), frozenset(dim + 1 for dim in value.constant))
+            for value in out[carried:]
+        ]
+        return [*carry, *stacked]
+
+    def _overwrite(
+        self, body: Any, fixed: Sequence[Value], carry: list[Value], rows: Sequence[Value]
+    ) -> list[Value]:
+        """A loop whose passes together overwrite all of the arrays that it carries."""
+        outer, self._overwrites = self._overwrites, True
+        out = self.run(body, [*fixed, *carry, *rows])
+        self._overwrites = outer
+        return out
+
+    def _row(self, eqn: Any, value: Value, var: Any) -> Value:
+        """A row of what a scan goes over."""
+        to = {dim: dim - 1 for dim in range(1, var.aval.ndim)}
+        kind = value.kind
+        if isinstance(kind, Shard):
+            left = kind.dims - {0}
+            kind = (
+                Shard(frozenset(to[dim] for dim in left), kind.inner)
+                if left
+                else self.undecided(eqn, "a loop goes over a sharded dim")
+            )
+        return Value(kind, frozenset(to[dim] for dim in value.constant if dim in to))
+
+    def _settle(
+        self,
+        eqn: Any,
+        body: Any,
+        fixed: Sequence[Value],
+        carry: list[Value],
+        rows: Sequence[Value],
+    ) -> tuple[list[Value], list[Value]]:
+        """Run a loop's body until the kinds that it carries do not change any more."""
+        reason = f"{line_of(eqn)}: a value is of another kind after each pass of a loop"
+        recording, self._recording = self._recording, False
+        for _ in range(PASSES):
+            out = self.run(body, [*fixed, *carry, *rows])
+            after = [joined(a, b, reason) for a, b in zip(carry, out, strict=False)]
+            if after == carry:
+                break
+            carry = after
+        else:
+            carry = [Value(Unknown(frozenset([reason])))] * len(carry)
+        self._recording = recording
+        out = self.run(body, [*fixed, *carry, *rows])
+        # A body that goes wrong does so when it is recorded, which says where.
+        carry = [joined(a, b, reason) for a, b in zip(carry, out, strict=False)]
+        return carry, out
+
+    def _while(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
+        of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        test, fixed = values[:of_test], values[of_test : of_test + of_body]
+        carry = list(values[of_test + of_body :])
+        carry, _ = self._settle(eqn, eqn.params["body_jaxpr"].jaxpr, fixed, carry, [])
+        (goes_on,) = self.run(eqn.params["cond_jaxpr"].jaxpr, [*test, *carry])
+        if isinstance(goes_on.kind, Whole | Zero | Count):
+            return carry
+        kind = spoiled([goes_on.kind]) or self.undecided(
+            eqn, "a loop's number of passes differs between devices"
+        )
+        return [Value(kind)] * len(carry)
+
+    def _cond(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
+        index, operands = values[0], values[1:]
+        reason = f"{line_of(eqn)}: the branches give values of unlike kinds"
+        found: list[Value] | None = None
+        for branch in eqn.params["branches"]:
+            out = self.run(branch.jaxpr, operands)
+            pairs = zip(found or out, out, strict=True)
+            found = [joined(a, b, reason) for a, b in pairs]
+        assert found is not None
+        if isinstance(index.kind, Whole | Zero | Count):
+            return found
+        kind = spoiled([index.kind]) or self.undecided(eqn, "devices take different branches")
+        return [Value(spoiled([one.kind, kind]) or kind) for one in found]
+
+
+def _stacked(kind: Kind) -> Kind:
+    if not isinstance(kind, Shard):
+        return kind
+    return Shard(frozenset(dim + 1 for dim in kind.dims), kind.inner)
+
+
+def _literal(var: Any) -> Value:
+    value = getattr(var, "val", None)
+    zero = value is not None and _is_zero(value)
+    return Value(ZERO if zero else WHOLE, all_constant(var.aval))
+
+
+def _is_zero(value: Any) -> bool:
+    try:
+        return bool(value == 0)
+    except (TypeError, ValueError):
+        return False
+
+
+def called_by(eqn: Any) -> Any:
+    """The program that an equation calls once; None where it calls none."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        called = eqn.params.get(name)
+        if called is not None and eqn.primitive.name not in ("pallas_call",):
+            return getattr(called, "jaxpr", called)
+    return None
+
+
+def function_name(eqn: Any, called: Any) -> str:
+    """The name of the function that an equation calls."""
+    return str(eqn.params.get("name") or called.debug_info.func_name or "")
+
+
+def sub_programs(eqn: Any) -> Iterator[Any]:
+    """All programs inside an equation."""
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else [value]:
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def axes_of(jaxpr: Any) -> set[str]:
+    """The mesh axes that a program's collectives name."""
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        named_axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        if eqn.primitive.name in COLLECTIVES:
+            found |= set(named_axes) if isinstance(named_axes, tuple | list) else {named_axes}
+        for inner in sub_programs(eqn):
+            found |= axes_of(inner)
+    return found
+
+
+def line_of(eqn: Any) -> str:
+    """File and line of the code that made an equation, the libraries' own frames left out."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not any(part in frame.file_name for part in LIBRARIES):
+            return f"{PurePath(frame.file_name).name}:{frame.line_num}"
+    return "in a library"
+
+
+def regions_of(jaxpr: Any) -> Iterator[Any]:
+    """Every `shard_map` of a program that is not inside another one."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            yield eqn
+            continue
+        for inner in sub_programs(eqn):
+            yield from regions_of(inner)
+
+
+def manual_axes(eqn: Any) -> set[str]:
+    """The mesh axes that a `shard_map`, or one inside it, makes manual."""
+    return set(eqn.params["newly_manual_axes"]).union(
+        *(manual_axes(inner) for inner in regions_of(called_by(eqn)))
+    )
+
+
+def entering(spec: Any, axis: str) -> Value:
+    """Give the kind that an operand of `shard_map` has inside it."""
+    for dim, entry in enumerate(spec or ()):
+        if axis in (entry if isinstance(entry, tuple) else (entry,)):
+            return Value(shard(dim))
+    return Value(WHOLE)
+
+
+def check_leaving(at: Pass, value: Value, spec: Any, where: str) -> Kind:
+    """Hold a result of `shard_map` against what its `out_specs` promises."""
+    kind, axis = value.kind, at.axis
+    dims = [
+        dim
+        for dim, entry in enumerate(spec or ())
+        if axis in (entry if isinstance(entry, tuple) else (entry,))
+    ]
+    if isinstance(kind, Multiple):
+        return at.too_large(kind.where)
+    if spoiled([kind]) or isinstance(kind, Zero):
+        return kind
+    if not dims:
+        if isinstance(kind, Whole | Count):
+            return kind
+        remedy = {
+            Owed: f"a psum over {axis!r} is missing",
+            Shard: f"an all-gather over {axis!r} is missing, or {axis!r} in out_specs",
+            Extreme: f"a pmax or pmin over {axis!r} is missing",
+            Own: "each device keeps another value",
+            Rank: "each device keeps another value",
+            Terms: f"a psum over {axis!r} is missing",
+        }.get(type(kind), "each part of it needs what it is owed")
+        return at.wrong_at(where, f"leaves as a whole value, and is {kind} over {axis!r}: {remedy}")
+    if isinstance(kind, Shard) and dims[0] in kind.dims:
+        return kind
+    if isinstance(kind, Whole) and dims[0] in value.constant:
+        return kind
+    if isinstance(kind, Owed):
+        return Terms(dims[0])
+    if isinstance(kind, Whole):
+        return at.wrong_at(
+            where,
+            f"leaves as shards along dim {dims[0]}, and is whole on every device: the result has "
+            f"{at.size} copies of it",
+        )
+    return Unknown(frozenset([f"{where}: a value that is {kind} leaves as shards"]))

@@ -1,0 +1,151 @@
+"""The types of small programs, right and wrong, and of the steps of whole configs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from runs import DIGITS
+
+from jaxdist.config import Document, validate
+from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.prove.types import Typed, check_types
+from jaxdist.trees import flatten_with_names
+
+WHOLE, ROWS = PartitionSpec(), PartitionSpec("d")
+DEVICES = 4
+
+
+def typed(
+    function: Callable[..., Any], *shapes: tuple[int, ...], into: Any = WHOLE, out: Any = WHOLE
+) -> Typed:
+    """The types of a function inside `shard_map` over the axis d; the specs are those given."""
+    mesh = Mesh(jax.devices()[:DEVICES], ("d",))
+    whole = jax.shard_map(function, mesh=mesh, in_specs=into, out_specs=out, check_vma=False)
+    return check_types(jax.make_jaxpr(whole)(*(jnp.ones(shape) for shape in shapes)), ["y"])
+
+
+RIGHT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
+    "a sum of rows": (lambda x: lax.psum(x.sum(0), "d"), (ROWS,), WHOLE),
+    "rows stay rows": (lambda x: jnp.tanh(x) * 2, (ROWS,), ROWS),
+    "a product that contracts rows": (lambda x: lax.psum(x.T @ x, "d"), (ROWS,), WHOLE),
+    "a mean of equal means": (lambda x: lax.pmean(x.mean(0), "d"), (ROWS,), WHOLE),
+    "an all-gather": (
+        lambda x: lax.all_gather(x, "d", tiled=True).max(0),
+        (ROWS,),
+        WHOLE,
+    ),
+    "a maximum": (lambda x: lax.pmax(x.max(0), "d"), (ROWS,), WHOLE),
+    "a reduce-scatter": (
+        lambda x: lax.psum_scatter(x.sum(0), "d", tiled=True),
+        (ROWS,),
+        ROWS,
+    ),
+    "a norm of the sum of its shards": (
+        lambda x: jnp.sqrt(lax.psum(jnp.sum(x * x), "d")),
+        (ROWS,),
+        WHOLE,
+    ),
+}
+WRONG: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, str]] = {
+    "a sum that nobody takes": (lambda x: x.sum(0), (ROWS,), WHOLE, "psum over 'd' is missing"),
+    "a sum taken twice": (
+        lambda x: lax.psum(lax.psum(x.sum(0), "d"), "d") * 3,
+        (ROWS,),
+        WHOLE,
+        "4 times too large",
+    ),
+    "a norm of a shard": (
+        lambda x: lax.psum(jnp.sqrt(jnp.sum(x * x)), "d"),
+        (ROWS,),
+        WHOLE,
+        "takes sqrt of a partial sum",
+    ),
+    "a weight of a device's rows": (
+        lambda x: lax.psum(x.sum() / (x > 0).astype(x.dtype).sum(), "d"),
+        (ROWS,),
+        WHOLE,
+        "divides by a partial sum",
+    ),
+    "a regularizer that is added on each device": (
+        lambda x: lax.psum(x.sum() + jnp.float32(3), "d"),
+        (ROWS,),
+        WHOLE,
+        "which each of the 4 devices would add",
+    ),
+    "rows of different examples": (
+        lambda x: lax.psum(x, "d"),
+        (ROWS,),
+        WHOLE,
+        "rows that belong to different examples",
+    ),
+    "equal random numbers for different rows": (
+        lambda x: x * jax.random.normal(jax.random.key(0), x.shape),
+        (ROWS,),
+        ROWS,
+        "equal random keys",
+    ),
+    "copies instead of shards": (
+        lambda x: lax.psum(x.sum(0), "d"),
+        (ROWS,),
+        ROWS,
+        "4 copies",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_is_proved(name):
+    function, into, out = RIGHT[name]
+    found = typed(function, (8, 4), into=into, out=out)
+    assert (found.findings, dict(found.undecided), found.proved) == ((), {}, ("y",))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_program_is_reported_with_its_line(name):
+    function, into, out, said = WRONG[name]
+    (finding,) = typed(function, (8, 4), into=into, out=out).findings
+    assert (finding.axis, finding.leaves) == ("d", ("y",))
+    assert said in finding.message
+    line = int(finding.where.removeprefix("test_prove_types.py:"))
+    first = function.__code__.co_firstlineno
+    assert first <= line <= first + 5
+
+
+def test_an_operation_without_a_rule_is_undecided_and_not_proved():
+    found = typed(lambda x: lax.psum(jnp.fft.fft(x).real, "d"), (8, 4), into=(ROWS,))
+    assert (found.findings, found.proved) == ((), ())
+    assert "fft has no rule" in found.undecided["y"][0]
+
+
+def test_outside_of_shard_map_there_is_nothing_to_decide():
+    found = check_types(jax.make_jaxpr(jnp.mean)(jnp.ones(3)), ["y"])
+    assert (found.regions, found.outputs, found.findings) == (0, (), ())
+
+
+def step_types(sections: dict[str, Any]) -> Typed:
+    """The types of the step of the digits' config with these sections."""
+    config = validate(Document({**DIGITS, **sections}), ExperimentConfig)
+    program = build(config, devices=jax.devices()[:DEVICES]).program
+    closed, out = jax.make_jaxpr(program._train, return_shape=True)(
+        program.state_shapes, program.batch
+    )
+    return check_types(closed, [name for name, _ in flatten_with_names(out)])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_of_zero_is_proved(stage):
+    found = step_types(
+        {
+            "mesh": {"data": DEVICES},
+            "parallel": {"reduce": {"type": "ring"}, "zero": {"stage": stage}},
+        }
+    )
+    assert (found.findings, dict(found.undecided)) == ((), {})
+    assert set(found.proved) == set(found.outputs)
+    assert any("kernel" in name for name in found.proved)
