@@ -48,6 +48,7 @@ def agent(
     join_timeout: Annotated[
         int, typer.Option(min=1, help="Seconds to wait for enough hosts.")
     ] = JOIN_SECONDS,
+    json_file: shared.JsonFile = None,
 ) -> None:
     """Train CONFIG on all hosts that run this command, which may join and leave."""
     extra = shared.prepare(config, overrides, devices)
@@ -69,6 +70,7 @@ def agent(
         seconds=join_timeout,
         say=say,
         fork_module=fork_server.__name__,
+        json_file=json_file,
     )
     code = found.run()
     if code:

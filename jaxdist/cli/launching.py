@@ -44,6 +44,7 @@ def job(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the submission without running it.")
     ] = False,
+    json_file: shared.JsonFile = None,
 ) -> None:
     """Train CONFIG on a cluster, with the same `jaxdist train --resume` in every process."""
     from jaxdist import cli
@@ -62,40 +63,58 @@ def job(
     what = Job(str(config), extra, called, cli.__name__, nodes, processes, Path.cwd())
     if dry_run:
         one.check(what)
-        typer.echo(one.render(what).at(LAUNCHES.absolute() / called).text())
+        text = one.render(what).at(LAUNCHES.absolute() / called).text()
+        typer.echo(text)
+        shared.write_result(
+            json_file, "submission", on=on, folder=None, job=None, exit_code=None, text=text
+        )
         return
     say = partial(shared.console().print, soft_wrap=True, markup=False)
-    code = launch(one, settings or [], what, LAUNCHES, say)
+    begun, code = launch(one, settings or [], what, LAUNCHES, say)
+    started = {"folder": str(begun.folder), "job": begun.identity or None, "exit_code": code}
+    shared.write_result(json_file, "launch", on=on, **started, text=None)
     if code:
         raise typer.Exit(code)
 
 
-def explain() -> None:
+def explain(*, json_file: shared.JsonFile = None) -> None:
     """Print the schedulers and engines detected here, and the variables that reveal them."""
+    from jaxdist.launch.explain import as_json
     from jaxdist.launch.explain import explain as lines
 
     for line in lines(os.environ):
         typer.echo(line)
+    shared.write_result(json_file, "explanation", **as_json(os.environ))
 
 
-def _ask(what: str, folder: Path) -> None:
+def _ask(what: str, folder: Path, json_file: Path | None) -> None:
     from jaxdist.launch.submit import ask
 
-    code = ask(what, folder)
-    if code:
-        raise typer.Exit(code)
+    done = ask(what, folder, capture=json_file is not None)
+    if done.stdout is not None:
+        typer.echo(done.stdout, nl=False)
+    shared.write_result(
+        json_file,
+        "answer",
+        folder=str(folder),
+        command=[*done.args],
+        exit_code=done.returncode,
+        output=done.stdout,
+    )
+    if done.returncode:
+        raise typer.Exit(done.returncode)
 
 
-def status(folder: Folder) -> None:
+def status(folder: Folder, *, json_file: shared.JsonFile = None) -> None:
     """Query the engine for the status of a job."""
-    _ask("status", folder)
+    _ask("status", folder, json_file)
 
 
-def logs(folder: Folder) -> None:
+def logs(folder: Folder, *, json_file: shared.JsonFile = None) -> None:
     """Print the end of the output of a job's processes."""
-    _ask("logs", folder)
+    _ask("logs", folder, json_file)
 
 
-def stop(folder: Folder) -> None:
+def stop(folder: Folder, *, json_file: shared.JsonFile = None) -> None:
     """End a job."""
-    _ask("stop", folder)
+    _ask("stop", folder, json_file)

@@ -38,9 +38,7 @@ def bench(
             "pipeline, tpu, plan, compression, param-server or elastic."
         ),
     ],
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures as JSON.")
-    ] = None,
+    json_file: shared.JsonFile = None,
     devices: shared.Devices = 8,
     lab: Annotated[
         bool,
@@ -120,9 +118,7 @@ def compare(
         typer.Option(help="A variant: NAME='section.key=value section.key=value' ..."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 3,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every run and the table as JSON.")
-    ] = None,
+    json_file: shared.JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the changes into this directory.")] = None,
     devices: shared.Devices = None,
 ) -> None:
@@ -157,9 +153,7 @@ def batch_scaling(
     tune: Annotated[
         bool, typer.Option("--tune/--no-tune", help="Search learning rates at every batch size.")
     ] = True,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every run and the table as JSON.")
-    ] = None,
+    json_file: shared.JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this directory.")] = None,
     devices: shared.Devices = None,
 ) -> None:
@@ -191,9 +185,7 @@ def run_study(
         list[str] | None, typer.Argument(help="Settings that override the file: key=value ...")
     ] = None,
     *,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every run and the table as JSON.")
-    ] = None,
+    json_file: shared.JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the study into this directory.")] = None,
     devices: shared.Devices = None,
 ) -> None:
@@ -232,9 +224,7 @@ def servers(
         float | None,
         typer.Option(help="Held-out loss to time; 1% above the first variant's last by default."),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every run and the table as JSON.")
-    ] = None,
+    json_file: shared.JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this directory.")] = None,
     devices: shared.Devices = None,
 ) -> None:
@@ -266,9 +256,7 @@ def fleet(
         ),
     ] = None,
     *,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the config and every row as JSON.")
-    ] = None,
+    json_file: shared.JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw goodput over the interval into this directory.")
     ] = None,
@@ -293,9 +281,7 @@ def choice(
         typer.Argument(metavar="[CONFIG] [key=value ...]", help="A YAML file, and settings."),
     ] = None,
     *,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the config and every row as JSON.")
-    ] = None,
+    json_file: shared.JsonFile = None,
 ) -> None:
     """Compare step times of parameter servers and an all-reduce, by link, straggler and sparsity.
 

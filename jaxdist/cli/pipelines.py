@@ -36,11 +36,13 @@ def show(
         Path | None,
         typer.Option(help="Write the schedule as torch.distributed.pipelining reads it."),
     ] = None,
+    json_file: shared.JsonFile = None,
 ) -> None:
     """Draw SCHEDULE, with its bubble, activations and messages. Nothing is run."""
+    from jaxdist.commands.pipelines import as_json
     from jaxdist.commands.pipelines import show as look
 
-    look(
+    timeline = look(
         schedule,
         settings or [],
         stages=stages,
@@ -49,6 +51,9 @@ def show(
         trace=trace,
         csv=csv,
         console=shared.console(),
+    )
+    shared.write_result(
+        json_file, "figures of the schedule", **as_json(timeline.schedule, timeline)
     )
 
 
@@ -68,8 +73,12 @@ def compare(
 
 def check(
     file: Annotated[Path, typer.Argument(help="CSV file: a row for each stage.")],
+    *,
+    json_file: shared.JsonFile = None,
 ) -> None:
     """Check a schedule of your own; print the first violation of a rule, and exit with code 2."""
+    from jaxdist.commands.pipelines import as_json
     from jaxdist.commands.pipelines import check as judge
 
-    judge(file, console=shared.console())
+    schedule = judge(file, console=shared.console())
+    shared.write_result(json_file, "sizes of the schedule", **as_json(schedule))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -42,11 +43,13 @@ def init(
     ] = None,
     *,
     to: Annotated[Path, typer.Option(help="The folder to write them into.")] = Path("configs"),
+    json_file: shared.JsonFile = None,
 ) -> None:
     """Write the shipped configurations, to run and to change."""
     from jaxdist.commands.init import init as write
 
-    write(name, to, console=shared.console())
+    files = write(name, to, console=shared.console())
+    shared.write_result(json_file, "list of files", files=[str(file) for file in files])
 
 
 def eject(
@@ -58,6 +61,7 @@ def eject(
         Literal["data"] | None, typer.Option(help="What the file leaves to jaxdist.")
     ] = None,
     devices: shared.Devices = None,
+    json_file: shared.JsonFile = None,
 ) -> None:
     """Write CONFIG's training as a readable file of plain JAX, without jaxdist.
 
@@ -71,9 +75,13 @@ def eject(
     text = write(config, extra, keep=keep and Keep(keep), out=out)
     if out is None:
         typer.echo(text, nl=False)
+    lines = len(text.splitlines())
+    shared.write_result(
+        json_file, "ejected file", file=None if out is None else str(out), lines=lines, text=text
+    )
 
 
-def schema() -> None:
+def schema(*, json_file: shared.JsonFile = None) -> None:
     """Print the JSON schema of a configuration, for editors."""
     from jaxdist.runtime import environment
 
@@ -81,7 +89,9 @@ def schema() -> None:
     from jaxdist.config import json_schema
     from jaxdist.experiment import ExperimentConfig
 
-    typer.echo(json_schema(ExperimentConfig))
+    text = json_schema(ExperimentConfig)
+    typer.echo(text)
+    shared.write_result(json_file, "schema", config=json.loads(text))
 
 
 def tokenize(
@@ -98,17 +108,19 @@ def tokenize(
             min=0, max=0.99, help="Fraction left out; the config's data.heldout_fraction."
         ),
     ] = 0.05,
+    json_file: shared.JsonFile = None,
 ) -> None:
     """Train a BPE tokenizer, for `data.tokenizer: {type: bpe, file: OUT}`."""
     from jaxdist.commands.tokenize import tokenize as learn
 
-    learn(
+    learned = learn(
         out,
         files or [],
         vocab_size=vocab_size,
         heldout_fraction=heldout_fraction,
         console=shared.console(),
     )
+    shared.write_result(json_file, "figures of the tokenizer", file=str(out), **learned)
 
 
 def doctor(

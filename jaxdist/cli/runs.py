@@ -230,7 +230,9 @@ def evaluate(
     evaluate_run(run, extra, step=step, json_file=json_file, console=shared.console())
 
 
-def replay(run: shared.Run, *, devices: shared.Devices = None) -> None:
+def replay(
+    run: shared.Run, *, devices: shared.Devices = None, json_file: shared.JsonFile = None
+) -> None:
     """Repeat a run with parameter servers, in the order in which its servers received messages.
 
     Prints whether their last saved state is reproduced to the bit.
@@ -238,7 +240,7 @@ def replay(run: shared.Run, *, devices: shared.Devices = None) -> None:
     shared.prepare_run(run, [], devices)
     from jaxdist.commands.replay import replay as again
 
-    if not again(run, shared.console()):
+    if not again(run, shared.console(), json_file):
         raise typer.Exit(1)
 
 
@@ -327,6 +329,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random choices.")] = 0,
     step: shared.CheckpointStep = None,
     devices: shared.Devices = None,
+    json_file: shared.JsonFile = None,
 ) -> None:
     """Continue a prompt with a run's language model."""
     extra = shared.prepare_run(run, overrides, devices)
@@ -340,6 +343,7 @@ def generate(
         temperature=temperature,
         seed=seed,
         step=step,
+        json_file=json_file,
         console=shared.console(),
     )
     typer.echo(text)

@@ -14,6 +14,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from jaxdist.types import Json
+
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file of the experiment.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings that override the file: section.key=value ...")
@@ -101,6 +103,21 @@ def compile_for(devices: int | None, topology: str | None, overrides: list[str])
             f"--devices {devices} compiles for CPU, --topology {topology} for TPU: give one of them"
         )
     return [*overrides, *([] if devices is None else [f"mesh.fake_devices={devices}"])]
+
+
+def write_result(path: Path | None, what: str, **values: Json) -> None:
+    """Write the result of a command to the file of --json, if it is set.
+
+    Args:
+      what: the result's name in an error.
+
+    Raises:
+      RunError: the file cannot be written.
+    """
+    from jaxdist.metrics.report import write_json
+
+    if path is not None:
+        write_json(path, values, what=what)
 
 
 def alone(option: str, **others: object) -> None:

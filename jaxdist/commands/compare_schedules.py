@@ -79,14 +79,13 @@ class Entry:
 
     def as_json(self) -> JsonObject:
         """The columns of the table, unrounded; null where the schedule is refused."""
-        found = self.timeline
+        names = ("bubble", "flushed_bubble", "makespan", "peak", "messages")
+        figures: JsonObject = dict.fromkeys(names)
+        if self.timeline is not None:
+            figures = self.timeline.as_json()
         return {
             "schedule": self.label,
-            "bubble": None if found is None else found.bubble_fraction,
-            "flushed_bubble": None if found is None else found.flushed_bubble_fraction,
-            "makespan": None if found is None else found.makespan,
-            "peak": None if found is None else found.peak,
-            "messages": None if found is None else found.messages,
+            **figures,
             "refused": self.reason or None,
             "least_microbatches": self.least,
             "multiples_only": self.whole_rounds,

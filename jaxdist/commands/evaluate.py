@@ -101,6 +101,7 @@ def generate_from_run(
     temperature: float,
     seed: int,
     step: int | None = None,
+    json_file: Path | None = None,
     console: Console,
 ) -> str:
     """Continue a prompt with the run's model; returns prompt and continuation.
@@ -125,4 +126,9 @@ def generate_from_run(
         temperature=temperature,
         seed=seed,
     )
-    return tokenizer.decode(out)
+    text = tokenizer.decode(out)
+    if json_file is not None:
+        settings = {"prompt": prompt, "temperature": temperature, "seed": seed}
+        report = {"run": str(run), "step": restored.step, **settings, "text": text}
+        write_json(json_file, report, what="text")
+    return text

@@ -28,6 +28,7 @@ from jaxdist.pipeline_schedules.draw.text import draw_text
 from jaxdist.pipeline_schedules.draw.trace import write_trace
 from jaxdist.pipeline_schedules.schedule import Schedule, TaskKind
 from jaxdist.pipeline_schedules.simulate import Timeline, simulate
+from jaxdist.types import JsonObject
 
 COMMAND_LINE = Origin("the command line")
 ALTERNATIVES: dict[str, type[Any]] = {
@@ -175,6 +176,24 @@ def _together(timeline: Timeline) -> str:
         f"makespan {timeline.makespan:.4g}, where all stages end together "
         f"(bubble {timeline.flushed_bubble_fraction:.1%})"
     )
+
+
+def as_json(schedule: Schedule, timeline: Timeline | None = None) -> JsonObject:
+    """Return what `show` and `check` print of a schedule, as plain data."""
+    report: JsonObject = {
+        "schedule": schedule.name,
+        "stages": schedule.stages,
+        "chunks": schedule.chunks,
+        "microbatches": schedule.microbatches,
+    }
+    if timeline is None:
+        return {**report, "slots": list(ring_sizes(schedule))}
+    rows = zip(
+        timeline.busy, timeline.peak_activations, timeline.sent, timeline.received, strict=True
+    )
+    names = ("works", "peak", "sends", "receives")
+    by_stage = [dict(zip(names, row, strict=True)) for row in rows]
+    return {**report, **timeline.as_json(), "by_stage": by_stage}
 
 
 def _by_stage(timeline: Timeline) -> Table:

@@ -14,6 +14,7 @@ from jaxdist.config import read
 from jaxdist.config.importing import foreign_code
 from jaxdist.errors import CheckpointError, RunError
 from jaxdist.experiment import Experiment
+from jaxdist.metrics.report import write_json
 from jaxdist.param_server.processes.lives import Life, computed_again, differences, life_of
 from jaxdist.param_server.processes.setup import sharded_run
 from jaxdist.param_server.training.files import read_shard
@@ -21,8 +22,11 @@ from jaxdist.param_server.training.state import Sharded, ShardState
 from jaxdist.run.directory import RunDirectory
 
 
-def replay(run: Path, console: Console) -> bool:
+def replay(run: Path, console: Console, json_file: Path | None = None) -> bool:
     """Repeat a run from its last start; return whether its servers' last saved state is reproduced.
+
+    Args:
+      json_file: where to write what differs, as JSON.
 
     Raises:
       RunError: no run with parameter servers, no saved state, or a run that cannot be repeated.
@@ -39,6 +43,10 @@ def replay(run: Path, console: Console) -> bool:
     found = computed_again(run, experiment, sharded, life, start)
     rows = [differences(*pair) for pair in zip(found, wanted, strict=True)]
     _print(rows, sharded, life, wanted, console)
+    if json_file is not None:
+        clocks = {"first_clock": life.first, "last_clock": life.last}
+        report = {"run": str(run), **clocks, "same": not any(rows), "differences": rows}
+        write_json(json_file, report, what="comparison")
     return not any(rows)
 
 

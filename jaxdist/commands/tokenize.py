@@ -10,6 +10,7 @@ from rich.console import Console
 from jaxdist.data.text.documents import matching, python_stdlib, split_documents
 from jaxdist.data.text.tokenizer import train_bpe
 from jaxdist.errors import DataError
+from jaxdist.types import JsonObject
 
 
 def tokenize(
@@ -19,12 +20,15 @@ def tokenize(
     vocab_size: int,
     heldout_fraction: float,
     console: Console,
-) -> None:
+) -> JsonObject:
     """Train a byte-level BPE on the training split only, and write it as a tokenizer.json.
 
     Args:
       files: globs; none uses the standard library of the running Python.
       heldout_fraction: the run's `data.heldout_fraction`, so that held-out text is not used.
+
+    Returns:
+      The size of the vocabulary, and the figures that are printed, by name.
 
     Raises:
       DataError: files that cannot be read, a vocabulary too small or too large, no text, or `out`
@@ -42,9 +46,15 @@ def tokenize(
     text_bytes = sum(len(document) for document in split.train)
     tokenizer = train_bpe(split.train, vocab_size, out)
     sample = split.train[0][:100_000]
-    tokens = len(tokenizer.encode([sample])[0])
+    per_token = len(sample) / max(len(tokenizer.encode([sample])[0]), 1)
     console.print(
         f"{out}: {tokenizer.vocab_size:,} tokens learned from {text_bytes / 1e6:.1f} MB "
-        f"in {len(split.train):,} documents, {len(sample) / max(tokens, 1):.2f} bytes a token",
+        f"in {len(split.train):,} documents, {per_token:.2f} bytes a token",
         soft_wrap=True,
     )
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "text_bytes": text_bytes,
+        "documents": len(split.train),
+        "bytes_per_token": per_token,
+    }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 
 from jaxdist.launch.build import ENGINES
 from jaxdist.runtime.clusters import Sighting, sightings
 from jaxdist.runtime.gpus import look
+from jaxdist.types import JsonObject
 
 
 def explain(environ: Mapping[str, str]) -> Iterator[str]:
@@ -24,6 +26,14 @@ def explain(environ: Mapping[str, str]) -> Iterator[str]:
     yield f"{found.problem or f'{len(found.gpus)} GPUs are visible to jax'}{given}"
     for name, one in ENGINES.items():
         yield f"--on {name}: " + (shutil.which(one.program) or f"not here ({one.install})")
+
+
+def as_json(environ: Mapping[str, str]) -> JsonObject:
+    """Return the schedulers, in order, the GPUs and the engines as plain data."""
+    schedulers = [{**asdict(one), "whole": one.whole} for one in sightings(environ)]
+    gpus = len(look(environ, environ.get("JAX_PLATFORMS")).gpus)
+    engines = {name: shutil.which(one.program) for name, one in ENGINES.items()}
+    return {"schedulers": schedulers, "gpus": gpus, "engines": engines}
 
 
 def _verdict(one: Sighting, used: Sighting | None) -> str:

@@ -65,8 +65,8 @@ def installed(one: Engine) -> None:
 
 def launch(
     one: Engine, settings: Sequence[str], job: Job, base: Path, say: Callable[[str], None]
-) -> int:
-    """Write the files, run the command, and return its exit code.
+) -> tuple[Launched, int]:
+    """Write the files, run the command, and return the launch with the command's exit code.
 
     Args:
       settings: settings of the engine, as given.
@@ -85,14 +85,15 @@ def launch(
     _write(folder, record)
     say(f"launch {shlex.join(rendered.command)}")
     if rendered.waits:
-        return subprocess.run(rendered.command, cwd=job.folder, check=False).returncode
+        code = subprocess.run(rendered.command, cwd=job.folder, check=False).returncode
+        return Launched(one, folder, ""), code
     done = _run(rendered.command, job.folder)
     found = re.search(one.identity, done, re.MULTILINE)
     if found is None:
         raise RunError(f"{rendered.command[0]} did not name the job: {done.strip()}")
     _write(folder, {**record, "identity": found[1]})
     say(f"job {found[1]}: jaxdist launch status|logs|stop {_shown(folder)}")
-    return 0
+    return Launched(one, folder, found[1]), 0
 
 
 def _shown(folder: Path) -> Path:
@@ -137,8 +138,11 @@ def launched(folder: Path) -> Launched:
     )
 
 
-def ask(what: str, folder: Path) -> int:
-    """Run the engine's command for the job of a folder: status, logs or stop; return its exit code.
+def ask(what: str, folder: Path, *, capture: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run the engine's command for the job of a folder: status, logs or stop.
+
+    Args:
+      capture: return the command's standard output, rather than let it print.
 
     Raises:
       RunError: the engine has no such command, or is not installed.
@@ -150,4 +154,5 @@ def ask(what: str, folder: Path) -> int:
         kind = found.engine.model_dump()["type"]
         raise RunError(f"{kind} has no {what} for a job: it ends with the command that began it")
     installed(found.engine)
-    return subprocess.run(command, check=False).returncode
+    output = subprocess.PIPE if capture else None
+    return subprocess.run(command, check=False, stdout=output, text=True)

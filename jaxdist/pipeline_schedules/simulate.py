@@ -10,6 +10,7 @@ from jaxdist.pipeline_schedules.check import check
 from jaxdist.pipeline_schedules.costs import Costs
 from jaxdist.pipeline_schedules.order import Walk, key, needed
 from jaxdist.pipeline_schedules.schedule import Schedule, Slot, Task, TaskKind
+from jaxdist.types import JsonObject
 
 
 class Span(NamedTuple):
@@ -87,6 +88,16 @@ class Timeline:
     def peak(self) -> float:
         """The most activations that are live at once on any stage."""
         return max(self.peak_activations, default=0)
+
+    def as_json(self) -> JsonObject:
+        """Return the figures of the whole step by name; bubbles are fractions of the step."""
+        return {
+            "bubble": self.bubble_fraction,
+            "flushed_bubble": self.flushed_bubble_fraction,
+            "makespan": self.makespan,
+            "peak": self.peak,
+            "messages": self.messages,
+        }
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:

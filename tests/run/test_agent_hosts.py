@@ -195,7 +195,7 @@ def test_one_host_that_is_noticed_leaves_for_good_and_the_others_go_on(jaxdist: 
     try:
         hosts = [
             one.start("agent", "config.yaml", "--rendezvous", meet, "--host", f"{name}/127.0.0.1",
-                      "--devices", 1, notice)
+                      "--devices", 1, notice, "--json", f"{name}.json")
             for one, name in ((jaxdist, "a"), (there, "b"))
         ]  # fmt: skip
         number = wait(lambda: begun(run, 2), *hosts)
@@ -209,6 +209,8 @@ def test_one_host_that_is_noticed_leaves_for_good_and_the_others_go_on(jaxdist: 
         there.kill()
     assert done.code == 0, done
     assert "b leaves" in done.out
+    result = json.loads((jaxdist.folder / "a.json").read_text())
+    assert (result["schema"], result["exit_code"], result["run"]) == (1, 0, str(run))
     assert_each_once_an_epoch(run)
     events = [json.loads(one) for one in (run / "elastic.jsonl").read_text().splitlines()]
     assert max(one["generation"] for one in events) == number + 1

@@ -66,8 +66,14 @@ def test_a_run_whose_worker_is_killed(jaxdist: Jaxdist):
     heldout = [one for one in metrics(jaxdist.run) if one["split"] == "heldout"][-1]
     evaluated = jaxdist.here("eval", RUN)
     assert evaluated.code == 0, evaluated
-    replayed = jaxdist("replay", RUN)  # XLA's flags as the run had them, not as tests do
+    replayed = jaxdist(
+        "replay", RUN, "--json", "a.json"
+    )  # XLA's flags as the run had them, not as tests do
     assert (replayed.code, replayed.out.count("the same bits")) == (0, 1), replayed
+    assert json.loads((jaxdist.folder / "a.json").read_text()) == {
+        "schema": 1, "run": str(RUN), "first_clock": 0, "last_clock": 400, "same": True,
+        "differences": [[]],
+    }  # fmt: skip
     assert heldout["accuracy"] > 0.7
     assert (jaxdist.run / "loss.png").exists()
 

@@ -85,7 +85,10 @@ def generated(jaxdist: Jaxdist, *options: object, devices: int = 8) -> str:
 
 
 def test_generate(speaking: Jaxdist) -> None:
-    text = generated(speaking, "--seed", 3)
+    text = generated(speaking, "--seed", 3, "--json", "a.json")
+    found = json.loads((speaking.folder / "a.json").read_text())
+    assert (found["schema"], found["step"], found["text"] + "\n") == (1, 40, text)
+    assert (found["prompt"], found["seed"], found["temperature"]) == ("the ", 3, 0.8)
     assert generated(speaking, "--seed", 3, devices=1) == text
     assert generated(speaking, "--seed", 4) != text
     greedy = generated(speaking, "--temperature", 0, "--seed", 1)

@@ -42,6 +42,7 @@ def agent_of(
     seconds: float,
     say: Callable[[str], None],
     fork_module: str,
+    json_file: Path | None = None,
 ) -> Agent:
     """Build the agent of this machine.
 
@@ -54,6 +55,7 @@ def agent_of(
       token_file: the file of the token that all hosts share; None takes that of the rendezvous.
       seconds: how long to wait for hosts.
       fork_module: see `jaxdist.elastic.agent.Agent`.
+      json_file: where process 0 writes the result of the run, on its own host.
 
     Raises:
       JaxdistError: an error that the user can fix.
@@ -95,6 +97,7 @@ def agent_of(
         ),
     )
     args = {"config": str(config), "extra": extra}
+    args |= {} if json_file is None else {"json_file": str(json_file)}
     told = (values.get("run") or {}).get("preemption") or {}
     notices = validate(Document(told), PreemptionConfig).build(say)
     plan = Plan(args, processes, restarts, notices=notices)
