@@ -20,7 +20,7 @@ ROOMS = (
     "experiment", "experimental", "heartbeat", "hlo", "inspect", "launch", "mesh", "metrics",
     "models", "optim", "parallel", "param_server/contract", "param_server/processes",
     "param_server/scenario", "param_server/training", "parity", "pipeline_schedules", "planner",
-    "prove", "run/assemble", "run/checkpoints", "run/directory", "run/files", "run/hooks",
+    "proofs", "run/assemble", "run/checkpoints", "run/directory", "run/files", "run/hooks",
     "run/job", "run/loading", "run/lock", "run/memory", "run/replicas", "runtime", "sharding",
     "simulation", "train", "trees", "types", "validity",
 )  # fmt: skip

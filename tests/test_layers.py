@@ -28,7 +28,7 @@ LAYERS = (
     ("run",),
     ("elastic",),
     ("inspect", "parity", "commands", "doctor", "study"),
-    ("audit", "launch", "planner", "prove", "simulation"),
+    ("audit", "launch", "planner", "proofs", "simulation"),
     ("cli",),
     ("__main__",),
 )

@@ -100,7 +100,7 @@ def _linear(
         # transpose's argument has the result's type, and must be varying to be summed.
         return varying(forward(x), axis)
 
-    typed.__name__ = f"jaxdist_{operation}"  # `jaxdist.prove` knows the operation by this name
+    typed.__name__ = f"jaxdist_{operation}"  # `jaxdist.proofs` knows the operation by this name
     function = jax.custom_vjp(typed)
     function.defvjp(lambda x: (function(x), None), lambda _, cotangent: (transpose(cotangent),))
     return function

@@ -89,7 +89,7 @@ def _in_chunks(
     """Call it on chunks of `count` layers."""
     chunks = stacks[0].shape[0] // count
 
-    # `jaxdist.prove` knows by this name that the loop leaves nothing of what it fills.
+    # `jaxdist.proofs` knows by this name that the loop leaves nothing of what it fills.
     def overwrite_chunk(at: jax.Array, filled: Layers) -> Layers:
         layers = function(_take(filled if into is None else stacks, at * count, count))
         return _put(filled, layers, at * count)

@@ -13,8 +13,8 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxdist.prove.kinds import WHOLE, Kind, Terms, Unknown, Value, Wrong
-from jaxdist.prove.walk import Pass, called_by, manual_axes, regions_of
+from jaxdist.proofs.types.kinds import WHOLE, Kind, Terms, Unknown, Value, Wrong
+from jaxdist.proofs.types.walk import Pass, called_by, manual_axes, regions_of
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxdist.prove.elementwise import ELEMENTWISE, Context, Rule, all_constant, elementwise
-from jaxdist.prove.kinds import (
+from jaxdist.proofs.types.elementwise import ELEMENTWISE, Context, Rule, all_constant, elementwise
+from jaxdist.proofs.types.kinds import (
     OWN,
     WHOLE,
     ZERO,
@@ -21,8 +21,8 @@ from jaxdist.prove.kinds import (
     Zero,
     spoiled,
 )
-from jaxdist.prove.products import convolution, dot_general, gather, scatter_add
-from jaxdist.prove.shapes import (
+from jaxdist.proofs.types.products import convolution, dot_general, gather, scatter_add
+from jaxdist.proofs.types.shapes import (
     broadcast_in_dim,
     concatenate,
     dynamic_slice,

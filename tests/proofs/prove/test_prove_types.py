@@ -14,7 +14,7 @@ from runs import DIGITS
 
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.prove.types import Typed, check_types
+from jaxdist.proofs.types.check import Typed, check_types
 from jaxdist.trees import flatten_with_names
 
 WHOLE, ROWS = PartitionSpec(), PartitionSpec("d")

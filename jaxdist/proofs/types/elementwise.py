@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jaxdist.prove.kinds import (
+from jaxdist.proofs.types.kinds import (
     COUNT,
     OWED,
     OWN,

@@ -8,9 +8,9 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxdist.prove.collectives import COLLECTIVES, named, on_other_axes
-from jaxdist.prove.elementwise import ELEMENTWISE, all_constant
-from jaxdist.prove.kinds import (
+from jaxdist.proofs.types.collectives import COLLECTIVES, named, on_other_axes
+from jaxdist.proofs.types.elementwise import ELEMENTWISE, all_constant
+from jaxdist.proofs.types.kinds import (
     WHOLE,
     ZERO,
     Count,
@@ -31,7 +31,7 @@ from jaxdist.prove.kinds import (
     shard,
     spoiled,
 )
-from jaxdist.prove.rules import RULES, by_default
+from jaxdist.proofs.types.rules import RULES, by_default
 
 PASSES = 8
 """Rounds after which a loop whose kinds still change is left undecided."""
@@ -46,7 +46,7 @@ KEEPING = ELEMENTWISE | frozenset(_MOVING.split())
 """Operations that may lie between a sum and the division that makes it a mean."""
 
 
-LIBRARIES = ("site-packages", "dist-packages", "/jaxdist/prove/")
+LIBRARIES = ("site-packages", "dist-packages", "/jaxdist/proofs/")
 """Parts of the paths of files that are never the place of a mistake."""
 
 

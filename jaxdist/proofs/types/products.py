@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdist.prove.elementwise import Context
-from jaxdist.prove.kinds import (
+from jaxdist.proofs.types.elementwise import Context
+from jaxdist.proofs.types.kinds import (
     OWED,
     OWN,
     WHOLE,
@@ -22,7 +22,7 @@ from jaxdist.prove.kinds import (
     shard,
     spoiled,
 )
-from jaxdist.prove.shapes import moved
+from jaxdist.proofs.types.shapes import moved
 
 
 def dot_general(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdist.prove.elementwise import Context, Rule, merged
-from jaxdist.prove.kinds import (
+from jaxdist.proofs.types.elementwise import Context, Rule, merged
+from jaxdist.proofs.types.kinds import (
     COUNT,
     OWED,
     OWN,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdist.prove.elementwise import Context, Rule, merged
-from jaxdist.prove.kinds import (
+from jaxdist.proofs.types.elementwise import Context, Rule, merged
+from jaxdist.proofs.types.kinds import (
     OWN,
     WHOLE,
     Count,

@@ -1,0 +1,1 @@
+"""Proofs: whether a plan computes what one device would, by types, by numbers and by bytes."""

@@ -1,0 +1,1 @@
+"""Types: what each value of a step is along each mesh axis, read from the program alone."""

@@ -1,1 +1,0 @@
-"""Show for every parameter that a plan computes what one device would."""
