@@ -118,7 +118,7 @@ def notices_of(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tu
     """
     window = config.attention_window if isinstance(config, GptConfig) else None
     length = next(iter(shapes.get("segments", ())), None)
-    if window is None or length is None or window < length:
+    if window is None or length is None or window < length - 1:
         return ()
     return (
         f"model.attention_window {window} has no effect: a sequence has {length} tokens, and each "

@@ -1,5 +1,7 @@
 """A modern decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention, scan over layers.
 
+Options make it the decoders of published families too: `jaxdist.interchange.families`.
+
 Dims: B batch, L sequence, D embed, H heads, K kv_heads, d head_dim, F mlp, V vocab.
 """
 
@@ -14,13 +16,27 @@ from flax import nnx
 from pydantic import Field, field_validator, model_validator
 
 from jaxdist.config.schema import Config, Count
+from jaxdist.errors import ConfigError
 from jaxdist.models.attention.choose import Attend, KernelName, choose, refusal
 from jaxdist.models.attention.contract import Ask
 from jaxdist.models.fences import Pass, fence
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, Ring, no_hint
-from jaxdist.models.layers import ComputeDtype, Initializer, RMSNorm, Stacked, matmul, param, stack
+from jaxdist.models.layers import (
+    ComputeDtype,
+    Initializer,
+    LayerNorm,
+    RMSNorm,
+    Stacked,
+    matmul,
+    param,
+    stack,
+)
 from jaxdist.models.remat import RematConfig, named
-from jaxdist.models.rotary import rotate
+from jaxdist.models.rotary import RopeScaling, rotate
+
+Biases = Literal["none", "qkv", "attention", "all"]
+Norm = Literal["rms", "rms_offset", "layer"]
+Mlp = Literal["swiglu", "geglu", "gelu"]
 
 
 class GptConfig(Config):
@@ -47,6 +63,23 @@ class GptConfig(Config):
     """Use the embedding table as the output head."""
     rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
     """Base wavelength of the rotary positions."""
+    rope_scaling: RopeScaling | None = None
+    """Stretching of the rotary positions for longer sequences, by type; null is none."""
+    positions: Count | None = None
+    """Number of learned positions, in place of rotary positions; null is rotary."""
+    norm: Norm = "rms"
+    """Norm: rms, rms_offset (whose scales are stored less 1), or layer (with biases)."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    """Number that norms add to a variance."""
+    mlp_type: Mlp = "swiglu"
+    """MLP: swiglu, geglu (gated by the tanh form of gelu), or gelu (that form without a gate)."""
+    biases: Biases = "none"
+    """Products with a bias: none, qkv (query, key and value), attention (its output too), or all
+    (the MLP's too)."""
+    qk_norm: bool = False
+    """Normalize the features of each head of queries and keys, before the rotation."""
+    scale_embeddings: bool = False
+    """Multiply embeddings by the square root of their width."""
     isolate_documents: bool = False
     """Block attention across the documents packed in one window."""
     attention: KernelName = "auto"
@@ -54,7 +87,7 @@ class GptConfig(Config):
     blocks, linear, on any device), splash (fused, TPU) or cudnn (fused, GPU, bfloat16); auto is a
     fused one where it runs, else blockwise from 2048 positions, else plain."""
     attention_window: Count | None = None
-    """Number of positions up to and including itself that each position attends to; null is all."""
+    """Number of positions before itself that each position attends to; null is all."""
     compute_dtype: ComputeDtype = "float32"
     """Dtype of activations and matmuls; parameters are float32."""
     remat: RematConfig | Annotated[tuple[RematConfig, ...], Field(min_length=1)] = "none"
@@ -78,6 +111,8 @@ class GptConfig(Config):
             )
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
+        if self.positions is not None and self.rope_scaling is not None:
+            raise ValueError("rope_scaling has no effect with learned positions: leave out one")
         if self.scan_unroll > self.layers:
             raise ValueError(f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}")
         if isinstance(self.remat, tuple) and len(self.remat) > self.layers:
@@ -130,10 +165,23 @@ class GptConfig(Config):
           family: short name of the devices, such as v5e; empty is unknown.
 
         Raises:
-          ConfigError: an attention kernel that does not support these devices or sequences.
+          ConfigError: an attention kernel that does not support these devices or sequences;
+            sequences longer than the learned positions; biases in a ring of products.
         """
         ask = self.ask(platform, hint, length, family)
         choose(self.attention, ask)
+        if self.positions is not None and (length or 0) > self.positions:
+            raise ConfigError(
+                f"sequences have {length} tokens, and model.positions learns {self.positions}: "
+                "lower data.window",
+                setting=("positions",),
+            )
+        if hint.ring is not None and self.biases == "all":
+            raise ConfigError(
+                "sharding.collective_matmul computes an MLP without biases, and model.biases is "
+                "all: set sharding.collective_matmul: false",
+                setting=("biases",),
+            )
         attend = Attend(self.attention, ask, hint)
         return Gpt(self, rngs, vocab_size=vocab_size, hint=hint, attend=attend)
 
@@ -167,6 +215,20 @@ def _even_heads(embed: int, heads: int) -> str:
     return " or ".join(map(str, near)) or "with an even embed"
 
 
+def _norm(config: GptConfig, rngs: nnx.Rngs, size: int, dim: str = "embed") -> RMSNorm | LayerNorm:
+    if config.norm == "layer":
+        return LayerNorm(size, rngs, epsilon=config.norm_epsilon, dim=dim)
+    offset = 1.0 if config.norm == "rms_offset" else 0.0
+    return RMSNorm(size, rngs, epsilon=config.norm_epsilon, dim=dim, offset=offset)
+
+
+def _biased(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
+    """Add a bias of the last dims, if there is one."""
+    if bias is None:
+        return y
+    return y + bias[...].astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+
+
 class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions (Ainslie et al., arXiv 2305.13245)."""
 
@@ -179,71 +241,113 @@ class Attention(nnx.Module):
         self.key = param(rngs, init, (D, K, d), ("embed", "kv_heads", "head_dim"))
         self.value = param(rngs, init, (D, K, d), ("embed", "kv_heads", "head_dim"))
         self.out = param(rngs, out, (H, d, D), ("heads", "head_dim", "embed"))
-        self.theta = config.rope_theta
+        if config.biases != "none":
+            zeros = nnx.initializers.zeros
+            self.query_bias = param(rngs, zeros, (H, d), ("heads", "head_dim"))
+            self.key_bias = param(rngs, zeros, (K, d), ("kv_heads", "head_dim"))
+            self.value_bias = param(rngs, zeros, (K, d), ("kv_heads", "head_dim"))
+        if config.biases in ("attention", "all"):
+            self.out_bias = param(rngs, nnx.initializers.zeros, (D,), ("embed",))
+        if config.qk_norm:
+            self.query_norm = _norm(config, rngs, d, "head_dim")
+            self.key_norm = _norm(config, rngs, d, "head_dim")
+        self.config = config
         self.attend, self.hint = attend, hint
         self.on_tpu = attend.ask.platform == "tpu"
 
     def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
         """Attend within x `[B, L, D]`; segments give each position's document, None means one."""
-        q_BLHd = self.hint(self._project(x_BLD, self.query), "batch", "seq", "heads", "head_dim")
-        k_BLKd = self.hint(self._project(x_BLD, self.key), "batch", "seq", "kv_heads", "head_dim")
-        v_BLKd = self.hint(self._project(x_BLD, self.value), "batch", "seq", "kv_heads", "head_dim")
-        q_BLHd, k_BLKd = (
-            rotate(x, theta=self.theta, by_product=self.on_tpu) for x in (q_BLHd, k_BLKd)
+        q_BLHd, k_BLKd, v_BLKd = (
+            self.hint(self._project(x_BLD, name), "batch", "seq", heads, "head_dim")
+            for name, heads in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads"))
         )
+        if self.config.qk_norm:
+            q_BLHd, k_BLKd = self.query_norm(q_BLHd), self.key_norm(k_BLKd)
+        if self.config.positions is None:
+            theta, scaling = self.config.rope_theta, self.config.rope_scaling
+            q_BLHd, k_BLKd = (
+                rotate(x, theta=theta, scaling=scaling, by_product=self.on_tpu)
+                for x in (q_BLHd, k_BLKd)
+            )
         taken = named(q_BLHd, "query"), named(k_BLKd, "key"), named(v_BLKd, "value")
         y_BLHd = self.attend(*taken, segments_BL)
         y_BLHd = fence(y_BLHd, "backward" if self.on_tpu else "none")
         if self.on_tpu:
-            return jnp.tensordot(y_BLHd, self.out[...].astype(y_BLHd.dtype), 2)
-        flat = y_BLHd.reshape(*y_BLHd.shape[:2], -1)
-        return matmul(flat, self.out[...].reshape(-1, self.out.shape[-1]))
+            out_BLD = jnp.tensordot(y_BLHd, self.out[...].astype(y_BLHd.dtype), 2)
+        else:
+            flat = y_BLHd.reshape(*y_BLHd.shape[:2], -1)
+            out_BLD = matmul(flat, self.out[...].reshape(-1, self.out.shape[-1]))
+        return _biased(out_BLD, getattr(self, "out_bias", None))
 
-    def _project(self, x_BLD: jax.Array, kernel: nnx.Param) -> jax.Array:
-        """Project x `[B, L, D]` to heads."""
+    def _project(self, x_BLD: jax.Array, name: str) -> jax.Array:
+        """Project x `[B, L, D]` to the heads of queries, keys or values."""
+        kernel: nnx.Param = getattr(self, name)
         if self.on_tpu:
             # Unflattened rows let XLA:TPU lay out heads as the kernel needs them, without a copy.
-            return jnp.tensordot(x_BLD, kernel[...].astype(x_BLD.dtype), 1)
-        return matmul(x_BLD, kernel[...])
+            y_BLHd = jnp.tensordot(x_BLD, kernel[...].astype(x_BLD.dtype), 1)
+        else:
+            y_BLHd = matmul(x_BLD, kernel[...])
+        return _biased(y_BLHd, getattr(self, f"{name}_bias", None))
 
 
 class SwiGLU(nnx.Module):
-    """down(silu(gate x) * up x) (Shazeer 2020, arXiv 2002.05202)."""
+    """down(silu(gate x) * up x) (Shazeer 2020, arXiv 2002.05202), or its variants.
+
+    They are `mlp_type` geglu, with gelu for silu, and gelu: down(gelu(up x)).
+    """
 
     def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, *, fences: Pass = "none"):
         D, F = config.embed, config.mlp_width
         init = nnx.initializers.normal(D**-0.5)
         down = nnx.initializers.normal(F**-0.5 / (2 * config.layers) ** 0.5)
-        self.gate = param(rngs, init, (D, F), ("embed", "mlp"))
+        self.kind: Mlp = config.mlp_type
+        if self.kind != "gelu":
+            self.gate = param(rngs, init, (D, F), ("embed", "mlp"))
         self.up = param(rngs, init, (D, F), ("embed", "mlp"))
         self.down = param(rngs, down, (F, D), ("mlp", "embed"))
+        if config.biases == "all":
+            zeros = nnx.initializers.zeros
+            if self.kind != "gelu":
+                self.gate_bias = param(rngs, zeros, (F,), ("mlp",))
+            self.up_bias = param(rngs, zeros, (F,), ("mlp",))
+            self.down_bias = param(rngs, zeros, (D,), ("embed",))
         self.hint = hint
         self.fences: Pass = fences
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Map x `[B, L, D]`, laid out as the residual stream, to the same shape and layout."""
-        gate_DF, up_DF, down_FD = self.gate[...], self.up[...], self.down[...]
-        ring = self.hint.ring
+        # The products into the hidden width: up, after a gate where there is one.
+        names = ("up",) if self.kind == "gelu" else ("gate", "up")
+        into = [getattr(self, name)[...] for name in names]
+        down_FD, ring = self.down[...], self.hint.ring
         if ring is None:
             x_BLD = self.hint(x_BLD, *WITHIN, was=RESIDUAL)
-            h_BLF = self._gated(matmul(x_BLD, gate_DF), matmul(x_BLD, up_DF))
-            return self.hint(matmul(h_BLF, down_FD), *RESIDUAL, was=WITHIN)
-        dims = RESIDUAL, ("embed", "mlp"), ("embed", "mlp"), ("mlp", "embed")
+            biases = [getattr(self, f"{name}_bias", None) for name in names]
+            h_BLF = self._activated(
+                *(_biased(matmul(x_BLD, w), b) for w, b in zip(into, biases, strict=True))
+            )
+            y_BLD = self.hint(matmul(h_BLF, down_FD), *RESIDUAL, was=WITHIN)
+            return _biased(y_BLD, getattr(self, "down_bias", None))
+        dims = RESIDUAL, *[("embed", "mlp")] * len(into), ("mlp", "embed")
         on_ring = self.hint.on_blocks(partial(self._on_ring, ring), *dims, axes=(ring.axis,))
-        return on_ring(x_BLD, *(w.astype(x_BLD.dtype) for w in (gate_DF, up_DF, down_FD)))
+        return on_ring(x_BLD, *(w.astype(x_BLD.dtype) for w in (*into, down_FD)))
 
-    def _gated(self, gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
-        gate_BLF = fence(named(gate_BLF, "mlp_gate"), self.fences)
-        up_BLF = fence(named(up_BLF, "mlp_up"), self.fences)
-        h_BLF = self.hint(jax.nn.silu(gate_BLF) * up_BLF, "batch", "seq", "mlp")
-        return fence(h_BLF, self.fences)
+    def _activated(self, *columns_BLF: jax.Array) -> jax.Array:
+        """Return the hidden features from the product of up, or from those of gate and up."""
+        names = ("mlp_gate", "mlp_up")[-len(columns_BLF) :]
+        act = jax.nn.silu if self.kind == "swiglu" else jax.nn.gelu
+        first_BLF, *more = (
+            fence(named(x_BLF, name), self.fences)
+            for x_BLF, name in zip(columns_BLF, names, strict=True)
+        )
+        h_BLF = act(first_BLF) * more[0] if more else act(first_BLF)
+        return fence(self.hint(h_BLF, "batch", "seq", "mlp"), self.fences)
 
-    def _on_ring(
-        self, ring: Ring, x_BlD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array
-    ) -> jax.Array:
+    def _on_ring(self, ring: Ring, x_BlD: jax.Array, *into_and_down: jax.Array) -> jax.Array:
         """Compute the MLP for a device's piece of the sequence and its part of F."""
-        columns = ring.products(ring.gathered(x_BlD), gate_DF, up_DF)
-        h_BlF = tuple(self._gated(gate, up) for gate, up in zip(*columns, strict=True))
+        *into, down_FD = into_and_down
+        columns = ring.products(ring.gathered(x_BlD), *into)
+        h_BlF = tuple(self._activated(*pieces) for pieces in zip(*columns, strict=True))
         (y_BlD,) = ring.products(h_BlF, down_FD, leaving=True)
         return ring.reduced(y_BlD)
 
@@ -252,9 +356,9 @@ class Block(nnx.Module):
     """Pre-norm residual block."""
 
     def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, attend: Attend):
-        self.attention_norm = RMSNorm(config.embed, rngs)
+        self.attention_norm = _norm(config, rngs, config.embed)
         self.attention = Attention(config, rngs, hint, attend)
-        self.mlp_norm = RMSNorm(config.embed, rngs)
+        self.mlp_norm = _norm(config, rngs, config.embed)
         on_tpu = attend.ask.platform == "tpu"
         self.mlp = SwiGLU(config, rngs, hint, fences="both" if on_tpu else "none")
         self.hint = hint
@@ -293,15 +397,23 @@ class Gpt(Stacked):
         V = -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
         self.embedding = param(rngs, _filled_up(vocab_size, D), (V, D), ("vocab", "embed"))
         self.blocks = stack(lambda r: Block(config, r, hint, attend), config.layers, rngs)
-        self.norm = RMSNorm(D, rngs)
+        self.norm = _norm(config, rngs, D)
         if not config.tied_head:
             self.output = param(rngs, _filled_up(D, vocab_size), (D, V), ("embed", "vocab"))
+        if config.positions is not None:
+            normal = nnx.initializers.normal(0.02)
+            self.positions = param(rngs, normal, (config.positions, D), (None, "embed"))
 
     def embed(self, tokens_BL: jax.Array, segments_BL: jax.Array | None = None) -> jax.Array:
         """Embed tokens `[B, L]` as `[B, L, D]` in the compute dtype; segments are ignored."""
         del segments_BL
         with jax.named_scope("embed"):
             x_BLD = self.embedding[...][tokens_BL].astype(jnp.dtype(self.config.compute_dtype))
+            if self.config.scale_embeddings:
+                x_BLD = x_BLD * jnp.asarray(self.config.embed**0.5, x_BLD.dtype)
+            if self.config.positions is not None:
+                own_LD = self.positions[...][: tokens_BL.shape[1]]
+                x_BLD = x_BLD + own_LD[None].astype(x_BLD.dtype)
         return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)
 
     def operands(

@@ -93,16 +93,44 @@ def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
 class RMSNorm(nnx.Module):
     """Root-mean-square norm, x / rms(x) * scale, in float32 (Zhang, Sennrich, arXiv 1910.07467)."""
 
-    def __init__(self, size: int, rngs: nnx.Rngs, *, epsilon: float = 1e-6):
-        self.scale = param(rngs, nnx.initializers.ones, (size,), ("embed",))
-        self.epsilon = epsilon
+    def __init__(
+        self,
+        size: int,
+        rngs: nnx.Rngs,
+        *,
+        epsilon: float = 1e-6,
+        dim: str = "embed",
+        offset: float = 0.0,
+    ):
+        init = nnx.initializers.constant(1.0 - offset)
+        self.scale = param(rngs, init, (size,), (dim,))
+        self.epsilon, self.offset = epsilon, offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalize x `[..., D]`, keeping its shape and dtype."""
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.epsilon)
         scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        if self.offset:
+            scale = scale + self.offset
         return (wide * inverse * scale).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm, (x - mean) / deviation * scale + bias, in float32 (Ba, arXiv 1607.06450)."""
+
+    def __init__(self, size: int, rngs: nnx.Rngs, *, epsilon: float = 1e-5, dim: str = "embed"):
+        self.scale = param(rngs, nnx.initializers.ones, (size,), (dim,))
+        self.bias = param(rngs, nnx.initializers.zeros, (size,), (dim,))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalize x `[..., D]`, keeping its shape and dtype."""
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, -1, keepdims=True)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.epsilon)
+        scale, bias = (p[...].reshape((1,) * (x.ndim - 1) + (-1,)) for p in (self.scale, self.bias))
+        return (wide * inverse * scale + bias).astype(x.dtype)
 
 
 class Linear(nnx.Module):

@@ -5,20 +5,72 @@ Dims: B batch, L sequence, H heads, d head_dim.
 
 from __future__ import annotations
 
+import math
+from typing import Annotated, Any, Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pydantic import Field, PositiveFloat
+
+from jaxdist.config.schema import Config, Count
 
 MOST_ANGLES = 2**18
 """The most rotary angles (sine and cosine, float32) that a program holds as constants."""
 
 
-def rotate(x_BLHd: jax.Array, *, theta: float, by_product: bool = False) -> jax.Array:
+class LinearScaling(Config):
+    """Positions divided by a factor."""
+
+    type: Literal["linear"]
+    """Selects this scaling."""
+    factor: PositiveFloat
+    """Number by which positions are divided."""
+
+    def scaled(self, frequency: Any, xp: Any) -> Any:
+        """Return the frequencies, in radians per position, of scaled positions."""
+        del xp
+        return frequency / self.factor
+
+
+class Llama3Scaling(Config):
+    """Long waves divided by a factor, short waves kept, and a smooth passage between them."""
+
+    type: Literal["llama3"]
+    """Selects this scaling."""
+    factor: PositiveFloat
+    """Number by which the frequencies of long waves are divided."""
+    low_freq_factor: PositiveFloat
+    """Waves longer than original_length / low_freq_factor are divided."""
+    high_freq_factor: PositiveFloat
+    """Waves shorter than original_length / high_freq_factor are kept."""
+    original_length: Count
+    """Length of the sequences that the model was first trained on."""
+
+    def scaled(self, frequency: Any, xp: Any) -> Any:
+        """Return the frequencies, in radians per position, of scaled positions."""
+        turns = self.original_length * frequency / (2 * math.pi)
+        span = self.high_freq_factor - self.low_freq_factor
+        kept = xp.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
+        return (1 - kept) * (frequency / self.factor) + kept * frequency
+
+
+RopeScaling = Annotated[LinearScaling | Llama3Scaling, Field(discriminator="type")]
+
+
+def rotate(
+    x_BLHd: jax.Array,
+    *,
+    theta: float,
+    scaling: LinearScaling | Llama3Scaling | None = None,
+    by_product: bool = False,
+) -> jax.Array:
     """Rotate pairs of features, from the two halves of a head; positions are 0..L-1.
 
     Attention depends only on differences of positions, so packed documents need no restart.
 
     Args:
+      scaling: change of the frequencies for longer sequences.
       by_product: swap the halves by a product with a permutation, exact in bfloat16. This is for
         TPUs, where each half of a head fills half a tile, which is slow to cut and to join.
     """
@@ -27,6 +79,8 @@ def rotate(x_BLHd: jax.Array, *, theta: float, by_product: bool = False) -> jax.
     # read.
     xp = np if length * half <= MOST_ANGLES else jnp
     frequency = theta ** (-xp.arange(half, dtype=jnp.float32) / half)
+    if scaling is not None:
+        frequency = scaling.scaled(frequency, xp)
     angle = xp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
     cos, sin = (jnp.asarray(f(angle))[None, :, None, :] for f in (xp.cos, xp.sin))
     wide = x_BLHd.astype(jnp.float32)

@@ -92,7 +92,7 @@ def test_the_window_reaches_the_model(devices):
 
 def test_a_window_that_hides_nothing_is_told(devices):
     """Sequences have 48 positions here."""
-    for window, told in ((47, []), (48, ["model.attention_window 48 has no effect"])):
+    for window, told in ((46, []), (47, ["model.attention_window 47 has no effect"])):
         notices = experiment(devices[:1], {"data": 1}, attention_window=window).notices
         assert [notice.split(":")[0] for notice in notices] == told
 
