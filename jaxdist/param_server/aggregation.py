@@ -1,4 +1,4 @@
-"""Who combines gradients on their way: nobody, or an aggregator in each rack."""
+"""Ways to combine gradients between workers and servers: none, or an aggregator in each rack."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxdist.errors import ConfigError
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that come in for one push of all workers.
+    """Bytes received for one push from every worker.
 
     Attributes:
-      root: at the servers, all together: an n-th at each of n that share parameters evenly.
-      aggregator: at the fullest aggregator; 0 where there is none.
+      root: received by all servers together; n servers that share parameters evenly get 1/n each.
+      aggregator: received by the busiest aggregator; 0 without aggregators.
     """
 
     root: int
@@ -26,23 +26,23 @@ class Traffic:
 
 
 class Direct(Config):
-    """Every worker pushes to the servers itself: N workers send N times the parameters' bytes."""
+    """Every worker pushes to the servers directly: N workers send N times the parameters' bytes."""
 
     type: Literal["direct"] = "direct"
-    """Selects this way."""
+    """Select direct pushes."""
 
     def racks(self, workers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """No racks."""
+        """Return no racks."""
         return ()
 
     def check(self, workers: int) -> None:
         """Accept any number of workers."""
 
     def traffic(self, workers: int, size_bytes: int) -> Traffic:
-        """What comes in for one push of all workers.
+        """Return the bytes received for one push from every worker.
 
         Args:
-          size_bytes: of one worker's push.
+          size_bytes: size of one worker's push.
         """
         return Traffic(workers * size_bytes, 0)
 
@@ -50,19 +50,19 @@ class Direct(Config):
 class Racks(Config):
     """Workers of a rack push to its aggregator, which sends the mean of a round to the servers.
 
-    A rack is one client of the servers: its workers keep step with each other, whatever the model
-    says of racks, and the servers receive by the rack's size less. Means are weighted by tokens, so
-    that in rounds (bsp) the result is that of workers who push themselves, but for rounding: sums
-    are taken in another order.
+    The servers see each rack as one client. Within a rack, workers always run in lockstep, whatever
+    the consistency model; the model governs the racks. The servers receive fewer bytes, by a factor
+    of the rack's size. Means are weighted by tokens. With bulk-synchronous rounds (bsp) the result
+    equals that of direct pushes except for rounding, because the sums have another order.
     """
 
     type: Literal["racks"] = "racks"
-    """Selects this way."""
+    """Select aggregation by racks."""
     size: Annotated[int, Field(ge=2, le=LARGEST)]
-    """Workers of a rack, in the order of their numbers; the last rack has the rest."""
+    """Workers per rack, in the order of their numbers; the last rack may have fewer."""
 
     def racks(self, workers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The workers of each rack.
+        """Return the workers of each rack.
 
         >>> Racks(size=2).racks(range(5))
         ((0, 1), (2, 3), (4,))
@@ -71,7 +71,7 @@ class Racks(Config):
         return tuple(tuple(workers[start : start + self.size]) for start in starts)
 
     def check(self, workers: int) -> None:
-        """Refuse a rack of all workers.
+        """Refuse a rack that holds all workers.
 
         Raises:
           ConfigError: `size` is not below the number of workers.
@@ -85,7 +85,7 @@ class Racks(Config):
             )
 
     def traffic(self, workers: int, size_bytes: int) -> Traffic:
-        """What comes in for one push of all workers.
+        """Return the bytes received for one push from every worker.
 
         >>> Racks(size=4).traffic(8, size_bytes=100)
         Traffic(root=200, aggregator=400)
@@ -95,4 +95,4 @@ class Racks(Config):
 
 
 AggregationConfig = Annotated[Direct | Racks, Field(discriminator="type")]
-"""How pushes come to the servers."""
+"""The path of pushes to the servers."""

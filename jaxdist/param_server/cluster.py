@@ -1,4 +1,4 @@
-"""Workers and servers, and what they have agreed on."""
+"""The config of a cluster of workers and parameter servers."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ Shares = tuple[Count, ...]
 
 
 class Cluster(Config):
-    """Workers that compute, servers that hold the parameters, and what they have agreed on."""
+    """Workers that compute gradients, servers that hold parameters, and the rules between them."""
 
     workers: Count
-    """How many compute gradients, each on its own part of a batch."""
+    """Number of workers; each computes gradients on its own part of a batch."""
     servers: Count = 1
-    """How many share the parameters."""
+    """Number of servers that share the parameters."""
     consistency: ConsistencyConfig = SSP()
-    """When a change counts and who may read, by type."""
+    """When changes are applied and which versions workers may read, by type."""
     placement: PlacementConfig = Balanced()
-    """Which server holds what, by type."""
+    """Assignment of parameters to servers, by type."""
     aggregation: AggregationConfig = Direct()
-    """Who combines pushes on their way to the servers, by type."""
+    """Combination of pushes on their way to the servers, by type."""
     codec: CodecConfig | None = None
-    """Push in few bytes, by type, but for norms and biases; null pushes changes as they are."""
+    """Compression of pushes, by type, except for norms and biases; null compresses nothing."""
     error_feedback: bool = True
-    """Add what a push leaves out to the next one."""
+    """Add what compression leaves out of a push to the next push."""
     batch_shares: Literal["equal", "by_speed"] | Shares = "equal"
-    """How a batch is shared out: equal parts, by simulation.step_seconds, or examples of each."""
+    """Division of a batch: equal, by simulation.step_seconds, or the examples of each worker."""
     processes: ProcessesConfig = ProcessesConfig()
-    """Servers and workers of `jaxdist train`."""
+    """Server and worker processes of `jaxdist train`."""
     simulation: SimulationConfig = SimulationConfig()
-    """What `jaxdist simulate` plays: speeds, the network, and what goes wrong."""
+    """Speeds, network and failures that `jaxdist simulate` assumes."""
 
     @property
     def racks(self) -> tuple[tuple[int, ...], ...]:
-        """The workers of each rack; () where all push to the servers themselves."""
+        """The workers of each rack; empty if all workers push to the servers directly."""
         return self.aggregation.racks(range(self.workers))
 
     def rack_of(self, worker: int) -> int | None:
-        """The number of a worker's rack; None: it has none.
+        """Return the number of a worker's rack, or None without racks.
 
         >>> from jaxdist.param_server.aggregation import Racks
         >>> Cluster(workers=4, aggregation=Racks(size=2)).rack_of(2)
@@ -69,17 +69,17 @@ class Cluster(Config):
 
     @property
     def clients(self) -> int:
-        """Who pushes to the servers: racks, or the workers themselves."""
+        """Number of clients that push to the servers: racks, or the workers themselves."""
         return len(self.racks) or self.workers
 
     @property
     def of_workers(self) -> Consistency:
-        """What workers keep to: towards the servers, or among those of their rack."""
+        """The consistency model that workers follow, towards servers or within their rack."""
         return WITHIN if self.racks else self.consistency
 
     @property
     def local_steps(self) -> int:
-        """Gradients of a worker from one push to the next."""
+        """Number of gradients that a worker computes from one push to the next."""
         match self.consistency:
             case Elastic():
                 return self.consistency.every
@@ -90,7 +90,7 @@ class Cluster(Config):
 
     @property
     def pooled(self) -> bool:
-        """Do fast workers take more of a run's steps than slow ones? In rounds all take as many."""
+        """Whether faster workers take more of the run's steps; in rounds all take equally many."""
         model = self.consistency
         return isinstance(model, OnArrival) or (
             isinstance(model, Elastic) and model.order == "arrival"
@@ -98,17 +98,17 @@ class Cluster(Config):
 
     @property
     def updates_per_step(self) -> int:
-        """Updates by the optimizer in one step of all: one, or one of each client."""
+        """Optimizer updates in one step of all workers: one, or one per client."""
         return self.clients if isinstance(self.consistency, OnArrival) else 1
 
     def placed(self, params: Params, optim: OptimizerConfig) -> Placement:
-        """Return which server holds what.
+        """Return the assignment of parameters to servers.
 
         Args:
           params: all parameters, or their shapes.
 
         Raises:
-          ConfigError: more servers than ranges; a placement that does not go with so many.
+            ConfigError: there are more servers than ranges, or than the placement supports.
         """
         with blamed("servers"):
             tensors = tensors_of(params, divisible=elementwise(optim))
@@ -116,11 +116,11 @@ class Cluster(Config):
 
     @property
     def feedback(self) -> Feedback:
-        """What pushers keep of what a codec leaves out."""
+        """The error feedback that pushers apply to what a codec leaves out."""
         return ErrorFeedback() if self.error_feedback else NoFeedback()
 
     def clocks(self, steps: int) -> int:
-        """Pushes of a worker that takes at least so many steps.
+        """Return the number of pushes of a worker that takes at least `steps` steps.
 
         >>> Cluster(workers=2, consistency=Elastic(every=4)).clocks(10)
         3
@@ -128,10 +128,10 @@ class Cluster(Config):
         return -(-steps // self.local_steps)
 
     def shares(self, batch_size: int) -> Shares:
-        """Examples of each worker in a batch, in the order of their numbers.
+        """Return the examples of each worker in a batch, in the order of the workers' numbers.
 
         Raises:
-          ConfigError: they do not add up to the batch.
+          ConfigError: the examples do not add up to the batch.
 
         >>> Cluster(workers=4).shares(8)
         (2, 2, 2, 2)
@@ -159,10 +159,10 @@ class Cluster(Config):
         return given
 
     def step_seconds(self, batch_size: int) -> tuple[float, ...]:
-        """Time of one gradient by worker, by its share of the batch, without stragglers.
+        """Return the seconds of one gradient of each worker's share of a batch, without stragglers.
 
         Raises:
-          ConfigError: speeds or shares that are not one for each worker.
+          ConfigError: the number of speeds or shares differs from the number of workers.
         """
         speeds = self.simulation.speeds(self.workers)
         mean = batch_size / self.workers
@@ -170,11 +170,11 @@ class Cluster(Config):
         return tuple(time * share / mean for time, share in zip(speeds, shares, strict=True))
 
     def check_cluster(self, *, learning_rate: float) -> None:
-        """Refuse settings that do not go together.
+        """Refuse settings that cannot be combined.
 
         Raises:
-          ConfigError: with the path of the setting, from here; rows of the table of validity have
-            the path in the whole config.
+          ConfigError: the error's path starts at this section, except for rows of the table of
+            validity, whose path starts at the whole config.
         """
         check(Facts({}, (), strategy="parameter_server", settings=self.settings))
         with blamed("simulation"):
@@ -191,7 +191,7 @@ class Cluster(Config):
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings that the table of validity looks at: dotted path to value."""
+        """The settings that the table of validity reads, by dotted path."""
         model = self.consistency
         found = {
             "strategy.consistency.type": model.type,

@@ -1,4 +1,4 @@
-"""The scenario of a simulation: speeds of workers, links, and what goes wrong."""
+"""The scenario of a simulation: speeds of workers, links and failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Straggler(Config):
     """A worker that is slow for a time."""
 
     worker: WorkerNumber
-    """Its number."""
+    """Number of the worker."""
     factor: PositiveFloat
     """Factor on the time of its steps."""
     start_seconds: NonNegativeFloat = 0.0
@@ -28,41 +28,41 @@ class Straggler(Config):
 
 
 class Crash(Config):
-    """A worker that dies, with all that it has not yet sent."""
+    """A worker that dies, and loses the changes that it has not sent yet."""
 
     worker: WorkerNumber
-    """Its number."""
+    """Number of the worker."""
     at_seconds: NonNegativeFloat
-    """When it dies."""
+    """When the worker dies."""
     back_seconds: NonNegativeFloat | None = None
-    """When it restarts, as a new client; null: never."""
+    """When the worker restarts, as a new client; null: never."""
 
 
 class Pause(Config):
     """A server that accepts nothing for a time, and then continues with its state."""
 
     server: Annotated[int, Field(ge=0)]
-    """Its number."""
+    """Number of the server."""
     at_seconds: NonNegativeFloat
-    """When it stops."""
+    """When the server stops."""
     back_seconds: NonNegativeFloat
-    """When it continues; messages that arrived in between are sent again."""
+    """When the server continues; messages that arrived in between are sent again."""
 
 
 class Link(Config):
-    """The effect of a network card, and of the network to it, on messages."""
+    """The network links between workers and servers."""
 
     bytes_per_second: PositiveFloat = 1.25e9
     """Bandwidth of a worker's card, in each direction; the default is 10 Gbit/s."""
     server_bytes_per_second: PositiveFloat = 1.25e9
     """Bandwidth of a server's card, in each direction."""
     latency_seconds: NonNegativeFloat = 1e-4
-    """From one card to another, besides the bytes."""
+    """Latency from one card to another, in addition to the time for the bytes."""
     jitter_seconds: NonNegativeFloat = 0.0
-    """Largest additional latency, drawn for each message, so that messages overtake each other."""
+    """Largest random latency, drawn for each message, so that messages can overtake each other."""
     unevenness: NonNegativeFloat = 0.1
-    """Standard deviation of the logarithm of a message's share of a card that it shares with
-    messages of the same moment, drawn for each."""
+    """Messages that use a card at the same time share its bandwidth; this is the standard deviation
+    of the logarithm of a message's share, drawn for each message."""
     loss: Chance = 0.0
     """Share of messages that do not arrive."""
     copies: Chance = 0.0
@@ -72,10 +72,10 @@ class Link(Config):
 
 
 class SimulationConfig(Config):
-    """The workers' speeds, the links, and what goes wrong; the same seed gives the same bits."""
+    """The workers' speeds, the network and the failures; the same seed gives the same bits."""
 
     step_seconds: PositiveFloat | tuple[PositiveFloat, ...] = 0.1
-    """Time of one gradient of an equal share of the batch; a number, or one for each worker."""
+    """Time of a gradient of an equal share of the batch: a number, or one number per worker."""
     noise: NonNegativeFloat = 0.0
     """Standard deviation of the logarithm of a step's time, drawn for each step."""
     stragglers: tuple[Straggler, ...] = ()
@@ -89,15 +89,15 @@ class SimulationConfig(Config):
     link: Link = Link()
     """The network."""
     seconds: PositiveFloat | None = None
-    """Virtual time that ends the run; null: when all have taken their steps."""
+    """Virtual time that ends the run; null ends it when all workers have taken their steps."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of noise, jitter, losses and copies."""
+    """Seed of noise, jitter, losses and duplicates."""
 
     def speeds(self, workers: int) -> tuple[float, ...]:
-        """The time of one gradient by worker.
+        """Return the time of one gradient by worker.
 
         Raises:
-          ConfigError: not one for each worker.
+          ConfigError: the number of times differs from the number of workers.
         """
         times = self.step_seconds
         found = times if isinstance(times, tuple) else (times,) * workers
@@ -110,10 +110,10 @@ class SimulationConfig(Config):
         return found
 
     def check(self, workers: int, servers: int) -> None:
-        """Refuse a script about other workers or servers than those that there are.
+        """Refuse events of workers or servers that do not exist.
 
         Raises:
-          ConfigError: with the setting.
+          ConfigError: an event is refused; the error names its setting.
         """
         self.speeds(workers)
         for name, script in (("stragglers", self.stragglers), ("crashes", self.crashes)):
@@ -132,7 +132,7 @@ class SimulationConfig(Config):
                 )
 
     def paused_until(self, server: int, now: float) -> float | None:
-        """Return the time at which a stopped server continues; None: it is not stopped."""
+        """Return the time at which a stopped server continues, or None if it is not stopped."""
         ends = (
             one.back_seconds
             for one in self.pauses
@@ -151,13 +151,13 @@ class SimulationConfig(Config):
 
 
 def shares_by_speed(step_seconds: Sequence[float], batch_size: int) -> tuple[int, ...]:
-    """A batch shared out so that workers of unequal speed take about equal time.
+    """Return the shares of a batch for which workers of unequal speed take about equal time.
 
     Args:
       step_seconds: time of one example, by worker.
 
     Raises:
-      ConfigError: fewer examples than workers.
+      ConfigError: there are fewer examples than workers.
 
     >>> shares_by_speed([1.0, 1.0, 2.0], batch_size=10)
     (4, 4, 2)

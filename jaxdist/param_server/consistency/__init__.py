@@ -1,1 +1,1 @@
-"""Which changes are applied when, and who may read: one contract, and its alternatives."""
+"""Consistency models, which decide when changes are applied and which versions may be read."""

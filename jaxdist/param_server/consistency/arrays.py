@@ -1,4 +1,4 @@
-"""What servers and workers do to arrays: numpy's or jax's, of one shape and dtype each."""
+"""Arithmetic of servers and workers on arrays of numpy or jax, of equal shape and dtype."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ArrayT = TypeVar("ArrayT", bound=Array)
 
 
 def combined(merge: Merge, change_of: Callable[[Arrival], ArrayT]) -> ArrayT:
-    """The weighted sum of a merge's changes over its total, added in the merge's order.
+    """Return the weighted sum of a merge's changes divided by its total, added in merge order.
 
-    A factor of 1 is left out, so that one change, or a mean of equal weights, rounds as a plain
-    sum does.
+    A factor of 1 is skipped, so that a single change, or a mean with equal weights, rounds like a
+    plain sum.
 
     Args:
-      change_of: the payload of an arrival, corrected where the model corrects it.
+      change_of: returns the payload of an arrival, corrected if the model corrects it.
     """
     assert merge.parts, "a merge without parts changes nothing"
     found = None
@@ -44,7 +44,7 @@ def combined(merge: Merge, change_of: Callable[[Arrival], ArrayT]) -> ArrayT:
 
 
 def elastic_difference(x: ArrayT, centre: ArrayT, alpha: float) -> ArrayT:
-    """alpha (x - c): what the worker loses and the centre gains in an exchange of EASGD."""
+    """Return alpha (x - c): what the worker loses and the centre gains in an exchange of EASGD."""
     return (x - centre) * alpha
 
 
@@ -55,14 +55,16 @@ def delay_compensated(
     then: ArrayT,
     mean_square: ArrayT | None = None,
 ) -> tuple[ArrayT, ArrayT | None]:
-    """A gradient g of the parameters `then`, as if it were of those now: g + s g g (now - then).
+    """Return a gradient g, computed at `then`, corrected to `now`: g + s g g (now - then).
+
+    The strength s is the config's. With `decay` it is divided, element by element, by the root of
+    the running mean plus 1e-7.
 
     Args:
-      mean_square: with `decay`, the running mean of squared gradients; zeros at first.
+      mean_square: running mean of squared gradients, used with `decay`; zeros at first.
 
     Returns:
-      The gradient and the next running mean. s is the strength; with `decay`, over the root of the
-      mean and 1e-7, element by element.
+      The corrected gradient and the next running mean.
     """
     square = gradient * gradient
     correction = square * (now - then) * config.strength

@@ -1,4 +1,4 @@
-"""Updates on arrival: asynchronous, and with bounded staleness (SSP)."""
+"""Models that apply each change on arrival: asynchronous, or with bounded staleness (SSP)."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ Reads = Literal["eager", "lazy", "each_clock", "ahead"]
 
 
 class DelayCompensation(Config):
-    """DC-ASGD: a stale gradient, corrected to first order by what the parameters have moved since.
+    """DC-ASGD: a first-order correction of stale gradients for the movement of the parameters.
 
     Zheng et al., "Asynchronous stochastic gradient descent with delay compensation" (arXiv
-    1609.08326). The range keeps the version that each worker has read.
+    1609.08326). The server keeps the version that each worker has read.
     """
 
     strength: PositiveFloat = 0.04
-    """lambda of the paper: the factor of the correction."""
+    """Factor of the correction, lambda in the paper."""
     decay: Beta | None = None
-    """Divide it by the root of a running mean of squared gradients with this decay; null does
-    not."""
+    """Decay of a running mean of squared gradients, whose root divides the correction; null does
+    not divide."""
 
 
 class OnArrival(Consistency):
-    """Models that apply each gradient when it arrives, as an update of its own."""
+    """Models that apply each gradient on arrival, as a separate update."""
 
     gradient_weight: Literal["share", "whole"] = "share"
-    """share: the learning rate over the number of workers, so that a gradient of each of them moves
-    parameters as far as one synchronous step. whole: each gradient is a whole step."""
+    """share: divide the learning rate by the number of workers, so that one gradient from each
+    moves the parameters as far as one synchronous step. whole: each gradient is a full step."""
     staleness_power: Annotated[float, Field(ge=0, le=4)] = 0.0
-    """Divide the learning rate by this power of the staleness, where that is above 1; 0 does not.
-    Staleness counts clocks with gradient_weight share, and updates with whole."""
+    """Divide the learning rate by the staleness to this power, if the staleness is above 1; 0 does
+    not. Staleness counts clocks with gradient_weight share, and updates with whole."""
     delay_compensation: DelayCompensation | None = None
-    """Correct gradients for what the parameters have moved since they were read; null does not."""
+    """Correct gradients for the parameters' movement since they were read; null does not."""
     value_bound: PositiveFloat | None = None
-    """A worker computes no further while an element of its changes that are not yet applied is
-    above this over the number of workers; null does not look."""
+    """A worker pauses while any element of its unapplied changes exceeds this bound divided by the
+    number of workers; null does not check."""
 
     @model_validator(mode="after")
     def _counts(self) -> OnArrival:
@@ -56,7 +56,7 @@ class OnArrival(Consistency):
 
     @abstractmethod
     def how(self) -> Reads:
-        """How a worker comes to newer parameters: the setting `reads`."""
+        """Return the setting `reads`: how a worker obtains newer parameters."""
         ...
 
     @property
@@ -79,19 +79,19 @@ class OnArrival(Consistency):
         return Merge((part,), rate=self.rate(staleness, clocks.team))
 
     def holds_back(self, largest: float, workers: int) -> bool:
-        """Is a worker to wait before it computes again?
+        """Return whether a worker must wait before it computes again.
 
-        With all workers below `value_bound` over their number, what is under way is below the bound
-        in every element; the change that crosses the line is under way too, so that the sum may be
-        above it by one change of each worker.
+        While every worker stays below `value_bound` / workers, the sum of all unapplied changes
+        stays below the bound in every element. The change that crosses the limit is already sent,
+        so the sum may exceed the bound by one change per worker.
 
         Args:
-          largest: of the magnitudes of its changes that are not yet applied, added up by element.
+          largest: maximum over the elements of the summed magnitudes of its unapplied changes.
         """
         return self.value_bound is not None and not largest < self.value_bound / workers
 
     def rate(self, staleness: int, team: int) -> float:
-        """The factor of the learning rate (Zhang et al., arXiv 1511.05950, at power 1).
+        """Return the factor of the learning rate (Zhang et al., arXiv 1511.05950, at power 1).
 
         >>> Asynchronous(staleness_power=1.0, gradient_weight="whole").rate(4, team=8)
         0.25
@@ -101,13 +101,13 @@ class OnArrival(Consistency):
 
 
 class Asynchronous(OnArrival):
-    """Nobody waits for anybody (Dean et al., "Large scale distributed deep networks", 2012)."""
+    """Workers never wait (Dean et al., "Large scale distributed deep networks", 2012)."""
 
     type: Literal["async"] = "async"
-    """Selects this model."""
+    """Select this model."""
     reads: Literal["each_clock", "ahead"] = "each_clock"
-    """How a worker comes to newer parameters. each_clock: it asks before every computation. ahead:
-    it asks when one begins, for the next, which does not wait for the answer."""
+    """A worker's source of newer parameters. each_clock: it pulls before every computation. ahead:
+    it pulls when a computation begins, for the next, which does not wait for the answer."""
 
     def how(self) -> Reads:
         return self.reads
@@ -119,23 +119,24 @@ class Asynchronous(OnArrival):
 class SSP(OnArrival):
     """Stale synchronous parallel: no worker is more than `bound` clocks ahead of the slowest.
 
-    A worker at clock c reads a version that holds all changes of clocks before c - bound, of all
-    workers, all of its own (but with reads `ahead`), and perhaps newer ones (Ho et al., NIPS 2013).
-    There a change is a sum that the worker adds to its old copy by itself: lazy reads, and eager
-    ones (ESSP; Dai et al., arXiv 1410.8043), then save questions. Here it is a gradient, of which
-    the server's optimizer makes the change, so that a worker asks the server.
+    A worker at clock c reads a version with all changes of all workers from clocks before c -
+    bound. The version also has all of its own changes (except with reads `ahead`) and possibly
+    newer changes (Ho et al., NIPS 2013). In that paper a worker adds its changes to its old copy
+    itself, so lazy and eager reads (ESSP; Dai et al., arXiv 1410.8043) save pulls. Here workers
+    push gradients and the server's optimizer computes the change, so a worker must pull after every
+    push.
     """
 
     type: Literal["ssp"] = "ssp"
-    """Selects this model."""
+    """Select this model."""
     bound: Bound = 2
     """Clocks that a worker may be ahead of the slowest."""
     reads: Reads = "each_clock"
-    """How a worker comes to newer parameters. each_clock: it asks before every computation. ahead:
-    it asks when one begins, for the next, which does not wait while the old copy is within the
-    bound, and so may lack its own last changes. lazy: it asks when its copy is older than the bound
-    allows or lacks a change of its own. eager: as lazy, and the server sends new parameters
-    whenever the slowest clock moves."""
+    """A worker's source of newer parameters. each_clock: it pulls before every computation. ahead:
+    it pulls when a computation begins, for the next, which does not wait while the old copy is
+    within the bound, and so may miss its own last changes. lazy: it pulls when its copy is older
+    than the bound allows or misses one of its own changes. eager: like lazy, and the server also
+    sends new parameters whenever the slowest clock advances."""
 
     def fresh(self, floor: int, clock: int) -> bool:
         return clock - floor <= self.bound
@@ -145,27 +146,27 @@ class SSP(OnArrival):
 
 
 class Adaptive(OnArrival):
-    """SSP whose bound moves between two: a fast worker goes on where that shortens its wait.
+    """SSP with an adaptive bound: a fast worker runs ahead when that shortens its wait.
 
-    Within `least` nobody waits. Above it, the last two pushes of the reader and of the slowest
-    worker say when each will push next: the reader goes on, up to `most`, where its wait after some
-    more clocks is predicted to be shorter than now. Zhao et al., "Dynamic stale synchronous
-    parallel" (arXiv 1908.11848), which predicts once for several clocks; here every clock
-    is decided anew, from newer times.
+    Up to `least` clocks ahead of the slowest worker, no worker waits. Above it, the last two push
+    times of the reader and of the slowest worker predict their next pushes. The reader continues,
+    up to `most`, if its wait after some more clocks is predicted to be shorter than now. Zhao et
+    al., "Dynamic stale synchronous parallel" (arXiv 1908.11848), predict once for several clocks;
+    here every clock is predicted separately, from the newest times.
     """
 
     type: Literal["adaptive"] = "adaptive"
-    """Selects this model."""
+    """Select this model."""
     least: Bound = 1
     """Clocks ahead of the slowest that are always allowed."""
     most: Bound = 8
     """Clocks ahead of the slowest that are never exceeded."""
     reads: Reads = "each_clock"
-    """How a worker comes to newer parameters. each_clock: it asks before every computation. ahead:
-    it asks when one begins, for the next, which does not wait while the old copy is within the
-    bound, and so may lack its own last changes. lazy: it asks when its copy is older than the bound
-    allows or lacks a change of its own. eager: as lazy, and the server sends new parameters
-    whenever the slowest clock moves."""
+    """A worker's source of newer parameters. each_clock: it pulls before every computation. ahead:
+    it pulls when a computation begins, for the next, which does not wait while the old copy is
+    within the bound, and so may miss its own last changes. lazy: it pulls when its copy is older
+    than the bound allows or misses one of its own changes. eager: like lazy, and the server also
+    sends new parameters whenever the slowest clock advances."""
 
     @model_validator(mode="after")
     def _fits(self) -> Adaptive:
@@ -203,14 +204,14 @@ def _slowest(clocks: Clocks) -> int:
 def extra_clocks(
     pushed: Mapping[int, tuple[float, ...]], reader: int, slowest: int, most: int
 ) -> int:
-    """How many more clocks leave the reader the shortest wait for the slowest worker's next push.
+    """Return the extra clocks that minimize the wait for the slowest worker's next push.
 
     Args:
-      pushed: by worker, when its last two changes arrived, in seconds.
-      most: clocks that it may take.
+      pushed: arrival times of each worker's last two changes, in seconds.
+      most: largest number of extra clocks.
 
     Returns:
-      The fewest of those with the shortest wait; 0 while a worker has not pushed twice.
+      The smallest number with the shortest wait; 0 until both workers have pushed twice.
 
     >>> extra_clocks({0: (2.0, 3.0), 1: (0.0, 5.5)}, reader=0, slowest=1, most=4)
     4

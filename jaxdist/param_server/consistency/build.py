@@ -14,4 +14,4 @@ from jaxdist.param_server.consistency.rounds import BSP
 ConsistencyConfig = Annotated[
     BSP | SSP | Asynchronous | Adaptive | Elastic | Decoupled, Field(discriminator="type")
 ]
-"""Each is a `jaxdist.param_server.consistency.contract.Consistency`."""
+"""The consistency model of a config."""

@@ -1,8 +1,8 @@
 """The contract of a consistency model: one decision over the version clocks of a range.
 
-A worker's *clock* counts its changes that have arrived at the range, the *version* counts updates
-of the parameters. All changes of clocks before the *floor*, of all workers, are in the current
-version: for updates on arrival it is the least clock of a member.
+A worker's *clock* counts its changes that have arrived at the range. The *version* counts updates
+of the parameters. The *floor* is a clock: the current version contains all changes of all workers
+from earlier clocks. For updates on arrival, the floor is the smallest clock of a member.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import ClassVar, Literal
 from jaxdist.config.schema import Config
 
 Payload = Literal["gradient", "elastic", "outer"]
-"""What workers push: a gradient for the optimizer; an elastic difference, which is added as it is;
-a change of parameters, whose negative is the gradient of an outer optimizer."""
+"""The kind of change that workers push: a gradient for the optimizer; an elastic difference, which
+is added directly; or a change of parameters, whose negative is the outer optimizer's gradient."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A change that has arrived, after all earlier ones of its client.
+    """A change that has arrived, after all earlier changes of its client.
 
     Attributes:
-      client: who sent it.
-      sequence: the number of its message among the client's.
-      clock: the client's, of the computation that gave it; in rounds, the round.
-      version: of the parameters that it was computed from.
-      tokens: how much it counts in a mean; 0 where all examples of its batch were masked.
-      usable: does it hold no NaN and no infinity?
-      seconds: when it arrived.
+      client: the client that sent it.
+      sequence: its message number within that client's messages.
+      clock: the client's clock when it was computed; in rounds, the number of the round.
+      version: version of the parameters that it was computed from.
+      tokens: weight in a mean; 0 if all examples of its batch were masked.
+      usable: whether it contains no NaN and no infinity.
+      seconds: arrival time.
     """
 
     client: int
@@ -43,9 +43,10 @@ class Arrival:
 
     @property
     def nothing(self) -> str | None:
-        """The reason why the change adds nothing to the parameters; None where it counts.
+        """The reason that the change does not affect the parameters; None if it does.
 
-        Its client's clock advances in either case. A change of no tokens is 0/0 and may hold a NaN.
+        The client's clock advances in either case. A change with 0 tokens is 0/0 and may hold a
+        NaN.
         """
         if self.tokens == 0:
             return "it has no tokens"
@@ -54,11 +55,12 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Part:
-    """One change in a merge.
+    """A weighted change in a merge.
 
     Attributes:
-      weight: its factor in the sum.
-      staleness: updates between the version that it was computed from and this one.
+      weight: factor of the change in the sum.
+      staleness: number of updates between the version that it was computed from and the current
+        version.
     """
 
     arrival: Arrival
@@ -68,13 +70,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Merge:
-    """One update: the sum of weight times change, in this order, over `total`; then the optimizer.
+    """An optimizer update by a weighted sum of changes, added in this order, divided by `total`.
 
     Attributes:
-      parts: none where no change of a round counts: the version moves, nothing else does.
-      total: what the weighted sum is divided by.
+      parts: the changes to add; empty if no change of a round counts, so that only the version
+        advances.
+      total: divisor of the weighted sum.
       rate: factor of the learning rate.
-      without: changes that the round ends without (`Arrival.nothing`).
+      without: changes that the merge settles without applying them (`Arrival.nothing`).
     """
 
     parts: tuple[Part, ...]
@@ -84,21 +87,21 @@ class Merge:
 
     @property
     def arrivals(self) -> tuple[Arrival, ...]:
-        """All that it settles."""
+        """All changes that the merge settles."""
         return (*(part.arrival for part in self.parts), *self.without)
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """What is known of one range.
+    """Clocks, version and pending changes of one range.
 
     Attributes:
-      team: workers that the run is planned with.
-      clocks: by member, how many of its changes have arrived.
-      version: updates so far.
-      floor: see the module; it never falls.
-      held: arrived and not yet merged, in order of arrival.
-      pushed: by member, when its last two changes arrived, in seconds.
+      team: number of workers that the run is planned with.
+      clocks: number of changes that have arrived, by member.
+      version: number of updates so far.
+      floor: all changes from earlier clocks are in the version; the floor never decreases.
+      held: changes that have arrived and are not merged yet, in order of arrival.
+      pushed: arrival times of each member's last two changes, in seconds.
     """
 
     team: int
@@ -110,22 +113,22 @@ class Clocks:
 
     @property
     def missing(self) -> int:
-        """Where versions are rounds: members whose change of the open round has not arrived."""
+        """Number of members whose change of the open round is missing, if versions are rounds."""
         return sum(clock <= self.version for clock in self.clocks.values())
 
     def joined(self, client: int) -> Clocks:
-        """With a new member, which stands where the slowest do."""
+        """Return the clocks with a new member, which starts at the floor."""
         assert client not in self.clocks, f"client {client} is a member already"
         return replace(self, clocks={**self.clocks, client: self.floor})
 
     def left(self, client: int) -> Clocks:
-        """Without a member; what it has sent stays."""
+        """Return the clocks without a member; the changes that it has sent stay."""
         clocks = {member: clock for member, clock in self.clocks.items() if member != client}
         pushed = {member: times for member, times in self.pushed.items() if member != client}
         return replace(self, clocks=clocks, pushed=pushed)
 
     def arrived(self, arrival: Arrival) -> Clocks:
-        """With one more change, its client's clock after it."""
+        """Return the clocks with one more change, and its client's clock advanced."""
         times = (*self.pushed.get(arrival.client, ()), arrival.seconds)[-2:]
         return replace(
             self,
@@ -137,13 +140,13 @@ class Clocks:
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows from what has arrived.
+    """The updates and admitted readers that follow from the changes so far.
 
     Attributes:
-      clocks: after it.
-      merges: updates that are due, in order.
-      admitted: members that may read the version after them, of those that wait.
-      wake: when time alone will bring something about; None: never.
+      clocks: the clocks after the updates.
+      merges: due updates, in order.
+      admitted: waiting members that may read the version after these updates.
+      wake: time at which something becomes due without a message; None for never.
     """
 
     clocks: Clocks
@@ -158,70 +161,70 @@ class Consistency(Config):
     payload: ClassVar[Payload] = "gradient"
 
     def check(self, *, workers: int, learning_rate: float) -> None:
-        """Refuse settings that do not go with the run.
+        """Refuse settings that cannot be combined with the run.
 
         Raises:
-          ConfigError: with the reason.
+          ConfigError: the settings cannot be combined with the run; the message has the reason.
         """
 
     def floor_of(self, clocks: Clocks) -> int:
-        """The clock before which all changes, of all workers, are in the current version."""
+        """Return the clock before which all changes of all workers are in the current version."""
         return min(clocks.clocks.values(), default=clocks.floor)
 
     def clock_of(self, clocks: Clocks, client: int) -> int:
-        """The clock of what a member computes next."""
+        """Return the clock of a member's next computation."""
         return clocks.clocks[client]
 
     def refusal(self, clocks: Clocks, arrival: Arrival) -> str | None:
-        """Why a change is not taken, though its client's clock moves on; None: it is."""
+        """Return why a change is dropped, although its client's clock advances, or None."""
         return arrival.nothing
 
     @abstractmethod
     def due(self, clocks: Clocks, now: float) -> Merge | None:
-        """The next update out of what is held; None: nothing is due."""
+        """Return the next update from the pending changes, or None if nothing is due."""
         ...
 
     @abstractmethod
     def fresh(self, floor: int, clock: int) -> bool:
-        """May a worker at `clock` compute from a version with this floor?"""
+        """Return whether a worker at `clock` may compute from a version with this floor."""
         ...
 
     def admits(self, clocks: Clocks, client: int) -> bool:
-        """May a member read the current version for what it computes next?"""
+        """Return whether a member may read the current version for its next computation."""
         return self.fresh(clocks.floor, self.clock_of(clocks, client))
 
     def reachable(self, clocks: Clocks, arrival: Arrival) -> bool:
-        """Can a worker have got this far that keeps to what it was answered?"""
+        """Return whether a worker that follows the protocol can have sent this change."""
         return self.fresh(clocks.floor, arrival.clock)
 
     @property
     def publishes(self) -> bool:
-        """Are new versions sent to all members before they ask, when the floor moves?"""
+        """Whether the server sends new versions to all members when the floor advances."""
         return False
 
     @property
     def reuses(self) -> bool:
-        """Does a worker ask only when its copy is not `fresh`, or lacks a change of its own?"""
+        """Whether a worker pulls only if its copy is stale or misses one of its own changes."""
         return False
 
     @property
     def ahead(self) -> bool:
-        """Does a worker ask for its next parameters when it begins to compute, and not wait?"""
+        """Whether a worker pulls when it begins to compute, and does not wait for the answer."""
         return False
 
     def wake(self, clocks: Clocks) -> float | None:
-        """When time alone makes something due; None: never."""
+        """Return the time at which something becomes due without a message, or None for never."""
         return None
 
 
 def decide(
     model: Consistency, clocks: Clocks, readers: Iterable[int] = (), now: float = 0.0
 ) -> Decision:
-    """All that is due, and who may read after it: the one decision of a parameter server.
+    """Return all due updates, and the readers admitted after them.
 
     Args:
       readers: members that wait for parameters.
-      now: the time, in seconds.
+      now: current time, in seconds.
     """
     merges = []
     while merge := model.due(clocks, now):

@@ -1,4 +1,4 @@
-"""Local updates without a common step: changes of parameters are merged as they gather."""
+"""Local updates without a common step: the server merges changes of parameters as they arrive."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from jaxdist.param_server.consistency.rounds import mean_of
 class Decoupled(Consistency):
     """Merge when enough workers have sent their changes, or when a grace window has closed.
 
-    A worker trains `local_steps` by itself and sends what they changed. The mean of what has
-    gathered, weighted by tokens, is what the outer optimizer (SGD) moves the parameters by. One who
-    comes later is part of the next merge. Decoupled DiLoCo (arXiv 2604.21428); with all workers in
-    every merge it is DiLoCo (arXiv 2311.08105, algorithm 1), and with `learning_rate` 1 and no
-    momentum it averages parameters.
+    A worker trains `local_steps` steps alone and pushes the change of its parameters. The outer
+    optimizer (SGD) moves the parameters by the mean of the pending changes, weighted by tokens. A
+    change that arrives later joins the next merge. This is Decoupled DiLoCo (arXiv 2604.21428).
+    With all workers in every merge it is DiLoCo (arXiv 2311.08105, algorithm 1), and with
+    `learning_rate` 1 and no momentum it averages parameters.
     """
 
     type: Literal["decoupled"] = "decoupled"
-    """Selects this model."""
+    """Select this model."""
     payload: ClassVar[Payload] = "outer"
     local_steps: Count = 100
     """Steps of a worker from one push to the next."""
     quorum: Count | None = None
-    """Changes that are merged at once when so many have gathered; null waits for all members."""
+    """Number of pending changes that triggers a merge; null waits for all members."""
     grace_seconds: NonNegativeFloat | None = None
     """Time from the first change to a merge without the rest; null waits for the quorum."""
     at_least: Count = 1
-    """The fewest changes that are merged when the grace window has closed."""
+    """Smallest number of changes that is merged when the grace window has closed."""
     oldest: Count | None = None
-    """Changes of parameters that were merged into more often since are dropped; null drops none."""
+    """Drop a change computed more than this number of merges ago; null drops none."""
     learning_rate: PositiveFloat = 0.7
-    """Of the outer optimizer."""
+    """Learning rate of the outer optimizer."""
     momentum: Beta = 0.9
-    """Of the outer optimizer; 0 keeps none."""
+    """Momentum of the outer optimizer; 0 keeps none."""
     nesterov: bool = True
-    """Look ahead along the outer momentum."""
+    """Whether the outer momentum is Nesterov's."""
 
     @model_validator(mode="after")
     def _fits(self) -> Decoupled:
@@ -58,7 +58,7 @@ class Decoupled(Consistency):
         return self
 
     def outer(self) -> optax.GradientTransformation:
-        """The outer optimizer; the negative of a merged change is its gradient."""
+        """Return the outer optimizer; its gradient is the negative of a merged change."""
         return optax.sgd(self.learning_rate, self.momentum or None, self.nesterov)
 
     def check(self, *, workers: int, learning_rate: float) -> None:
@@ -74,11 +74,12 @@ class Decoupled(Consistency):
         age = clocks.version - arrival.version
         if self.oldest is not None and age > self.oldest:
             return f"it is {age} merges old, and strategy.consistency.oldest is {self.oldest}"
-        # A change that adds nothing is held as the others are: a quorum of all waits for it.
+        # Changes that add nothing are held too: a quorum of all members would wait for ever without
+        # them.
         return None
 
     def due(self, clocks: Clocks, now: float) -> Merge | None:
-        # Of members that have left, fewer need to gather: no merge waits for ever.
+        # After members have left, fewer changes are needed, so that no merge waits for ever.
         members = max(1, len(clocks.clocks))
         enough = len(clocks.held) >= min(self.quorum or members, members)
         wake = self.wake(clocks)
@@ -89,7 +90,7 @@ class Decoupled(Consistency):
         return True
 
     def admits(self, clocks: Clocks, client: int) -> bool:
-        """After a worker's own change is merged."""
+        """Return whether a worker's own changes are all merged."""
         return all(one.client != client for one in clocks.held)
 
     def reachable(self, clocks: Clocks, arrival: Arrival) -> bool:

@@ -1,4 +1,4 @@
-"""Elastic averaging: workers train by themselves, tied to a centre by springs."""
+"""Elastic averaging: workers train alone, attracted to a common centre."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ class Elastic(Consistency):
 
     Zhang, Choromanska and LeCun, "Deep learning with elastic averaging SGD" (arXiv 1412.6651),
     algorithm 1. The worker reads the centre c, moves by -alpha (x - c) and pushes alpha (x - c),
-    which is added to c: what workers and centre hold together stays the same.
+    which the server adds to c. The sum of the worker's parameters and the centre is conserved.
     """
 
     type: Literal["elastic"] = "elastic"
-    """Selects this model."""
+    """Select this model."""
     payload: ClassVar[Payload] = "elastic"
     every: Count = 10
-    """Steps of a worker from one exchange to the next: tau of the paper."""
+    """Steps of a worker from one exchange to the next; tau in the paper."""
     alpha: PositiveFloat | None = None
-    """Part of the way that both go in one exchange; null is beta over the number of workers."""
+    """Fraction of their distance that worker and centre move in an exchange; null is beta divided
+    by the number of workers."""
     beta: PositiveFloat | None = None
-    """alpha times the number of workers; null is 0.9 where alpha is null too."""
+    """alpha times the number of workers; null is 0.9 if alpha is null too."""
     order: Literal["arrival", "rounds"] = "arrival"
-    """arrival: each exchange by itself. rounds: the centre moves once for all workers."""
+    """arrival: apply each exchange separately. rounds: move the centre once for all workers."""
     curvature: Annotated[float, Field(gt=0)] = 1.0
-    """The loss's largest, which the check of stability multiplies the learning rate by."""
+    """Largest curvature of the loss, by which the stability check multiplies the learning rate."""
 
     @model_validator(mode="after")
     def _fits(self) -> Elastic:
@@ -47,7 +48,7 @@ class Elastic(Consistency):
         return self
 
     def rate_of(self, workers: int) -> float:
-        """alpha, for so many workers."""
+        """Return alpha for a number of workers."""
         beta = 0.9 if self.beta is None else self.beta
         return beta / workers if self.alpha is None else self.alpha
 
@@ -89,14 +90,16 @@ def _by_client(arrival: Arrival) -> tuple[int, int]:
 
 
 def alpha_limit(rate: float, workers: int | None) -> float:
-    """The largest alpha at which EASGD does not diverge on x^2 / 2.
+    """Return the largest alpha at which EASGD does not diverge on x^2 / 2.
+
+    With W workers that exchange at once, this bounds both eigenvalues of the map of their mean and
+    the centre, [[1 - rate - alpha, alpha], [W alpha, 1 - W alpha]], and also |1 - rate - alpha|, by
+    1. With exchanges one after another, it is (4 - 2 rate) / (4 - rate) for any number of workers,
+    as in the paper.
 
     Args:
-      rate: learning rate (times curvature), at most 2.
-      workers: that exchange at once (then both eigenvalues of the map of their mean and the centre,
-        [[1 - rate - alpha, alpha], [workers alpha, 1 - workers alpha]], are at most 1, and so is
-        |1 - rate - alpha|); None: one after another, whatever their number, as the paper
-        has it: (4 - 2 rate) / (4 - rate).
+      rate: learning rate times curvature, at most 2.
+      workers: number of workers that exchange at once; None for exchanges one after another.
 
     >>> alpha_limit(1.0, None)
     0.6666666666666666

@@ -1,4 +1,4 @@
-"""Settings that go together, but not as one may expect."""
+"""Warnings about settings that can be combined but interact."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxdist.param_server.consistency.contract import Consistency
 
 
 def notices(model: Consistency, optim: OptimizerConfig, workers: int) -> tuple[str, ...]:
-    """What to know before a run, a sentence each."""
+    """Return the warnings about a run's settings, a sentence each."""
     if workers == 1 or not isinstance(model, OnArrival):
         return ()
     return (*_of_moments(model, optim, workers), *_of_reads(model))

@@ -1,4 +1,4 @@
-"""Rounds: a step waits for the changes of the workers, and applies them as one."""
+"""Rounds: a step waits for the changes of the workers and applies them as one update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rounds(Consistency):
         return clocks.version
 
     def clock_of(self, clocks: Clocks, client: int) -> int:
-        # One whose change came too late goes on with the round that is open.
+        # A worker whose change arrived too late continues with the round that is open.
         return max(clocks.clocks[client], clocks.version)
 
     def fresh(self, floor: int, clock: int) -> bool:
@@ -28,16 +28,16 @@ class Rounds(Consistency):
 class BSP(Rounds):
     """Bulk-synchronous parallel: the mean of a round's gradients, weighted by tokens, is one step.
 
-    Gradients are added in the order of the workers' numbers, whatever the order that they came in:
-    the bits are those of synchronous SGD. With backups the first gradients of a round count, and
-    the others are dropped (Chen et al., "Revisiting distributed synchronous SGD", arXiv
+    Gradients are added in the order of the workers' numbers, whatever their order of arrival, so
+    the result equals synchronous SGD to the bit. With backups, the first gradients of a round count
+    and the others are dropped (Chen et al., "Revisiting distributed synchronous SGD", arXiv
     1604.00981).
     """
 
     type: Literal["bsp"] = "bsp"
-    """Selects this model."""
+    """Select this model."""
     backups: Annotated[int, Field(ge=0)] = 0
-    """Workers, of all, whose gradients a round does not wait for."""
+    """Number of workers whose gradients a round does not wait for."""
 
     def check(self, *, workers: int, learning_rate: float) -> None:
         if self.backups >= workers:
@@ -58,10 +58,10 @@ class BSP(Rounds):
 
 
 def mean_of(held: Sequence[Arrival], version: int) -> Merge:
-    """The mean of all changes that count, weighted by tokens, in the order of the clients' numbers.
+    """Return the mean of all changes that count, weighted by tokens, in the order of the clients.
 
-    Weights are relative to the largest, so that equal ones are 1 and round nothing. A change of no
-    tokens is left out, not multiplied by 0: where none has any, the optimizer takes no step.
+    Weights are relative to the largest, so that equal weights are 1 and cause no rounding. A change
+    with 0 tokens is left out, not multiplied by 0; if all have 0, the optimizer takes no step.
     """
     ordered = sorted(held, key=lambda one: (one.client, one.sequence))
     counted = [one for one in ordered if one.nothing is None]

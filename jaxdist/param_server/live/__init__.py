@@ -1,1 +1,1 @@
-"""Servers and workers that run: threads, clocks and arrays around the protocol."""
+"""Running servers and workers: threads, clocks and arrays around the protocol."""

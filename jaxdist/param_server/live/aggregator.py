@@ -1,4 +1,4 @@
-"""A rack's aggregator for one server: a server of its workers, and one client of that server."""
+"""A rack's aggregator for one server: a server to its workers and a client of that server."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from jaxdist.param_server.wire.contract import Wire
 class Aggregator(Reception):
     """A `jaxdist.param_server.wire.contract.Service` for the workers of a rack.
 
-    Once all of its workers are gone it leaves the server; the first that joins after them makes it
-    a new client there.
+    After all of its workers have left, it leaves the server. The next worker that joins makes it a
+    new client of the server.
 
     Args:
-      model: of the servers; the workers of a rack keep `rack.WITHIN`.
-      wire: to the server.
-      numbers: as whom it speaks to the server, one after the other.
-      workers: the first of the rack.
-      codes: how pushes are written, its workers' and its own; None: as they are.
-      retry_seconds: for an answer of the server, before a message is sent again.
-      gone: called with its number at the server where its last worker has left.
-      failed: called with what the server refused.
+      model: consistency model of the servers; workers of a rack always follow `rack.WITHIN`.
+      wire: connection to the server.
+      numbers: client numbers at the server, which it uses one after another.
+      workers: initial workers of the rack.
+      codes: encoding of pushes, its workers' and its own; None sends them uncompressed.
+      retry_seconds: time without an answer of the server after which a message is sent again.
+      gone: called with its number at the server when its last worker has left.
+      failed: called with the reason when the server refuses a message.
 
     Attributes:
-      state: of the protocol.
-      forwarded: pushes to the server so far.
+      state: state of the protocol.
+      forwarded: number of pushes to the server so far.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Aggregator(Reception):
         )
 
     def _begin(self) -> None:
-        """As a client that the server does not know yet."""
+        """Start as a client that is new to the server."""
         number = next(self._numbers)
         self.state = rack.begin(number, self._workers)
         self._encoder = None if self._codes is None else Encoder(self._codes, number)
@@ -81,11 +81,11 @@ class Aggregator(Reception):
         return self.state.inner
 
     def close(self) -> None:
-        """End its session with the server; its workers' sessions are the wire's."""
+        """End its session with the server; the wire ends the sessions of its workers."""
         self._exchange.close()
 
     def stats(self) -> dict[str, int]:
-        """What it counts, by name."""
+        """Return its counters by name."""
         with self._changed:
             counters = self.counters
             return {
@@ -97,7 +97,7 @@ class Aggregator(Reception):
             }
 
     def leave(self, worker: int) -> None:
-        """A worker has gone for good: the rest of its rack does not wait for it any more."""
+        """Remove a worker permanently, so that the rest of its rack no longer waits for it."""
         with self._changed:
             if worker in self.state.inner.members:
                 self._do(rack.leave(self.model, self.state, worker))
@@ -139,7 +139,7 @@ class Aggregator(Reception):
         link.payloads = {at: one for at, one in link.payloads.items() if at in known}
 
     def _do(self, step: RackStep) -> None:
-        """What the protocol says, in its order."""
+        """Execute the effects of a protocol step, in order."""
         self.state, self._link.state = step.state, step.state.outer
         for effect in step.effects:
             match effect:
@@ -167,7 +167,7 @@ class Aggregator(Reception):
         self._link.send(self.state.outer.under_way[sequence])
 
     def _written(self, effect: Forward, sequence: int) -> np.ndarray:
-        """The mean as it is sent; zeros where nothing of the round is usable."""
+        """Return the mean in the form that is sent; zeros if no change of the round is usable."""
 
         def payload_of(one: Arrival) -> np.ndarray:
             return self._payloads[one.client, one.sequence]

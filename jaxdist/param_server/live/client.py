@@ -1,4 +1,4 @@
-"""A worker's side of all servers: parameters in, changes out, while it computes something else."""
+"""A worker's client of all servers, which exchanges parameters and changes while it computes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from jaxdist.param_server.wire.contract import Wire
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a worker waits.
+    """Timeouts of a worker.
 
     Attributes:
-      deadline_seconds: for anything; then it gives up, and says who is late.
-      retry_seconds: for an answer, before it sends a message again. A stream loses nothing while it
-        lasts; what was under way when it ended is sent again at once.
+      deadline_seconds: time limit of any wait, after which the worker fails and names the late
+        process.
+      retry_seconds: time without an answer after which a message is sent again. A stream loses
+        nothing while it is open; when it ends, all pending messages are sent again at once.
     """
 
     deadline_seconds: float = 600.0
@@ -36,18 +37,19 @@ class Patience:
 
 
 class Client:
-    """One worker's sessions with all servers. A context manager; all methods are its owner's.
+    """A worker's sessions with all servers: a context manager, used by one thread.
 
     Args:
-      number: of the client.
-      model: what servers keep to, or a rack's aggregators.
-      wires: to the servers, in the order of their layouts; or to aggregators in front of them.
-      codes: how pushes to each server are written; () sends them as they are.
-      through: words for the aggregators, for messages.
+      number: client number.
+      model: consistency model of the servers, or of a rack's aggregators.
+      wires: connections to the servers, or to aggregators in front of them, in the order of the
+        layouts.
+      codes: encoding of pushes to each server; () sends them uncompressed.
+      through: prefix of the servers' names in messages, which names the aggregators.
 
     Attributes:
-      waited_seconds: spent in `read`, `push` and `drain`.
-      received_bytes, sent_bytes: of payloads.
+      waited_seconds: time spent in `read`, `push` and `drain`.
+      received_bytes, sent_bytes: sizes of payloads.
     """
 
     def __init__(
@@ -93,24 +95,24 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End all sessions; what was not acknowledged may or may not be applied."""
+        """End all sessions; changes that are not acknowledged may or may not be applied."""
         self._exchange.close()
 
     @property
     def clock(self) -> int:
-        """Of what it computes next."""
+        """Clock of its next computation."""
         return min(link.state.clock for link in self._links)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Of what was read last, by server; newer copies may have come since."""
+        """Versions of its last read, by server; newer copies may have arrived since."""
         return tuple(version or 0 for version in self._read)
 
     def read(self) -> list[np.ndarray]:
-        """Parameters of each shard, to compute from: the newest that the model allows by now.
+        """Return the parameters of each shard to compute from, the newest that have arrived.
 
         Raises:
-          RunError: the deadline passed, with who is late; a server refused something.
+          RunError: the deadline passed, with the late processes; or a server refused a message.
         """
         with self._changed:
             self._wait(self._ready, "parameters to compute from")
@@ -132,16 +134,18 @@ class Client:
                 link.send(message)
 
     def push(self, changes: Sequence[np.ndarray], *, tokens: float = 1.0) -> None:
-        """Send what was computed from the copy, which is not changed any more; does not wait for it
-        to arrive, unless too much is under way.
+        """Send changes computed from the last read; wait only if too many messages are pending.
+
+        The arrays of the changes must not be modified afterwards.
 
         Raises:
-          RunError: as `read`.
+          RunError: the deadline passed, or a server refused a message, as for `read`.
         """
         with self._changed:
             self._wait(lambda: all(link.state.room for link in self._links), "room for a push")
             written = [self._written(at, one, tokens) for at, one in enumerate(changes)]
-            tokens = tokens if math.isfinite(tokens) else 1.0  # it is not usable, see `_written`
+            # `_written` has marked such a push as unusable.
+            tokens = tokens if math.isfinite(tokens) else 1.0
             given = zip(self._links, self._read, written, strict=True)
             for link, read, (change, usable) in given:
                 link.state, message = protocol.push(
@@ -152,11 +156,11 @@ class Client:
                 link.send(message)
 
     def _written(self, at: int, change: np.ndarray, tokens: float) -> tuple[np.ndarray, bool]:
-        """A change as it is sent, and whether it can be used as far as is known here.
+        """Return a change in the form that is sent, and whether this side finds it usable.
 
-        Servers look for what is not finite in a change that is sent as it is. A change of no tokens
-        may be 0/0 and is sent as zeros, past the encoder: servers apply nothing of it, and what the
-        encoder has left over must not be lost with it.
+        Servers check uncompressed changes for values that are not finite. A change with 0 tokens
+        may be 0/0, so zeros are sent without the encoder: servers apply none of it, and the
+        encoder's error feedback must not be lost with it.
         """
         if tokens == 0:
             spec = self._encoders[at].codes.spec if self._encoders else None
@@ -169,24 +173,24 @@ class Client:
         return written, finite and math.isfinite(tokens)
 
     def under_way(self, server: int) -> list[np.ndarray]:
-        """Changes that this server has not settled."""
+        """Return the changes that a server has not settled."""
         with self._changed:
             return list(self._links[server].payloads.values())
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for something that replies bring about.
+        """Wait for a condition that replies make true.
 
         Raises:
-          RunError: as `read`.
+          RunError: the deadline passed, or a server refused a message, as for `read`.
         """
         with self._changed:
             self._wait(condition, what)
 
     def drain(self) -> None:
-        """Wait until all that was sent is settled.
+        """Wait until all pushes are settled.
 
         Raises:
-          RunError: as `read`.
+          RunError: the deadline passed, or a server refused a message, as for `read`.
         """
         with self._changed:
             self._wait(self._settled, "the last pushes to be applied")
@@ -195,7 +199,7 @@ class Client:
         return not any(link.payloads for link in self._links)
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Until the condition holds; the lock is held."""
+        """Wait until the condition holds; the caller holds the lock."""
         begun = time.monotonic()
         deadline = begun + self.patience.deadline_seconds
         asked = False

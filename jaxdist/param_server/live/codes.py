@@ -1,4 +1,4 @@
-"""Pushes in few bytes over a wire: what a worker's codec makes of a shard, and back."""
+"""Compressed pushes: the bytes that a worker's codec makes of a shard, and their inverse."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jaxdist.types import PyTree
 
 
 class Codes:
-    """How pushes of a shard are written: the messages of its ranges end to end, as bytes.
+    """The encoding of a shard's pushes: the messages of its ranges, concatenated, as bytes.
 
     Args:
-      whole: parameters that are pushed as they are.
-      seed: of codecs that draw at random.
+      whole: parameters that are pushed uncompressed.
+      seed: seed of random codecs.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class Codes:
 
     @cached_property
     def spec(self) -> Spec:
-        """Of a push."""
+        """The required shard, dtype and length of a push."""
         size = sum(_bytes(leaf) for one in self._messages for leaf in jax.tree.leaves(one))
         return Spec(self.layout.server, np.dtype(np.uint8), size)
 
     def _message(self, piece: Piece) -> PyTree:
-        """The shapes of what stands for a range."""
+        """Return the shapes of a range's message."""
         if piece.range.name in self.whole:
             return jax.ShapeDtypeStruct(piece.shape, self.layout.dtype)
         x = like(piece)
@@ -49,10 +49,10 @@ class Codes:
         return found.message
 
     def decode(self, payload: np.ndarray, client: int, sequence: int) -> np.ndarray:
-        """What a push stands for, as the shard lies.
+        """Decode a push to a flat array in the order of the shard.
 
         Args:
-          payload: of `spec`; any bytes stand for something.
+          payload: bytes of the length in `spec`; any such bytes can be decoded.
         """
         flat = np.empty(self.layout.length, self.layout.dtype)
         round, offset = first_round(self.seed, sequence, client), 0
@@ -70,18 +70,18 @@ class Codes:
 
 
 class Encoder:
-    """The encoder of one worker, which keeps what its messages to a server left out."""
+    """A worker's encoder for one server, with the error feedback of its messages."""
 
     def __init__(self, codes: Codes, client: int) -> None:
         self.codes, self.client = codes, client
         self._states: dict[int, SenderState] = {}
 
     def __call__(self, change: np.ndarray, sequence: int) -> tuple[np.ndarray, bool]:
-        """A push, and whether it is finite; one that is not leaves nothing behind for the next.
+        """Return an encoded push and whether it is finite; infinite or NaN errors are not fed back.
 
         Args:
-          change: as the shard lies.
-          sequence: of its message.
+          change: flat array in the order of the shard.
+          sequence: sequence of its message.
         """
         codes = self.codes
         round = first_round(codes.seed, sequence, self.client)
@@ -105,7 +105,7 @@ class Encoder:
 
 
 def like(piece: Piece) -> jax.ShapeDtypeStruct:
-    """What codecs encode of a range."""
+    """Return the shape and dtype of a range as codecs encode it."""
     return jax.ShapeDtypeStruct(piece.shape, jnp.float32)
 
 

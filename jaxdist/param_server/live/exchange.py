@@ -1,4 +1,4 @@
-"""A client's side of the wire: sessions that are opened again, messages until they are answered."""
+"""A client's sessions with servers: reopened when they end, with unanswered messages sent again."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from jaxdist.param_server.wire.contract import (
 from jaxdist.param_server.wire.messages import of_message, to_reply
 
 AWAY_SECONDS = 0.05
-"""Between two attempts to reach a server."""
+"""Time between two attempts to reach a server."""
 
 
 class Link:
-    """What a client knows of one server. All is used with the lock of its `Exchange` held.
+    """A client's state for one server; all access requires the lock of its `Exchange`.
 
     Args:
-      server: its number, which is the shard's.
-      name: of whom the wire leads to.
+      server: number of the server, which is also that of its shard.
+      name: name of the peer at the other end of the wire.
 
     Attributes:
-      state: of the protocol, as the client has it by now.
-      copy: the newest parameters that came; the owner's to set.
-      payloads: of pushes that are not settled, by sequence; the owner's to set.
-      welcome: does the server know whose session this is?
-      late: whom the server waits for, as it said when it was asked.
-      idle: there is nobody to speak for, and no session.
+      state: current state of the protocol.
+      copy: newest parameters received; set by the owner.
+      payloads: payloads of pushes that are not settled, by sequence; set by the owner.
+      welcome: whether the server has bound the session to this client.
+      late: clients that the server waits for, as of its last answer.
+      idle: whether there is no client to act for, and so no session.
     """
 
     def __init__(self, server: int, wire: Wire, state: ClientState, name: str) -> None:
@@ -53,7 +53,7 @@ class Link:
         self._greeted = 0.0
 
     def send(self, message: Message) -> None:
-        """Send a message, with its payload; once there is a session, where there is none."""
+        """Send a message with its payload, or leave it to the next session if there is none."""
         sequence = message.stamp.sequence
         self._asked[sequence] = time.monotonic()
         if self.session is not None and self.welcome:
@@ -61,12 +61,12 @@ class Link:
             self.session.send(of_message(message, self.server, payload))
 
     def ask_late(self) -> None:
-        """Ask whom the server waits for."""
+        """Ask the server which clients it waits for."""
         if self.session is not None and self.welcome:
             self.session.send(self._envelope(Op.LATE))
 
     def again(self, before: float) -> None:
-        """Send again what was sent before this time, and has no answer."""
+        """Send again the messages that were sent before a time and have no answer."""
         if not self.welcome:
             if self.session is not None and self._greeted <= before:
                 self._greet(self.session)
@@ -79,18 +79,18 @@ class Link:
                 self.send(message)
 
     def welcomed(self) -> None:
-        """The server knows whose session this is: all that is under way goes there again."""
+        """Send all pending messages again, now that the server has accepted the session."""
         self.welcome = True
         for message in protocol.retries(self.state):
             self.send(message)
 
     def opened(self, session: Session, over: threading.Event) -> None:
-        """A session is there."""
+        """Use a new session."""
         self.session, self._over = session, over
         self._greet(session)
 
     def ended(self, over: threading.Event) -> Session | None:
-        """The session that `over` is of has ended, or ends; what is left of it to close."""
+        """Mark the session of the event `over` as ended, and return it if it must be closed."""
         over.set()
         if over is not self._over:
             return None
@@ -98,7 +98,7 @@ class Link:
         return session
 
     def begin(self, state: ClientState) -> Session | None:
-        """As another client, which keeps nothing of this one's; the session to close."""
+        """Act for another client, with a fresh state; return the session to close."""
         self.state, self.copy, self.late = state, None, ""
         self.payloads, self._asked = {}, {}
         return self.ended(self._over)
@@ -112,16 +112,16 @@ class Link:
 
 
 class Exchange:
-    """The sessions behind a client's links, kept open by a thread.
+    """The sessions of a client's links, which a thread keeps open.
 
     Args:
-      lock: the owner's; all that is called back is called with it held.
-      retry_seconds: for an answer, before a message is sent again.
-      heard: called with each reply of the protocol, and its payload.
-      failed: called with why nothing goes on: a server refused something.
+      lock: lock of the owner, held during all callbacks.
+      retry_seconds: time without an answer after which a message is sent again.
+      heard: called with each reply of the protocol and its payload.
+      failed: called with the reason when a server's refusal makes progress impossible.
 
     Attributes:
-      changed: notified after all that was heard.
+      changed: condition that is notified after every received envelope.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Exchange:
         self._keeper.start()
 
     def close(self) -> None:
-        """End all sessions; not with the lock held."""
+        """End all sessions; the caller must not hold the lock."""
         with self._lost:
             self._closed = True
             self._lost.notify_all()
@@ -152,14 +152,14 @@ class Exchange:
                 session.close()
 
     def begin(self, link: Link, state: ClientState) -> None:
-        """Speak for another client, once the link is not idle; the lock is held."""
+        """Act for another client once the link is active; the caller holds the lock."""
         session = link.begin(state)
         if session is not None:
-            self._left.append(session)  # closed by the thread: its end may wait for the lock
+            self._left.append(session)  # closed by the thread, as closing may wait for the lock
         self._lost.notify_all()
 
     def wake(self) -> None:
-        """A link is not idle any more; the lock is held."""
+        """Notice that a link is active again; the caller holds the lock."""
         self._lost.notify_all()
 
     def _hear(self, link: Link, over: threading.Event, envelope: Envelope) -> None:
@@ -184,7 +184,7 @@ class Exchange:
                 self._failed(f"{link.name} refused a message: {reply.reason}")
 
     def _keep(self) -> None:
-        """Opens sessions that ended, and sends again what had no answer for too long."""
+        """Reopen sessions that ended, and send again messages that were unanswered for too long."""
         while True:
             with self._lost:
                 if self._closed:
@@ -221,7 +221,7 @@ class Exchange:
                 self.changed.notify_all()
             return
         except WireError:
-            # The server may only be starting, or being replaced: the thread tries again.
+            # The server may still be starting, or is being replaced; the thread tries again.
             return
         with self.changed:
             if link.idle:

@@ -1,4 +1,4 @@
-"""A shard as one flat array: its ranges end to end, in the order of the placement."""
+"""The layout of a shard as one flat array: ranges concatenated in the order of the placement."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from jaxdist.types import Params
 
 @dataclass(frozen=True)
 class Piece:
-    """A range in its shard's flat array.
+    """A range's position in its shard's flat array.
 
     Attributes:
-      shape: of the range: its rows, and the parameter's other dims; a scalar is one row.
-      offset: elements before it.
+      shape: shape of the range: its rows, and the parameter's other dims; a scalar is one row.
+      offset: number of elements before it.
     """
 
     range: Range
@@ -41,10 +41,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranges of one server.
+    """The ranges of one server in a flat array.
 
     Attributes:
-      server: its number, which is the shard's.
+      server: number of the server, which is also that of its shard.
     """
 
     server: int
@@ -57,11 +57,11 @@ class Layout:
 
     @property
     def spec(self) -> Spec:
-        """As a payload."""
+        """The required shard, dtype and length of a payload."""
         return Spec(self.server, self.dtype, self.length)
 
     def flatten(self, arrays: Arrays) -> np.ndarray:
-        """Its part of parameters or gradients by name, as one array `[length]`."""
+        """Return its part of parameters or gradients by name, as one array `[length]`."""
         flat = np.empty(self.length, self.dtype)
         for piece in self.pieces:
             rows = np.atleast_1d(arrays[piece.range.name])[piece.range.start : piece.range.stop]
@@ -70,13 +70,13 @@ class Layout:
 
 
 def layouts(placement: Placement, params: Params) -> tuple[Layout, ...]:
-    """The shard of each server.
+    """Return the layout of each server's shard.
 
     Args:
-      params: the parameters, or their shapes.
+      params: parameters, or their shapes.
 
     Raises:
-      ConfigError: parameters of several dtypes, which one array cannot hold.
+      ConfigError: the parameters have several dtypes, which one array cannot hold.
     """
     named = dict(flatten_with_names(params))
     dtypes = sorted({str(leaf.dtype) for leaf in named.values()})
@@ -101,10 +101,10 @@ def layouts(placement: Placement, params: Params) -> tuple[Layout, ...]:
 def joined(
     shards: Sequence[Layout], flats: Sequence[np.ndarray], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, np.ndarray]:
-    """Parameters by name, out of the shards; views where one range is the whole.
+    """Return parameters by name from the shards; views where one range is a whole parameter.
 
     Args:
-      shapes: of the parameters, by name.
+      shapes: shapes of the parameters, by name.
     """
     parts: dict[str, list[tuple[int, np.ndarray]]] = {name: [] for name in shapes}
     for layout, flat in zip(shards, flats, strict=True):

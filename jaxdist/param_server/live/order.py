@@ -1,4 +1,4 @@
-"""The order in which a server took messages, on disk: what it did can be done again to the bit."""
+"""A log on disk of the order in which a server processed messages, so that a replay is exact."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxdist.param_server.protocol.server import RangeState
 
 
 class Taken(NamedTuple):
-    """One call of the protocol, as `jaxdist.param_server.protocol.server` has it.
+    """A call of the protocol (`jaxdist.param_server.protocol.server`) with its arguments.
 
     Attributes:
       now: the server's time, in seconds.
-      client: of a join or a leave.
-      message: what was received.
+      client: client of a join or a leave.
+      message: received message.
     """
 
     kind: Literal["join", "leave", "tick", "receive"]
@@ -31,7 +31,7 @@ class Taken(NamedTuple):
 
 
 def step(model: Consistency, state: RangeState, taken: Taken) -> server.Step:
-    """Do what was done."""
+    """Repeat a call of the protocol."""
     match taken.kind:
         case "join":
             return server.join(model, state, taken.client, taken.now)
@@ -45,21 +45,21 @@ def step(model: Consistency, state: RangeState, taken: Taken) -> server.Step:
 
 
 def is_recorded(state: RangeState, found: server.Step) -> bool:
-    """Return whether a replay needs what led from `state` to this step.
+    """Return whether a replay needs the call that led from `state` to this step.
 
-    A retry that is answered again, a refusal and a tick to which nothing is due change nothing. A
-    log that took them in would grow for as long as somebody waits.
+    A repeated reply, a refusal, and a tick at which nothing is due change nothing. A log that
+    recorded them would grow for as long as a client waits.
     """
     if found.state is state:
-        return False  # its effects, if any, repeat what was said before
+        return False  # its effects, if any, repeat earlier replies
     return bool(found.effects) or found.state != state
 
 
 class OrderLog:
-    """Appends what is taken to a file, one JSON line each; nothing of the changes themselves.
+    """A log of protocol calls, one JSON line each, without the arrays of changes.
 
     Raises:
-      RunError: it cannot be written.
+      RunError: the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,11 +70,11 @@ class OrderLog:
             raise RunError(f"order log {path} cannot be written: {error.strerror}") from error
 
     def add(self, taken: Taken) -> None:
-        """Append one."""
+        """Append a call."""
         self._file.write(json.dumps(_fields(taken)) + "\n")
 
     def flush(self) -> None:
-        """Hand what was written to the operating system."""
+        """Flush written lines to the operating system."""
         self._file.flush()
 
     def close(self) -> None:
@@ -82,10 +82,10 @@ class OrderLog:
 
 
 def read_order(path: Path) -> Iterator[Taken]:
-    """What a log holds, in order; a torn last line is left out.
+    """Return the calls of a log, in order; a truncated last line is skipped.
 
     Raises:
-      RunError: it cannot be read, or holds something else.
+      RunError: the file cannot be read, or a line is not a call.
     """
     try:
         lines = read_regular(path).decode("utf-8", "replace").split("\n")

@@ -1,4 +1,4 @@
-"""A server's side of the wire: who has which session, and what was pushed until it is settled."""
+"""A server's sessions, and the payloads of pushes until they are settled."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from jaxdist.param_server.wire.messages import of_reply, to_message
 
 MOST_REASONS = 64
 WAITING_BYTES = 256 * 2**20
-"""What a client may have waiting here, or four of its pushes where that is more."""
+"""Size of a client's waiting pushes above which more are refused; four pushes are always
+allowed."""
 
 
 @dataclass
 class Counters:
-    """What a server has done so far.
+    """Counters of a server's activity.
 
     Attributes:
       dropped: changes that were not applied, by reason.
       refused: messages that changed nothing, by reason.
-      received_bytes, sent_bytes: of payloads.
-      busy_seconds: spent on messages and updates, of all that passed.
+      received_bytes, sent_bytes: sizes of payloads.
+      busy_seconds: time spent on messages and updates.
     """
 
     applied: int = 0
@@ -52,7 +53,7 @@ class Counters:
     def count(counter: Counter[str], reason: str) -> None:
         """Count a refusal by its reason, without the numbers in it.
 
-        The number of reasons is bounded, since a peer could send ever new ones.
+        The number of distinct reasons is bounded, since a peer could send new reasons without end.
         """
         kind = re.sub(r"-?\d+", "n", reason.split(":")[0])[:80]
         counter[kind if kind in counter or len(counter) < MOST_REASONS else "other"] += 1
@@ -61,11 +62,11 @@ class Counters:
 class Reception(ABC):
     """A `jaxdist.param_server.wire.contract.Service` in front of one range.
 
-    It knows sessions and payloads; who extends it says what the range makes of a message.
+    This class handles sessions and payloads; subclasses handle the messages.
 
     Args:
-      spec: of the shard.
-      codes: how pushes are written; None: as they are.
+      spec: required shard, dtype and length of the parameters.
+      codes: encoding of pushes; None for uncompressed pushes.
     """
 
     def __init__(self, spec: Spec, codes: Codes | None) -> None:
@@ -83,32 +84,32 @@ class Reception(ABC):
     @property
     @abstractmethod
     def _range(self) -> RangeState:
-        """Of the protocol, as it is now."""
+        """The current protocol state of the range."""
 
     @abstractmethod
     def _join(self, client: int) -> None:
-        """A new member; the lock is held here and below."""
+        """Add a member; the caller holds the lock, here and in the methods below."""
 
     @abstractmethod
     def _message(self, message: Message) -> None:
-        """A member's message; the payload of a push that is not known yet is kept."""
+        """Process a member's message; the payload of a new push is already stored."""
 
     @abstractmethod
     def _late(self) -> str:
-        """Whom clients wait for."""
+        """Return the clients that others wait for."""
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the start of the service."""
         return time.monotonic() - self._begun
 
     def admit(self, client: int) -> None:
-        """Let this number, which nobody had, join by itself; no other can."""
+        """Allow a new client number to join; other numbers cannot join."""
         with self._changed:
             self._admitted.add(client)
 
     def spec(self, envelope: Envelope) -> Spec | None:
-        """What a worker may send, of those it has not yet too much of waiting here."""
+        """Return what a payload must be; refuse a client that has too many pushes waiting."""
         if envelope.op not in OF_WORKERS:
             raise FrameError(f"{envelope.op.name} is not a worker's to send", envelope)
         if envelope.tensor != self._spec.tensor:
@@ -181,7 +182,7 @@ class Reception(ABC):
         return peer.say(Envelope(Op.WELCOME, self._range.epoch, client, tensor=self._spec.tensor))
 
     def _keep(self, envelope: Envelope) -> None:
-        """The payload of a push that is not known yet."""
+        """Store the payload of a new push."""
         key = envelope.client, envelope.sequence
         inbox = self._range.inboxes.get(envelope.client)
         if envelope.payload is None or inbox is None or key in self._payloads:
@@ -203,7 +204,7 @@ class Reception(ABC):
         peer.say(of_reply(refusal, self._spec.tensor, self._range.epoch))
 
     def left(self, peer: Peer) -> None:
-        """The worker may come back with another session: only a supervisor takes it for gone."""
+        """Forget a session; its client may return with another, until the supervisor removes it."""
         with self._changed:
             client = self._clients.pop(peer, None)
             if client is not None and self._peers.get(client) is peer:
@@ -214,7 +215,7 @@ class Reception(ABC):
             self._waiting[client] -= 1
 
     def _reply(self, reply: Reply, payload: np.ndarray | None = None) -> None:
-        """To the client, where it has a session: else it asks again when it is back."""
+        """Send a reply if the client has a session; otherwise the client asks again later."""
         if isinstance(reply, Refuse):
             self.counters.count(self.counters.refused, reply.reason)
         peer = self._peers.get(reply.client)
@@ -223,13 +224,13 @@ class Reception(ABC):
             peer.say(of_reply(reply, self._spec.tensor, self._range.epoch, payload))
 
     def _dismissed(self, client: int) -> Peer | None:
-        """A client has gone for good; its session, to be closed without the lock."""
+        """Forget a client permanently, and return its session, to be closed without the lock."""
         self._admitted.discard(client)
         return self._peers.pop(client, None)
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Whether an array holds no NaN and no infinity.
+    """Return whether an array holds no NaN and no infinity.
 
     >>> is_finite(np.array([3e38, 3e38], np.float32)), is_finite(np.array([1, np.nan]))
     (True, False)
@@ -237,5 +238,6 @@ def is_finite(array: np.ndarray) -> bool:
     if array.dtype.kind in "iu":
         return True
     with np.errstate(all="ignore"):
-        # In one pass: whatever is not finite leaves the sum so. A sum may also overflow by itself.
+        # One pass suffices if the sum is finite, since any other value would spoil it. The sum
+        # itself may overflow, hence the second test.
         return bool(np.isfinite(array.sum(dtype=array.dtype)) or np.isfinite(array).all())

@@ -1,4 +1,4 @@
-"""A server: one shard behind a lock, driven by the protocol, reached by a wire."""
+"""A server: a shard behind a lock, driven by the protocol and reached over a wire."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jaxdist.param_server.protocol.server import RangeState
 
 @dataclass(frozen=True)
 class Reached:
-    """The shard as it is when all changes of earlier clocks are in it.
+    """A shard's arrays at the time when all changes of clocks before `floor` are applied.
 
     Attributes:
-      floor: that clock.
-      params: never changed any more.
-      optimizer: a copy of what the optimizer keeps.
+      floor: clock that the shard has reached.
+      params: parameters, never modified afterwards.
+      optimizer: copy of the optimizer's state.
     """
 
     floor: int
@@ -35,15 +35,15 @@ class Reached:
 
 
 class Server(Reception):
-    """A `jaxdist.param_server.wire.contract.Service`.
+    """A `jaxdist.param_server.wire.contract.Service` for the clients of one shard.
 
     Args:
-      state: of the protocol, with the first workers in it.
-      codes: how pushes are written; None: as they are.
-      due: clocks at which the shard is to be handed out, ascending.
-      reached: called with the shard at each of them.
+      state: state of the protocol, with the initial workers as members.
+      codes: encoding of pushes; None for uncompressed pushes.
+      due: clocks at which the shard is handed out, ascending.
+      reached: called with the shard at each of these clocks.
       applied: called after each update with its version and the squared norm of its change.
-      log: of the order.
+      log: log of the order of messages.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Server(Reception):
         return f"clients {', '.join(map(str, self.state.late)) or 'none'}"
 
     def close(self) -> None:
-        """End its thread and its log; sessions are the wire's."""
+        """Stop its thread and close its log; the wire ends its sessions."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -88,17 +88,17 @@ class Server(Reception):
             self._log.close()
 
     def join(self, client: int) -> None:
-        """A new member, before it has a session."""
+        """Add a member before it has a session."""
         with self._changed:
             self._join(client)
 
     def add_due(self, clock: int) -> None:
-        """One more clock at which the shard is to be handed out; and none after it."""
+        """Add a clock at which the shard is handed out, and remove all later clocks."""
         with self._changed:
             self._due = sorted({due for due in self._due if due < clock} | {clock})
 
     def stats(self) -> dict[str, float]:
-        """What it counts, by name."""
+        """Return its counters by name."""
         with self._changed:
             counters, staleness = self.counters, self.shard.staleness
             count = sum(staleness.values())
@@ -117,7 +117,7 @@ class Server(Reception):
             }
 
     def leave(self, client: int) -> None:
-        """A worker has gone for good: nobody waits for it any more."""
+        """Remove a worker permanently, so that no client waits for it any more."""
         with self._changed:
             self._take(Taken("leave", self.seconds, client))
             self.shard.forget(client)
@@ -126,7 +126,7 @@ class Server(Reception):
             peer.close()
 
     def _take(self, taken: Taken) -> None:
-        """What the protocol says, in its order."""
+        """Execute a call of the protocol and its effects, in order."""
         found = step(self.model, self.state, taken)
         if self._log is not None and is_recorded(self.state, found):
             self._log.add(taken)
@@ -159,7 +159,7 @@ class Server(Reception):
         self._applied(effect.version, self.shard.square if effect.merge.parts else 0.0)
 
     def _tick(self) -> None:
-        """Calls the protocol where time alone brings something about."""
+        """Call the protocol at times when something becomes due without a message."""
         with self._changed:
             while not self._closed:
                 wake = protocol.wake(self.model, self.state)
@@ -167,6 +167,6 @@ class Server(Reception):
                 if wake is not None and wake <= now:
                     self._take(Taken("tick", now))
                     if protocol.wake(self.model, self.state) == wake:
-                        self._changed.wait(0.01)  # the same again: not at once
+                        self._changed.wait(0.01)  # avoid a busy loop at the same time
                     continue
                 self._changed.wait(None if wake is None else wake - now)

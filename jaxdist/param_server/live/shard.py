@@ -1,4 +1,4 @@
-"""A server's arrays: the parameters of its shard, and what its optimizer keeps for them."""
+"""A server's arrays: the parameters of its shard and the optimizer's state for them."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ Tree = dict[str, jax.Array]
 
 
 def split(layout: Layout, flat: jax.Array) -> Tree:
-    """The ranges of a flat array, by key, as an optimizer takes them."""
+    """Return the ranges of a flat array, by key, in the form that an optimizer takes."""
     return {piece.range.key: flat[piece.slice].reshape(piece.shape) for piece in layout.pieces}
 
 
 def shapes(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of `split`."""
+    """Return the shapes of the arrays that `split` returns."""
     return {
         piece.range.key: jax.ShapeDtypeStruct(piece.shape, layout.dtype) for piece in layout.pieces
     }
 
 
 class Shard:
-    """The arrays of one server. Parameters are never changed in place: readers keep a version.
+    """The arrays of one server.
+
+    Parameters are never modified in place, since readers keep versions.
 
     Args:
-      transform: an optimizer that is separable by tensor, made for `shapes(layout)`.
-      flat: the parameters to begin with.
-      state: of the optimizer; None is a fresh one.
+      transform: optimizer that is separable by tensor, made for `shapes(layout)`.
+      flat: initial parameters.
+      state: state of the optimizer; None for a fresh state.
 
     Attributes:
-      params: of the newest version, `[layout.length]`, on the host.
-      staleness: how many changes had so much.
-      unusable: changes that held a NaN or an infinity.
+      params: newest version of the parameters, `[layout.length]`, on the host.
+      staleness: number of changes by staleness.
+      unusable: number of changes that held a NaN or an infinity.
     """
 
     def __init__(
@@ -76,13 +78,14 @@ class Shard:
         self, flat: jax.Array, state: OptState, change: jax.Array, *rate: jax.Array
     ) -> tuple[jax.Array, OptState]:
         params, grads = split(self.layout, flat), split(self.layout, change)
-        # Neither is there: an optimizer that looks at them is not separable.
+        # An optimizer that uses these values is not separable, and is refused before.
         nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
         updates, state = self._transform.update(grads, state, params, **nothing)
         if rate:  # learning rates are factors of updates, those of weight decay too
             updates = jax.tree.map(lambda x: x * rate[0].astype(x.dtype), updates)
         moved: PyTree = optax.apply_updates(params, updates)
-        # Fused with the update, XLA would ask for each element which range it is of: 10x as long.
+        # Without the barrier, XLA fuses this with the update and tests each element's range: 10x
+        # the time.
         moved = jax.lax.optimization_barrier(moved)
         return jnp.concatenate([jnp.ravel(moved[key]) for key in params]), state
 
@@ -91,31 +94,31 @@ class Shard:
         return self.model.delay_compensation if isinstance(self.model, OnArrival) else None
 
     def read(self, client: int, version: int) -> np.ndarray:
-        """The parameters, for a worker who will say that it has computed from this version."""
+        """Return the parameters for a worker that will compute from this version."""
         if self.compensation is not None:
             self._read[client, version] = self.params
         return self.params
 
     def forget(self, client: int) -> None:
-        """What a worker that has gone had read."""
+        """Forget the versions that a removed worker had read."""
         for key in [key for key in self._read if key[0] == client]:
             del self._read[key]
 
     def apply(self, merge: Merge, change_of: Callable[[Arrival], np.ndarray]) -> None:
-        """The next version; after it `square` is that of the norm of what was applied."""
+        """Apply a merge, and set `square` to the squared norm of its change."""
         for part in merge.parts:
             self.staleness[part.staleness] += 1
         if not merge.parts:
             return
         change = combined(merge, partial(self._compensated, change_of))
-        # By BLAS: XLA's sum of so many squares on a CPU takes ten times as long as the update.
+        # BLAS, since XLA's sum of squares on a CPU takes ten times as long as the update.
         wide = change.astype(np.float32, copy=False)
         self.square = float(np.dot(wide, wide))
         if self.model.payload == "elastic":
             self._flat = jnp.asarray(self.params + change)
         else:
             gradient = -change if self.model.payload == "outer" else change
-            # Without a factor of 1, which would round elsewhere than a step on one mesh does.
+            # A factor of 1 is skipped, since it would round differently from a step on one mesh.
             rate = () if merge.rate == 1 else (jnp.float32(merge.rate),)
             self._flat, self.optimizer = self._update(self._flat, self.optimizer, gradient, *rate)
         self.params = np.asarray(self._flat)
@@ -133,6 +136,6 @@ class Shard:
         return found
 
     def kept(self) -> OptState:
-        """A copy of what the optimizer keeps, on the host."""
-        # np.asarray alone would show the memory that the next update is given.
+        """Return a copy of the optimizer's state, on the host."""
+        # np.asarray alone would be a view of memory that the next update overwrites.
         return jax.tree.map(lambda leaf: np.array(leaf, copy=True), self.optimizer)

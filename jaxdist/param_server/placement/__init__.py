@@ -1,1 +1,1 @@
-"""Which server holds which part of which parameter."""
+"""Assignment of parts of parameters to servers."""

@@ -1,4 +1,4 @@
-"""Bytes shared out evenly: largest range first onto the emptiest server."""
+"""A placement that balances bytes: it assigns the largest range to the emptiest server first."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from jaxdist.param_server.placement.ranges import Range
 
 
 class Balanced(PlacementRule):
-    """Bytes shared out evenly; when a server comes or goes, most ranges may move.
+    """Balance bytes over the servers; when a server joins or leaves, most ranges may move.
 
-    The fullest server of n holds at most 4/3 - 1/(3 n) of what the best placement's would (Graham,
-    "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969, theorem 2), and at
-    most the mean and (1 - 1/n) of the largest range: 1/n of all bytes where ranges are small.
+    The fullest of n servers holds at most 4/3 - 1/(3 n) of the optimum (Graham, "Bounds on
+    multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969, theorem 2). It also holds at
+    most the mean plus (1 - 1/n) of the largest range, which is close to 1/n of all bytes if ranges
+    are small.
     """
 
     type: Literal["balanced"] = "balanced"
-    """Selects this placement."""
+    """Select this placement."""
 
     def owners(self, ranges: Sequence[Range], servers: tuple[int, ...]) -> tuple[int, ...]:
         loads = [(0, server) for server in servers]

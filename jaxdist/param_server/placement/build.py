@@ -11,4 +11,4 @@ from jaxdist.param_server.placement.central import Central
 from jaxdist.param_server.placement.hashed import Hashed
 
 PlacementConfig = Annotated[Central | Balanced | Hashed, Field(discriminator="type")]
-"""Each is a `jaxdist.param_server.placement.contract.PlacementRule`."""
+"""The placement of a config, a `jaxdist.param_server.placement.contract.PlacementRule`."""

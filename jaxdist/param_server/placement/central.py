@@ -1,4 +1,4 @@
-"""Everything on one server."""
+"""A placement that puts everything on one server."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxdist.param_server.placement.ranges import Range
 
 
 class Central(PlacementRule):
-    """Everything on one server: N workers send it N times the parameters' bytes in a round."""
+    """Put everything on one server: N workers send it N times the parameters' bytes in a round."""
 
     type: Literal["central"] = "central"
-    """Selects this placement."""
+    """Select this placement."""
 
     def owners(self, ranges: Sequence[Range], servers: tuple[int, ...]) -> tuple[int, ...]:
         if len(servers) > 1:

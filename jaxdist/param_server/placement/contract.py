@@ -1,4 +1,4 @@
-"""The contract of a placement, and what one is."""
+"""The contract of placement rules, and the placement that they return."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ RANGE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Placement:
-    """Ranges on servers.
+    """An assignment of ranges of parameters to servers.
 
     Attributes:
-      servers: their numbers, ascending.
-      ranges: of all parameters, in the parameters' order.
-      owners: by range, the server that holds it.
-      law: in words, what the way of placing promises.
+      servers: the servers' numbers, ascending.
+      ranges: ranges of all parameters, in the parameters' order.
+      owners: for each range, the server that holds it.
+      law: the placement rule's guarantee, in words.
     """
 
     servers: tuple[int, ...]
@@ -34,22 +34,25 @@ class Placement:
     law: str
 
     def held(self, server: int) -> tuple[Range, ...]:
-        """The ranges of one server, in the parameters' order: its shard."""
+        """Return the shard of a server: its ranges, in the parameters' order."""
         pairs = zip(self.ranges, self.owners, strict=True)
         return tuple(found for found, owner in pairs if owner == server)
 
     @property
     def bytes_by_server(self) -> dict[int, int]:
-        """Bytes of each server's shard. A push of all parameters by N workers sends it N times."""
+        """Bytes of each server's shard.
+
+        A push of all parameters by N workers sends it N times that.
+        """
         return {server: sum(r.size_bytes for r in self.held(server)) for server in self.servers}
 
     @property
     def bound_bytes(self) -> int:
-        """No placement of these ranges has less on its fullest server."""
+        """Lower bound on the fullest server's bytes, for any placement of these ranges."""
         return least_bytes([found.size_bytes for found in self.ranges], len(self.servers))
 
     def explain(self) -> str:
-        """The placement as a table, and in words how good it is.
+        """Return the placement as a table, and its quality in words.
 
         >>> from jaxdist.param_server.placement.balanced import Balanced
         >>> tensors = [Tensor("head", 1, 500_000), Tensor("embed", 8, 1_200_000)]
@@ -88,19 +91,20 @@ class Placement:
 
 
 class PlacementRule(Config):
-    """A way of placing parameters; its subclasses say where each range goes."""
+    """A rule that assigns ranges to servers."""
 
     range_bytes: Annotated[int, Field(ge=1, le=LARGEST)] | None = RANGE_BYTES
-    """Larger tensors are cut by rows into ranges of at most so many bytes; null cuts none."""
+    """Larger tensors are cut by rows into ranges of at most this size; null cuts none."""
 
     def place(self, tensors: Sequence[Tensor], servers: Sequence[int]) -> Placement:
-        """Every range of these tensors on one of the servers.
+        """Assign every range of these tensors to a server.
 
         Args:
-          servers: their numbers, which stay theirs while others come and go.
+          servers: the servers' numbers, which stay the same when other servers join or leave.
 
         Raises:
-          ConfigError: no server, one twice, or more servers than ranges; what `cut` raises.
+            ConfigError: there is no server, a server twice, or more servers than ranges; also the
+              errors of `cut`.
         """
         ranges, numbers = cut(tensors, self.range_bytes), tuple(sorted(servers))
         if not numbers or len(set(numbers)) < len(numbers):
@@ -116,21 +120,21 @@ class PlacementRule(Config):
 
     @abstractmethod
     def owners(self, ranges: Sequence[Range], servers: tuple[int, ...]) -> tuple[int, ...]:
-        """The server of each range.
+        """Return the server of each range.
 
         Raises:
-          ConfigError: the rule does not go with so many servers.
+          ConfigError: the rule does not support this number of servers.
         """
         ...
 
     @abstractmethod
     def law(self, servers: int) -> str:
-        """What the rule promises of a placement on so many servers, a sentence."""
+        """Return the rule's guarantee for a number of servers, as a sentence."""
         ...
 
 
 def least_bytes(sizes: Sequence[int], servers: int) -> int:
-    """A lower bound on the fullest server: the mean, the largest, or two of the largest n + 1.
+    """Return a lower bound on the bytes of the fullest of n servers.
 
     >>> least_bytes([3, 3, 3], 2)
     6
@@ -142,7 +146,7 @@ def least_bytes(sizes: Sequence[int], servers: int) -> int:
 
 
 def moved_bytes(before: Placement, after: Placement) -> dict[tuple[int, int], int]:
-    """Bytes that change servers between two placements of the same ranges, by (from, to).
+    """Return the bytes that move between two placements of the same ranges, by (from, to).
 
     >>> from jaxdist.param_server.placement.hashed import Hashed
     >>> tensors, rule = [Tensor("w", 1000, 4000)], Hashed(range_bytes=4)

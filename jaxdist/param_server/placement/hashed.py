@@ -1,4 +1,4 @@
-"""Consistent hashing: a server that comes or goes moves its own share of the bytes, and no more."""
+"""Consistent hashing: a server that joins or leaves moves only its own share of the bytes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from jaxdist.param_server.placement.ranges import Range
 
 
 class Hashed(PlacementRule):
-    """Every range on the first server after it on a circle, where each stands many times.
+    """Assign every range to the next server on a circle, where each server has many points.
 
-    Karger et al., "Consistent hashing and random trees" (STOC 1997), section 4. With V places for
+    Karger et al., "Consistent hashing and random trees" (STOC 1997), section 4. With V points for
     each of n servers, shares differ by about 1/sqrt(V) of their mean. A server that joins n others
-    takes 1/(n + 1) of the bytes on average, from all of them, and nothing moves between these; one
-    that leaves gives its share to all the others.
+    takes 1/(n + 1) of the bytes on average, from all of them, and nothing moves between the others.
+    A server that leaves gives its share to all the others.
     """
 
     type: Literal["hashed"] = "hashed"
-    """Selects this placement."""
+    """Select this placement."""
     virtual_nodes: Annotated[int, Field(ge=1, le=2**16)] = 128
-    """Places of each server on the circle."""
+    """Points of each server on the circle."""
     seed: Annotated[int, Field(ge=0, le=2**63)] = 0
-    """Of the hash."""
+    """Seed of the hash."""
 
     def owners(self, ranges: Sequence[Range], servers: tuple[int, ...]) -> tuple[int, ...]:
         circle = sorted(

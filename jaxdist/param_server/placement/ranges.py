@@ -1,4 +1,4 @@
-"""Parameters as what is placed: tensors, whole or cut by rows."""
+"""Parameters cut into ranges of rows, the units of placement."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jaxdist.types import Params
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter that is to be placed.
+    """A parameter to place.
 
     Attributes:
-      name: its path in the tree, '/'-joined.
-      rows: the size of its first dim; 1 for a scalar.
-      size_bytes: of all its elements.
-      divisible: may servers share it by rows? Not where its update looks at all of it (LAMB, LARS).
+      name: path in the tree, joined with '/'.
+      rows: size of the first dim; 1 for a scalar.
+      size_bytes: size of all elements.
+      divisible: whether servers may share its rows; not if its update reads all of it (LAMB, LARS).
     """
 
     name: str
@@ -32,13 +32,13 @@ class Tensor:
 
 @dataclass(frozen=True, order=True)
 class Range:
-    """Rows of a parameter that lie on one server and have one version.
+    """Rows of a parameter that are stored on one server and share a version.
 
     Attributes:
-      name: of the parameter.
-      start: the first row.
-      stop: the row after the last.
-      size_bytes: of these rows.
+      name: name of the parameter.
+      start: first row.
+      stop: row after the last.
+      size_bytes: size of these rows.
     """
 
     name: str
@@ -48,18 +48,17 @@ class Range:
 
     @property
     def key(self) -> str:
-        """Its name among all ranges: `kernel[0:128]`."""
+        """The unique name of the range, such as `kernel[0:128]`."""
         return f"{self.name}[{self.start}:{self.stop}]"
 
 
 def elementwise(optim: OptimizerConfig) -> bool:
-    """Return whether an optimizer updates each element by itself, so that servers may share a
-    tensor."""
+    """Return whether an optimizer updates elements independently, so servers may share a tensor."""
     return isinstance(optim, AdamWConfig | SgdConfig)
 
 
 def tensors_of(params: Params, *, divisible: bool = True) -> tuple[Tensor, ...]:
-    """The leaves of a tree of parameters, or of their shapes, as tensors to place.
+    """Return the leaves of a tree of parameters, or of their shapes, as tensors to place.
 
     >>> import jax
     >>> tensors_of({"w": jax.ShapeDtypeStruct((4, 2), "float32")})
@@ -72,16 +71,16 @@ def tensors_of(params: Params, *, divisible: bool = True) -> tuple[Tensor, ...]:
 
 
 def cut(tensors: Sequence[Tensor], range_bytes: int | None) -> tuple[Range, ...]:
-    """The tensors as ranges of at most `range_bytes`, in runs of rows as equal as can be.
+    """Cut tensors by rows into ranges of at most `range_bytes`, of nearly equal numbers of rows.
 
-    A row is never cut, nor a tensor that is not divisible: their ranges may be larger. What a
-    tensor is cut into depends on nothing but itself, so that servers may come and go.
+    Rows and indivisible tensors are never cut, so their ranges may be larger. The ranges of a
+    tensor depend only on that tensor, so they stay the same when servers join or leave.
 
     Args:
-      range_bytes: None: every tensor stays whole.
+      range_bytes: size limit of a range; None keeps every tensor whole.
 
     Raises:
-      ConfigError: two tensors of one name, or one without bytes.
+      ConfigError: two tensors have the same name, or a tensor is empty.
 
     >>> [range.key for range in cut([Tensor("w", 5, 40)], 16)]
     ['w[0:1]', 'w[1:3]', 'w[3:5]']

@@ -1,7 +1,9 @@
-"""A process of a run, started by its supervisor as `python -m` this module and a role: server,
-aggregator or worker.
+"""The entry point of a run's process: a server, an aggregator or a worker.
 
-The first line of its input is the setup, later lines are orders; the end of its input ends it.
+The supervisor starts it as `python -m` this module with the role.
+
+The first line of its input is the setup and later lines are orders. The process ends when its input
+ends.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from jaxdist.types import JsonObject
 
 STATS_SECONDS = 1.0
 BETWEEN_SECONDS = 0.02
-"""Between two reports, of however many updates."""
+"""Time between two reports, however many updates there are."""
 
 
 class ServerProcess:
@@ -87,7 +89,7 @@ class ServerProcess:
                 raise AssertionError(what)
 
     def close(self) -> None:
-        """End the port, the threads and the log."""
+        """Close the port, the threads and the log."""
         self.rpc.close()
         self._over.set()
         self._news.set()
@@ -118,7 +120,8 @@ class ServerProcess:
             self._over.wait(BETWEEN_SECONDS)
 
     def _flush(self) -> None:
-        # The floor before the norms: who hears of a floor has those of all clocks before it.
+        # The floor is read before the norms, so that a reported floor comes with the norms of all
+        # earlier clocks.
         stats = self.server.stats()
         squares = [self._squares.popleft() for _ in range(len(self._squares))]
         self.parent.say("applied", squares=squares, stats=stats)
@@ -134,7 +137,8 @@ class WorkerProcess:
         rack = cluster.rack_of(slot)
         loader, program = part_of(experiment, sharded, slot)
         processes = cluster.processes
-        # Longer than the supervisor's: it ends those who are late, and spares those who wait.
+        # Longer than the supervisor's deadline, so that the supervisor ends late workers, and not
+        # those that wait for them.
         patience = Patience(2 * processes.deadline_seconds, processes.retry_seconds)
         self.client = Client(
             setup["number"],
@@ -164,7 +168,7 @@ class WorkerProcess:
 
 
 def serve(role: type[ServerProcess | AggregatorProcess], setup: JsonObject, parent: Parent) -> None:
-    """A server or an aggregator, until its input ends."""
+    """Run a server or an aggregator until its input ends."""
     process = role(setup, parent)
     for what in parent.hear():
         process.order(what)
@@ -172,13 +176,13 @@ def serve(role: type[ServerProcess | AggregatorProcess], setup: JsonObject, pare
 
 
 def work(setup: JsonObject, parent: Parent) -> None:
-    """A worker, until its clocks or its input end."""
+    """Run a worker until its clocks or its input end."""
     process = WorkerProcess(setup, parent)
 
     def listen() -> None:
         for what in parent.hear():
             process.order(what)
-        os._exit(1)  # the supervisor is gone, or wants no more
+        os._exit(1)  # the supervisor is gone or ends the run
 
     threading.Thread(target=listen, daemon=True).start()
     with process.client:
@@ -193,7 +197,7 @@ ROLES: dict[str, Callable[[JsonObject, Parent], None]] = {
 
 
 def main() -> None:
-    """The role that is named, with the setup that comes first."""
+    """Run the role on the command line, with the setup that comes first."""
     parent = Parent()
     compilation_cache.enable(cache_directory() / "compiled")
     try:

@@ -1,4 +1,4 @@
-"""The aggregator of a rack as a process: for each server a port, and a session with the server."""
+"""The process of a rack's aggregator: for each server, a port and a session with the server."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ STATS_SECONDS = 1.0
 
 
 class AggregatorProcess:
-    """The aggregator of a rack: towards its workers all servers, towards each server a client.
+    """The aggregator of a rack: a server to its workers, and a client of each server.
 
-    Its client numbers are the number of its rack and, after each time that it left, that number
-    plus the count of racks; the supervisor admits the next.
+    Its first client number is the number of its rack. After each time that it left, the count of
+    racks is added to it; the supervisor admits the next number.
     """
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
@@ -63,7 +63,7 @@ class AggregatorProcess:
                     raise AssertionError(what)
 
     def close(self) -> None:
-        """End the ports, the sessions and the thread."""
+        """Close the ports, the sessions and the thread."""
         for rpc, one in zip(self.rpcs, self.aggregators, strict=True):
             rpc.close()
             one.close()

@@ -1,4 +1,4 @@
-"""The parts of a run that were not interrupted, as its files record them, computed again."""
+"""A check of recorded runs: an uninterrupted part of a run is computed again from its files."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from jaxdist.trees import flatten_with_names
 
 @dataclass(frozen=True)
 class Life:
-    """A part of a run without interruption.
+    """An uninterrupted part of a run.
 
     Attributes:
-      first: its first clock.
-      last: the newest clock that all its servers saved.
-      slots: the part of each batch of every client.
+      first: first clock of the part.
+      last: newest clock that all servers saved.
+      slots: the part of each batch that every client computes.
     """
 
     first: int
@@ -70,13 +70,13 @@ def life_of(run: Path, servers: int) -> Life:
 def computed_again(
     run: Path, experiment: Experiment, sharded: Sharded, life: Life, start: Sequence[ShardState]
 ) -> list[ShardState]:
-    """Return what the servers have at the end of a life, from the order of its messages.
+    """Return the servers' state at the end of a life, computed from the order of its messages.
 
     Args:
-      start: what the servers had at its beginning.
+      start: the servers' state at the beginning.
 
     Raises:
-      RunError: an order cannot be read, or it is not that of this run.
+      RunError: an order log cannot be read, or belongs to another run.
     """
     workers = sharded.cluster.workers
     states = [RangeState(Clocks(workers, version=one.version, floor=one.floor)) for one in start]

@@ -1,4 +1,4 @@
-"""An experiment with parameter servers: what each server holds, and what each worker computes."""
+"""An experiment with parameter servers, divided over servers and workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sharded_of(experiment: Experiment) -> Sharded:
 
 
 def part_of(experiment: Experiment, sharded: Sharded, slot: int) -> tuple[Loader, Program]:
-    """A worker's part of each batch, and the program that computes with it."""
+    """Return a worker's part of each batch, and the program that computes its gradients."""
     train = experiment.config.train
     shares = sharded.cluster.shares(train.batch_size)
     loader = experiment.loader.part(sum(shares[:slot]), shares[slot])

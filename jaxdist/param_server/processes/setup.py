@@ -21,7 +21,7 @@ def run_of(setup: JsonObject) -> Path:
     """Return the run directory of a setup.
 
     Raises:
-      RunError: the directory belongs to another run by now.
+      RunError: the directory belongs to another run now.
     """
     run = Identity.of(setup["run"])
     assert run.path is not None
@@ -33,7 +33,7 @@ def experiment_of(setup: JsonObject) -> tuple[Experiment, Sharded]:
     """Return the experiment of a setup's run, and the distribution of its state over servers.
 
     Raises:
-      RunError: its directory belongs to another run by now.
+      RunError: the directory belongs to another run now.
     """
     run_of(setup)
     return sharded_run(Path(setup["config"]))
@@ -47,7 +47,7 @@ def sharded_run(path: Path) -> tuple[Experiment, Sharded]:
 
 
 def wires_to(sharded: Sharded, setup: JsonObject) -> list[RpcWire]:
-    """The ways to the ports of a setup: of servers, or of a rack's aggregator, one for each."""
+    """Return the wires to the ports of a setup: those of all servers, or of a rack's aggregator."""
     processes = sharded.cluster.processes
     token = read_token(Path(setup["token"]))
     tls = processes.tls and read_tls(processes.tls)
@@ -65,13 +65,13 @@ def wires_to(sharded: Sharded, setup: JsonObject) -> list[RpcWire]:
 
 
 def listening(service: Service, sharded: Sharded, setup: JsonObject, place: int) -> RpcServer:
-    """A port for a service, for the workers of the run.
+    """Open a port on which a service accepts the run's workers.
 
     Args:
-      place: among all ports of the run, in their order.
+      place: position among all ports of the run, in their order.
 
     Raises:
-      WireError: see `RpcServer`.
+      WireError: the port cannot be opened, see `RpcServer`.
     """
     processes = sharded.cluster.processes
     return RpcServer(

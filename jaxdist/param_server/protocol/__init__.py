@@ -1,1 +1,1 @@
-"""Messages between workers and one range, exactly once and in order, as pure state machines."""
+"""Pure state machines that exchange messages between workers and one range, once and in order."""

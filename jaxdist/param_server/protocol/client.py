@@ -1,4 +1,4 @@
-"""A worker's side of one range: what it may compute from, and what it must send again."""
+"""The client's side of the protocol for one range: reads, pushes and retries."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from jaxdist.param_server.protocol.messages import (
 
 @dataclass(frozen=True)
 class ClientState:
-    """What a worker knows of a range.
+    """The state of a client for one range.
 
     Attributes:
-      sequence: of its next message.
-      clock: of what it computes next.
-      version: of its copy of the parameters; None: it has none yet.
-      floor: of its copy.
-      admitted: the newest clock that a pull was answered for.
-      own: the version from which on all of its settled changes are in the parameters.
+      sequence: sequence number of its next message.
+      clock: clock of its next computation.
+      version: version of its copy of the parameters; None without a copy.
+      floor: floor of its copy.
+      admitted: newest clock for which a pull was answered.
+      own: the first version that contains all of its settled changes.
       under_way: its messages without a final reply, by sequence.
     """
 
@@ -47,39 +47,39 @@ class ClientState:
 
     @property
     def pulling(self) -> bool:
-        """Is a pull without an answer?"""
+        """Whether a pull is unanswered."""
         return any(isinstance(message, Pull) for message in self.under_way.values())
 
     @property
     def complete(self) -> bool:
-        """Are all of its own changes in its copy, each once?
+        """Whether its copy contains each of its own changes exactly once.
 
-        What a change makes of parameters is the optimizer's, which the server runs: only the server
-        can add it. So nothing is added here, and nothing can be twice.
+        Only the server can apply a change, because the server runs the optimizer. The client
+        therefore adds nothing to its copy, and no change can be counted twice.
         """
         pushing = any(isinstance(message, Push) for message in self.under_way.values())
         return not pushing and self.version is not None and self.version >= self.own
 
     @property
     def room(self) -> bool:
-        """May it send one more message?"""
+        """Whether it may send one more message."""
         return not self.under_way or self.sequence - min(self.under_way) < WINDOW
 
 
 class Sending(NamedTuple):
-    """The next state, and what to send."""
+    """The next state, and the message to send."""
 
     state: ClientState
     message: Message
 
 
 class Heard(NamedTuple):
-    """The next state, and what a reply means.
+    """The next state, and the effect of a reply.
 
     Attributes:
-      takes: is its payload the worker's new copy of the parameters?
-      settled: the push that needs no payload any more.
-      refused: the reason; the message stays under way, to be sent again once that is mended.
+      takes: whether the reply's payload is the worker's new copy of the parameters.
+      settled: sequence of the push whose payload is no longer needed.
+      refused: reason of a refusal; the message stays pending, to be sent again later.
     """
 
     state: ClientState
@@ -89,19 +89,19 @@ class Heard(NamedTuple):
 
 
 def ready(model: Consistency, state: ClientState) -> bool:
-    """May the worker compute from its copy?"""
+    """Return whether the worker may compute from its copy."""
     if state.version is None or (state.pulling and not model.ahead):
         return False
     if state.admitted < 0:
-        return False  # a publication came first: it does not say at which clock a member joined
+        return False  # only publications arrived, which do not say at which clock a member joined
     if state.admitted == state.clock:
-        return True  # it asked after its last push, which the server took before
+        return True  # it pulled after its last push, which the server therefore processed first
     reusable = model.reuses and model.fresh(state.floor, state.clock)
     return reusable and (model.ahead or state.complete)
 
 
 def pull(state: ClientState) -> Sending:
-    """Ask for parameters: where `ready` says no, or when a computation begins (`model.ahead`)."""
+    """Pull parameters, if `ready` is false or when a computation begins (`model.ahead`)."""
     assert state.room
     assert not state.pulling
     return _send(state, Pull(Stamp(state.epoch, state.client, state.sequence)))
@@ -110,10 +110,11 @@ def pull(state: ClientState) -> Sending:
 def push(
     state: ClientState, *, version: int | None = None, tokens: float = 1.0, usable: bool = True
 ) -> Sending:
-    """Send what was computed; the clock moves on.
+    """Push a computed change and advance the clock.
 
     Args:
-      version: that it was computed from; None is the copy's, where no newer one has come since.
+      version: version that the change was computed from; None for that of the copy, if no newer
+        version has arrived since.
     """
     assert state.room
     assert state.version is not None, "nothing was read"
@@ -124,14 +125,14 @@ def push(
 
 
 def spoiled(state: ClientState, sequence: int) -> ClientState:
-    """With a push under way, not sent yet, whose payload turns out to be unusable."""
+    """Mark a pending push that is not sent yet as unusable."""
     known = state.under_way[sequence]
     assert isinstance(known, Push)
     return replace(state, under_way={**state.under_way, sequence: replace(known, usable=False)})
 
 
 def hear(state: ClientState, reply: Reply) -> Heard:
-    """What a reply changes; one that was heard before, or came late, changes nothing."""
+    """Return the effect of a reply; a repeated or late reply has none."""
     assert reply.client == state.client, f"a reply to client {reply.client}"
     if isinstance(reply, Publish):
         return _newer(state, reply)
@@ -143,19 +144,19 @@ def hear(state: ClientState, reply: Reply) -> Heard:
     rest = {number: one for number, one in state.under_way.items() if number != reply.sequence}
     state = replace(state, under_way=rest)
     if isinstance(reply, Acknowledge):
-        own = max(state.own, reply.version or 0)  # what is dropped will be in no version
+        own = max(state.own, reply.version or 0)  # a dropped change is part of no version
         return Heard(replace(state, own=own), settled=reply.sequence)
     clock = max(state.clock, reply.clock)
     return _newer(replace(state, clock=clock, admitted=reply.clock), reply)
 
 
 def retries(state: ClientState) -> tuple[Message, ...]:
-    """All that is to be sent again after a silence, oldest first."""
+    """Return all messages to send again after a silence, oldest first."""
     return tuple(state.under_way[number] for number in sorted(state.under_way))
 
 
 def moved(state: ClientState, epoch: int) -> ClientState:
-    """In a new epoch, where everything under way is to be sent again."""
+    """Move to a new epoch, in which all pending messages are to be sent again."""
     under_way = {
         number: replace(message, stamp=replace(message.stamp, epoch=epoch))
         for number, message in state.under_way.items()
@@ -169,7 +170,7 @@ def _send(state: ClientState, message: Message) -> Sending:
 
 
 def _newer(state: ClientState, reply: Answer | Publish) -> Heard:
-    """An older version than the copy that came in the meantime is left."""
+    """Keep the copy if a newer version than the reply's arrived in the meantime."""
     if state.version is not None and reply.version < state.version:
         return Heard(state)
     return Heard(replace(state, version=reply.version, floor=reply.floor), takes=True)

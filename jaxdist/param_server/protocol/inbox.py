@@ -1,4 +1,4 @@
-"""Each message of a client once, and in its order, however the network delivers them."""
+"""Delivery of each message of a client once and in order, whatever the network does."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 from jaxdist.param_server.protocol.messages import Acknowledge, Message, Refuse
 
 WINDOW = 64
-"""Messages that a client may have under way; outcomes of as many are kept for its retries."""
+"""Number of messages that a client may have pending, and of outcomes kept for its retries."""
 
 
 @dataclass(frozen=True)
 class Inbox:
-    """What is known of one client's messages.
+    """The state of one client's messages.
 
     Attributes:
-      expected: the sequence of its next message; all before it have been delivered.
-      early: later ones, which wait for those before them.
-      outcomes: of the last pushes that were settled, what the client was told.
+      expected: sequence of its next message; all earlier messages have been delivered.
+      early: later messages, which wait for the messages before them.
+      outcomes: replies to its last settled pushes.
     """
 
     expected: int = 0
@@ -26,11 +26,13 @@ class Inbox:
     outcomes: Mapping[int, Acknowledge | Refuse] = field(default_factory=dict)
 
     def accepts(self, sequence: int) -> bool:
-        """Is it within the window?"""
+        """Return whether a message is within the window."""
         return sequence < self.expected + WINDOW
 
     def put(self, message: Message) -> tuple[Inbox, tuple[Message, ...]]:
-        """With a message, and those that are ready now, in order; of two alike, the first.
+        """Add a message, and return the messages that are now ready, in order.
+
+        A duplicate is ignored.
 
         >>> from jaxdist.param_server.protocol.messages import Pull, Stamp
         >>> inbox, ready = Inbox().put(Pull(Stamp(0, 7, 1)))
@@ -49,7 +51,7 @@ class Inbox:
         return replace(self, expected=expected, early=early), tuple(ready)
 
     def settled(self, outcome: Acknowledge | Refuse) -> Inbox:
-        """With what the client was told; what it can no longer ask for is forgotten."""
+        """Record the reply to a push, and forget replies that the client can no longer ask for."""
         outcomes = {**self.outcomes, outcome.sequence: outcome}
         kept = {number: one for number, one in outcomes.items() if number >= self.expected - WINDOW}
         return replace(self, outcomes=kept)

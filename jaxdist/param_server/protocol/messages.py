@@ -1,7 +1,7 @@
-"""What workers and a range say to one another.
+"""Messages between workers and a range.
 
-The core never sees an array: a payload travels beside its message, and is named by the message's
-client and sequence until the range says what becomes of it.
+The protocol never sees an array. A payload travels with its message, and is identified by the
+message's client and sequence until the range decides on it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from jaxdist.param_server.consistency.contract import Merge
 
 @dataclass(frozen=True)
 class Stamp:
-    """What every message carries.
+    """The part that all messages have.
 
     Attributes:
-      epoch: of the placement; the supervisor raises it when ranges move; others are refused.
-      client: a number that no other worker ever had; a worker that is restarted has a new one.
-      sequence: 0, 1, 2, ... of this client's messages to this range.
+      epoch: epoch of the placement, which the supervisor increments when ranges move; the range
+        refuses messages of other epochs.
+      client: number that was never used by another worker; a restarted worker gets a new number.
+      sequence: 0, 1, 2, ... over this client's messages to this range.
     """
 
     epoch: int
@@ -28,14 +29,17 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Pull:
-    """A worker wants parameters for its next computation."""
+    """A worker's request of parameters for its next computation."""
 
     stamp: Stamp
 
 
 @dataclass(frozen=True)
 class Push:
-    """A worker's change; fields as in `jaxdist.param_server.consistency.contract.Arrival`."""
+    """A worker's change.
+
+    The fields are those of `jaxdist.param_server.consistency.contract.Arrival`.
+    """
 
     stamp: Stamp
     clock: int
@@ -49,7 +53,7 @@ Message = Pull | Push
 
 @dataclass(frozen=True)
 class Apply:
-    """Merge these payloads into the parameters, which then have this version."""
+    """An order to merge payloads into the parameters, which then have this version."""
 
     merge: Merge
     version: int
@@ -57,7 +61,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Drop:
-    """This payload is not applied, ever."""
+    """A payload is dropped permanently."""
 
     client: int
     sequence: int
@@ -66,10 +70,10 @@ class Drop:
 
 @dataclass(frozen=True)
 class Acknowledge:
-    """To a client: its push is applied, or dropped, for good.
+    """A reply to a client: its push is applied or dropped, permanently.
 
     Attributes:
-      version: with it; None where it was dropped.
+      version: version that contains the push; None if it was dropped.
     """
 
     client: int
@@ -79,11 +83,11 @@ class Acknowledge:
 
 @dataclass(frozen=True)
 class Answer:
-    """To a client: the parameters as they are now, for its pull.
+    """A reply to a client's pull: the current parameters.
 
     Attributes:
-      clock: what it computes next.
-      floor: all changes of earlier clocks, of all members, are in this version.
+      clock: clock of the client's next computation.
+      floor: the version contains all changes of all members from earlier clocks.
     """
 
     client: int
@@ -95,7 +99,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Publish:
-    """To a member that did not ask: the parameters as they are now."""
+    """The current parameters, for a member that did not pull."""
 
     client: int
     version: int
@@ -104,10 +108,10 @@ class Publish:
 
 @dataclass(frozen=True)
 class Refuse:
-    """To a client: this message changed nothing.
+    """A reply to a client: its message changed nothing.
 
     Attributes:
-      epoch: of the range.
+      epoch: epoch of the range.
     """
 
     client: int
@@ -118,4 +122,4 @@ class Refuse:
 
 Reply = Acknowledge | Answer | Publish | Refuse
 Effect = Apply | Drop | Reply
-"""What a server does: to its arrays, or by sending something; in the order given."""
+"""A server's action on its arrays, or a reply that it sends; actions are done in order."""

@@ -1,8 +1,8 @@
-"""The aggregator of a rack: a range towards its workers, and a client towards the servers.
+"""The aggregator of a rack, which is a server to its workers and a client of the servers.
 
-Its workers keep rounds (bsp) among themselves. Of each round it sends one push, the mean, weighted
-by tokens; it acknowledges their pushes when its own is acknowledged, so that no worker believes of
-a change that it is applied before it is, and answers their pulls when its own copy may be computed
+Its workers run in rounds (bsp). For each round the aggregator sends one push, the mean weighted by
+tokens. It acknowledges the workers' pushes when its own push is acknowledged, so that no worker
+assumes too early that a change is applied. It answers their pulls when its own copy may be computed
 from.
 """
 
@@ -33,14 +33,16 @@ WITHIN = BSP()
 
 @dataclass(frozen=True)
 class RackState:
-    """What an aggregator knows of a range besides arrays.
+    """The state of an aggregator for one range, without arrays.
 
     Attributes:
-      inner: towards its workers; its versions are the rack's rounds, numbered as its pushes are.
-      outer: towards the servers.
-      read: the oldest version that workers were given for the open round.
-      answers: to workers, which wait for the rack's own copy.
-      owed: acknowledgements that wait for that of the rack's push, by its sequence.
+      inner: state towards its workers; its versions are the rack's rounds, numbered like its
+        pushes.
+      outer: state towards the servers.
+      read: oldest version that workers received for the open round.
+      answers: answers to workers, held back until the rack's own copy may be computed from.
+      owed: acknowledgements held back until the rack's push is acknowledged, by the push's
+        sequence.
     """
 
     inner: RangeState
@@ -52,9 +54,9 @@ class RackState:
 
 @dataclass(frozen=True)
 class Forward:
-    """Combine the payloads of a merge and send them to the servers, beside this message.
+    """Combine the payloads of a merge and send the result to the servers with this message.
 
-    The result is kept until the message is acknowledged: it may have to be sent again.
+    The result is kept until the message is acknowledged, in case it must be sent again.
     """
 
     merge: Merge
@@ -72,10 +74,10 @@ RackEffect = Forward | Ask | Drop | Reply
 
 
 class RackStep(NamedTuple):
-    """The next state, and what to do, in this order: replies go to workers.
+    """The next state, and the effects in order; replies go to workers.
 
     Attributes:
-      takes: is the payload of what was heard the rack's new copy of the parameters?
+      takes: whether the reply's payload is the rack's new copy of the parameters.
     """
 
     state: RackState
@@ -84,29 +86,29 @@ class RackStep(NamedTuple):
 
 
 def begin(number: int, workers: int, *, epoch: int = 0) -> RackState:
-    """An aggregator without workers.
+    """Return an aggregator without workers.
 
     Args:
-      number: as a client of the servers.
-      workers: that its rack is planned with.
+      number: its client number at the servers.
+      workers: number of workers that its rack is planned with.
     """
     return RackState(server.begin(workers, epoch=epoch), ClientState(number, epoch))
 
 
 def join(model: Consistency, state: RackState, worker: int) -> RackStep:
-    """With a worker in the rack."""
+    """Add a worker to the rack."""
     return _heard(model, state, server.join(WITHIN, state.inner, worker))
 
 
 def leave(model: Consistency, state: RackState, worker: int) -> RackStep:
-    """Without a worker: the rack's round no longer waits for it."""
+    """Remove a worker: the rack's round no longer waits for it."""
     answers = tuple(one for one in state.answers if one.client != worker)
     state = replace(state, answers=answers)
     return _heard(model, state, server.leave(WITHIN, state.inner, worker))
 
 
 def from_worker(model: Consistency, state: RackState, message: Message, now: float) -> RackStep:
-    """A message of one of its workers."""
+    """Process a message of one of the rack's workers."""
     stamp = message.stamp
     key = stamp.client, stamp.sequence
     told = (*state.answers, *(one for owed in state.owed.values() for one in owed))
@@ -121,7 +123,7 @@ def from_worker(model: Consistency, state: RackState, message: Message, now: flo
 
 
 def from_root(model: Consistency, state: RackState, reply: Reply) -> RackStep:
-    """A reply of the servers: what waited for it goes to the workers."""
+    """Process a reply of the servers, and release what waited for it to the workers."""
     heard = client.hear(state.outer, reply)
     effects: list[RackEffect] = []
     if heard.settled is not None:
@@ -135,8 +137,10 @@ def from_root(model: Consistency, state: RackState, reply: Reply) -> RackStep:
 
 
 def _numbered(model: Consistency, state: RackState) -> RackStep:
-    """Its rounds have the numbers of its pushes: where the servers say that it is at a later clock,
-    because it has just joined or they went on without it, its workers are too.
+    """Give the rack's rounds the numbers of its pushes.
+
+    If the servers put the rack at a later clock, because it has just joined or they continued
+    without it, its workers advance to that clock too.
     """
     clock = state.outer.clock
     if clock == state.inner.clocks.version:
@@ -147,7 +151,7 @@ def _numbered(model: Consistency, state: RackState) -> RackStep:
 
 
 def _heard(model: Consistency, state: RackState, step: server.Step) -> RackStep:
-    """What the rack's own range decided: rounds go to the servers, replies may have to wait."""
+    """Apply a decision of the rack's own range: send rounds to the servers, hold back replies."""
     state = replace(state, inner=step.state)
     effects: list[RackEffect] = []
     sent: int | None = None
@@ -170,7 +174,8 @@ def _heard(model: Consistency, state: RackState, step: server.Step) -> RackStep:
 
 def _forward(state: RackState, merge: Merge) -> tuple[RackState, Forward]:
     tokens = sum((part.arrival.tokens for part in merge.parts), start=0.0)
-    # A round in which nobody has tokens is pushed with 0 tokens; where a NaN is the reason, as one.
+    # A round without tokens is pushed with 0 tokens; a round that is unusable because of NaNs, with
+    # 1 token, so that the servers see why it is dropped.
     usable = bool(merge.parts) or all(one.tokens == 0 for one in merge.without)
     tokens = tokens if usable else 1.0
     outer, message = client.push(state.outer, version=state.read, tokens=tokens, usable=usable)
@@ -178,7 +183,7 @@ def _forward(state: RackState, merge: Merge) -> tuple[RackState, Forward]:
 
 
 def _released(model: Consistency, state: RackState) -> RackStep:
-    """The answers that the rack's copy is good for; where it is not, one question for a newer."""
+    """Release the answers if the rack's copy may be computed from; otherwise pull once."""
     if not state.answers:
         return RackStep(state)
     if client.ready(model, state.outer):

@@ -1,10 +1,10 @@
-"""The server's side of one range: a message in, effects out.
+"""The server's side of the protocol for one range: a function from a message to effects.
 
     state, effects = receive(model, state, message, now)
 
-The same messages in the same order give the same effects: a log of what `receive`, `join`, `leave`
-and `tick` were given replays to the same bits. What a network does to messages (loss mended by
-retries, copies, another order) changes no more than the order in which clients' changes meet.
+The same calls in the same order have the same effects, so a log of the arguments of `receive`,
+`join`, `leave` and `tick` replays to the same bits. Lost, repeated and reordered messages change
+only the order in which the changes of different clients are applied.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from jaxdist.param_server.protocol.messages import (
 
 @dataclass(frozen=True)
 class RangeState:
-    """All that the server knows of a range besides its arrays.
+    """The state of a range, without its arrays.
 
     Attributes:
-      inboxes: by client, members and those that have left.
-      reads: pulls that wait, the longest first.
+      inboxes: inboxes of members and of clients that have left, by client.
+      reads: waiting pulls, oldest first.
     """
 
     clocks: Clocks
@@ -50,30 +50,30 @@ class RangeState:
 
     @property
     def late(self) -> tuple[int, ...]:
-        """The members with the least clock: whom waiting readers wait for."""
+        """The members with the smallest clock, for which waiting readers wait."""
         clocks = self.clocks.clocks
         return tuple(sorted(one for one in clocks if clocks[one] == min(clocks.values())))
 
 
 class Step(NamedTuple):
-    """The next state, and what to do, in this order."""
+    """The next state, and the effects in order."""
 
     state: RangeState
     effects: tuple[Effect, ...] = ()
 
 
 def begin(team: int, *, epoch: int = 0, version: int = 0) -> RangeState:
-    """A range without members.
+    """Return a range without members.
 
     Args:
-      team: workers that the run is planned with.
-      version: of the parameters that it starts from, from a checkpoint.
+      team: number of workers that the run is planned with.
+      version: version of the initial parameters, from a checkpoint.
     """
     return RangeState(Clocks(team, version=version, floor=version), epoch)
 
 
 def join(model: Consistency, state: RangeState, client: int, now: float = 0.0) -> Step:
-    """With a new member, which is to pull first; a number that was ever used is refused."""
+    """Add a member, which must pull first; a number that was ever used is refused."""
     if client in state.inboxes:
         reason = f"client {client} has been a member: take a number that nobody had"
         return Step(state, (Refuse(client, 0, reason, state.epoch),))
@@ -82,7 +82,7 @@ def join(model: Consistency, state: RangeState, client: int, now: float = 0.0) -
 
 
 def leave(model: Consistency, state: RangeState, client: int, now: float = 0.0) -> Step:
-    """Without a member: what it sent counts, and nobody waits for it any more."""
+    """Remove a member: its changes stay, and no client waits for it any more."""
     if client not in state.clocks.clocks:
         return Step(state)
     reads = tuple(read for read in state.reads if read.client != client)
@@ -90,16 +90,16 @@ def leave(model: Consistency, state: RangeState, client: int, now: float = 0.0) 
 
 
 def moved(state: RangeState, epoch: int) -> RangeState:
-    """In a new epoch: messages of older ones are refused, and clients send them again in this one.
+    """Move to a new epoch: messages of older epochs are refused, and clients send them again.
 
-    What was delivered and settled stays known, so that nothing counts twice.
+    Delivered and settled messages are remembered, so that nothing counts twice.
     """
     assert epoch > state.epoch, f"epoch {epoch} after {state.epoch}"
     return replace(state, epoch=epoch, reads=())
 
 
 def advanced(model: Consistency, state: RangeState, clock: int) -> Step:
-    """With all that is before a clock made elsewhere: its members go on from there."""
+    """Advance to a clock that was reached elsewhere: members continue from there."""
     clocks = state.clocks
     members = {client: max(at, clock) for client, at in clocks.clocks.items()}
     clocks = replace(clocks, clocks=members, version=clock, floor=clock)
@@ -107,19 +107,19 @@ def advanced(model: Consistency, state: RangeState, clock: int) -> Step:
 
 
 def tick(model: Consistency, state: RangeState, now: float) -> Step:
-    """What time alone brings about; to be called at `wake`."""
+    """Apply what is due at a time without a message; the caller calls it at `wake`."""
     return _decided(model, state, now)
 
 
 def wake(model: Consistency, state: RangeState) -> float | None:
-    """When `tick` is to be called, in seconds; None: it need not be."""
+    """Return the time at which `tick` is to be called, in seconds, or None."""
     return model.wake(state.clocks)
 
 
 def receive(model: Consistency, state: RangeState, message: Message, now: float = 0.0) -> Step:
-    """A message of a worker.
+    """Process a message of a worker.
 
-    One that was delivered before changes no parameters, and is answered again.
+    A message that was delivered before changes no parameters; the reply is repeated.
     """
     stamp = message.stamp
     reason = _misplaced(model, state, message)
@@ -138,7 +138,7 @@ def receive(model: Consistency, state: RangeState, message: Message, now: float 
 
 
 def _misplaced(model: Consistency, state: RangeState, message: Message) -> str | None:
-    """Why a message is refused; None: it is not."""
+    """Return the reason that a message is refused, or None."""
     epoch, client, sequence = (getattr(message.stamp, name) for name in Stamp.__annotations__)
     if epoch != state.epoch:
         return f"epoch {epoch} is not the range's, {state.epoch}: ask for the placement"
@@ -151,10 +151,10 @@ def _misplaced(model: Consistency, state: RangeState, message: Message) -> str |
 
 
 def _again(model: Consistency, state: RangeState, message: Message, now: float) -> Step:
-    """The answer to a retry; nothing while it is waited for.
+    """Repeat the reply to a retry, unless the reply is still pending.
 
     A pull is answered with what may be read now: since its first answer the client may have pushed,
-    which makes it wait again.
+    in which case the pull waits again.
     """
     stamp = message.stamp
     if isinstance(message, Push):
@@ -197,10 +197,10 @@ def _delivered(model: Consistency, state: RangeState, message: Message, now: flo
 
 
 def _rejected(state: RangeState, arrival: Arrival, reason: str) -> Step:
-    """Drop a push for good and tell its client why; a retry is told the same.
+    """Drop a push permanently and refuse it; a retry is refused in the same way.
 
-    The clock stays, and so the client must not go on: it would ask for ever for parameters of a
-    clock that this range never reaches.
+    The clock does not advance, so the client must stop. It would otherwise wait for ever for
+    parameters of a clock that this range never reaches.
     """
     told = Refuse(arrival.client, arrival.sequence, reason, state.epoch)
     inbox = state.inboxes[arrival.client].settled(told)
@@ -209,7 +209,7 @@ def _rejected(state: RangeState, arrival: Arrival, reason: str) -> Step:
 
 
 def _impossible(model: Consistency, clocks: Clocks, arrival: Arrival) -> str | None:
-    """What no worker sends that keeps to its answers; None where it may be."""
+    """Return the reason that no correct worker sends this change, or None."""
     if arrival.version > clocks.version:
         return f"version {arrival.version} is not there yet: the range has {clocks.version}"
     if not clocks.clocks[arrival.client] <= arrival.clock <= model.clock_of(clocks, arrival.client):

@@ -1,1 +1,1 @@
-"""How messages of workers and servers travel: one contract, over gRPC or within a process."""
+"""Transport of messages between workers and servers, over gRPC or within a process."""

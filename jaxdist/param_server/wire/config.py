@@ -1,4 +1,4 @@
-"""Settings of the processes of a run: addresses, who may talk to them, and how long they wait."""
+"""Settings of a run's processes: addresses, authentication and timeouts."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class TlsConfig(Config):
-    """Certificates, for servers and workers alike; each side asks the other for its own."""
+    """TLS certificates for servers and workers; each side verifies the other's certificate."""
 
     authority: FilePath
-    """PEM file of the authority that signed all of them."""
+    """PEM file of the certificate authority that signed all certificates."""
     certificate: FilePath
     """PEM file of this side's certificate; a server's names the host that workers connect to."""
     key: FilePath
-    """PEM file of its private key, which only its owner may read."""
+    """PEM file of this side's private key, which only its owner may read."""
 
 
 class ProcessesConfig(Config):
-    """Servers, aggregators of racks and workers as processes of this machine."""
+    """Servers, aggregators of racks and workers as processes on this machine."""
 
     host: str = "127.0.0.1"
-    """Address that servers listen on; one of a network needs tls."""
+    """Address that servers listen on; an address of a network requires tls."""
     port: Port = 0
-    """Of server 0; the next ones have the next ports, and then the racks' aggregators, each as many
-    as there are servers. 0 takes free ones."""
+    """First port. Server 0 takes it and the other servers the next ports; then each rack's
+    aggregator takes as many as there are servers. 0 takes free ports."""
     token: FilePath | None = None
-    """File with the token that workers must know; null makes a new one for each run."""
+    """File with the token that workers present; null creates a new token for each run."""
     tls: TlsConfig | None = None
-    """Certificates; null talks in the clear, on this machine alone."""
+    """TLS certificates; null sends plain text, on this machine only."""
     shared_memory: bool = True
-    """Whether parameters and changes go through memory that a worker and a server of this machine
-    share, which takes four times as many bytes as the shard for each worker; false sends them
-    through the socket, as do hosts that are not this machine."""
+    """Whether a worker and a server on this machine exchange parameters and changes through shared
+    memory, which takes four times the shard's bytes for each worker; false sends them through the
+    socket, as between machines."""
     deadline_seconds: PositiveFloat = 600.0
-    """A worker that all have waited for so long is ended, and another takes its place; whoever
-    waits twice as long gives up, and says who is late."""
+    """Time that the other processes wait for a worker before it is killed and replaced; a process
+    that waits twice as long fails and names the late process."""
     retry_seconds: PositiveFloat = 30.0
-    """A message without an answer for so long is sent again."""
+    """Time without an answer after which a message is sent again."""
     deaths: Annotated[int, Field(ge=1, le=100)] = 3
-    """How often in a row a worker may die without a step in between, before the run ends."""
+    """Number of successive deaths of a worker, without a step in between, that ends the run."""
 
     @model_validator(mode="after")
     def _stays_here(self) -> ProcessesConfig:
@@ -59,7 +59,7 @@ class ProcessesConfig(Config):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address never leaves this machine; a name is taken for one that does.
+    """Return whether an address is reachable from this machine only, as no name is.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")]
     [True, True, True, False, False]

@@ -1,8 +1,8 @@
-"""The contract of a wire, and what travels on it.
+"""The contract of a wire: sessions and the envelopes that they carry.
 
-A worker holds one `Session` with each server. Both sides send envelopes whenever they want to; a
-session that ends is opened again, and what had no answer is sent again: the protocol settles each
-message once, however often it comes (`jaxdist.param_server.protocol`).
+A worker holds one `Session` with each server. Both sides may send envelopes at any time. A session
+that ends is reopened, and unanswered messages are sent again. The protocol settles each message
+once, however often it arrives (`jaxdist.param_server.protocol`).
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from jaxdist.errors import RunError
 
 
 class WireError(RunError):
-    """A peer that cannot be reached, does not let us in, or does not keep to the format."""
+    """A peer is unreachable, denies access, or violates the format."""
 
 
 class RefusedError(WireError):
-    """A peer that is there and will never let us in, so that nothing is gained by trying again."""
+    """A peer denies access permanently, so that a retry cannot succeed."""
 
 
 class Op(IntEnum):
-    """What an envelope says. The first four are a worker's, the others a server's."""
+    """The operation of an envelope; workers send the first four, servers the others."""
 
     HELLO = 1
-    """This session is this client's; it joins if it is new."""
+    """Bind the session to a client, which joins if it is new."""
     PULL = 2
     PUSH = 3
     LATE = 4
-    """Who is waited for? For the message of an error."""
+    """Ask which clients are late, for the message of an error."""
     WELCOME = 5
     ACKNOWLEDGE = 6
     ANSWER = 7
     PUBLISH = 8
     REFUSE = 9
     WAITING = 10
-    """The answer to LATE, as text."""
+    """Answer LATE, as text."""
 
 
 NO_SEQUENCE = 2**64 - 1
-"""Of a refusal of something that had none."""
+"""The sequence of a refusal whose cause had no sequence."""
 CARRY_TEXT = frozenset({Op.REFUSE, Op.WAITING})
 CARRY_SHARD = frozenset({Op.PUSH, Op.ANSWER, Op.PUBLISH})
 OF_WORKERS = frozenset({Op.HELLO, Op.PULL, Op.PUSH, Op.LATE})
@@ -52,11 +52,11 @@ OF_WORKERS = frozenset({Op.HELLO, Op.PULL, Op.PUSH, Op.LATE})
 
 @dataclass(frozen=True)
 class Spec:
-    """What a payload must be.
+    """The required shard, dtype and length of a payload.
 
     Attributes:
-      tensor: the number of the shard.
-      length: elements; a shard's ranges lie end to end.
+      tensor: number of the shard.
+      length: number of elements; a shard's ranges are concatenated.
     """
 
     tensor: int
@@ -70,13 +70,13 @@ class Spec:
 
 @dataclass(frozen=True)
 class Envelope:
-    """One message and its payload.
+    """A message and its payload.
 
     Attributes:
-      epoch, client, sequence: of `jaxdist.param_server.protocol.messages.Stamp`.
-      clock, version, floor, tokens: of the messages that have them; 0 elsewhere.
-      flag: usable of a push; of an acknowledgement, that it was applied.
-      payload: elements `[n]`, or the bytes of a text; never changed once it is here.
+      epoch, client, sequence: fields of `jaxdist.param_server.protocol.messages.Stamp`.
+      clock, version, floor, tokens: fields of the messages that have them; 0 in others.
+      flag: for a push, whether it is usable; for an acknowledgement, whether the push was applied.
+      payload: elements `[n]`, or the bytes of a text; immutable once received.
     """
 
     op: Op
@@ -93,37 +93,37 @@ class Envelope:
 
     @property
     def text(self) -> str:
-        """Of a payload that is text."""
+        """The payload decoded as text."""
         return "" if self.payload is None else self.payload.tobytes().decode(errors="replace")
 
 
 Hear = Callable[[Envelope], None]
-"""Called with what the peer sends, one at a time."""
+"""Callback for the envelopes of a peer, which arrive one at a time."""
 
 
 class Session(Protocol):
-    """A worker's end. Envelopes arrive in order and whole, or the session ends."""
+    """A worker's end of a session: envelopes arrive whole and in order, or the session ends."""
 
     def send(self, envelope: Envelope) -> None:
-        """Queue an envelope; it may be lost where the session ends."""
+        """Queue an envelope, which may be lost if the session ends."""
         ...
 
     def close(self) -> None:
-        """End it; nothing is heard after this."""
+        """End the session; no envelope is received after this call."""
         ...
 
 
 class Wire(Protocol):
-    """How a worker reaches a server."""
+    """A worker's connection to a server."""
 
     def open(self, hear: Hear, ended: Callable[[str], None]) -> Session:
-        """A new session.
+        """Open a new session.
 
         Args:
-          ended: called once with the reason where the session ends by itself.
+          ended: called once, with the reason, if the session ends without `close`.
 
         Raises:
-          WireError: the server cannot be reached, or refuses.
+          WireError: the server cannot be reached, or refuses the session.
         """
         ...
 
@@ -132,7 +132,7 @@ class Peer(Protocol):
     """A server's end of a session."""
 
     def say(self, envelope: Envelope) -> None:
-        """Queue an envelope for the worker. Of publications that wait only the newest is sent."""
+        """Queue an envelope for the worker; a publication replaces one that is still queued."""
         ...
 
     def close(self) -> None:
@@ -141,27 +141,27 @@ class Peer(Protocol):
 
 
 class Service(Protocol):
-    """What a server does with envelopes; called from one thread for each session."""
+    """A server's handler of envelopes, called from one thread per session."""
 
     def spec(self, envelope: Envelope) -> Spec | None:
-        """What the payload of such an envelope must be; None: it has none.
+        """Return what the payload of an envelope must be, or None for no payload.
 
         Args:
-          envelope: without its payload.
+          envelope: the envelope without its payload.
 
         Raises:
-          FrameError: it is not to be taken, with the reason; nothing is allocated for it.
+          FrameError: the envelope is refused, with the reason; nothing is allocated for it.
         """
         ...
 
     def receive(self, peer: Peer, envelope: Envelope) -> None:
-        """A whole envelope."""
+        """Handle a complete envelope."""
         ...
 
     def rejected(self, peer: Peer, envelope: Envelope | None, reason: str) -> None:
-        """Something that is no envelope, or none that is taken; as far as it could be read."""
+        """Handle an envelope that is refused or malformed, as far as it could be parsed."""
         ...
 
     def left(self, peer: Peer) -> None:
-        """The session has ended."""
+        """Handle the end of a session."""
         ...

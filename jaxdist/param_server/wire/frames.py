@@ -1,6 +1,6 @@
 """Frames: a fixed header, then at most `CHUNK_BYTES` raw bytes of the payload.
 
-Every frame repeats the header of its envelope, so that each is checked by itself. Little-endian:
+Every frame repeats the header of its envelope, so that each can be checked alone. Little-endian:
 
     offset  bytes  field
          0      4  magic, b"JXPS"
@@ -9,7 +9,7 @@ Every frame repeats the header of its envelope, so that each is checked by itsel
          7      1  dtype: a number of `DTYPES`
          8      1  flag
          9      1  ndim: 1, or 0 without a payload
-        10      2  slot: 0, or 1 + the slot of shared memory where the whole payload lies
+        10      2  slot: 0, or 1 + the slot of shared memory that holds the whole payload
         12      4  tensor id
         16      8  shape: elements
         24      8  offset of this frame's bytes in the payload
@@ -21,8 +21,8 @@ Every frame repeats the header of its envelope, so that each is checked by itsel
         64      8  version of the parameters
         72      8  floor
         80      8  tokens, a float64
-        88      4  crc32c of all before it, and of the bytes after it
-        92         the bytes; none where they lie in a slot (`jaxdist.param_server.wire.shared`)
+        88      4  crc32c of all bytes before it, and of the bytes after it
+        92         the bytes; none if they are in a slot (`jaxdist.param_server.wire.shared`)
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ HEAD = struct.Struct("<4sHBBBBHIQQIIQQqqqd")
 CRC = struct.Struct("<I")
 HEADER_BYTES = HEAD.size + CRC.size
 FRAME_BYTES = HEADER_BYTES + CHUNK_BYTES
-"""No frame is longer."""
+"""Largest size of a frame."""
 _NO_BYTES = np.empty(0, np.uint8)
 DTYPES = tuple(np.dtype(name) for name in ("uint8", "float32", jnp.bfloat16, "float16", "float64"))
 
 
 class FrameError(WireError):
-    """A frame that is not taken; the text is the reason.
+    """A frame is refused, for the reason in the message.
 
     Attributes:
-      envelope: as much as could be read of it.
+      envelope: the envelope, as far as it could be parsed.
     """
 
     def __init__(self, reason: str, envelope: Envelope | None = None) -> None:
@@ -72,14 +72,14 @@ class FrameError(WireError):
 
 
 class Header(NamedTuple):
-    """What a frame says before its bytes.
+    """The parsed header of a frame.
 
     Attributes:
-      envelope: without its payload.
-      spec: of the payload; None without one.
-      offset: of this frame's bytes.
-      length: of them.
-      slot: of shared memory, where they lie; None: they follow.
+      envelope: the envelope without its payload.
+      spec: required shard, dtype and length of the payload; None without a payload.
+      offset: offset of this frame's bytes in the payload.
+      length: number of this frame's bytes.
+      slot: slot of shared memory with the bytes; None if they follow the header.
     """
 
     envelope: Envelope
@@ -90,15 +90,15 @@ class Header(NamedTuple):
 
 
 def text_payload(text: str) -> np.ndarray:
-    """A text as what an envelope carries, cut where it is too long."""
+    """Encode a text as a payload, truncated to `TEXT_BYTES`."""
     return np.frombuffer(text.encode()[:TEXT_BYTES], np.uint8)
 
 
 def frames(envelope: Envelope, shared: Direction | None = None) -> Iterator[bytes]:
-    """An envelope as frames; each copies its part of the payload once.
+    """Split an envelope into frames; each copies its part of the payload once.
 
     Args:
-      shared: memory that the peer sees too; then one frame says where the payload lies, if it does.
+      shared: memory shared with the peer, which carries the payload if a slot is free.
 
     >>> [len(frame) for frame in frames(Envelope(Op.PULL))]
     [92]
@@ -138,10 +138,10 @@ def _frame(
 
 
 def parse(frame: bytes) -> Header:
-    """The header of a frame whose bytes are as they were sent.
+    """Parse the header of a frame, after a check that its bytes are intact.
 
     Raises:
-      FrameError: it is no frame, or not one of ours.
+      FrameError: it is not a frame, or not of this format.
     """
     if not HEADER_BYTES <= len(frame) <= FRAME_BYTES:
         raise FrameError(
@@ -178,11 +178,12 @@ def parse(frame: bytes) -> Header:
 
 
 class Assembler:
-    """Envelopes out of the frames of one session, in their order; at most one is under way.
+    """Assemble the envelopes of one session from its frames, one envelope at a time, in order.
 
     Args:
-      spec_of: what the payload of an envelope must be, given the envelope without it; None: none.
-        What it raises as `FrameError` refuses the envelope before anything is allocated.
+      spec_of: returns what the payload of an envelope must be, given the envelope without it;
+        None for no payload. A `FrameError` that it raises refuses the envelope before anything is
+        allocated.
       shared: memory that the peer writes payloads to.
     """
 
@@ -195,10 +196,10 @@ class Assembler:
         self._filled = 0
 
     def feed(self, frame: bytes) -> Envelope | None:
-        """The envelope that this frame completes, if it does.
+        """Return the envelope that this frame completes, if any.
 
         Raises:
-          FrameError: the frame is not taken; nor is the envelope that was under way.
+          FrameError: the frame is refused, together with the incomplete envelope.
         """
         try:
             return self._fed(frame)
@@ -229,7 +230,7 @@ class Assembler:
         return envelope if spec is None else replace(envelope, payload=buffer.view(spec.dtype))
 
     def _take(self, header: Header, frame: bytes) -> None:
-        """The bytes of a frame, from behind its header or from shared memory."""
+        """Copy the bytes of a frame, from after its header or from shared memory."""
         into = self._buffer[self._filled : self._filled + header.length]
         if header.slot is None:
             into[:] = np.frombuffer(frame, np.uint8, offset=HEADER_BYTES)
@@ -262,11 +263,11 @@ class Assembler:
 
 
 def spec_for(envelope: Envelope, push: Spec, shard: Spec) -> Spec | None:
-    """What the payload of an envelope must be.
+    """Return what the payload of an envelope must be.
 
     Args:
-      push: of what workers push.
-      shard: of parameters.
+      push: specification of the payload of a push.
+      shard: specification of parameters.
     """
     if envelope.op in CARRY_TEXT:
         return Spec(envelope.tensor, np.dtype(np.uint8), TEXT_BYTES)

@@ -1,4 +1,4 @@
-"""The wire within a process: frames go from one queue to another, as over a network."""
+"""A wire within a process: queues carry the frames, as a network would."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxdist.param_server.wire.outbox import MOST_SHARDS, Outbox
 
 
 class _End:
-    """One side of a session: a queue, and the thread that carries it to the other side."""
+    """A side of a session: a queue, and a thread that delivers its envelopes to the other side."""
 
     def __init__(
         self, outbox: Outbox, carry: Callable[[bytes], None], ended: Callable[[], None]
@@ -37,13 +37,13 @@ class _End:
 
 @dataclass(frozen=True)
 class LocalWire:
-    """The way to a service in this process."""
+    """A wire to a service in this process."""
 
     service: Service
     spec_of: Callable[[Envelope], Spec | None]
 
     def open(self, hear: Hear, ended: Callable[[str], None]) -> Session:
-        """See `jaxdist.param_server.wire.contract.Wire.open`."""
+        """Open a session, see `jaxdist.param_server.wire.contract.Wire.open`."""
         return _LocalSession(self, hear, ended)
 
 

@@ -1,4 +1,4 @@
-"""The protocol's messages and replies as envelopes, and back."""
+"""Conversion of the protocol's messages and replies to envelopes and back."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jaxdist.param_server.wire.frames import text_payload
 
 
 def of_message(message: Message, tensor: int, payload: np.ndarray | None = None) -> Envelope:
-    """A worker's message.
+    """Convert a worker's message to an envelope.
 
     Args:
-      tensor: the number of the shard.
-      payload: of a push.
+      tensor: number of the shard.
+      payload: payload of a push.
     """
     stamp = message.stamp
     if isinstance(message, Pull):
@@ -36,7 +36,7 @@ def of_message(message: Message, tensor: int, payload: np.ndarray | None = None)
 
 
 def to_message(envelope: Envelope) -> Message:
-    """The inverse of `of_message`."""
+    """Convert an envelope to a worker's message; the inverse of `of_message`."""
     stamp = Stamp(envelope.epoch, envelope.client, envelope.sequence)
     if envelope.op is Op.PULL:
         return Pull(stamp)
@@ -45,11 +45,11 @@ def to_message(envelope: Envelope) -> Message:
 
 
 def of_reply(reply: Reply, tensor: int, epoch: int, payload: np.ndarray | None = None) -> Envelope:
-    """A server's reply.
+    """Convert a server's reply to an envelope.
 
     Args:
-      epoch: of the range.
-      payload: parameters, where the reply has them.
+      epoch: epoch of the range.
+      payload: parameters, for a reply that has them.
     """
     match reply:
         case Acknowledge(client, sequence, version):
@@ -74,7 +74,7 @@ def of_reply(reply: Reply, tensor: int, epoch: int, payload: np.ndarray | None =
 
 
 def to_reply(envelope: Envelope) -> Reply:
-    """The inverse of `of_reply`."""
+    """Convert an envelope to a server's reply; the inverse of `of_reply`."""
     one = envelope
     match one.op:
         case Op.ACKNOWLEDGE:

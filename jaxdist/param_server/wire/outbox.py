@@ -1,4 +1,4 @@
-"""Envelopes that wait to be sent, from any thread to the one that sends."""
+"""A queue of envelopes from any thread to the thread that sends them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections import deque
 from jaxdist.param_server.wire.contract import CARRY_SHARD, Envelope, Op
 
 MOST_WAITING = 512
-"""A peer that reads nothing while so many wait is given up."""
+"""Number of queued envelopes at which a peer that reads nothing is disconnected."""
 MOST_SHARDS = 16
-"""The same of a worker that reads no parameters: each may be another version of them."""
+"""Number of queued payloads at which a worker is disconnected: each may be a separate version."""
 
 
 class Outbox:
-    """A queue that ends, in which a publication takes the place of an older one.
+    """A queue that can be closed, in which a publication replaces an older publication.
 
     Args:
-      payloads: at most so many envelopes with a payload wait; who reads none of them is given up.
-        None is no limit of their own.
+      payloads: number of queued payloads of parameters or changes at which the peer is
+        disconnected; None for no separate limit.
     """
 
     def __init__(self, payloads: int | None = None) -> None:
@@ -28,7 +28,7 @@ class Outbox:
         self._closed = False
 
     def put(self, envelope: Envelope) -> bool:
-        """Queue an envelope; False where the queue has ended, or ends because it is full."""
+        """Queue an envelope; return False if the queue is closed, or too full."""
         with self._changed:
             if envelope.op is Op.PUBLISH:
                 kept = (one for one in self._waiting if one.op is not Op.PUBLISH)
@@ -48,14 +48,14 @@ class Outbox:
         )
 
     def take(self) -> Envelope | None:
-        """The next envelope, waiting for it; None: the queue has ended."""
+        """Wait for the next envelope and return it, or None once the queue is closed."""
         with self._changed:
             while not self._waiting and not self._closed:
                 self._changed.wait()
             return None if self._closed else self._waiting.popleft()
 
     def close(self) -> None:
-        """End it; what waits is dropped."""
+        """Close the queue and drop its envelopes."""
         with self._changed:
             self._closed = True
             self._waiting.clear()

@@ -1,4 +1,4 @@
-"""Whether servers can listen where a config tells them to."""
+"""A check that servers can listen on the configured ports."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ LAST_PORT = 65535
 
 
 def check_ports(host: str, port: int, servers: int, *, aggregators: int = 0) -> None:
-    """Refuse ports that do not exist or are taken, before any process is started.
+    """Refuse ports that do not exist or are in use, before any process starts.
 
     Args:
-      port: of the first server; the others have the next ones. 0: free ones are taken.
-      aggregators: after them, with as many ports each as there are servers.
+      port: port of the first server; the others take the next ports. 0: take free ports.
+      aggregators: number of aggregators, whose ports follow; each takes as many as there are
+        servers.
 
     Raises:
-      ConfigError: with the port, and what to do.
+      ConfigError: a port cannot be used; the message has the port and the remedy.
     """
     if port == 0:
         return
@@ -44,7 +45,7 @@ def check_ports(host: str, port: int, servers: int, *, aggregators: int = 0) -> 
 
 
 def _refused(host: str, port: int) -> str | None:
-    """Why it cannot be listened on."""
+    """Return why a port cannot be listened on, or None."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

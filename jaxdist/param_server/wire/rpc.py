@@ -1,4 +1,4 @@
-"""The wire over gRPC: one stream of frames for each session, both ways."""
+"""A wire over gRPC: one stream of frames per session and direction."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ SERVICE = "jaxdist.ParameterServer"
 METHOD = f"/{SERVICE}/Session"
 CONNECT_SECONDS = 2.0
 SHARED_KEY = "jaxdist-shared"
-"""Of the metadata: where the worker's memory is; of the answer's, whether the server found it."""
+"""Key of metadata: in a call, the location of the worker's memory; in the answer, whether the
+server opened it."""
 COMMON: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", FRAME_BYTES),
     ("grpc.max_send_message_length", FRAME_BYTES),
@@ -51,7 +52,7 @@ OF_CLIENT: Sequence[tuple[str, int]] = (
 
 
 class _Call(Protocol):
-    """What a worker needs of a gRPC call."""
+    """The part of a gRPC call that a worker uses."""
 
     def __iter__(self) -> Iterator[bytes]: ...
 
@@ -72,17 +73,18 @@ class _Peer:
 
 
 class RpcServer:
-    """A service on a port of its own.
+    """A gRPC server for a service, on a port of its own.
 
     Args:
-      host: an address of this machine.
-      port: 0 takes a free one.
-      token: that every session must know.
-      tls: None talks in the clear, which `ProcessesConfig` allows on this machine alone.
-      sessions: at most so many at a time; more are refused.
+      host: address of this machine.
+      port: port to listen on; 0 takes a free port.
+      token: token that every session must present.
+      tls: TLS credentials; None sends plain text, which `ProcessesConfig` allows on this machine
+        only.
+      sessions: largest number of concurrent sessions; further sessions are refused.
 
     Raises:
-      WireError: the port is taken, or the address is not this machine's.
+      WireError: the port is in use, or the address is not this machine's.
     """
 
     def __init__(
@@ -97,11 +99,11 @@ class RpcServer:
     ) -> None:
         self._service, self._token = service, token
         self._free = threading.Semaphore(sessions)
-        # One more thread than sessions: it refuses those that are too many.
+        # The extra thread refuses sessions beyond the limit.
         self._server = grpc.server(
             ThreadPoolExecutor(sessions + 1),
             options=[*OF_SERVER],
-            maximum_concurrent_rpcs=sessions + 1,  # nothing queues up before it is let in
+            maximum_concurrent_rpcs=sessions + 1,  # no session queues before it is accepted
         )
         handler = grpc.stream_stream_rpc_method_handler(self._session)
         generic = grpc.method_handlers_generic_handler(SERVICE, {"Session": handler})
@@ -121,7 +123,7 @@ class RpcServer:
         self._server.start()
 
     def close(self) -> None:
-        """End all sessions and the port."""
+        """End all sessions and close the port."""
         self._server.stop(grace=None).wait()
 
     def _session(self, given: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -178,14 +180,14 @@ class RpcServer:
 
 @dataclass(frozen=True)
 class RpcWire:
-    """The way to an `RpcServer`.
+    """A wire to an `RpcServer`.
 
     Attributes:
       address: `host:port`.
-      spec_of: what payloads of the server's envelopes must be.
-      tls: None talks in the clear.
-      shared_bytes: payloads of at most so many go through shared memory where the server is on this
-        machine, a process of the same user; 0: all go through the socket.
+      spec_of: returns what the payload of a server's envelope must be.
+      tls: TLS credentials; None sends plain text.
+      shared_bytes: largest payload that goes through shared memory, if the server is a process of
+        the same user on this machine; 0 sends all payloads through the socket.
     """
 
     address: str
@@ -195,7 +197,7 @@ class RpcWire:
     shared_bytes: int = 0
 
     def open(self, hear: Hear, ended: Callable[[str], None]) -> Session:
-        """See `jaxdist.param_server.wire.contract.Wire.open`."""
+        """Open a session, see `jaxdist.param_server.wire.contract.Wire.open`."""
         return _RpcSession(self, hear, ended)
 
 
@@ -247,7 +249,7 @@ class _RpcSession:
             yield from frames(envelope, self._to_server)
 
     def _agree(self) -> shared.Direction | None:
-        """Use the shared memory, if the server found it: what comes from there."""
+        """Use the shared memory if the server opened it; return the direction to the worker."""
         memory, answer = self._memory, dict(self._call.initial_metadata() or ())
         if memory is None:
             return None

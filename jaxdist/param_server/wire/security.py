@@ -1,4 +1,4 @@
-"""Who may talk to a server: a shared token, certificates, and the addresses that it listens on."""
+"""Authentication of sessions: a shared token and TLS certificates."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from jaxdist.param_server.wire.config import TlsConfig
 
 TOKEN_KEY = "jaxdist-token"
 TOKEN_LEAST = 32
-"""Characters of a token; `make_token` writes 64, of 256 random bits."""
+"""Smallest number of characters of a token; `make_token` writes 64, of 256 random bits."""
 
 
 @dataclass(frozen=True)
 class Tls:
-    """The same, read.
+    """TLS certificates and key, read from their files.
 
     Attributes:
-      authority, certificate, key: as PEM.
+      authority, certificate, key: contents of the PEM files.
     """
 
     authority: bytes
@@ -35,21 +35,21 @@ class Tls:
     key: bytes
 
     def server(self) -> grpc.ServerCredentials:
-        """For a server, which takes nobody without a certificate."""
+        """Return credentials for a server, which refuses clients without a certificate."""
         return grpc.ssl_server_credentials(
             [(self.key, self.certificate)], self.authority, require_client_auth=True
         )
 
     def channel(self) -> grpc.ChannelCredentials:
-        """For a worker."""
+        """Return credentials for a worker."""
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
 
 def read_tls(config: TlsConfig) -> Tls:
-    """The certificates of a config.
+    """Read the certificates of a config.
 
     Raises:
-      RunError: one cannot be read, or others may read the key.
+      RunError: a file cannot be read, or others may read the key.
     """
     try:
         key = _private(config.key)
@@ -71,10 +71,10 @@ def read_tls(config: TlsConfig) -> Tls:
 
 
 def _context(tls: Tls) -> ssl.SSLContext:
-    """Make the context in which a client of these certificates does a handshake.
+    """Make the context in which a client with these certificates performs a handshake.
 
     Raises:
-      ssl.SSLError: they are no certificates, or the key is not that of the certificate.
+      ssl.SSLError: the files are not certificates, or the key does not belong to the certificate.
     """
     context = ssl.create_default_context(cadata=tls.authority.decode("ascii", "replace"))
     context.set_alpn_protocols(["h2"])
@@ -87,14 +87,14 @@ def _context(tls: Tls) -> ssl.SSLContext:
 
 
 def refusal(address: str, tls: Tls, seconds: float) -> str | None:
-    """Return why a server does not accept these certificates, or they not its own.
+    """Return why the server or this client rejects the other's certificate, or None.
 
-    gRPC tries a failed handshake again for ever and tells nobody its reason, so one is done here.
-    None: the server is not there, or accepts them.
+    gRPC retries a failed handshake for ever and hides its reason, so this function does one
+    handshake itself. The result is None too if the server cannot be reached.
 
     Args:
       address: `host:port`.
-      seconds: how long an answer may take.
+      seconds: time limit of an answer.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -105,8 +105,9 @@ def refusal(address: str, tls: Tls, seconds: float) -> str | None:
             _context(tls).wrap_socket(plain, server_hostname=host) as secured,
         ):
             done = True
-            # In TLS 1.3 the server looks at the client's certificate after the client is done. A
-            # server of gRPC that accepts it speaks first; any other closes the connection.
+            # In TLS 1.3 the server checks the client's certificate after the client's handshake
+            # ends. A gRPC server that accepts the certificate then sends first; any other closes
+            # the connection.
             if secured.recv(1):
                 return None
     except ssl.SSLError as error:
@@ -118,17 +119,17 @@ def refusal(address: str, tls: Tls, seconds: float) -> str | None:
 
 
 def make_token(path: Path) -> None:
-    """Write a new token, which nobody else can read."""
+    """Write a new token to a file that only its owner may read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_hex(32) + "\n")
 
 
 def read_token(path: Path) -> str:
-    """The token of a file.
+    """Read the token of a file.
 
     Raises:
-      RunError: it cannot be read, others may read it, or it is too short to be one.
+      RunError: the file cannot be read, others may read it, or the token is too short.
     """
     try:
         token = _private(path).decode(errors="replace").strip()
@@ -143,12 +144,12 @@ def read_token(path: Path) -> str:
 
 
 def same_token(given: object, token: str) -> bool:
-    """Whether a peer knows the token; takes equally long for any wrong one of its length."""
+    """Return whether a peer's token is right, in constant time for tokens of its length."""
     return isinstance(given, str) and hmac.compare_digest(given.encode(), token.encode())
 
 
 def _private(path: Path) -> bytes:
-    """The content of a file that its owner alone can read."""
+    """Read a file that only its owner may read."""
     with path.open("rb") as file:
         mode = os.fstat(file.fileno()).st_mode
         if stat.S_IMODE(mode) & 0o077:

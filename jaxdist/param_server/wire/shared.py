@@ -1,14 +1,14 @@
-"""Memory that a worker and a server on one machine share: payloads lie there, frames say where.
+"""Shared memory between a worker and a server on one machine, which holds payloads of frames.
 
-A session through a socket copies a payload four times and checks each byte twice; through shared
-memory it is copied in and out. The worker makes the memory (`memfd_create`, sealed so that nobody
-can cut it off under a reader) and tells the server where it is, in the metadata of the call, which
-the token protects; the server opens it through `/proc`, which the kernel allows to the same user
-alone. The memory has no name: it is gone with the two processes, however they end.
+A session through a socket copies a payload four times and checks each byte twice. Through shared
+memory it is copied in and out. The worker creates the memory (`memfd_create`, sealed so that no
+process can truncate it under a reader). The metadata of the call, which the token protects, tell
+the server its location. The server opens it through `/proc`, which the kernel allows only to the
+same user. The memory has no name, so it is freed when both processes end, however they end.
 
-Each direction has `SLOTS` slots with one writer and one reader. A slot is the writer's until its
-flag is 1, and the reader's until it is 0 again. Where no slot is free, a payload travels in frames,
-as between machines.
+Each direction has `SLOTS` slots with one writer and one reader. A slot belongs to the writer until
+its flag is 1, and to the reader until the flag is 0 again. If no slot is free, the payload travels
+in frames, as between machines.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 SLOTS = 2
-"""Of each direction: one is written while the other is read."""
+"""Slots per direction: one is written while the other is read."""
 LEAST_BYTES = 2**16
-"""A smaller payload travels in its frame."""
+"""Smallest payload that uses a slot; smaller payloads travel in their frame."""
 _PAGE = 4096
 _NONCE = slice(0, 16)
 _FLAGS = slice(64, 64 + 2 * SLOTS)
@@ -33,9 +33,10 @@ _SEALS = 0 if not hasattr(fcntl, "F_SEAL_SHRINK") else fcntl.F_SEAL_SHRINK | fcn
 
 
 def supported() -> bool:
-    """Whether two processes can share memory so here.
+    """Return whether two processes can share memory in this way.
 
-    A flag is written after the copy that it speaks of: x86 keeps that order by itself.
+    A flag must become visible after the copy that it announces; x86 guarantees this order of
+    stores.
     """
     return bool(
         hasattr(os, "memfd_create") and _SEALS and platform.machine() in ("x86_64", "AMD64")
@@ -44,10 +45,10 @@ def supported() -> bool:
 
 @dataclass
 class Direction:
-    """The slots of one direction: `write` is one side's, `read` the other's.
+    """The slots of one direction: one side calls `write`, the other `read`.
 
     Attributes:
-      flags: `[SLOTS]` uint8: 1 while a payload lies in the slot.
+      flags: `[SLOTS]` uint8: 1 while a slot holds a payload.
       slots: `[SLOTS, slot_bytes]` uint8.
     """
 
@@ -55,7 +56,7 @@ class Direction:
     slots: np.ndarray
 
     def write(self, raw: np.ndarray) -> int | None:
-        """The slot that now holds these bytes `[n]`; None: it is too small, or none is free."""
+        """Copy bytes `[n]` to a free slot and return it; None if none is free or large enough."""
         if not LEAST_BYTES <= raw.size <= self.slots.shape[1]:
             return None
         free = np.flatnonzero(self.flags == 0)
@@ -67,7 +68,7 @@ class Direction:
         return slot
 
     def read(self, slot: int, into: np.ndarray) -> bool:
-        """Copy a payload out and free its slot; False: nothing of that size lies there."""
+        """Copy a payload out and free its slot; return False if the slot has no such payload."""
         if not (slot < SLOTS and into.size <= self.slots.shape[1] and self.flags[slot]):
             return False
         into[:] = self.slots[slot, : into.size]
@@ -77,11 +78,12 @@ class Direction:
 
 @dataclass
 class Shared:
-    """One session's memory.
+    """The shared memory of one session.
 
     Attributes:
-      place: where another process of this user finds it, as text; of the worker that made it.
-      to_server, to_worker: its directions.
+      place: location of the memory for other processes of this user, as text; only on the worker
+        that created it.
+      to_server, to_worker: the directions of the session.
     """
 
     to_server: Direction
@@ -90,7 +92,7 @@ class Shared:
     _fd: int = field(default=-1, repr=False)
 
     def close(self) -> None:
-        """Give the descriptor back; the memory goes when nobody looks at it any more."""
+        """Close the descriptor; the memory is freed when no process maps it any more."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -104,9 +106,9 @@ def _mapped(fd: int, size: int) -> tuple[np.ndarray, Direction, Direction]:
 
 
 def make(most_bytes: int) -> Shared | None:
-    """Memory for payloads of at most so many bytes; None where there is none to be had.
+    """Create memory for payloads of at most `most_bytes`; return None if it is not available.
 
-    Its pages are taken as they are written.
+    The kernel allocates its pages when they are written.
     """
     if most_bytes < LEAST_BYTES or not supported():
         return None
@@ -125,10 +127,10 @@ def make(most_bytes: int) -> Shared | None:
 
 
 def find(place: str) -> Shared | None:
-    """The memory that a worker of this user made on this machine; None: it is not to be found.
+    """Open the memory that a worker of this user created on this machine, or return None.
 
-    What a stranger writes as a place opens nothing else: the descriptor must be sealed memory of
-    this user that begins with the secret which the place names.
+    A forged location opens nothing else: the descriptor must be sealed memory of this user that
+    begins with the secret which the location names.
     """
     if not supported():
         return None
