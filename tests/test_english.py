@@ -14,9 +14,8 @@ PACKAGE = ROOT / "jaxdist"
 
 # Rooms, or modules, that hold the rules; others join as they are rewritten.
 ROOMS = (
-    "__init__", "audit", "checkpoint", "cli", "collectives", "commands/compare_schedules",
-    "commands/drill", "commands/evaluate", "commands/init", "commands/pipelines", "commands/replay",
-    "commands/tokenize", "compression", "config", "cost", "data", "doctor", "elastic", "errors",
+    "__init__", "audit", "checkpoint", "cli", "collectives", "commands",
+    "compression", "config", "cost", "data", "doctor", "elastic", "errors",
     "experiment", "experimental", "heartbeat", "hlo", "inspect", "launch", "mesh", "metrics",
     "models", "optim", "parallel", "param_server", "parity", "pipeline_schedules", "planner",
     "proofs", "run/assemble", "run/checkpoints", "run/directory", "run/files", "run/hooks",

@@ -103,8 +103,8 @@ def compare(
     """Print a table of all schedules that a config can name, for these stages and microbatches.
 
     Args:
-      overrides: `key=value` of `Comparison`. Costs are those of a stage: a stage with several
-        chunks has as much work as a stage with a single chunk.
+      overrides: `key=value` overrides of `Comparison`. Costs are those of a whole stage: a stage
+        with several chunks has as much work as a stage with one chunk.
 
     Raises:
       ConfigError: a setting that does not fit.

@@ -30,7 +30,7 @@ def drill(
     """Train a config elastically, with failures at seeded steps.
 
     Args:
-      failures: number of processes to kill, or stop, one after another.
+      failures: number of processes to kill or stop, one after another.
       say: function that prints a line to the user.
       fork_module: see `jaxdist.elastic.agent.Agent`.
 

@@ -29,11 +29,11 @@ from jaxdist.trees import flatten_with_names
 def open_run(
     run: Path, overrides: Sequence[str], *, step: int | None, console: Console
 ) -> tuple[Experiment, Restored]:
-    """Open a run directory: its experiment, with the newest complete checkpoint (or `step`'s).
+    """Open a run directory, and return its experiment and a checkpoint: the newest, or `step`'s.
 
     Raises:
       RunError: there is no run in the directory.
-      CheckpointError: no checkpoint, or none that fits.
+      CheckpointError: there is no checkpoint, or none that fits the experiment.
     """
     directory = RunDirectory(run)
     if not directory.occupied:
@@ -70,7 +70,7 @@ def evaluate_run(
     """Print, write and return the means over the whole held-out split.
 
     Raises:
-      RunError: no run, or data without a held-out split.
+      RunError: there is no run, or its data has no held-out split.
     """
     experiment, restored = open_run(run, overrides, step=step, console=console)
     if experiment.heldout is None:
@@ -104,7 +104,7 @@ def generate_from_run(
     json_file: Path | None = None,
     console: Console,
 ) -> str:
-    """Continue a prompt with the run's model; returns prompt and continuation.
+    """Continue a prompt with the run's model, and return the prompt and its continuation.
 
     Raises:
       RunError: the run's model does not produce text.

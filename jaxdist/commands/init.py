@@ -1,4 +1,4 @@
-"""`jaxdist init`: copying the shipped configurations, to be edited."""
+"""`jaxdist init`: copies of the shipped configurations, to be edited."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ FIRST = FOLDER / "gpt/quickstart.yaml"
 
 
 def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
-    """Write the configuration `name`, all of a kind (`gpt`), or all, with what they include.
+    """Write the configuration `name`, all of a kind (`gpt`), or all, with their included files.
 
-    An existing file is kept, if it has the same content.
+    An existing file with the same content is kept.
 
     Returns:
-      The requested files, in `folder`.
+      The paths of the requested files in `folder`.
 
     Raises:
-      ConfigError: no such name, or a file that exists and differs, or cannot be written; then
-        nothing has been replaced.
+      ConfigError: no configuration has this name; or a file exists and differs, or cannot be
+        written, in which case nothing has been replaced.
     """
     asked = _asked(name)
     needed = sorted({file for path in asked for file in _with_includes(path)})
@@ -48,7 +48,7 @@ def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
 
 
 def _command(source: Path, target: Path) -> str:
-    """Return the command in a config's first line, with the written file."""
+    """Return the command in a config's first line, with the path of the written file."""
     named = source.read_text().splitlines()[0].removeprefix("# command:").strip()
     return named.replace(f"configs/{name_of(source)}.yaml", shlex.quote(str(target)))
 

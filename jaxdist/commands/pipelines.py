@@ -60,13 +60,13 @@ def show(
 
     Args:
       schedule: a type of `PipelineScheduleConfig`, or the path of a CSV file.
-      overrides: `key=value` of the schedule, `costs.key=value` of its times.
+      overrides: `key=value` overrides of the schedule, and `costs.key=value` overrides of its
+        times.
       stages, microbatches: sizes; by default those in a CSV file.
       svg, trace, csv: files to write.
 
     Raises:
-      ConfigError: a setting that does not fit, a schedule that refuses these sizes, an invalid CSV
-        file.
+      ConfigError: a setting or a CSV file is invalid, or the schedule refuses these sizes.
       RunError: a file cannot be written.
     """
     request = read_request(schedule, overrides)
@@ -91,7 +91,7 @@ def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
     """Parse the schedule and costs for `show`.
 
     Raises:
-      ConfigError: a line for each setting that does not fit.
+      ConfigError: settings are invalid; the message has a line for each.
 
     >>> read_request("interleaved", ["chunks=4", "costs.transfer=0.5"]).config
     Interleaved(type='interleaved', chunks=4)
@@ -117,7 +117,7 @@ def build(request: Request, stages: int | None, microbatches: int | None) -> Sch
     """Build the requested schedule; a CSV file determines its own sizes.
 
     Raises:
-      ConfigError: no size, or a size that the schedule refuses.
+      ConfigError: a size is missing, or the schedule refuses it.
     """
     config = request.config
     if isinstance(config, Csv):
@@ -132,10 +132,10 @@ def build(request: Request, stages: int | None, microbatches: int | None) -> Sch
 
 
 def check(path: Path, *, console: Console) -> Schedule:
-    """Print that a CSV file is a valid schedule, and the ring buffers that it needs.
+    """Check a CSV file of a schedule, and print the ring buffers that it needs.
 
     Raises:
-      ConfigError: the file cannot be read, or breaks a rule: the first violation.
+      ConfigError: the file cannot be read, or breaks a rule; the message has the first violation.
     """
     schedule = read_csv(path)
     kinds = {task.kind for stage in range(schedule.stages) for task in schedule.tasks(stage)}

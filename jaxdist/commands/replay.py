@@ -1,4 +1,4 @@
-"""`jaxdist replay`: a repetition of a run with parameter servers, from its recorded order."""
+"""`jaxdist replay`: a repetition of a parameter-server run from its recorded order of messages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from jaxdist.run.directory import RunDirectory
 
 
 def replay(run: Path, console: Console, json_file: Path | None = None) -> bool:
-    """Repeat a run from its last start; return whether its servers' last saved state is reproduced.
+    """Repeat a run from its last start, and return whether it ends with the same saved state.
 
     Args:
-      json_file: where to write what differs, as JSON.
+      json_file: file for the differences, as JSON.
 
     Raises:
-      RunError: no run with parameter servers, no saved state, or a run that cannot be repeated.
-      CheckpointError: the state at its start no longer exists.
+      RunError: the directory has no run with parameter servers, no saved state, or a run that
+        cannot be repeated.
+      CheckpointError: the state at the start no longer exists.
     """
     if not RunDirectory(run).occupied or not os.path.isdir(run / "order"):
         raise RunError(f"{run} is no run with strategy.type parameter_server: it has no order/")

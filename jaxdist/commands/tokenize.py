@@ -1,4 +1,4 @@
-"""`jaxdist data tokenize`: learning a tokenizer from the text on which a run would train."""
+"""`jaxdist data tokenize`: train a tokenizer on the text on which a run would train."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def tokenize(
     """Train a byte-level BPE on the training split only, and write it as a tokenizer.json.
 
     Args:
-      files: globs; none uses the standard library of the running Python.
+      files: globs of text files; without any, the standard library of the running Python is used.
       heldout_fraction: the run's `data.heldout_fraction`, so that held-out text is not used.
 
     Returns:
-      The size of the vocabulary, and the figures that are printed, by name.
+      The size of the vocabulary and the printed figures, by name.
 
     Raises:
-      DataError: files that cannot be read, a vocabulary too small or too large, no text, or `out`
-        cannot be written.
+      DataError: files cannot be read, there is no text, the size of the vocabulary does not fit, or
+        `out` cannot be written.
     """
     found = matching(files) if files else python_stdlib()
     split = split_documents(

@@ -1,1 +1,1 @@
-"""A config as one file of plain JAX, without jaxdist."""
+"""Ejection of a config: its training as one file of plain JAX, without jaxdist."""

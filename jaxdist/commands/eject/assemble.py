@@ -1,8 +1,8 @@
-"""Assemble one file out of pieces: each piece is a module of `pieces`, taken as text.
+"""Assembly of one file from pieces, each the text of a module in `pieces`.
 
-A line that ends with `#: NAME` is for configs with that flag alone, `#: not NAME` for the others; a
-compound statement goes or stays as a whole. A constant is given the config's value. Imports of
-jaxdist, by which a piece is a module that can be checked, are left out.
+A line that ends with `#: NAME` is kept only for configs with that flag, `#: not NAME` only for the
+others; a compound statement is kept or dropped as a whole. Constants are set to the config's
+values. Imports of jaxdist, which make a piece a module that can be type-checked, are dropped.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _MARK = re.compile(r"  #: (not )?(\w+)(?: # (.*))?$")
 
 
 class Name(str):
-    """A value that is written as it is: an expression of other constants."""
+    """An expression of other constants, which is written without quotes."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A module as an ejected file takes it.
+    """A module, divided into the parts that an ejected file needs.
 
     Attributes:
-      title: of its section.
-      imports: what it imports, a statement for each name.
-      constants: its constants with the config's values, a statement each.
-      body: everything else.
+      title: title of its section.
+      imports: its imports, one statement per name.
+      constants: its constants with the config's values, one statement each.
+      body: the rest of its code.
     """
 
     title: str
@@ -49,12 +49,12 @@ def assemble(
     flags: Collection[str],
     values: Mapping[str, Any],
 ) -> str:
-    """The text of a file.
+    """Return the text of an ejected file.
 
     Args:
-      names: of the pieces, in order.
-      flags: what marked lines ask for.
-      values: of constants, by name; one that no piece has is left out.
+      names: names of the pieces, in order.
+      flags: flags of the config, which select marked lines.
+      values: values of constants by name; values of constants that no piece has are ignored.
     """
     pieces = [piece(name, flags, values) for name in names]
     constants = dict.fromkeys(line for piece in pieces for line in piece.constants)
@@ -73,12 +73,12 @@ def assemble(
 
 
 def comment(text: str) -> str:
-    """The text as lines of a comment."""
+    """Return a text as comment lines."""
     return "\n".join(f"# {line}".rstrip() for line in text.splitlines())
 
 
 def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> Piece:
-    """The piece of a module, with the lines that these flags ask for."""
+    """Return the piece of a module, with the lines that the flags select."""
     text = chosen((FOLDER / f"{name}.py").read_text(), flags)
     lines, tree = text.splitlines(), ast.parse(text)
     imports: list[str] = []
@@ -100,7 +100,7 @@ def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> Piece
 
 
 def chosen(text: str, flags: Collection[str]) -> str:
-    """The text without the lines and statements that are for other configs, and without marks.
+    """Return the text without marks, and without the lines and statements of other configs.
 
     >>> print(chosen("a = 1  #: fast\\nif b:  #: not fast\\n    c = 2\\n", {"fast"}))
     a = 1
@@ -121,7 +121,7 @@ def chosen(text: str, flags: Collection[str]) -> str:
             continue
         comment = f"  # {mark[3]}" if mark and mark[3] else ""
         kept.append(line[: mark.start()] + comment if mark else line)
-    # Inside a function, blank lines on both sides of what has gone become one.
+    # Inside a function, the blank lines around a dropped statement become one.
     return re.sub(r"\n\n\n+(?= )", "\n\n", "\n".join(kept))
 
 
@@ -133,7 +133,7 @@ def _constant(name: str, value: Any, comment: re.Match[str] | None) -> str:
 
 
 def literal(value: Any, indent: int = 0) -> str:
-    """A value as it is written: a mapping or list that is too long takes a line for each entry."""
+    """Return a value as source code; a long mapping or list has a line for each entry."""
     if isinstance(value, Name):
         return str(value)
     if isinstance(value, PartitionSpec):
@@ -165,7 +165,7 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def sorted_imports(lines: Collection[str], code: str) -> str:
-    """The import statements that code uses: of Python and of others, each sorted."""
+    """Return the import statements that the code uses: standard library first, sorted."""
     used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     groups: list[list[tuple[bool, str, str]]] = [[], []]
     for line in lines:
@@ -178,7 +178,7 @@ def sorted_imports(lines: Collection[str], code: str) -> str:
 
 
 def _merged(group: list[tuple[bool, str, str]]) -> list[str]:
-    """Names that one module gives stand on one line, those with another name alone."""
+    """Merge the imports of one module into one statement, except those with an alias."""
     merged: dict[str, str] = {}
     for is_from, module, line in group:
         key = f"{module}" if is_from and " as " not in line else line

@@ -16,27 +16,27 @@ from jaxdist.experiment import build, load
 
 
 class Keep(StrEnum):
-    """What an ejected file may leave to jaxdist."""
+    """The parts of an ejected file that may call jaxdist."""
 
     DATA = "data"
 
 
 MOST_LINES = 300
-"""A file that would be longer leaves out the evaluation of held-out examples."""
+"""A longer file leaves out the evaluation of held-out examples."""
 
 
 def eject(
     path: Path, overrides: Sequence[str] = (), *, keep: Keep | None = None, out: Path | None = None
 ) -> str:
-    """The text of a file that trains as `jaxdist train` does, to the same losses.
+    """Return the text of a file that trains to the same losses as `jaxdist train`.
 
     Args:
-      keep: what the file leaves to jaxdist; None leaves nothing.
-      out: the file to write, besides.
+      keep: the part that may call jaxdist; None for no part.
+      out: file to write the text to.
 
     Raises:
-      ConfigError: settings that it does not write, all at once; a file that is there already or
-        cannot be written; what `load` and `build` raise.
+      ConfigError: settings are not supported, all in one message; or `out` exists or cannot be
+        written. Errors of `load` and `build` are passed on.
     """
     document, config = load(path, overrides)
     check(config, keeps_data=keep is Keep.DATA)
@@ -63,7 +63,7 @@ def eject(
 
 def _write(text: str, out: Path) -> None:
     try:
-        with out.open("x") as file:  # never over a file that someone may have changed
+        with out.open("x") as file:  # do not overwrite a file that a user may have edited
             file.write(text)
     except FileExistsError as error:
         raise ConfigError(f"{out} is there already; move it away, or give another --out") from error

@@ -1,4 +1,4 @@
-"""What an ejected file is made of: pieces, flags and numbers, from a built experiment."""
+"""The contents of an ejected file for a built experiment: pieces, flags and constants."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from jaxdist.types import PyTree
 
 @dataclass
 class Facts:
-    """Pieces by name, flags of marked lines, and values of constants by name."""
+    """Names of pieces, flags of marked lines, and values of constants by name."""
 
     pieces: list[str] = field(default_factory=list)
     flags: set[str] = field(default_factory=set)
     values: dict[str, Any] = field(default_factory=dict)
 
     def flag(self, **given: object) -> None:
-        """Add the flags that are given something true."""
+        """Add the flags whose argument is true."""
         self.flags |= {name for name, value in given.items() if value}
 
 
 def facts_of(experiment: Experiment, *, held: bool, keeps_data: bool) -> Facts:
-    """What a config, whose settings are all supported, is written as.
+    """Return the contents of the file for a config whose settings are all supported.
 
     Args:
-      held: whether it evaluates the held-out examples, after the last step.
+      held: whether the file evaluates the held-out examples after the last step.
       keeps_data: whether jaxdist reads the examples.
     """
     facts = Facts()
@@ -208,20 +208,20 @@ def _pipeline(facts: Facts, experiment: Experiment) -> None:
 
 
 def own_tree(tree: PyTree) -> PyTree:
-    """A tree like jaxdist's parameters as the file has it: layers of an MLP are a list."""
+    """Convert a parameter tree to the file's form, in which an MLP is a list of layers."""
     layers = tree.get("layers") if isinstance(tree, dict) else None
     return tree if layers is None else [layers[str(i)] for i in range(len(layers))]
 
 
 def _specs(shardings: PyTree) -> PyTree:
-    """Partition specs by parameter; one for all where they are alike."""
+    """Return partition specs by parameter, or a single spec if all are equal."""
     specs = jax.tree.map(lambda sharding: shortened(sharding.spec), own_tree(shardings))
     found = {*jax.tree.leaves(specs)}
     return found.pop() if len(found) == 1 else specs
 
 
 def shortened(spec: P) -> P:
-    """The spec without the dims at its end that nothing splits."""
+    """Return the spec without unsharded dims at its end."""
     entries = [*spec]
     while entries and entries[-1] is None:
         entries.pop()

@@ -1,4 +1,4 @@
-"""Which settings an ejected file has, and a message for all others at once."""
+"""The settings that an ejected file supports, and an error that lists all others."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ WRITTEN = (
     "parallel.zero.stage", "parallel.zero.whole_below",
     "eval.batches",
 )  # fmt: skip
-"""Settings that it has; `*` is any text."""
+"""Supported settings; `*` matches any text."""
 BESIDE = ("eval.every", "checkpoint.*", "run.*", "energy.*", "train.prefetch")
-"""Settings of what it leaves out, on which no number that it trains to depends."""
+"""Settings without effect on the training's numbers; the ejected file ignores them."""
 NOT_BESIDE = ("checkpoint.begin_with*",)
-"""Of these: what they begin with is not what the seed draws."""
+"""Exceptions from `BESIDE`: these settings change the initial parameters."""
 CHOICES: dict[str, tuple[object, ...]] = {
     "model.type": ("mlp", "gpt"),
     "model.attention": ("plain",),
@@ -42,17 +42,17 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "parallel.reduce.type": ("ring",),
     "parallel.pipeline.schedule.type": ("1f1b", "gpipe"),
 }
-"""What it can of settings that choose, besides their defaults."""
+"""Supported choices, in addition to the defaults."""
 
 
 def check(config: ExperimentConfig, *, keeps_data: bool) -> None:
-    """Refuse a config that has what an ejected file cannot.
+    """Refuse a config with unsupported settings.
 
     Args:
       keeps_data: whether jaxdist reads the examples.
 
     Raises:
-      ConfigError: every such setting, and what to do about it.
+      ConfigError: there are unsupported settings; the message lists all, with the remedy.
     """
     given = [(path, value) for path, value in chosen(config) if not keeps_data or not _kept(path)]
     problems = [line for path, value in given if (line := _problem(path, value))]
@@ -69,12 +69,12 @@ def check(config: ExperimentConfig, *, keeps_data: bool) -> None:
 
 
 def _kept(path: str) -> bool:
-    """Whether a setting is of the data alone; a transform changes what the model must do."""
+    """Return whether a setting affects only the data; transforms also affect the model's input."""
     return path.startswith("data.") and not path.startswith("data.transform")
 
 
 def _together(config: ExperimentConfig) -> Iterator[str]:
-    """What each can be written, but not with one another."""
+    """Yield the combinations of supported settings that are not supported together."""
     parallel, mesh, optim = config.parallel, config.mesh.sizes(), config.optim
     reduced, stages = parallel.reduce is not None, mesh.get("stage", 1) != 1
     zero, tensor = parallel.zero.stage > 0, mesh.get("tensor", 1) != 1
@@ -94,10 +94,10 @@ def _together(config: ExperimentConfig) -> Iterator[str]:
 
 
 def check_built(experiment: Experiment) -> None:
-    """Refuse what only a built experiment tells.
+    """Refuse settings whose support depends on the built experiment.
 
     Raises:
-      ConfigError: the first of them, and what to do about it.
+      ConfigError: a setting is not supported; the message has the remedy.
     """
     config, zero = experiment.config, experiment.program.exchange.zero
     stages = axis_size(experiment.layout.mesh, "stage")
@@ -128,7 +128,7 @@ def _problem(path: str, value: Any) -> str | None:
 
 
 def chosen(config: Config, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Each setting that is not the default, by dotted path; of alternatives the type too.
+    """Yield each setting that is not the default, by dotted path, with the types of alternatives.
 
     >>> from jaxdist.mesh import MeshConfig
     >>> dict(chosen(MeshConfig(data=2), "mesh"))
@@ -140,7 +140,8 @@ def chosen(config: Config, path: str = "") -> Iterator[tuple[str, Any]]:
         if name != "type" and value == default:
             continue
         if isinstance(value, Config):
-            # Of a section that is left out by default, defaults are a choice as well.
+            # The presence of a section that is None by default is a choice, even with default
+            # values.
             if default is None and "type" not in type(value).model_fields:
                 yield below, "set"
             yield from chosen(value, below)

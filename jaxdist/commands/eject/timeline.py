@@ -1,4 +1,4 @@
-"""A pipeline's schedule as the time lines of its stages, in lock step."""
+"""A pipeline's schedule as a timeline of its stages, in lockstep."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ IDLE = ".."
 
 
 def timeline(schedule: Schedule) -> list[list[str]]:
-    """By stage, what it does in each tick: `F3` forward or `B3` backward of microbatch 3, or `..`.
+    """Return the timeline of each stage: `F3` or `B3`, a pass of microbatch 3, or `..` while idle.
 
-    Each stage runs its tasks in order, each as soon as what it needs was done in an earlier tick.
+    Each stage runs its tasks in order. A task runs in the first tick after all tasks that it
+    depends on.
 
     >>> from jaxdist.pipeline_schedules.one_f_one_b import OneFOneB
     >>> for row in timeline(OneFOneB().build(2, 2)):
@@ -36,14 +37,16 @@ def timeline(schedule: Schedule) -> list[list[str]]:
 
 
 def _ready(task: Task, schedule: Schedule, done: set[Task]) -> bool:
-    # A backward pass is one task here, so that of its alternatives only FULL is ever done.
+    # Here a backward pass is a single task, so of the alternative dependencies only FULL is ever
+    # done.
     return all(n in done for n in needs(task, schedule.chunks) if n.kind is not TaskKind.INPUT)
 
 
 def slots_of(rows: Sequence[Sequence[str]]) -> int:
-    """The least number of slots so that two microbatches that a stage keeps never share one.
+    """Return the smallest number of slots with which a stage's stored microbatches never collide.
 
-    A microbatch is kept from its forward pass on the stage before, or here, to its backward pass.
+    A stage stores a microbatch from its forward pass on the previous stage (on the first stage, its
+    own) until its backward pass.
 
     >>> slots_of([["F0", "F1", "..", "B0", "..", "B1"], ["..", "F0", "B0", "F1", "B1", ".."]])
     2

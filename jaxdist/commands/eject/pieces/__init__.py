@@ -1,1 +1,1 @@
-"""Pieces of ejected files: each is a section of one, and a module that can be checked."""
+"""Pieces of ejected files: each is a section of a file, and a module that can be type-checked."""

@@ -16,12 +16,12 @@ CLIP_NORM = 1.0  #: clip # gradients of a larger global norm are scaled down to 
 
 
 def init_moments(params: Any) -> tuple[Any, Any]:
-    """The first and the second moment of each parameter."""
+    """Return zeros as the first and second moments of each parameter."""
     return jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
 
 
 def update(params: Any, grads: Any, moments: Any, step: jax.Array) -> tuple[Any, Any]:
-    """Parameters and moments after a step, the first of which is 0."""
+    """Return the parameters and moments after a step; steps count from 0."""
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))  #: clip
     scale = jnp.minimum(1.0, CLIP_NORM / (norm + 1e-12))  #: clip
     grads = jax.tree.map(lambda g: g * scale, grads)  #: clip
@@ -34,7 +34,7 @@ def update(params: Any, grads: Any, moments: Any, step: jax.Array) -> tuple[Any,
         return p if path[-1].key in ("bias", "scale") else p - rate * WEIGHT_DECAY * p
 
     def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-        # Moments begin at zero: divided by the weights that they have summed so far.
+        # Moments start at zero, so they are divided by the sum of their weights so far.
         m, v = m / (1 - B1 ** (step + 1)), v / (1 - B2 ** (step + 1))
         return p - rate * m / (jnp.sqrt(v) + EPS)
 

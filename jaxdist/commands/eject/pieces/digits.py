@@ -7,8 +7,8 @@ import numpy as np
 
 
 def load_data() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Image uint8 [N, 8, 8, 1] and label int32 [N], to train on and held out."""
-    # The file is read without importing scikit-learn, which would take longer than training.
+    """Return image uint8 [N, 8, 8, 1] and label int32 [N], for training and held out."""
+    # The file is read directly, because importing scikit-learn takes longer than the training.
     package = importlib.util.find_spec("sklearn")
     assert package is not None, "pip install scikit-learn"
     file = Path(str(package.origin)).parent / "datasets" / "data" / "digits.csv.gz"

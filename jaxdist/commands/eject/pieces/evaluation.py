@@ -9,15 +9,15 @@ from jaxdist.commands.eject.pieces.automatic import ROWS
 from jaxdist.commands.eject.pieces.mlp import measure
 from jaxdist.commands.eject.pieces.order import BATCH
 
-EVAL_BATCHES = 50  #: limited # of the held-out examples, from the first on
+EVAL_BATCHES = 50  #: limited # number of held-out batches, from the first
 
 
 def evaluate(params: Any, data: dict[str, np.ndarray]) -> dict[str, float]:
-    """The mean over the held-out examples of what the loss measures."""
+    """Return the means of the loss's measurements over the held-out examples."""
     found, measured, total = [], jax.jit(measure), len(next(iter(data.values())))
     total = min(total, EVAL_BATCHES * BATCH)  #: limited
     for first in range(0, total, BATCH):
-        # The last example fills up the last batch, and counts once.
+        # The last batch is padded with the last example, which still counts once.
         rows = np.minimum(np.arange(first, first + BATCH), total - 1)
         batch = jax.device_put({name: values[rows] for name, values in data.items()}, ROWS)
         values = jax.device_get(measured(params, batch))

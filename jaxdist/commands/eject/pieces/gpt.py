@@ -18,14 +18,14 @@ KV_HEADS = 2  # K, each shared by H / K query heads
 HEAD_SIZE = 32  # d
 MLP = 384  # F
 VOCAB = 257
-PADDED_VOCAB = 320  # V, which divides over a mesh; what is added has no probability
+PADDED_VOCAB = 320  # V, a multiple that divides over a mesh; padding has no probability
 ROPE_THETA = 10000.0  # base wavelength of the rotary positions
-ATTENTION_WINDOW = 64  #: window # positions before itself that each position sees
+ATTENTION_WINDOW = 64  #: window # earlier positions that each position attends to
 SCAN_UNROLL = 2  #: unroll # layers in one iteration of the loop over them
 
 
 def init_params(key: jax.Array) -> dict[str, Any]:
-    """Parameters float32; those of the layers are stacked, [LAYERS, ...]."""
+    """Return float32 parameters; those of the layers are stacked, [LAYERS, ...]."""
     keys = [jax.random.fold_in(key, i) for i in range(4)]
     embedding = 0.02 * jax.random.normal(keys[0], (VOCAB, EMBED))
     output = 0.02 * jax.random.normal(keys[3], (EMBED, VOCAB))  #: untied
@@ -38,7 +38,7 @@ def init_params(key: jax.Array) -> dict[str, Any]:
 
 
 def init_block(key: jax.Array) -> dict[str, Any]:
-    """One layer. What adds to the residual stream is small, since 2 LAYERS such terms add up."""
+    """Return the parameters of a layer, with small outputs, since 2 LAYERS of them are summed."""
 
     def draw(number: int, width: int, *shape: int) -> jax.Array:
         return width**-0.5 * jax.random.normal(jax.random.fold_in(key, number), shape)
@@ -62,12 +62,12 @@ def init_block(key: jax.Array) -> dict[str, Any]:
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """RMSNorm (arXiv 1910.07467)."""
+    """Apply RMSNorm (arXiv 1910.07467)."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
 
 def rotate(x_BLHd: jax.Array) -> jax.Array:
-    """Rotary positions (arXiv 2104.09864); a head's halves are the pairs that are turned."""
+    """Apply rotary positions (arXiv 2104.09864); the halves of a head form the rotated pairs."""
     half = HEAD_SIZE // 2
     frequency = ROPE_THETA ** (-np.arange(half, dtype=np.float32) / half)
     angle = np.arange(x_BLHd.shape[1], dtype=np.float32)[:, None] * frequency
@@ -76,9 +76,9 @@ def rotate(x_BLHd: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-@jax.checkpoint  #: remat # the backward pass computes each layer again
+@jax.checkpoint  #: remat # the backward pass recomputes each layer
 def block(x_BLD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, None]:
-    """One layer, for a scan: attention, then the MLP, each added to what it reads."""
+    """Apply a layer, in the form that a scan takes: attention and MLP, each added to its input."""
     own = w["attention"]
     h_BLD = norm(x_BLD, w["attention_norm"]["scale"])
     q_BLHd = rotate(jnp.einsum("BLD,DHd->BLHd", h_BLD, own["query"]))
@@ -88,7 +88,7 @@ def block(x_BLD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, None]:
     y_BLHd = jax.nn.dot_product_attention(  #: window
         q_BLHd, k_BLKd, v_BLKd, is_causal=True, local_window_size=(ATTENTION_WINDOW, 0)
     )
-    # Each device has some of the heads, and later of F: XLA sums products over `tensor`.  #: tensor
+    # Each device has some of the heads, and of F below; XLA sums over `tensor`.  #: tensor
     x_BLD += jnp.einsum("BLHd,HdD->BLD", y_BLHd, own["out"])
     x_BLD = jax.lax.with_sharding_constraint(x_BLD, ROWS)  #: tensor
     h_BLD = norm(x_BLD, w["mlp_norm"]["scale"])
@@ -99,17 +99,17 @@ def block(x_BLD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, None]:
 
 
 def nats(params: dict[str, Any], x_BLD: jax.Array, targets_BL: jax.Array) -> jax.Array:
-    """Cross-entropy of each example's next tokens, [B], from what the last layer gives."""
+    """Return the mean cross-entropy of each example's next tokens, [B], from the last layer."""
     logits_BLV = norm(x_BLD, params["norm"]["scale"]) @ params["embedding"].T  #: not untied
     logits_BLV = norm(x_BLD, params["norm"]["scale"]) @ params["output"]  #: untied
-    # Added and not cut off, so that V goes on to divide over a mesh.
+    # Padding is masked rather than cut off, so that V still divides over a mesh.
     logits_BLV += jnp.where(jnp.arange(PADDED_VOCAB) < VOCAB, 0.0, -1e38)
     log_p_BLV = jax.nn.log_softmax(logits_BLV)
     return -jnp.take_along_axis(log_p_BLV, targets_BL[..., None], axis=-1).mean((1, 2))
 
 
 def measure(params: dict[str, Any], batch: dict[str, jax.Array]) -> dict[str, Any]:  #: measured
-    """Loss of each example, [B], in nats a token."""
+    """Return the loss of each example, [B], in nats per token."""
     x_BLD = params["embedding"][batch["tokens"][:, :-1]]
     x_BLD, _ = jax.lax.scan(block, x_BLD, params["blocks"], unroll=SCAN_UNROLL)  #: unroll
     x_BLD, _ = jax.lax.scan(block, x_BLD, params["blocks"])  #: not unroll

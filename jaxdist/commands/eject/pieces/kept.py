@@ -1,4 +1,4 @@
-"""Data: what jaxdist reads."""
+"""Data: read by jaxdist."""
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -10,11 +10,11 @@ DATA = {"type": "images", "source": "digits"}
 
 
 def load_data() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """All examples, to train on and held out, as arrays [N, ...] by name."""
+    """Return all examples, for training and held out, as arrays [N, ...] by name."""
     dataset = TypeAdapter(DataConfig).validate_python(DATA).build()
     return everything(dataset.train), everything(dataset.heldout)
 
 
 def everything(source: Source | None) -> dict[str, np.ndarray]:
-    """The examples of a source; there may be none held out."""
+    """Return the examples of a source, or an empty dict without a source."""
     return {} if source is None else dict(take(source, np.arange(len(source))))

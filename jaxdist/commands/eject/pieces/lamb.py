@@ -17,12 +17,12 @@ CLIP_NORM = 1.0  #: clip # gradients of a larger global norm are scaled down to 
 
 
 def init_moments(params: Any) -> tuple[Any, Any]:
-    """The first and the second moment of each parameter."""
+    """Return zeros as the first and second moments of each parameter."""
     return jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
 
 
 def update(params: Any, grads: Any, moments: Any, step: jax.Array) -> tuple[Any, Any]:
-    """Parameters and moments after a step, the first of which is 0."""
+    """Return the parameters and moments after a step; steps count from 0."""
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))  #: clip
     scale = jnp.minimum(1.0, CLIP_NORM / (norm + 1e-12))  #: clip
     grads = jax.tree.map(lambda g: g * scale, grads)  #: clip
@@ -30,12 +30,12 @@ def update(params: Any, grads: Any, moments: Any, step: jax.Array) -> tuple[Any,
     rate = LEARNING_RATE  #: not scheduled
     mu = jax.tree.map(lambda m, g: B1 * m + (1 - B1) * g, moments[0], grads)
     nu = jax.tree.map(lambda v, g: B2 * v + (1 - B2) * g * g, moments[1], grads)
-    # 1 - b^t, the weights that a moment has summed; as a difference it would lose digits.
+    # 1 - b^t, the sum of a moment's weights; computed as a difference it would lose digits.
     sum1, sum2 = (-jnp.expm1((step + 1.0) * math.log(b)) for b in (B1, B2))
 
     def moved(path: Any, p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
         move = m / sum1 / (jnp.sqrt(v / sum2) + EPS)
-        if path[-1].key in ("bias", "scale"):  # vectors move as with Adam, and do not decay
+        if path[-1].key in ("bias", "scale"):  # vectors are updated as by Adam, without decay
             return p - rate * move
         move += WEIGHT_DECAY * p  #: decay
         dims = range(1 if path[0].key == "blocks" else 0, p.ndim)  #: stacked # one norm a layer

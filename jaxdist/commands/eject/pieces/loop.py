@@ -20,27 +20,27 @@ from jaxdist.commands.eject.pieces.order import SEED, batch_of
 
 STEPS = 449
 LOG_EVERY = 10
-FAKE_DEVICES = 8  #: fake # of the CPU, in place of accelerators
+FAKE_DEVICES = 8  #: fake # number of CPU devices that replace accelerators
 
 
 def main(steps: int = STEPS) -> list[float]:
-    """Train; returns the loss of each step."""
+    """Train, and return the loss of each step."""
     mesh = jax.make_mesh(tuple(MESH.values()), tuple(MESH), (AxisType.Auto,) * len(MESH))
     train, heldout = load_data()  #: heldout
     train, _ = load_data()  #: not heldout
     losses = []
     with jax.set_mesh(mesh):
         key = jax.random.split(jax.random.key(SEED))[0]
-        # Made where they will live, so that no device ever holds more than its share.
+        # The initial state is created sharded, so that no device ever holds more than its share.
         params = jax.jit(init_params, out_shardings=PARAMS)(key)
         moments = jax.jit(init_moments, out_shardings=MOMENTS)(params)
-        # Donated: the new parameters and moments take the place of the old ones.
+        # The old parameters and moments are donated, so that their memory is reused.
         run = jax.jit(train_step, donate_argnums=(0, 1), out_shardings=(PARAMS, MOMENTS, P()))
         for step in range(steps):
             batch = jax.device_put(batch_of(train, step), ROWS)
             params, moments, loss = run(params, moments, batch, np.int32(step))
             losses.append(loss)
-            # Read a step late, so that the devices never wait for Python.
+            # The loss is read a step late, so that the devices never wait for Python.
             if step > 0 and step % LOG_EVERY == 0:
                 print(f"step {step} of {steps}  loss {losses[-2]:.4f}", flush=True)
             losses[-2:-1] = map(float, losses[-2:-1])

@@ -1,4 +1,4 @@
-"""Step: a pipeline, each device with some of the layers, which microbatches go through."""
+"""Step: a pipeline, in which each device has some layers and microbatches pass through all."""
 
 from functools import partial
 from typing import Any
@@ -12,17 +12,17 @@ from jaxdist.commands.eject.pieces.gpt import EMBED, block, nats
 from jaxdist.commands.eject.pieces.order import BATCH
 
 MESH = {"data": 2, "stage": 2}  # devices along each axis
-ROWS = P("data")  # where a batch lies
-PARAMS = {"embedding": P(), "blocks": P("stage"), "norm": P()}  # where parameters lie
-MOMENTS = (PARAMS, PARAMS)  # where the optimizer's state lies
-SCHEDULE = ("F0 F1 B0 B1", ".. F0 B0 ..")  # a stage's time line: forward, backward, by microbatch
+ROWS = P("data")  # sharding of a batch
+PARAMS = {"embedding": P(), "blocks": P("stage"), "norm": P()}  # sharding of the parameters
+MOMENTS = (PARAMS, PARAMS)  # sharding of the optimizer's state
+SCHEDULE = ("F0 F1 B0 B1", ".. F0 B0 ..")  # tasks of each stage, one per tick
 STAGES = 2
 MICROBATCHES = 2
-SLOTS = 2  # microbatches that a stage keeps at a time: number m in slot m % SLOTS
+SLOTS = 2  # microbatches that a stage stores at a time: number m in slot m % SLOTS
 
 
 def run_stage(params: Any, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """This stage's layers: their output, and on the last stage the total loss of the rows."""
+    """Return the output of this stage's layers and, on the last stage, the rows' total loss."""
     stage = jax.lax.axis_index("stage")
     x = jax.lax.cond(stage == 0, lambda: params["embedding"][tokens[:, :-1]], lambda: x)
     x, _ = jax.lax.scan(block, x, params["blocks"])
@@ -30,10 +30,10 @@ def run_stage(params: Any, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, 
     return x, jax.lax.cond(last, lambda: nats(params, x, tokens[:, 1:]).sum(), lambda: 0.0)
 
 
-# Sums over an axis are equal along it, which JAX cannot see: hence check_vma=False.
+# Sums over an axis are equal along it, which JAX cannot prove: hence check_vma=False.
 @partial(jax.shard_map, in_specs=(PARAMS, ROWS), out_specs=(P(), PARAMS), check_vma=False)
 def mean_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-    """Loss and gradients of a batch; run on each device, with its own layers and rows."""
+    """Return the loss and gradients of a batch; each device runs this for its layers and rows."""
     stage = jax.lax.axis_index("stage")
     tokens = tokens.reshape(MICROBATCHES, -1, tokens.shape[-1])
     nothing = jnp.zeros((tokens.shape[1], tokens.shape[2] - 1, EMBED))
@@ -48,7 +48,8 @@ def mean_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         x_BLD, rows = inputs[number % SLOTS], tokens[number]
 
         def backward() -> Any:
-            # Computed again from the input, all that is kept of the forward pass.
+            # The stage is computed again from its input, the only part of the forward pass that is
+            # stored.
             (_, loss), pull = jax.vjp(lambda p, x: run_stage(p, x, rows), params, x_BLD)
             more, down = pull((cotangents[number % SLOTS], 1.0))
             return nothing, down, jax.tree.map(jnp.add, grads, more), total + loss
@@ -56,7 +57,7 @@ def mean_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         idle = (nothing, nothing, grads, total)
         doing = (lambda: idle, lambda: (run_stage(params, x_BLD, rows)[0], *idle[1:]), backward)
         up, down, grads, total = jax.lax.switch(kind_S[stage], doing)
-        # Activations go to the next stage, their gradients to the one before; ends receive zeros.
+        # Activations move to the next stage, their gradients to the previous; ends receive zeros.
         pairs = [(i, i + 1) for i in range(STAGES - 1)]
         up = jax.lax.ppermute(up, "stage", pairs)
         down = jax.lax.ppermute(down, "stage", [(b, a) for a, b in pairs])
@@ -70,7 +71,7 @@ def mean_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
     waiting = jnp.zeros((SLOTS, *nothing.shape))
     start = (waiting, waiting, jax.tree.map(jnp.zeros_like, params), 0.0)
     (_, _, grads, total), _ = jax.lax.scan(tick, start, (kinds, numbers))
-    # Layers are this stage's alone; what the stages share is summed over them too.
+    # Layers belong to one stage; parameters that all stages share are also summed over the stages.
     grads |= jax.lax.psum({name: grads[name] for name in grads if name != "blocks"}, "stage")
     grads = jax.lax.psum(grads, "data")  #: data
     loss = jax.lax.psum(total, tuple(MESH)) / BATCH
@@ -78,7 +79,7 @@ def mean_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
 
 
 def train_step(params: Any, moments: Any, batch: Any, step: jax.Array) -> tuple[Any, ...]:
-    """Parameters and moments after a step, and the loss before it."""
+    """Return the parameters and moments after a step, and the loss before it."""
     loss, grads = mean_gradients(params, batch["tokens"])
     params, moments = update(params, grads, moments, step)
     return params, moments, loss

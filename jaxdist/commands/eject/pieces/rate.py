@@ -3,15 +3,15 @@
 import jax
 import jax.numpy as jnp
 
-LEARNING_RATE = 1e-3  # at its peak
+LEARNING_RATE = 1e-3  # peak learning rate
 STEPS = 100
 WARMUP_STEPS = 10  #: warmup
-END_FRACTION = 0.1  #: decays # of the peak, at the last step
+END_FRACTION = 0.1  #: decays # fraction of the peak at the last step
 POWER = 1.0  #: poly
 
 
 def learning_rate(step: jax.Array) -> jax.Array:
-    """The learning rate of a step, the first of which is 0."""
+    """Return the learning rate of a step; steps count from 0."""
     done = jnp.clip((step - WARMUP_STEPS) / (STEPS - WARMUP_STEPS), 0, 1)  #: ramped
     done = jnp.clip(step / STEPS, 0, 1)  #: unramped
     left = (1 + jnp.cos(jnp.pi * done)) / 2  #: cosine

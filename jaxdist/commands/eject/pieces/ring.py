@@ -1,4 +1,4 @@
-"""Step: each device takes its own rows; messages around a ring sum the gradients."""
+"""Step: each device computes on its own rows; messages around a ring sum the gradients."""
 
 from functools import partial
 from typing import Any
@@ -13,16 +13,16 @@ from jaxdist.commands.eject.pieces.mlp import measure
 from jaxdist.commands.eject.pieces.order import BATCH
 
 MESH = {"data": 8}  # devices along each axis
-ROWS = P("data")  # where a batch lies
-PARAMS = P()  # where parameters lie
-MOMENTS = (PARAMS, PARAMS)  # where the optimizer's state lies
-DEVICES = 8  # on the ring
+ROWS = P("data")  # sharding of a batch
+PARAMS = P()  # sharding of the parameters
+MOMENTS = (PARAMS, PARAMS)  # sharding of the optimizer's state
+DEVICES = 8  # number of devices on the ring
 WAYS = ((1, 4), (-1, 3))  # direction of each chain of messages, and its length
-BUCKETS = ((5, 4), (3, 2, 1, 0))  # gradients that travel together, the last layer's first
+BUCKETS = ((5, 4), (3, 2, 1, 0))  # gradients that are sent together, the last layer's first
 
 
 def ring_sum(x: jax.Array) -> jax.Array:
-    """The sum [n] of all devices' x [n]: each sends 2 (DEVICES - 1) / DEVICES n numbers."""
+    """Return the sum over all devices of x [n]; each sends 2 (DEVICES - 1) / DEVICES n numbers."""
     blocks = jnp.pad(x, (0, -x.size % DEVICES)).reshape(DEVICES, -1)
     me = jax.lax.axis_index("data")
 
@@ -30,14 +30,14 @@ def ring_sum(x: jax.Array) -> jax.Array:
         pairs = [(i, (i + way) % DEVICES) for i in range(DEVICES)]
         return jax.lax.ppermute(x, "data", pairs)
 
-    # Reduce-scatter: the sum of a block grows on its way to the device that has its number.
+    # Reduce-scatter: the sum of each block accumulates on its way to the device with its number.
     total = blocks[me]
     for way, hops in WAYS:
         growing = blocks[(me + way * hops) % DEVICES]
         for hop in range(hops - 1, 0, -1):
             growing = send(growing, way) + blocks[(me + way * hop) % DEVICES]
         total = send(growing, way) + total
-    # All-gather: the sums go around.
+    # All-gather: the sums travel around the ring.
     blocks = blocks.at[me].set(total)
     for way, hops in WAYS:
         passing = total
@@ -47,10 +47,10 @@ def ring_sum(x: jax.Array) -> jax.Array:
     return blocks.reshape(-1)[: x.size]
 
 
-# What a ring leaves is equal on all devices, which JAX cannot see: hence check_vma=False.
+# The ring's result is equal on all devices, which JAX cannot prove: hence check_vma=False.
 @partial(jax.shard_map, in_specs=(PARAMS, ROWS), out_specs=(P(), PARAMS), check_vma=False)
 def mean_gradients(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
-    """Loss and gradients over the rows of all devices; run on each device, with its own rows."""
+    """Return the loss and gradients over all rows; each device runs this on its own rows."""
     total, grads = jax.value_and_grad(lambda p: measure(p, batch)["loss"].sum())(params)
     leaves, structure = jax.tree.flatten(grads)
     for bucket in BUCKETS:
@@ -62,7 +62,7 @@ def mean_gradients(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array,
 
 
 def train_step(params: Any, moments: Any, batch: Any, step: jax.Array) -> tuple[Any, ...]:
-    """Parameters and moments after a step, and the loss before it."""
+    """Return the parameters and moments after a step, and the loss before it."""
     loss, grads = mean_gradients(params, batch)
     params, moments = update(params, grads, moments, step)
     return params, moments, loss

@@ -14,12 +14,12 @@ CLIP_NORM = 1.0  #: clip # gradients of a larger global norm are scaled down to 
 
 
 def init_moments(params: Any) -> Any:
-    """The velocity of each parameter."""
+    """Return zeros as the velocity of each parameter."""
     return jax.tree.map(jnp.zeros_like, params)
 
 
 def update(params: Any, grads: Any, moments: Any, step: jax.Array) -> tuple[Any, Any]:
-    """Parameters and velocities after a step, the first of which is 0."""
+    """Return the parameters and velocities after a step; steps count from 0."""
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))  #: clip
     scale = jnp.minimum(1.0, CLIP_NORM / (norm + 1e-12))  #: clip
     grads = jax.tree.map(lambda g: g * scale, grads)  #: clip
