@@ -12,16 +12,11 @@ from documents import ROOT
 
 PACKAGE = ROOT / "jaxdist"
 
-# Rooms, or modules, that hold the rules; others join as they are rewritten.
-ROOMS = (
-    "__init__", "audit", "checkpoint", "cli", "collectives", "commands",
-    "compression", "config", "cost", "data", "doctor", "elastic", "errors",
-    "experiment", "experimental", "heartbeat", "hlo", "inspect", "launch", "mesh", "metrics",
-    "models", "optim", "parallel", "param_server", "parity", "pipeline_schedules", "planner",
-    "proofs", "run/assemble", "run/checkpoints", "run/directory", "run/files", "run/hooks",
-    "run/job", "run/loading", "run/lock", "run/memory", "run/replicas", "runtime", "sharding",
-    "simulation", "train", "trees", "types", "validity",
-)  # fmt: skip
+ROOMS = sorted(
+    path.stem
+    for path in PACKAGE.iterdir()
+    if path.suffix == ".py" or (path / "__init__.py").exists()
+)
 
 # How a docstring never begins, and an entry of `Args:` or `Attributes:`: with a clause that lacks
 # its noun.

@@ -22,8 +22,8 @@ class NoAgent:
     """The link of a process that no agent has started: it does nothing.
 
     Attributes:
-      fence: tells whether this generation may still write, in a run on several hosts.
-      memory: the folder of snapshots in this machine's memory.
+      fence: check that this generation may still write, in a run on several hosts.
+      memory: directory of snapshots in this machine's memory.
       phase: called with the kind of work that the process starts.
       sees_failures: whether an agent records the failure of a process, and restarts the run.
     """

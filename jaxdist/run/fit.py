@@ -28,16 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitResult:
-    """A run that has come to its end, or was stopped before.
+    """A run that has ended or was stopped.
 
     Attributes:
       directory: the run directory, with its config, metrics and checkpoints.
-      experiment: what the config has built: `experiment.program` evaluates and goes on training.
-      state: the last training state. It holds device memory for as long as it is kept.
-      stopped_by: what has stopped the run before its last step: a signal, a notice, or the reason
-        that a hook has given; None where it came to its last step.
-      exit_code: what `jaxdist train` would end with: 0, or 75 where the run was stopped from
-        outside and `resume=True` goes on.
+      experiment: the experiment built from the config; `experiment.program` can evaluate and train
+        further.
+      state: last training state, which occupies device memory until it is released.
+      stopped_by: reason that the run stopped before its last step: a signal, a preemption notice,
+        or the reason that a hook gave; None if the run is complete.
+      exit_code: exit code of `jaxdist train` for this run: 0, or 75 if the run was stopped from
+        outside and continues with `resume=True`.
     """
 
     directory: Path
@@ -53,7 +54,7 @@ class FitResult:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The last metrics of training that were logged, read from the run directory."""
+        """The last logged metrics of training, read from the run directory."""
         return self._last("train")
 
     @property
@@ -62,7 +63,7 @@ class FitResult:
         return self._last("heldout")
 
     def records(self) -> list[JsonObject]:
-        """All records of metrics, in their order: those of `metrics.jsonl`."""
+        """Return all records of `metrics.jsonl`, in order."""
         from jaxdist.metrics.writer import read_metrics
 
         return read_metrics(self.directory)
@@ -83,28 +84,30 @@ def fit(
     profile: str | None = None,
     quiet: bool = False,
 ) -> FitResult:
-    """Train as a config says, in this process: what `jaxdist train` does, as one call.
+    """Train a config in this process, as `jaxdist train` does.
 
     The run has a directory, a lock, checkpoints, metrics, evaluation and a report of its time, and
-    goes on from its newest checkpoint with `resume`. It may be called again, for another run or the
-    same one. Signal handlers, jax's compilation cache and standard output are as before when it
-    returns; in a thread other than the main one no signal is taken.
+    continues from its newest checkpoint with `resume`. The function may be called again, for the
+    same or another run. When it returns, it restores signal handlers, jax's compilation cache and
+    standard output. Outside the main thread it handles no signals.
 
-    Where a launcher's variables name other processes and this one has not joined them, it does so
-    and stays joined; an error then ends the process, since the others would wait for it.
+    If a launcher's environment variables name other processes that this process has not joined, the
+    function joins them and stays joined. An error then ends the process, since the others would
+    wait for it.
 
     Args:
-      config: a YAML file; or the same as nested dicts, in which a class or a function may stand for
-        its import path; or a validated config.
-      overrides: `section.key=value` texts, which win over the config.
-      hooks: called while the run lasts, before those that the config names.
-      devices: to run on; a number is of fake CPU devices, as with `--devices`; None is all.
-      resume: continue the run of this config, as `--resume` does; begin it where there is none.
-      profile: steps to trace, as `--profile` reads them.
-      quiet: print nothing.
+      config: path of a YAML file; or nested dicts, in which a class or a function may replace its
+        import path; or a validated config.
+      overrides: `section.key=value` texts, which override the config.
+      hooks: hooks of the run, called before those that the config names.
+      devices: devices to use; a number makes fake CPU devices, as `--devices` does; None uses all.
+      resume: whether to continue the run of this config, as `--resume` does; without such a run, a
+        new run starts.
+      profile: steps to trace, as `--profile` parses them.
+      quiet: whether to print nothing.
 
     Raises:
-      JaxdistError: anything that the user can mend; a hook that raises is one of these.
+      JaxdistError: the user can correct the cause; errors of hooks are included.
     """
     if isinstance(devices, int):
         overrides, devices = [*overrides, f"mesh.fake_devices={devices}"], None
@@ -134,7 +137,7 @@ def fit(
 
 
 def _prepare(config: Any, overrides: Sequence[str]) -> None:
-    """Set the environment as a command does, where it is not too late or fake devices need it."""
+    """Set up the environment as a command does, if it is not too late or fake devices need it."""
     if not isinstance(config, str | os.PathLike | Mapping):
         config = config.model_dump(mode="json")
     mesh = read(config, overrides).values.get("mesh")

@@ -1,6 +1,6 @@
-"""Run a job by the strategy that its config names.
+"""The runners of training strategies, by the strategy that a config names.
 
-A strategy's config is data and lies in `train/strategy`; what runs it lies here.
+The configs of strategies are data, in `train/strategy`; this module runs them.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from jaxdist.train.strategy.contract import Prepared
 
 
 def run_strategy(strategy: StrategyConfig, job: RunJob) -> TrainState:
-    """Do what this process has to do for a job; return the last state that it knows.
+    """Do this process's part of a job, and return its last state.
 
     Raises:
-      JaxdistError: anything that the user can mend.
+      JaxdistError: the user can correct the cause.
     """
     return RUNNERS[strategy.type](strategy, job)
 
 
 def all_steps(strategy: StrategyConfig, job: RunJob) -> TrainState:
-    """Take every step of a run; where its state is suspect, from the newest checkpoint again.
+    """Take every step of a run; if its state is suspect, restart from the newest checkpoint.
 
-    Recomputing is enough: what is wrong once on a device is rarely so a second time (arXiv
-    2604.00726), and the same steps from the same state have the same bits.
+    Recomputation suffices: a transient fault of a device rarely repeats (arXiv 2604.00726), and the
+    same steps from the same state give the same bits.
 
     Raises:
-      SuspectStateError: the run may not go back, or not again.
-      RunError: what `through_stages` raises.
+      SuspectStateError: the run may not restart, or not again.
+      RunError: a step does not fit in memory, as for `through_stages`.
     """
-    del strategy  # What it does between steps is part of the program.
+    del strategy  # The strategy's work between steps is part of the program.
     for restores in itertools.count():
         with job.prepared() as prepared:
             try:
@@ -53,15 +53,15 @@ def all_steps(strategy: StrategyConfig, job: RunJob) -> TrainState:
             except SuspectStateError as error:
                 error.check_restores(restores)
                 prepared.note(f"going back: {error.what}")
-        # The error is gone here, and with its frames the state that is wrong.
+        # The exception is released here, and with its frames the wrong state.
     raise AssertionError("unreachable: the count does not end")
 
 
 def through_stages(prepared: Prepared) -> TrainState:
-    """Take the steps that are left, stage by stage, and return the last state.
+    """Take the remaining steps, stage by stage, and return the last state.
 
     Raises:
-      RunError: a step does not fit the memory; whatever the hooks raise.
+      RunError: a step does not fit in memory. Errors of hooks are passed on.
     """
     state, hooks, account = prepared.state, prepared.hooks, prepared.account
     for stage in prepared.stages:
@@ -69,7 +69,7 @@ def through_stages(prepared: Prepared) -> TrainState:
         if start >= stage.last_step or hooks.stopped:
             continue
         prepared.enter(stage)
-        # A process that has compiled waits in its first step for those that still compile.
+        # The account must not count the wait for processes that compile longer as a step.
         wait = jax.block_until_ready if jax.process_count() > 1 else None
         train = account.first(Kind.COMPILE, stage.program.train, wait)
         with (
@@ -83,14 +83,14 @@ def through_stages(prepared: Prepared) -> TrainState:
 
 
 def served(strategy: ParameterServer, job: RunJob) -> TrainState:
-    """Start servers and workers, and take steps with them until the run ends.
+    """Start servers and workers, and train with them until the run ends.
 
     Raises:
-      ConfigError: this process is one of several already.
-      RunError: the wire is not installed; what `supervise` raises.
+      ConfigError: this process is already one of several.
+      RunError: a package of the wire is not installed. Errors of `supervise` are passed on.
     """
     _check_installed()
-    # They import gRPC, an extra.
+    # imported here, since these modules import gRPC, an optional dependency
     from jaxdist.param_server.training.state import Sharded
     from jaxdist.param_server.training.supervisor import supervise
 
@@ -127,4 +127,4 @@ RUNNERS: Mapping[str, Callable[[Any, RunJob], TrainState]] = {
     "lookahead": all_steps,
     "parameter_server": served,
 }
-"""`strategy.type` to what runs it."""
+"""Runners by `strategy.type`."""

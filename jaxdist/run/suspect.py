@@ -1,4 +1,4 @@
-"""What makes the state of a run doubtful, so that it may go back to one that is not."""
+"""An error for a doubtful training state, after which a run may restart from a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from jaxdist.errors import RunError
 
 
 class SuspectStateError(RunError):
-    """The state of a run is wrong, and a device may be why.
+    """The state of a run is wrong, possibly because of a faulty device.
 
     Attributes:
-      what: was seen.
-      max_restores: how often a run may go back to its newest checkpoint for that.
+      what: the observation.
+      max_restores: number of times that a run may restart from its newest checkpoint because of it.
     """
 
     def __init__(self, what: str, advice: str, *, max_restores: int = 0) -> None:
@@ -20,10 +20,10 @@ class SuspectStateError(RunError):
         self.max_restores = max_restores
 
     def check_restores(self, restores: int) -> None:
-        """Whether a run may go back that did so this often already.
+        """Check that a run that has restarted this often may restart again.
 
         Raises:
-          SuspectStateError: it may not.
+          SuspectStateError: the run may not restart.
         """
         if restores < self.max_restores:
             return

@@ -1,4 +1,4 @@
-"""SIGTERM, a hangup, Ctrl-C and notices end a run at the next step boundary, after a checkpoint."""
+"""Graceful termination: signals and notices end a run at a step boundary, after a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from jaxdist.runtime.connection import preempted
 
 
 class Termination:
-    """While it is entered, the first signal only sets a flag; a second SIGINT raises.
+    """A context in which the first signal only sets a flag, and a second SIGINT raises.
 
-    The signals are SIGTERM, SIGUSR1 (schedulers send it ahead of time), SIGINT, and SIGHUP where it
-    is not ignored (as under nohup). With several processes, jax's preemption service takes SIGTERM
-    and all processes agree on the step to stop at; a local flag would make them stop at different
-    steps and hang. There the others are passed on as a SIGTERM. In a thread other than the main one
-    no signal is taken.
+    The signals are SIGTERM, SIGUSR1 (which schedulers send ahead of time), SIGINT, and SIGHUP
+    unless it is ignored (as under nohup). With several processes, jax's preemption service handles
+    SIGTERM and all processes agree on the step at which they stop; with a local flag they would
+    stop at different steps and hang. The other signals are then converted to SIGTERM. Outside the
+    main thread no signal is handled.
 
     Attributes:
-      signal: what has told this process to stop, if something did.
-      asked: the reason that a hook has given, where that came first.
+      signal: name of the signal or notice that stops this process, or None.
+      asked: reason that a hook gave, if it came first.
 
     Args:
-      say: called with a line when the signal has come; at times from a thread of its own, because
-        a step may keep the main thread for minutes.
-      here: called with what has told this very process, before others hear of it; not for a
-        SIGTERM, which an agent sends too.
+      say: called with a line when the signal arrives, possibly from another thread, because a step
+        may occupy the main thread for minutes.
+      here: called with the name of a signal to this process, before other processes learn of it;
+        not called for SIGTERM, which an agent sends too.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Termination:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def notice(self, name: str) -> None:
-        """Something else than a signal asks for the same; from any thread."""
+        """Stop the run as a signal does; may be called from any thread."""
         self._here(name)
         self.signal = self.signal or name
         self._tell(name, "the step under way")
@@ -65,7 +65,7 @@ class Termination:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def ask(self, reason: str) -> None:
-        """A hook asks the run to come to its end here; it is not to be begun anew."""
+        """Stop the run at the request of a hook, so that it is not restarted."""
         if self.signal is None:
             self.signal = self.asked = reason
             self._tell(reason, "the step under way")
@@ -74,7 +74,7 @@ class Termination:
 
     def __enter__(self) -> Termination:
         if threading.current_thread() is not threading.main_thread():
-            return self  # Python lets no other thread take signals: they stay the caller's
+            return self  # Python allows signal handlers only in the main thread
         taken = [signal.SIGINT, signal.SIGUSR1]
         if not self._several:
             taken.append(signal.SIGTERM)
@@ -82,12 +82,12 @@ class Termination:
             taken.append(signal.SIGHUP)
         for number in taken:
             if signal.getsignal(number) is None:
-                continue  # a library's own handler, which Python could not put back
+                continue  # a library installed this handler, and Python could not restore it
             self._previous[number] = signal.signal(number, self._note)
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        # A terminal that has hung up does not say any more that it was one.
+        # The check comes first, since a terminal that has hung up is no longer recognized as one.
         terminals = [number for number in (1, 2) if os.isatty(number)]
         self._listener = threading.Thread(
             target=self._listen, args=(reader, terminals), name="signals", daemon=True
@@ -105,7 +105,7 @@ class Termination:
             signal.signal(number, handler)
 
     def _listen(self, reader: int, terminals: list[int]) -> None:
-        """Say at once what has come: the handlers wait for the main thread to leave C++."""
+        """Print received signals at once; handlers wait until the main thread leaves C++ code."""
         with open(reader, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
                 if number[0] == signal.SIGHUP:
@@ -117,11 +117,11 @@ class Termination:
     def _tell(self, name: str, when: str, again: str = "") -> None:
         if not self._said:
             self._said = True
-            with suppress(OSError):  # nobody reads
+            with suppress(OSError):  # the output is closed
                 self._say(f"{name}: the run stops after {when} and saves a checkpoint{again}")
 
     def requested(self, step: int) -> bool:
-        """Whether to stop after `step`; ask once per step, in every process."""
+        """Return whether to stop after `step`; every process must call it once per step."""
         if not self._several:
             return self.signal is not None
         stop = preempted(step)
@@ -132,7 +132,10 @@ class Termination:
 
 
 def _forget(terminals: list[int]) -> None:
-    """Writing to a terminal that is gone is an error, which must not cost the checkpoint."""
+    """Redirect the output of a closed terminal.
+
+    A write error must not prevent the checkpoint.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in terminals:
         os.dup2(nowhere, number)

@@ -1,4 +1,4 @@
-"""Everywhere a run keeps its state: checkpoints, and snapshots that are quicker to make."""
+"""The tiers of a run's saved state: checkpoints, and snapshots that are faster to make."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Tier:
-    """Snapshots in one place.
+    """Snapshots in one location.
 
     Attributes:
-      where: the place, for a person.
-      every: steps between two of them, or auto.
-      lasts: whether they outlive a restart of the machine.
+      where: name of the location in messages.
+      every: steps between two snapshots, or auto.
+      lasts: whether the snapshots survive a restart of the machine.
     """
 
     where: str
@@ -42,7 +42,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class Tiers:
-    """Checkpoints and the tiers of snapshots before them, the quickest first."""
+    """Checkpoints, and the tiers of snapshots, fastest first."""
 
     store: CheckpointStore
     snapshots: Sequence[Tier] = ()
@@ -50,12 +50,14 @@ class Tiers:
     def newest(
         self, shapes: TrainState, say: Say
     ) -> tuple[TrainState, Mapping[str, Json], str] | None:
-        """The newest snapshot that is whole, where it is newer than each checkpoint; and its place.
+        """Load the newest complete snapshot, if it is newer than all checkpoints.
 
-        All processes decide alike: what one cannot load none takes.
+        Return it with its location.
+
+        All processes decide together: a snapshot that one process cannot load is used by none.
 
         Args:
-          say: told what is passed over.
+          say: called with a line for each snapshot that is skipped.
         """
         if not self.snapshots:
             return None
@@ -78,17 +80,17 @@ class Tiers:
         return None
 
     def forget(self, step: int) -> None:
-        """Take away what lasting tiers have of later steps; -1 is all that they have."""
+        """Delete the snapshots of later steps from lasting tiers; -1 deletes all."""
         for tier in self.snapshots:
             if tier.lasts:
                 tier.snapshots.forget(step)
 
 
 def open_tiers(files: RunFiles, say: Say, stack: ExitStack) -> Tiers:
-    """Open checkpoints and the tiers of snapshots that a config asks for, until the stack ends.
+    """Open the checkpoints and snapshot tiers of a config, until the stack closes.
 
     Args:
-      say: prints a line with rich's markup.
+      say: called with lines in rich's markup.
     """
     config, tiers = files.config.checkpoint, []
     store = stack.enter_context(files.store(lambda text: say(f"[bold red]checkpoint:[/] {text}")))

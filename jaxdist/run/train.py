@@ -1,4 +1,4 @@
-"""From a config to a trained model in a run directory: what `jaxdist train` and `fit` do."""
+"""Training of a config in a run directory, for `jaxdist train` and `fit`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from jaxdist.runtime.notices import heard
 from jaxdist.train.state import TrainState
 
 NAMELESS = Path("fit")
-"""What a run is named after whose config is no file."""
+"""Name of a run whose config is not a file."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Trained:
     """A run that has ended.
 
     Attributes:
-      experiment: as it was built last.
-      state: the last that this process knows.
+      experiment: experiment of the run's last life.
+      state: last state that this process knows.
     """
 
     directory: RunDirectory
@@ -56,7 +56,7 @@ class Trained:
     ending: Ending
 
     def write(self, file: Path) -> None:
-        """Write how the run has ended, as JSON; process 0 does.
+        """Write the end of the run as JSON, in process 0.
 
         Raises:
           RunError: the file cannot be written.
@@ -91,31 +91,32 @@ def train(
     begun: int | None = None,
     console: Console,
 ) -> Trained:
-    """Train as a config says, in this process, which has joined the others if there are some.
+    """Train a config in this process, which has already joined the other processes, if any.
 
     Args:
-      source: a config file, or what is in one; see `jaxdist.experiment.load`.
-      hooks: called beside those that the config names, before them.
-      devices: to run on; None is all.
-      resume: continue the run of this config from its newest whole checkpoint.
-      identity: the run that is meant; None is a new one, or with `resume` the one that has begun.
-      profile: steps to trace into the run directory, as `parse_profile` reads them.
-      begun: what `time.perf_counter_ns` had when the time of the run began to count: for a process
-        that does nothing else `jaxdist.runtime.lifetime.begun`; None is now.
-      console: where process 0 prints; the others are silent.
+      source: config file or its content, see `jaxdist.experiment.load`.
+      hooks: hooks that are called before those that the config names.
+      devices: devices to use; None uses all.
+      resume: whether to continue the run of this config from its newest complete checkpoint.
+      identity: identity of the run; None for a new run or, with `resume`, for the run that has
+        started.
+      profile: steps to trace into the run directory, as `parse_profile` parses them.
+      begun: `time.perf_counter_ns` at which the time of the run starts to count; None is now. A
+        process with no other work passes `jaxdist.runtime.lifetime.begun`.
+      console: console of process 0; other processes print nothing.
 
     Raises:
-      JaxdistError: anything that the user can mend.
+      JaxdistError: the user can correct the cause.
     """
     begun = time.perf_counter_ns() if begun is None else begun
     document, config = load(source, overrides)
-    # Before any device is touched, and before the run has a directory.
+    # Hooks are checked before any device is touched and before the run has a directory.
     found = check_hooks([*hooks, *named_hooks(config, document)])
     profiled = None if profile is None else parse_profile(profile)
     if jax.process_index() != 0:
         console = Console(quiet=True)
     elif jax.process_count() > 1:
-        # A launcher may lend a terminal to each process and write all of them into one log.
+        # A launcher may give each process a terminal and still write all output to one log.
         console = Console(file=console.file, force_terminal=False, highlight=False, emoji=False)
     say = partial(console.print, soft_wrap=True, markup=False)
     run_folder = run_folder_of(os.environ)
@@ -151,9 +152,9 @@ def train(
 
 @contextmanager
 def _taken(taking: Callable[[], Taken]) -> Iterator[tuple[RunDirectory, bool]]:
-    """Hold the run's directory, by process 0 for all; all are refused alike.
+    """Hold the run's directory in process 0, for all processes; an error is raised in all of them.
 
-    Yields the directory, and whether the run goes on with what it has saved.
+    Yields the directory, and whether the run continues from its saved state.
     """
     with ExitStack() as stack:
         answer = None
@@ -175,7 +176,7 @@ def _taken(taking: Callable[[], Taken]) -> Iterator[tuple[RunDirectory, bool]]:
 
 
 def _check_everywhere(path: Path, wanted: str) -> None:
-    """Refuse a path under which another machine sees another run: its disk is not shared."""
+    """Refuse a path under which another machine sees another run, since its disk is not shared."""
     problem = None
     if jax.process_index() != 0:
         try:

@@ -1,4 +1,4 @@
-"""`jaxdist study batch-scaling`: optimizers at growing batch sizes, by one rule and tuned."""
+"""`jaxdist study batch-scaling`: optimizers at growing batch sizes, with scaled and tuned rates."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _FIXED = ("optim", "train.batch_size", "train.steps")
 
 @dataclass(frozen=True)
 class Study:
-    """A study that is done.
+    """The results of a batch-scaling study.
 
     Attributes:
-      caption: what was trained, on what, and how the learning rates were chosen.
-      contenders: the optimizers, by name.
-      runs: all runs, those of the searches too.
+      caption: description of the model, the data and the choice of learning rates.
+      contenders: optimizers by name.
+      runs: all runs, including those of learning-rate searches.
     """
 
     caption: str
@@ -47,11 +47,11 @@ class Study:
     runs: tuple[TrialOutcome[Trial], ...]
 
     def text(self) -> str:
-        """Caption, table and verdict."""
+        """Return the caption, the table and the verdict."""
         return "\n".join([self.caption, "", markdown(self.cells), "", *verdict(self.cells)])
 
     def as_json(self) -> JsonObject:
-        """Plain data: the text, the cells with mean and spread, and every run."""
+        """Return plain data: the text, the cells with mean and spread, and every run."""
         cells = [
             {
                 "optimizer": cell.optimizer,
@@ -83,16 +83,16 @@ def batch_scaling(
     plot: Path | None,
     console: Console,
 ) -> Study:
-    """Train the config with each optimizer at each batch size; print and write what came of it.
+    """Train the config with each optimizer at each batch size; print and write the results.
 
-    Finished runs are kept beside the output (or under runs/) and found again by the same command.
+    Finished runs are stored next to the output (or under runs/), and reused by the same command.
 
     Args:
-      overrides: settings on top of the study's.
-      json_file, plot: a file and a directory to write to.
+      overrides: settings that override those of the study.
+      json_file, plot: output file, and output directory of the plot.
 
     Raises:
-      JaxdistError: a config, size or name that cannot be trained; files that cannot be written.
+      JaxdistError: a config, size or name is invalid, or the output cannot be written.
     """
     path, names = study.config, tuple(study.contenders)
     settings = _settings(path, overrides, study.epochs)
@@ -127,7 +127,7 @@ def batch_scaling(
 
 
 def _settings(path: Path, overrides: Sequence[str], epochs: float | None) -> list[str]:
-    """The overrides of every run."""
+    """Return the overrides of every run."""
     for text in overrides:
         key = text.partition("=")[0].strip()
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED):
@@ -147,7 +147,7 @@ def _settings(path: Path, overrides: Sequence[str], epochs: float | None) -> lis
 
 
 def _line(cells: Sequence[StudyCell]) -> str:
-    """The cells of one optimizer and batch size."""
+    """Return a line with the cells of one optimizer and batch size."""
     found = ", ".join(f"{shown(c)} {'tuned' if c.tuned else 'by rule'}" for c in cells)
     return f"{cells[0].optimizer}, batch {cells[0].batch_size}: {found}"
 

@@ -1,4 +1,4 @@
-"""`jaxdist study CONFIG`: variants of one config, trained alike, and their held-out loss."""
+"""`jaxdist study CONFIG`: the held-out losses of variants of one config."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from jaxdist.types import JsonObject
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison that is done.
+    """The results of a comparison of variants.
 
     Attributes:
-      caption: what was trained, on what, and how to read the table.
-      rows: one for each variant, the first the one that the others are compared with.
+      caption: description of the model and the data, and of the table's columns.
+      rows: results of each variant; the first is the baseline of the others.
     """
 
     caption: str
     rows: tuple[Compared, ...]
 
     def text(self) -> str:
-        """Caption, table and the variants' settings."""
+        """Return the caption, the table and the variants' settings."""
         settings = [
             f"{row.variant.name}: {' '.join(row.variant.overrides)}"
             for row in self.rows
@@ -44,7 +44,7 @@ class Comparison:
         return "\n".join([self.caption, "", table(self.rows), "", *settings])
 
     def as_json(self) -> JsonObject:
-        """Plain data: the text, the variants with mean and spread, and every run."""
+        """Return plain data: the text, the variants with mean and spread, and every run."""
         return {
             "caption": self.caption,
             "table": table(self.rows).splitlines(),
@@ -62,18 +62,19 @@ def compare(
     plot: Path | None,
     console: Console,
 ) -> Comparison:
-    """Train variants of a config; print and write what that does to the held-out loss.
+    """Train variants of a config, and print and write their effect on the held-out loss.
 
-    All see the same batches for equal steps, from the same parameters for each seed. Finished runs
-    are kept beside the output (or under runs/) and found again by the same command.
+    All variants train on the same batches for the same number of steps, from the same parameters
+    for each seed. Finished runs are stored next to the output (or under runs/), and reused by the
+    same command.
 
     Args:
-      overrides: settings of all variants, on top of the study's.
-      variants: further ones, as `jaxdist.study.variants.parse_variants` takes them.
-      json_file, plot: a file and a directory to write to.
+      overrides: settings of all variants, which override those of the study.
+      variants: additional variants, in the form that `jaxdist.study.variants.parse_variants` takes.
+      json_file, plot: output file, and output directory of the plot.
 
     Raises:
-      JaxdistError: a variant that cannot be trained or compared; files that cannot be written.
+      JaxdistError: a variant cannot be trained or compared, or the output cannot be written.
     """
     path, seeds = study.config, study.seeds
     found = _found(path, overrides, study.of)
@@ -113,11 +114,11 @@ def _found(path: Path, overrides: Sequence[str], of: str | None) -> VariantSet:
 
 
 class VariantTrainer(ConfigTrainer[VariantTrial]):
-    """Runs trials of the variants of a config.
+    """A trainer of trials of the variants of a config.
 
     Args:
       overrides: settings of all variants.
-      seeds: on top of the config's own.
+      seeds: seeds, each added to the config's seed.
     """
 
     def __init__(
@@ -148,18 +149,18 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
         return (*own, f"seed={trial.seed}")
 
     def variant(self, name: str) -> Variant:
-        """Return the variant of a name."""
+        """Return the variant with a name."""
         return self._variants[name]
 
     def check(self, *, optional: Sequence[str]) -> tuple[Mapping[str, Experiment], tuple[str, ...]]:
-        """Each variant's experiment by name, and which are left out and why, a sentence each.
+        """Return the experiments of variants by name, and a sentence for each omitted variant.
 
         Args:
-          optional: names of variants that are left out where the config refuses them.
+          optional: names of variants that are left out if the config refuses them.
 
         Raises:
-          JaxdistError: another variant cannot be built, or none of the optional ones.
-          ConfigError: a variant that changes what all must share, or nothing.
+          JaxdistError: a required variant cannot be built, or none of the optional variants.
+          ConfigError: a variant changes a setting that all must share, or equals another variant.
         """
         found: dict[str, Experiment] = {}
         refused: dict[str, JaxdistError] = {}

@@ -1,4 +1,4 @@
-"""The results of a comparison of variants: a row for each, as a table and as plain data."""
+"""The results of a comparison of variants, as table rows and as plain data."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from jaxdist.study.variants import Variant
 from jaxdist.types import JsonObject
 
 MARGIN = 0.01
-"""A variant holds up if its held-out loss is on average at most so much above the first one's."""
+"""Largest mean increase of the held-out loss, as a fraction of the baseline's, that is
+acceptable."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A variant and its runs, beside those of the first variant.
+    """A variant and its runs, with the baseline's runs.
 
     Attributes:
-      sent_bytes: of one device in one step, over the mesh axes that share the batch.
-      outcomes, base: one for each seed, of this variant and of the first, in one order.
-      base_bytes: of the first.
+      sent_bytes: bytes that a device sends in a step over the mesh axes that share the batch.
+      outcomes, base: runs of this variant and of the baseline, one per seed, in the same order.
+      base_bytes: bytes that a device sends in a step with the baseline.
     """
 
     variant: Variant
@@ -39,14 +40,14 @@ class Compared:
 
     @property
     def losses(self) -> list[float]:
-        """Held-out loss by seed; NaN for all when one diverged."""
+        """Held-out loss by seed; all NaN if any run diverged."""
         if self.diverged:
             return [math.nan] * len(self.outcomes)
         return [outcome.metrics["loss"] for outcome in self.outcomes]
 
     @property
     def changes(self) -> list[float]:
-        """The change of the loss against the first variant's, seed by seed; 0.01 is 1% more."""
+        """Relative change of the loss from the baseline, by seed; 0.01 means 1% more."""
         pairs = zip(self.outcomes, self.base, strict=True)
         if self.diverged or any(outcome.diverged for outcome in self.base):
             return [math.nan] * len(self.outcomes)
@@ -54,12 +55,12 @@ class Compared:
 
     @property
     def relative_bytes(self) -> float | None:
-        """Bytes over the first variant's; None where that sends none."""
+        """Bytes divided by the baseline's, or None if the baseline sends none."""
         return self.sent_bytes / self.base_bytes if self.base_bytes else None
 
     @property
     def verdict(self) -> str:
-        """The verdict in a few words; "?" where seeds disagree."""
+        """Verdict in a few words; "?" means that the seeds disagree."""
         if self.diverged:
             return f"diverged {self.diverged}/{len(self.outcomes)}"
         if self.outcomes == self.base:
@@ -72,7 +73,7 @@ class Compared:
         return ("within 1%" if holds else "worse") + ("" if agreed else " ?")
 
     def as_json(self) -> JsonObject:
-        """Plain data; numbers that are not finite become null."""
+        """Return plain data; numbers that are not finite become null."""
         return {
             "name": self.variant.name,
             "overrides": list(self.variant.overrides),
@@ -88,19 +89,19 @@ class Compared:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the sample standard deviation; NaN of one value, or where one is not finite."""
+    """Return the sample standard deviation; NaN for a single value, or if a value is not finite."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.nan
     return statistics.stdev(values)
 
 
 def table(rows: Sequence[Compared]) -> str:
-    """Return a row for each variant, at most 80 characters wide."""
+    """Return a table with a row for each variant, at most 80 characters wide."""
     return "\n".join(markdown(COLUMNS, cells(COLUMNS, rows), padded=True))
 
 
 def loss_shown(row: Compared) -> str:
-    """Format mean and spread of the held-out loss, or that it has none."""
+    """Format the mean and spread of the held-out loss, or "-" after divergence."""
     if row.diverged:
         return "-"
     mean = statistics.fmean(row.losses)

@@ -1,4 +1,4 @@
-"""The change of the held-out loss, variant by variant, as a picture."""
+"""A plot of the change of the held-out loss by variant."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _TICKS = (-50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000
 def plot_comparison(
     rows: Sequence[Compared], directory: str | os.PathLike[str], *, name: str, title: str
 ) -> list[Path]:
-    """Draw every seed's change and their mean, as `jaxdist.metrics.figure.save` writes it.
+    """Draw every seed's change and the mean, in files as `jaxdist.metrics.figure.save` writes them.
 
     Args:
-      rows: of one comparison.
-      name: of the files.
-      title: what stands above the axes.
+      rows: rows of one comparison; the first is the baseline.
+      name: name of the files.
+      title: title of the figure.
     """
     return save(comparison_figure(rows, title=title), directory, name, what="the study")
 
 
 def comparison_figure(rows: Sequence[Compared], *, title: str) -> Figure:
-    """The figure that `plot_comparison` writes, for a notebook or another format."""
+    """Return the figure that `plot_comparison` writes, for a notebook or another format."""
     others = rows[1:]
     figure = new_figure((9.6, 1.8 + 0.42 * len(others)))
     axes = figure.subplots()
@@ -73,7 +73,7 @@ def _draw(axes: Axes, place: int, row: Compared) -> None:
 
 
 def _scale(axes: Axes, changes: Sequence[float]) -> None:
-    """Linear within 1%, logarithmic beyond, so that 0.5 and 50% can both be read."""
+    """Set an axis that is linear within 1% and logarithmic beyond, to show both 0.5% and 50%."""
     low, high = min([-1.0, *changes]), max([1.0, *changes])
     axes.set_xscale("symlog", linthresh=1.0, linscale=0.7)
     axes.set_xlim(low * 1.3, high * 1.3)

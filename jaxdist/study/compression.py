@@ -18,16 +18,16 @@ from jaxdist.train.step import Program
 from jaxdist.types import Json, JsonObject
 
 WARM_UP = 0.2
-"""The part of a run in which all is sent, or of top-k's messages ever less."""
+"""Fraction of a run in which gradients are sent uncompressed, or top-k decreases its share."""
 
 
 @dataclass(frozen=True)
 class VariantSet:
-    """A set of variants that `--of` names, fitted to a config.
+    """A set of variants that `--of` names, adapted to a config.
 
     Attributes:
-      variants: the first is what the others are compared with.
-      notes: how they fit the config, a sentence each.
+      variants: the variants; the first is the baseline.
+      notes: adaptations to the config, a sentence each.
     """
 
     variants: tuple[Variant, ...]
@@ -35,13 +35,13 @@ class VariantSet:
 
 
 def compression_variants(experiment: Experiment) -> VariantSet:
-    """Return the variants of `studies/compression.yaml` that are for an experiment.
+    """Return the variants of `studies/compression.yaml` that apply to an experiment.
 
     Args:
-      experiment: without compression.
+      experiment: experiment without compression.
 
     Raises:
-      ConfigError: no two devices share the batch, so that no gradient is sent.
+      ConfigError: no gradient is sent, because the batch is not shared by several devices.
     """
     check_sent(experiment)
     optim, found = experiment.config.optim, variant_set("compression")
@@ -55,11 +55,11 @@ def compression_variants(experiment: Experiment) -> VariantSet:
 
 
 SETS = {"compression": compression_variants}
-"""The sets that `--of` may name: from the experiment of the config to its variants."""
+"""Functions that `--of` may name, from the config's experiment to a set of variants."""
 
 
 def values_of(optim: OptimizerConfig, warm_up: int) -> tuple[Case, JsonObject]:
-    """Return which case an optimizer is, and the values that variants take from it."""
+    """Return the case of an optimizer, and the values that variants take from it."""
     values: JsonObject = {"warm_up": warm_up, "kind": optim.type}
     if isinstance(optim, AdamWConfig) and optim.b1:
         return "adamw", {**values, "momentum": optim.b1, "clip_norm": optim.clip_norm}
@@ -68,20 +68,21 @@ def values_of(optim: OptimizerConfig, warm_up: int) -> tuple[Case, JsonObject]:
     if not optim.momentum:
         return "other", {**values, "kind": "sgd without momentum"}
     own = {name: getattr(optim, name) for name in ("momentum", "nesterov", "clip_norm")}
-    # The optimizer's velocity sums weight decay up; without one each step takes that whole.
+    # The optimizer's velocity accumulates weight decay; without a velocity, every step applies it
+    # in full.
     decay = float(f"{optim.weight_decay / (1 - optim.momentum):.6g}")
     return "sgd", {**values, **own, "decay": decay}
 
 
 def _filled(value: Json, values: JsonObject) -> Json:
-    """Return a value with the values of the config in place of texts that begin with $."""
+    """Return a value in which texts that begin with $ are replaced by values of the config."""
     if isinstance(value, dict):
         return {key: _filled(one, values) for key, one in value.items()}
     return values[value[1:]] if isinstance(value, str) and value.startswith("$") else value
 
 
 def check_sent(experiment: Experiment) -> None:
-    """Raise ConfigError where no gradient is sent."""
+    """Raise ConfigError if no gradient is sent."""
     layout = experiment.layout
     axis = layout.axis_of("batch")
     shape = layout.mesh.shape
@@ -96,7 +97,7 @@ def check_sent(experiment: Experiment) -> None:
 def sent_bytes(experiment: Experiment) -> float:
     """Return the bytes that a device sends in a step over the batch's axes, after any warm-up.
 
-    Read from the compiled program.
+    The bytes are read from the compiled program.
     """
     program, mesh = _without_warm_up(experiment.program), experiment.layout.mesh
     compiled = program.train.lower(program.state_shapes, program.batch).compile()
@@ -110,7 +111,7 @@ def sent_bytes(experiment: Experiment) -> float:
 
 
 def _without_warm_up(program: Program) -> Program:
-    """Stages of a codec are branches of one program, of which only the last one lasts."""
+    """Keep only the last stage of each codec, because earlier stages are temporary."""
     exchange = program.exchange
     if not isinstance(exchange, Compressed):
         return program

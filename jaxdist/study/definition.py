@@ -1,4 +1,4 @@
-"""Studies as data: what the YAML file of a study holds, and the studies installed with jaxdist."""
+"""Studies as data: the schema of a study's YAML file, and the studies that jaxdist ships."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jaxdist.errors import ConfigError, did_you_mean
 
 FOLDER = Path(__file__).with_name("studies")
 Settings = dict[str, Any]
-"""Values by dotted key, as `section.key`."""
+"""Values by dotted key, such as `section.key`."""
 Case = Literal["adamw", "sgd", "other"]
-"""Optimizers by what messages can be of: AdamW's momentum, SGD's, or that of none."""
+"""Optimizers by the value that messages can carry: AdamW's momentum, SGD's momentum, or none."""
 
 
 def _once(values: tuple[int, ...]) -> tuple[int, ...]:
-    """Sort values of which none is there twice."""
+    """Sort values, and refuse duplicates."""
     for value in values:
         if values.count(value) > 1:
             raise ValueError(f"{value} is given {values.count(value)} times: give it once")
@@ -30,24 +30,24 @@ def _once(values: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Study(Config):
-    """The part that all studies have."""
+    """The settings that all studies have."""
 
     config: FilePath
-    """The config that is trained; relative to the study's file."""
+    """Config to train, relative to the study's file."""
     set: Settings = Field(default_factory=dict)
     """Settings of every run, by dotted key."""
     seeds: Count = 3
-    """Runs for each number in the table."""
+    """Number of runs for each number in the table."""
 
 
 class VariantsStudy(_Study):
-    """Variants of one config, trained alike, and their held-out loss."""
+    """Variants of one config, compared by their held-out loss."""
 
     type: Literal["variants"] = "variants"
     of: str | None = None
-    """A set of variants that come along: compression."""
+    """Name of a shipped set of variants: compression."""
     variants: dict[str, Settings] = Field(default_factory=dict)
-    """Settings of each variant, by its name."""
+    """Settings of each variant, by name."""
 
 
 class Contender(Config):
@@ -56,41 +56,41 @@ class Contender(Config):
     section: Settings
     """The `optim` section, without learning rate and schedule."""
     start: PositiveFloat
-    """The learning rate that the search at the base batch begins with."""
+    """Initial learning rate of the search at the base batch size."""
 
 
 class BatchScalingStudy(_Study):
-    """Optimizers at growing batch sizes, by one rule and tuned."""
+    """Optimizers at growing batch sizes, with learning rates by a rule and tuned."""
 
     type: Literal["batch_scaling"] = "batch_scaling"
     batches: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_once)]
-    """Batch sizes; the smallest is where the rule begins."""
+    """Batch sizes; the rule starts from the smallest."""
     contenders: Annotated[dict[str, Contender], Field(min_length=1)]
-    """The optimizers, by name; those of `batch_scaling.yaml` by default."""
+    """Optimizers by name; by default those of `batch_scaling.yaml`."""
     epochs: float | None = None
-    """Length of every run; the config's by default."""
+    """Number of epochs of every run; by default the config's."""
     tune: bool = True
-    """Whether learning rates are searched for at every batch size, not at the smallest alone."""
+    """Whether the learning rate is tuned at every batch size, not only at the smallest."""
 
 
 class SetVariant(Config):
-    """A variant of a set that comes along."""
+    """A variant of a shipped set."""
 
     name: str
-    """The name of its row."""
+    """Name of its row in the table."""
     when: tuple[Case, ...] = ("adamw", "sgd", "other")
-    """The optimizers that it is for."""
+    """Optimizers that the variant applies to."""
     set: Settings
-    """Its settings by dotted key; texts that begin with $ stand for values of the config."""
+    """Settings by dotted key; texts that begin with $ are replaced by values of the config."""
 
 
 class SetFile(Config):
-    """A set of variants that comes along."""
+    """A shipped set of variants."""
 
     notes: dict[Case, str]
-    """How the set fits a config, by its optimizer."""
+    """Adaptation of the set to a config, by optimizer."""
     variants: tuple[SetVariant, ...]
-    """The first is the one that the others are compared with."""
+    """Variants; the first is the baseline."""
 
 
 _KINDS: Mapping[str, type[VariantsStudy | BatchScalingStudy]] = {
@@ -100,10 +100,10 @@ _KINDS: Mapping[str, type[VariantsStudy | BatchScalingStudy]] = {
 
 
 def read_study(path: Path, overrides: Sequence[str] = ()) -> VariantsStudy | BatchScalingStudy:
-    """Read the file of a study; what a batch-scaling study leaves out is that of the shipped one.
+    """Read the file of a study; a batch-scaling study inherits settings from the shipped file.
 
     Raises:
-      ConfigError: no such file, or values that no study has.
+      ConfigError: the file does not exist, or has invalid settings.
     """
     document = read(path, overrides)
     kind = document.values.get("type", "variants")
@@ -125,5 +125,5 @@ def contenders() -> Mapping[str, Contender]:
 
 @cache
 def variant_set(name: str) -> SetFile:
-    """Return a set of variants that comes along."""
+    """Return a shipped set of variants."""
     return validate(read(FOLDER / f"{name}.yaml"), SetFile)

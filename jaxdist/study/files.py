@@ -1,4 +1,4 @@
-"""The settings of studies without a run, and the places that studies write to."""
+"""Settings of studies from the command line, and the output files of studies."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ C = TypeVar("C", bound=Config)
 
 
 def read_settings(settings: Sequence[str], kind: type[C]) -> C:
-    """Settings as a command line gives them: a YAML file, if the first has no `=`; `key=value` ...
+    """Read settings from the command line: an optional YAML file, then `key=value` texts.
 
     Raises:
-      ConfigError: settings that there are not.
+      ConfigError: a setting does not exist, or has an invalid value.
     """
     path = Path(settings[0]) if settings and "=" not in settings[0] else None
     return validate(read(path, settings[path is not None :]), kind)
 
 
 def journal_path(path: Path, name: str, json_file: Path | None, plot: Path | None) -> Path:
-    """Return where the runs of a study of a config are kept: beside its output, or in runs/."""
+    """Return the file that stores a study's runs: next to its output, or in runs/."""
     if json_file is not None:
         return json_file.with_suffix(".runs.jsonl")
     return (plot or Path("runs")) / f"{path.stem}-{name}.runs.jsonl"
 
 
 def check_writable(plot: Path | None, json_file: Path | None) -> None:
-    """Check the places of the output before the first run, not after the last.
+    """Check that the output can be written, before the first run rather than after the last.
 
     Raises:
-      RunError: a folder of the output cannot be written.
+      RunError: a directory of the output cannot be written.
     """
     for folder in {plot, json_file.parent if json_file else None} - {None}:
         assert folder is not None

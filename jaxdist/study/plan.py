@@ -1,4 +1,4 @@
-"""The runs of a batch-scaling study, and the means over them."""
+"""The schedule of a batch-scaling study's runs, and the means over them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from jaxdist.study.trial import Trial, TrialOutcome
 
 RULE = "lamb"
 LARGEST_WARMUP = 0.2
-"""Share of the run that warms up at the largest batch, as in LAMB's table for BERT."""
+"""Fraction of the run that warms up at the largest batch, as in LAMB's table for BERT."""
 TUNING_SEEDS = 3
 FACTOR, EXTENSIONS = 2.0, 8
-"""Between learning rates that are tried; how often a search may go beyond its first three."""
+"""Ratio of successive learning rates, and the number of times a search may go beyond its first
+three."""
 Runner = Callable[[Trial], TrialOutcome[Trial]]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """A study: every optimizer at every batch size, for the same number of epochs.
+    """A plan of every optimizer at every batch size, for the same number of epochs.
 
     Attributes:
-      optimizers: by name.
-      steps: ascending batch size to optimizer steps; the first is the base.
-      seeds: of the runs that are reported.
-      tuning_seeds: of the runs that choose learning rates, none of them in `seeds`.
-      tune: search for a learning rate at every batch size, not at the base alone.
+      optimizers: optimizers by name.
+      steps: number of optimizer steps by batch size, ascending; the first batch size is the base.
+      seeds: seeds of the reported runs.
+      tuning_seeds: seeds of the runs that choose learning rates, disjoint from `seeds`.
+      tune: whether the learning rate is tuned at every batch size, not only at the base.
     """
 
     optimizers: Mapping[str, Contender]
@@ -44,16 +45,16 @@ class StudyPlan:
 
     @property
     def base(self) -> int:
-        """The batch size that the rule begins from."""
+        """The batch size from which the rule scales."""
         return min(self.steps)
 
     @property
     def warmup_fraction(self) -> float:
-        """Share of the run that warms up at the base batch."""
+        """Fraction of the run that warms up at the base batch."""
         return LARGEST_WARMUP * self.base / max(self.steps)
 
     def scaled(self, learning_rate: float, batch_size: int) -> tuple[float, int]:
-        """Return a learning rate of the base batch at another batch, and the steps of warm-up."""
+        """Scale a learning rate from the base batch to another; return it and the warm-up steps."""
         rule = ScaleFromConfig(
             batch_size=self.base,
             learning_rate=learning_rate,
@@ -66,10 +67,10 @@ class StudyPlan:
 
 @dataclass(frozen=True)
 class StudyCell:
-    """The result of an optimizer at a batch size: one run a seed, all else equal.
+    """The result of an optimizer at a batch size, with one run per seed.
 
     Attributes:
-      tuned: its learning rate was searched for at this batch size, not given by the rule.
+      tuned: whether its learning rate was tuned at this batch size, rather than scaled by the rule.
     """
 
     optimizer: str
@@ -89,19 +90,19 @@ class StudyCell:
 
     @property
     def values(self) -> list[float]:
-        """The metric of each run; NaN for all when one diverged."""
+        """The metric of each run; all NaN if any run diverged."""
         if self.diverged:
             return [math.nan] * len(self.outcomes)
         return [outcome.metrics[outcome.metric] for outcome in self.outcomes]
 
     @property
     def mean(self) -> float:
-        """Mean metric; NaN when a run diverged."""
+        """Mean of the metric; NaN if any run diverged."""
         return statistics.fmean(self.values)
 
     @property
     def spread(self) -> float:
-        """Sample standard deviation of the metric; NaN of one run, or when one diverged."""
+        """Sample standard deviation of the metric; NaN for a single run, or if any run diverged."""
         if self.diverged or len(self.outcomes) < 2:
             return math.nan
         return statistics.stdev(self.values)
@@ -111,7 +112,7 @@ def parse_batches(text: str) -> tuple[int, ...]:
     """Return batch sizes, ascending.
 
     Raises:
-      ConfigError: none, not whole numbers from 1 on, or one twice.
+      ConfigError: there is no size, a duplicate, or a size that is not a whole number from 1 on.
 
     >>> parse_batches("256, 64")
     (64, 256)
@@ -135,7 +136,7 @@ def parse_optimizers(text: str) -> dict[str, Contender]:
     """Return the shipped optimizers of these names.
 
     Raises:
-      ConfigError: no name, one that does not exist, or one twice.
+      ConfigError: there is no name, an unknown name, or a duplicate.
     """
     names, known = [name.strip() for name in text.split(",") if name.strip()], contenders()
     if not names:
@@ -151,10 +152,10 @@ def parse_optimizers(text: str) -> dict[str, Contender]:
 
 
 def run_plan(plan: StudyPlan, run: Runner) -> Iterator[tuple[StudyCell, ...]]:
-    """Yield all cells, those of one optimizer and batch size at a time: by the rule, then tuned.
+    """Yield the cells of one optimizer and batch size at a time: by the rule, then tuned.
 
-    The rule's reference is the best learning rate at the base batch. Where a batch is tuned, the
-    search there begins at the rule's rate.
+    The rule scales the best learning rate at the base batch. At other batch sizes, the search
+    starts from the scaled rate.
     """
     references: dict[str, float] = {}
     for batch_size in plan.steps:
@@ -198,10 +199,11 @@ def rounded(learning_rate: float) -> float:
 
 
 def search(start: float, run: Callable[[float], T], score: Callable[[T], tuple[float, ...]]) -> T:
-    """Return the result of the best of `start` x 1/2, 1, 2.
+    """Return the result of the best rate among `start` x 1/2, 1 and 2, or beyond.
 
-    While the best is the smallest or the largest, one more beyond it is tried, up to 8 of them, so
-    that the best one lies inside what was tried. Of equally good ones the smallest rate wins.
+    While the best rate is the smallest or the largest so far, a further rate beyond it is tried, up
+    to 8 times, so that the best rate ends inside the tried range. Among equally good rates, the
+    smallest wins.
 
     >>> search(1.0, lambda rate: rate, lambda rate: (-abs(rate - 16.0),))
     16.0

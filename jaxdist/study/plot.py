@@ -1,4 +1,4 @@
-"""The metric over the batch size, as a picture."""
+"""A plot of the metric over the batch size."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ NAME = "batch_scaling"
 def plot_batch_scaling(
     cells: Sequence[StudyCell], directory: str | os.PathLike[str], *, title: str
 ) -> list[Path]:
-    """Draw mean and range over the batch size, as `jaxdist.metrics.figure.save` writes it.
+    """Draw the mean and range by batch size, in files as `jaxdist.metrics.figure.save` writes them.
 
     Args:
-      cells: of one study.
-      title: what stands above the axes.
+      cells: cells of one study.
+      title: title of the figure.
     """
     return save(batch_scaling_figure(cells, title=title), directory, NAME, what="the study")
 
 
 def batch_scaling_figure(cells: Sequence[StudyCell], *, title: str) -> Figure:
-    """The figure that `plot_batch_scaling` writes, for a notebook or another format."""
+    """Return the figure that `plot_batch_scaling` writes, for a notebook or another format."""
     panels = sorted({cell.tuned for cell in cells})
     figure = new_figure(_SIZE_INCHES)
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
@@ -56,13 +56,13 @@ def batch_scaling_figure(cells: Sequence[StudyCell], *, title: str) -> Figure:
 
 
 def _heights(cells: Sequence[StudyCell]) -> np.ndarray:
-    """`[cells, runs]`: losses, or errors in percent."""
+    """Return losses, or errors in percent, as `[cells, runs]`."""
     values = np.array([cell.values for cell in cells])
     return 100 * (1 - values) if metric_of(cells) == "accuracy" else values
 
 
 def _show_accuracy(axes: Axes, errors: np.ndarray) -> None:
-    """Errors on a logarithmic scale, upside down, read as accuracies: 98 and 99% lie far apart."""
+    """Show errors on an inverted log scale labelled with accuracies, to tell 98% from 99%."""
     axes.set_yscale("log", nonpositive="clip")
     known = errors[errors > 0]
     low, high = (known.min(), known.max()) if known.size else (1, 10)
@@ -76,7 +76,7 @@ def _show_accuracy(axes: Axes, errors: np.ndarray) -> None:
 def _draw(axes: Axes, cells: Sequence[StudyCell]) -> None:
     rows = by_row(cells)
     for index, ((name, _), row) in enumerate(rows.items()):
-        # Side by side by a few percent, so that bars of equal height do not hide each other.
+        # Offset by a few percent, so that bars of equal height do not hide each other.
         aside = 1.03 ** (index - (len(rows) - 1) / 2)
         sizes = aside * np.array([cell.batch_size for cell in row], float)
         heights = _heights(row)

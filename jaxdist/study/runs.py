@@ -1,4 +1,4 @@
-"""The runs of a study, each made once: what an earlier, interrupted study finished is found."""
+"""The runs of a study, each made once; the results of an interrupted study are reused."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jaxdist.types import JsonObject
 
 
 class Runs(Generic[TrialT]):
-    """Runs trials that neither this study nor its journal has an outcome of.
+    """A function that runs a trial, unless this study or its journal already has the outcome.
 
     Args:
-      trainer: runs one.
-      journal: of finished runs.
-      watch: is told what runs, and for how long.
+      trainer: trainer that runs a trial.
+      journal: journal of finished runs.
+      watch: display that shows the current trial and the remaining time.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Runs(Generic[TrialT]):
 
     @property
     def outcomes(self) -> tuple[TrialOutcome[TrialT], ...]:
-        """The outcomes of all trials so far, in the order that they were first asked for."""
+        """The outcomes of all trials so far, in the order of their first use."""
         return tuple(self._found.values())
 
 
@@ -60,10 +60,10 @@ def runs_of(
     sizes: Iterable[int],
     console: Console,
 ) -> Iterator[Runs[TrialT]]:
-    """Make the runs of a study; an interruption says where they are kept.
+    """Create the runs of a study; an interruption prints where they are stored.
 
     Args:
-      sizes: of the parts to come, as `Watch` takes them.
+      sizes: sizes of the remaining parts, in the form that `Watch` takes.
     """
     compilation_cache.enable(cache_directory() / "compiled")
     with Watch(sizes, console) as watch:
@@ -80,10 +80,10 @@ def runs_of(
 
 
 class Done(Protocol):
-    """A study that is done."""
+    """The results of a study."""
 
     def text(self) -> str:
-        """Return the caption, the table and what follows from it."""
+        """Return the caption, the table and the conclusions."""
         ...
 
     def as_json(self) -> JsonObject:
@@ -92,7 +92,7 @@ class Done(Protocol):
 
 
 def publish(done: Done, json_file: Path | None, console: Console) -> None:
-    """Print what a study found, and write it.
+    """Print and write the results of a study.
 
     Raises:
       RunError: the file cannot be written.

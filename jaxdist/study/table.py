@@ -9,15 +9,14 @@ from jaxdist.metrics import columns
 from jaxdist.study.plan import StudyCell
 
 MARGIN = 0.01
-"""A batch size holds up if it is at most so much worse than the best at the base batch.
+"""Largest acceptable loss of quality, compared with the best result at the base batch.
 
-One point of accuracy, or 1% of a loss.
-"""
+0.01 means one point of accuracy, or 1% of a loss."""
 CellRows = Mapping[tuple[str, bool], Sequence[StudyCell]]
 
 
 def by_row(cells: Iterable[StudyCell]) -> CellRows:
-    """Return cells by optimizer and tuned, untuned first, each row by ascending batch size."""
+    """Return cells by optimizer and tuning, untuned first, each row by ascending batch size."""
     rows: dict[tuple[str, bool], list[StudyCell]] = {}
     for cell in sorted(cells, key=lambda cell: (cell.tuned, cell.batch_size)):
         rows.setdefault((cell.optimizer, cell.tuned), []).append(cell)
@@ -30,9 +29,9 @@ def metric_of(cells: Sequence[StudyCell]) -> str:
 
 
 def markdown(cells: Sequence[StudyCell]) -> str:
-    """Return mean and spread by batch size; a row for each optimizer and way to a learning rate.
+    """Return a table by batch size, with a row for each optimizer and source of learning rates.
 
-    The spread is the sample standard deviation over the seeds.
+    Cells are the mean and the sample standard deviation over the seeds.
     """
     rows = by_row(cells)
     batches = [str(cell.batch_size) for cell in next(iter(rows.values()))]
@@ -53,10 +52,10 @@ def shown(cell: StudyCell) -> str:
 
 
 def verdict(cells: Sequence[StudyCell]) -> list[str]:
-    """Say up to which batch each optimizer holds up; nothing beyond the table.
+    """Return sentences on the largest batch at which each optimizer keeps its quality.
 
-    A row holds up to a batch when there, and at every smaller one, its mean is at most `MARGIN`
-    worse than the best mean of any row at the base batch.
+    A row keeps its quality up to a batch if its mean there, and at every smaller batch, is at most
+    `MARGIN` worse than the best mean of any row at the base batch.
     """
     rows = by_row(cells)
     at_base = [row[0] for row in rows.values() if not row[0].diverged]

@@ -1,4 +1,4 @@
-"""Training of one trial after another; a program is compiled once for all of its learning rates."""
+"""Training of one trial after another, with one compiled program for all learning rates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NOT_OURS = {"run", "checkpoint", "eval"}
 
 @dataclass(frozen=True)
 class Built:
-    """An experiment with its learning rate in the state, and the state that its runs begin with."""
+    """An experiment whose learning rate is part of the state, and the initial state of its runs."""
 
     experiment: Experiment
     program: Program
@@ -40,10 +40,10 @@ class Built:
 
 
 def adjustable(optimizer: Optimizer) -> Optimizer:
-    """Return the same optimizer, its updates times a number in its state, 1 at first.
+    """Return an optimizer whose updates are multiplied by a factor in its state, initially 1.
 
-    Where updates are proportional to the learning rate, that number is one: a program compiled
-    for a rate of 1 serves every other.
+    If updates are proportional to the learning rate, the factor replaces it: a program compiled for
+    a rate of 1 serves every other rate.
     """
     factor = optax.inject_hyperparams(optax.scale)(step_size=1.0)
     chained = optax.chain(optimizer.transform, factor)
@@ -56,7 +56,7 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
 
 
 def at_rate(start: TrainState, learning_rate: float) -> TrainState:
-    """Return a copy of the state of an `adjustable` optimizer, with its number set."""
+    """Return a copy of the state of an `adjustable` optimizer, with another factor."""
     copied = jax.tree.map(jnp.copy, start)
     old = optax.tree.get(copied.opt_state, "step_size")
     value = jax.device_put(jnp.asarray(learning_rate, old.dtype), old.sharding)
@@ -64,10 +64,10 @@ def at_rate(start: TrainState, learning_rate: float) -> TrainState:
 
 
 class ConfigTrainer(ABC, Generic[TrialT]):
-    """Runs trials of one config, each with settings of its own on top.
+    """A trainer of trials of one config, each with its own settings.
 
     Args:
-      path: the config.
+      path: path of the config.
       overrides: settings of all trials.
     """
 
@@ -76,17 +76,17 @@ class ConfigTrainer(ABC, Generic[TrialT]):
 
     @abstractmethod
     def settings(self, trial: TrialT) -> Sequence[str]:
-        """Return the settings of a trial, its seed among them."""
+        """Return the settings of a trial, including its seed."""
 
     def __call__(self, trial: TrialT) -> TrialOutcome[TrialT]:
-        """Train and evaluate on the whole held-out split; nothing is written."""
+        """Train a trial and evaluate it on the whole held-out split, without output files."""
         begun = time.perf_counter()
         experiment = self.experiment(trial)
         program = experiment.program
         return finish(trial, experiment, program, program.init(), begun=begun)
 
     def identity(self, trial: TrialT) -> str:
-        """Return a name that is the same for two trials that must come out the same."""
+        """Return a key that is equal for two trials with the same result."""
         _, config = self._load(trial)
         return identity(config.model_dump(mode="json", exclude=_NOT_OURS))
 
@@ -100,10 +100,10 @@ class ConfigTrainer(ABC, Generic[TrialT]):
 
 
 class Trainer(ConfigTrainer[Trial]):
-    """Runs trials whose optimizer, batch size and learning rate differ.
+    """A trainer of trials that differ in optimizer, batch size and learning rate.
 
     Args:
-      optimizers: by the name that trials have.
+      optimizers: optimizers by the names that trials use.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Trainer(ConfigTrainer[Trial]):
         self._built = lru_cache(maxsize=8)(self._build)
 
     def __call__(self, trial: Trial) -> TrialOutcome[Trial]:
-        """Train and evaluate on the whole held-out split; nothing is written."""
+        """Train a trial and evaluate it on the whole held-out split, without output files."""
         begun = time.perf_counter()
         built = self._built(replace(trial, learning_rate=1.0))
         start = at_rate(built.start, trial.learning_rate)
@@ -137,10 +137,11 @@ class Trainer(ConfigTrainer[Trial]):
         )
 
     def check(self, trials: Sequence[Trial]) -> list[Experiment]:
-        """Build the trials' experiments, before the first one is trained.
+        """Build the experiments of trials before the first trial is trained.
 
         Raises:
-          JaxdistError: one of them cannot be built: the batch does not divide over the mesh, ...
+          JaxdistError: an experiment cannot be built, for example because the batch does not divide
+            over the mesh.
           ConfigError: a batch is larger than the training split, or changes within a run.
           DataError: the data has no held-out split.
         """
@@ -163,10 +164,10 @@ class Trainer(ConfigTrainer[Trial]):
 
 
 def check_comparable(experiment: Experiment, path: Path) -> None:
-    """Check that a run is nothing but steps of one program, which a held-out split judges.
+    """Check that a run consists of steps of one program, and has a held-out split.
 
     Raises:
-      ConfigError: its batch changes within a run, or more than steps change its weights.
+      ConfigError: the batch changes within a run, or weights change between steps.
       DataError: the data has no held-out split.
     """
     if len(experiment.stages) > 1:
@@ -191,11 +192,11 @@ def check_comparable(experiment: Experiment, path: Path) -> None:
 def finish(
     trial: TrialT, experiment: Experiment, program: Program, state: TrainState, *, begun: float
 ) -> TrialOutcome[TrialT]:
-    """Train from a state on, and evaluate on the whole held-out split; nothing is written.
+    """Train from a state and evaluate on the whole held-out split, without output files.
 
     Args:
-      state: is donated.
-      begun: when the trial was, by `time.perf_counter`.
+      state: initial state, which is donated.
+      begun: start time of the trial, by `time.perf_counter`.
     """
     state, diverged = train(experiment, program, state)
     assert experiment.heldout is not None, "checked before the first trial"
@@ -207,12 +208,12 @@ def finish(
 
 
 def train(experiment: Experiment, program: Program, state: TrainState) -> tuple[TrainState, bool]:
-    """Return the last state, and whether a loss was not finite, which ends the run."""
+    """Train and return the last state, and whether a loss that is not finite ended the run."""
     previous = None
     with experiment.loader.batches() as batches:
         for _ in range(experiment.total_steps):
             state, values = program.train(state, next(batches))
-            # Looking at the step before keeps one in flight; the loss comes first.
+            # Only the previous step's loss is read, so that a step is always in flight.
             if previous is not None and _diverged(program, previous):
                 return state, True
             previous = values
@@ -220,6 +221,6 @@ def train(experiment: Experiment, program: Program, state: TrainState) -> tuple[
 
 
 def _diverged(program: Program, values: jax.Array) -> bool:
-    """Return whether the loss of a step is not finite, unless the step was skipped for that."""
+    """Return whether a step's loss is not finite, unless the optimizer skipped that step."""
     found = dict(zip(program.metrics, np.asarray(values).tolist(), strict=True))
     return not np.isfinite(found["loss"]) and not found.get("skipped_in_a_row")

@@ -1,4 +1,4 @@
-"""One run of a study, what came of it, and the file that remembers it."""
+"""A run of a study, its outcome, and the journal that stores outcomes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jaxdist.types import Json, JsonObject
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a study, by what differs; everything else comes from its config.
+    """The varying settings of a run; the others come from the study's config.
 
     Attributes:
-      learning_rate: the peak, after `warmup_steps` steps.
+      learning_rate: peak of the learning rate, reached after `warmup_steps` steps.
     """
 
     optimizer: str
@@ -35,7 +35,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class VariantTrial:
-    """One run of a comparison: the name of its settings, and the seed."""
+    """A run of a comparison: the name of its variant, and the seed."""
 
     variant: str
     seed: int
@@ -49,13 +49,13 @@ TrialT = TypeVar("TrialT", Trial, VariantTrial)
 
 @dataclass(frozen=True)
 class TrialOutcome(Generic[TrialT]):
-    """A trial that has run.
+    """The outcome of a trial.
 
     Attributes:
-      steps: optimizer steps that it was to take.
-      metrics: means over the held-out split, "loss" among them; NaN where it diverged.
-      diverged: its loss was not finite at some step; no more were taken.
-      seconds: wall time, compilation included.
+      steps: number of planned optimizer steps.
+      metrics: means over the held-out split, including "loss"; NaN if the run diverged.
+      diverged: whether the loss was not finite at some step, which ends the run.
+      seconds: wall time, including compilation.
     """
 
     trial: TrialT
@@ -66,45 +66,45 @@ class TrialOutcome(Generic[TrialT]):
 
     @property
     def metric(self) -> str:
-        """The metric of the outcome: "accuracy" where the loss reports one, else "loss"."""
+        """Name of the judging metric: "accuracy" if the loss reports it, otherwise "loss"."""
         return "accuracy" if "accuracy" in self.metrics else "loss"
 
     @property
     def score(self) -> tuple[float, ...]:
-        """Larger is better: accuracy, and the loss where that is the same."""
+        """Score of which larger is better: accuracy, then the loss to break ties."""
         if self.diverged:
             return (-math.inf, -math.inf)
         loss = self.metrics["loss"]
         return (self.metrics.get("accuracy", -loss), -loss)
 
     def as_json(self) -> JsonObject:
-        """Plain data; numbers that are not finite become null."""
+        """Return plain data; numbers that are not finite become null."""
         metrics = {k: v if math.isfinite(v) else None for k, v in self.metrics.items()}
         rest = {"steps": self.steps, "diverged": self.diverged, "seconds": self.seconds}
         return {**asdict(self.trial), **rest, "metrics": metrics}
 
 
 def outcome_from_json(kind: type[TrialT], record: Mapping[str, Json]) -> TrialOutcome[TrialT]:
-    """Return the outcome that `TrialOutcome.as_json` wrote."""
+    """Return the outcome from the JSON that `TrialOutcome.as_json` wrote."""
     metrics = {k: math.nan if v is None else v for k, v in record["metrics"].items()}
     trial = kind(**{name: record[name] for name in kind.__dataclass_fields__})
     return TrialOutcome(trial, record["steps"], metrics, record["diverged"], record["seconds"])
 
 
 def identity(settings: Mapping[str, Json]) -> str:
-    """Return a name that is the same for the same settings: 16 hexadecimal digits of their hash."""
+    """Return a key of settings: 16 hexadecimal digits of their hash."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Journal(Generic[TrialT]):
-    """Outcomes by identity, one JSON line each, so that an interrupted study goes on.
+    """Outcomes by key, one JSON line each, so that an interrupted study can continue.
 
-    Each line is flushed as it is written: a killed study loses at most the run it was in.
+    Each line is flushed, so that a killed study loses at most its current run.
 
     Args:
-      path: the file; made, with its folder, when missing.
-      kind: of its trials.
+      path: path of the file, which is created with its directory if missing.
+      kind: class of its trials.
 
     Raises:
       RunError: the file cannot be written, or a line before the last is not an outcome.
@@ -120,19 +120,19 @@ class Journal(Generic[TrialT]):
         except OSError as error:
             raise _unwritable(path, error) from error
         lines = content.split(b"\n")
-        # What follows the last line end is nothing, or torn by a kill.
+        # The rest after the last newline is empty, or a line that was cut off by a kill.
         self._found = dict(self._parse(n, line) for n, line in enumerate(lines[:-1], start=1))
         self._repair(len(content) - len(lines[-1]))
 
     def get(self, key: str) -> TrialOutcome[TrialT] | None:
-        """Return the outcome of a run that was finished before."""
+        """Return the outcome of a run that was finished before, or None."""
         return self._found.get(key)
 
     def add(self, key: str, outcome: TrialOutcome[TrialT]) -> None:
-        """Remember a finished run.
+        """Store a finished run.
 
         Raises:
-          RunError: the disk refuses the line.
+          RunError: the line cannot be written.
         """
         self._found[key] = outcome
         try:
@@ -142,7 +142,7 @@ class Journal(Generic[TrialT]):
             raise _unwritable(self.path, error) from error
 
     def _repair(self, whole_bytes: int) -> None:
-        """Cut a torn last line off, so that the next one begins on a line of its own."""
+        """Remove an incomplete last line, so that the next entry starts on a new line."""
         with self.path.open("r+b") as file:
             file.truncate(whole_bytes)
 

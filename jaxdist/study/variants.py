@@ -1,4 +1,4 @@
-"""The settings that are compared, each a name and overrides of one config."""
+"""Variants of a config, each a name and overrides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.types import Json
 
 LONGEST_NAME = 20
-"""Letters, so that the table is no wider than 80."""
+"""Number of characters, so that the table is at most 80 wide."""
 _OPENING, _CLOSING = "{[", "}]"
 
 
@@ -20,7 +20,7 @@ class Variant:
     """Settings on top of the config that all variants share.
 
     Attributes:
-      name: of its row in the table.
+      name: name of its row in the table.
       overrides: `section.key=value`, as on the command line.
     """
 
@@ -29,7 +29,7 @@ class Variant:
 
 
 def overrides_of(settings: Mapping[str, Json]) -> tuple[str, ...]:
-    """Return settings by dotted key as overrides of the command line.
+    """Return settings by dotted key as command-line overrides.
 
     >>> overrides_of({"optim.b1": 0, "optim.type": "sgd", "mesh": {"data": 2}})
     ('optim.b1=0', 'optim.type=sgd', 'mesh={"data": 2}')
@@ -38,17 +38,17 @@ def overrides_of(settings: Mapping[str, Json]) -> tuple[str, ...]:
 
 
 AS_GIVEN = Variant("as given")
-"""The config itself."""
+"""The config without overrides."""
 
 
 def parse_variants(texts: Sequence[str], *, taken: Sequence[str]) -> tuple[Variant, ...]:
-    """Return the variants of the command line, each `NAME=key=value key2=value2`.
+    """Parse variants from the command line, each `NAME=key=value key2=value2`.
 
     Args:
-      taken: names that are given already.
+      taken: names that are already in use.
 
     Raises:
-      ConfigError: no name, no setting, or a name that is too long or taken.
+      ConfigError: there is no name or no setting, or the name is too long or in use.
 
     >>> parse_variants(["half=optim.learning_rate=1e-3 optim.schedule={type: linear}"], taken=[])
     (Variant(name='half', overrides=('optim.learning_rate=1e-3', 'optim.schedule={type: linear}')),)
@@ -69,13 +69,13 @@ def parse_variants(texts: Sequence[str], *, taken: Sequence[str]) -> tuple[Varia
 def named(
     pairs: Iterable[tuple[str, tuple[str, ...]]], *, taken: Sequence[str], what: str = "--variant"
 ) -> tuple[Variant, ...]:
-    """Return variants by name and overrides.
+    """Create variants from names and overrides.
 
     Args:
-      what: names where a variant was given, for the message.
+      what: source of the variants, for error messages.
 
     Raises:
-      ConfigError: a name that is too long or taken.
+      ConfigError: a name is too long or in use.
     """
     found: list[Variant] = []
     for name, overrides in pairs:
@@ -91,7 +91,7 @@ def named(
 
 
 def split_overrides(text: str) -> tuple[str, ...]:
-    """Split settings at spaces, but for those inside brackets and before a word without `=`.
+    """Split settings at spaces, except inside brackets and before a word without `=`.
 
     >>> split_overrides("a.b={c: 1, d: x=2} e=two words")
     ('a.b={c: 1, d: x=2}', 'e=two words')

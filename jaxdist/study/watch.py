@@ -1,4 +1,4 @@
-"""The progress of a study: a bar in a terminal, a line for each part anywhere."""
+"""The progress of a study: a bar in a terminal, and a line for each finished part."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jaxdist.metrics.rates import format_duration
 
 
 class Watch:
-    """Shows what runs and how long the rest may take; a context manager.
+    """A display of the current trial and the remaining time, used as a context manager.
 
     Args:
-      sizes: of each part to come, in their order; parts of near sizes take about equally long.
-      console: where to print.
+      sizes: sizes of the parts, in order; parts of similar size take about equally long.
+      console: console for the output.
     """
 
     def __init__(self, sizes: Iterable[int], console: Console) -> None:
@@ -31,15 +31,15 @@ class Watch:
         self._task = self._bar.add_task("", total=len(self._left), left="")
 
     def begin(self, trial: str) -> None:
-        """Show that a trial begins."""
+        """Show that a trial starts."""
         self._bar.update(self._task, description=trial)
 
     def took(self, seconds: float) -> None:
-        """Record the time of a trial of the current part, run now or before an interruption."""
+        """Add the time of a trial in the current part, whether it ran now or earlier."""
         self._spent += seconds
 
     def done(self, found: str) -> None:
-        """Show that the current part is done, and its result."""
+        """Show that the current part is finished, with its result."""
         size = self._left.pop(0)
         self._seconds.setdefault(size, []).append(self._spent)
         self._spent = 0.0
@@ -48,7 +48,7 @@ class Watch:
         self._bar.update(self._task, advance=1, left=left)
 
     def seconds_left(self) -> float:
-        """Return the seconds of the parts to come, each as one of the nearest size so far."""
+        """Estimate the seconds of the remaining parts from finished parts of the nearest size."""
         total = 0.0
         for size in self._left:
             known = self._seconds[min(self._seconds, key=lambda seen: abs(seen - size))]

@@ -1,1 +1,1 @@
-"""What a run prints: at its beginning, at its end, and afterwards."""
+"""Reports of a run: at its start, at its end, and afterwards."""

@@ -1,4 +1,4 @@
-"""What differs between two resolved configurations."""
+"""Differences between two resolved configurations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from jaxdist.types import JsonObject
 
 
 def changes(before: JsonObject, after: str) -> list[str]:
-    """Return lines `path: old -> new` for each value that differs.
+    """Return a line `path: old -> new` for each value that differs.
 
     Args:
-      before: values as a file of an earlier time had them.
-      after: YAML of values that are resolved now.
+      before: values of the older config.
+      after: YAML text of the newer, resolved config.
 
     >>> changes({"a": {"b": 1, "c": 2}}, "a: {b: 1, c: 3}")
     ['a.c: 2 -> 3']

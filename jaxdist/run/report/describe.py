@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step."""
+"""The output of a run before its first step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxdist.trees import tree_size
 
 
 def efficiency_of(experiment: Experiment) -> Efficiency | None:
-    """What MFU is measured by; None on CPU, and where the peak in the model's dtype is unknown."""
+    """Return the measure of MFU; None on CPU, and if the peak in the model's dtype is unknown."""
     device, config = experiment.layout.mesh.local_devices[0], experiment.config
     known = find_device(device.device_kind) if device.platform != "cpu" else None
     dtype = getattr(config.model, "compute_dtype", "float32")
@@ -35,10 +35,10 @@ def efficiency_of(experiment: Experiment) -> Efficiency | None:
 
 
 def tally_of(experiment: Experiment, document: Document, account: Account) -> Tally | str:
-    """What counts the energy of a run from now on, or why nothing does; on process 0 alone.
+    """Return a tally of a run's energy from now on, on process 0, or the reason that there is none.
 
     Raises:
-      ConfigError: the meter that the config asks for cannot be had.
+      ConfigError: the meter in the config is not available.
     """
     if jax.process_index() != 0:
         return "process 0 measures"
@@ -64,7 +64,7 @@ def tally_of(experiment: Experiment, document: Document, account: Account) -> Ta
 def describe(
     experiment: Experiment, directory: RunDirectory, tally: Tally | str, console: Console
 ) -> None:
-    """Say what is trained on what, what was derived, and how energy is measured, if it is."""
+    """Print a description of the run: data, model, derived settings, mesh and energy meter."""
     program, config = experiment.program, experiment.config
     devices = experiment.layout.mesh.devices
     shape = ", ".join(f"{axis}: {size}" for axis, size in experiment.layout.mesh.shape.items())

@@ -1,4 +1,4 @@
-"""What a run says when it has ended."""
+"""The output of a run at its end."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def tell_end(
     seconds: float,
     stopped_by: str | None,
 ) -> None:
-    """Say that a run was stopped after `step`, or is done; of one that is done draw the curve.
+    """Print that a run is complete or was stopped after `step`; draw the curve of a complete run.
 
     Args:
       heldout: means of the last evaluation.
-      seconds: how long it has run.
-      stopped_by: what has stopped it before its last step.
+      seconds: duration of the run.
+      stopped_by: the reason that the run stopped before its last step, or None.
     """
     if stopped_by is not None:
         console.print(
@@ -49,11 +49,11 @@ def tell_end(
 
 
 def going_on(config: ExperimentConfig, directory: RunDirectory) -> str:
-    """Say how a run that was stopped goes on."""
+    """Return the instruction to continue a run that was stopped."""
     if config.checkpoint.parts is not None:
         return "of a part of the state, which another run can begin with (checkpoint.begin_with)"
     identity = directory.identity
     numbered = identity is not None and identity.asked not in (None, directory.path.name)
-    # Beside others of its name --resume alone would not know which run is meant.
+    # With several runs of this name, --resume alone would not identify this run.
     which = f" run.directory={directory.path}" if numbered else ""
     return f"continue with the same command and --resume{which}"

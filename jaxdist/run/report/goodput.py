@@ -1,4 +1,4 @@
-"""`jaxdist report`: where the time of a run went, from its directory alone."""
+"""`jaxdist report`: the use of a run's time, read only from its directory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _IDLE = re.compile(r"worker_\d+_idle_share")
 
 
 def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goodput:
-    """Print where the time of a run went, and write it; the run may still go on, or be dead.
+    """Print and write the use of a run's time, whether the run is in progress or not.
 
-    All lives of a run that was resumed are joined: what a life did after the checkpoint that the
-    next went on from is lost work, and from its last record to the next start the run was idle. Of
-    a run of several processes it is the time of process 0.
+    All lives of a resumed run are joined. Steps after the checkpoint from which the next life
+    continued are lost work, and the run was idle from the last record of a life to the next start.
+    For several processes, the time is that of process 0.
 
     Raises:
-      RunError: there is no run in the directory, or none that wrote down its time.
+      RunError: there is no run in the directory, or it has no records of time.
     """
     directory = RunDirectory(run)
     if not directory.occupied:
@@ -65,7 +65,7 @@ def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goo
 
 
 def print_goodput(records: Sequence[JsonObject], console: Console) -> None:
-    """Where the time of a run went, if its records tell."""
+    """Print the use of a run's time, if its records contain it."""
     found = joined(records)
     if found is not None:
         _print(found, records, console)
@@ -90,7 +90,7 @@ def _print(found: Goodput, records: Sequence[JsonObject], console: Console) -> N
 
 
 def slow_lines(events: Sequence[JsonObject]) -> Iterator[str]:
-    """Lines on the processes that were slow, of an agent's journal."""
+    """Yield lines about slow processes, from the journal of an agent."""
     for event in events:
         if event["event"] == "slow":
             given = event["process"], event["ratio"], event["why"], event["step"]
@@ -99,7 +99,7 @@ def slow_lines(events: Sequence[JsonObject]) -> Iterator[str]:
 
 
 def uncopied_lines(events: Sequence[JsonObject]) -> Iterator[str]:
-    """Lines on the hosts that made no copies of another's snapshots, of the agents' journal."""
+    """Yield lines about hosts that did not replicate another's snapshots, from the journal."""
     for at, event in enumerate(events):
         if event["event"] != "uncopied":
             continue
@@ -114,7 +114,7 @@ def uncopied_lines(events: Sequence[JsonObject]) -> Iterator[str]:
 
 
 def waiting_shares(records: Sequence[JsonObject]) -> list[float]:
-    """Of each worker of a parameter server, the share of its last life's time that it waited.
+    """Return, for each worker of parameter servers, the share of its last life that it waited.
 
     >>> waiting_shares([{"step": 9, "split": "servers", "worker_0_idle_share": 0.25}])
     [0.25]

@@ -1,4 +1,4 @@
-"""How results are shown to a person."""
+"""Formatting of evaluation results for the console."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def print_results(
     loss_unit: str | None,
     console: Console,
 ) -> None:
-    """Held-out means, and beside the loss what simpler models get on the same data.
+    """Print held-out means, and the losses of simpler models on the same data.
 
     Args:
-      means: name to mean, as the loss names them.
-      baselines: name of a simpler model to its held-out loss, in nats.
-      loss_unit: what "loss" is counted in; None where that is not known.
+      means: means by the names that the loss gives them.
+      baselines: held-out losses of simpler models, in nats, by name.
+      loss_unit: unit of "loss"; None if it is unknown.
     """
     for name, value in sorted(means.items(), key=lambda item: item[0] != "loss"):
         counted = f" {loss_unit}" if name == "loss" and loss_unit is not None else ""

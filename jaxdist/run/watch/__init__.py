@@ -1,1 +1,1 @@
-"""What watches a run while it lasts: traces of its steps, and where its time goes."""
+"""Hooks that observe a run: traces of its steps, and the use of its time."""

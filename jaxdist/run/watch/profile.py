@@ -1,4 +1,4 @@
-"""Steps that are traced by jax's profiler."""
+"""Traces of steps by jax's profiler."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from jaxdist.run.hooks.loop import LoopHook, Moment
 
 @dataclass(frozen=True)
 class ProfiledSteps:
-    """Which steps of a run to trace, as `parse_profile` reads them.
+    """The steps of a run to trace, as `parse_profile` parses them.
 
     Attributes:
-      first: a step's number; None counts from where the process begins.
-      count: how many.
+      first: number of the first step; None counts from the start of the process.
+      count: number of steps.
     """
 
     first: int | None
     count: int
 
     def after(self, start: int, total: int) -> tuple[int, int]:
-        """The first and the last of them where a process begins after step `start`.
+        """Return the first and last of these steps, if the process starts after step `start`.
 
         Raises:
-          ConfigError: they are not all among the steps that are left after the first.
+          ConfigError: the process does not take all of these steps, or its first step is among
+            them.
         """
         first = start + _WARM_UP + 1 if self.first is None else self.first
         last = first + self.count - 1
@@ -47,15 +48,15 @@ class ProfiledSteps:
 
 
 _WARM_UP = 2
-"""Steps before those that are only counted: one compiles, one fills what runs ahead."""
+"""Steps before those that are given as a count: one compiles, one fills the pipeline of batches."""
 _RANGE = re.compile(r"(?:(\d{1,9}):)?(\d{1,9})")
 
 
 def parse_profile(text: str) -> ProfiledSteps:
-    """Steps `first:last`, both traced, or a number of steps after a warm-up of two.
+    """Parse `first:last`, both traced, or a number of steps after a warm-up of two.
 
     Raises:
-      ConfigError: neither of these, or none at all.
+      ConfigError: the text has neither form, or denotes no step.
 
     >>> parse_profile("10:13"), parse_profile("4")
     (ProfiledSteps(first=10, count=4), ProfiledSteps(first=None, count=4))
@@ -75,11 +76,11 @@ def parse_profile(text: str) -> ProfiledSteps:
 
 @dataclass
 class Profile(LoopHook):
-    """Traces some steps with jax's profiler, in one process of a run.
+    """A hook that traces some steps with jax's profiler, in one process of a run.
 
     Attributes:
-      folder: where to; None where another process traces.
-      say: told where the trace lies, or why there is none.
+      folder: directory of the trace; None if another process traces.
+      say: called with the location of the trace, or the reason that there is none.
     """
 
     first: int
@@ -89,11 +90,11 @@ class Profile(LoopHook):
     running: bool = False
 
     def due(self, step: int) -> bool:
-        # No step may be in flight where a trace begins or ends.
+        # No step may be in flight where a trace starts or ends.
         return step in (self.first - 1, self.last)
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
-        # Not at the boundary, where an evaluation may come first.
+        # The boundary would be too late, since an evaluation may come before it.
         if step == self.last:
             self.close()
 
@@ -103,7 +104,7 @@ class Profile(LoopHook):
             self.running = True
 
     def close(self) -> None:
-        """End the trace, if one is running, and say where it lies."""
+        """End a running trace, and print its location."""
         if not self.running:
             return
         self.running = False

@@ -1,7 +1,7 @@
-"""Saves whose interval a run chooses itself, while it lasts.
+"""Save intervals that a run chooses itself while it trains.
 
-Only when to save is chosen: no number of the run depends on it. Process 0 measures and chooses, and
-tells the others at a save, where all of them are; between two choices nobody is asked.
+Only the time of saves is chosen, so no number of the run depends on it. Process 0 measures and
+chooses, and broadcasts the choice at a save, where all processes synchronize anyway.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from jaxdist.metrics.writer import Records
 from jaxdist.run.hooks.loop import Cadence
 
 FIRST_STEPS = 10
-"""After so many steps a run saves for the first time, to know what it costs."""
+"""Step of the first save, which measures the cost of a save."""
 WARM_STEPS, LEAST_STEPS = 3, 20
-"""The first steps of a process, and as many as a step's time is the mean of."""
+"""Number of first steps of a process that are not measured, and of steps that a mean step time
+needs."""
 LAST_COSTS = 8
 OFTEN = 64
-"""At the first, second, fourth save it chooses again, and so on, and then at each so many."""
+"""The interval is chosen at the first, second, fourth save and so on, and at every multiple of
+this."""
 CHANGED = 2.0
-"""A choice that differs so much from the last that was told is told."""
+"""Ratio to the last printed choice at which a new choice is printed."""
 _WORK = (Kind.STEP, Kind.INPUT_WAIT)
 
 
 @dataclass
 class Chooser:
-    """Process 0's measurements, and the interval that follows from them.
+    """The measurements of process 0, and the save interval that follows from them.
 
     Attributes:
-      kind: of the account, that saves of this sort are.
-      what: a save, for a person.
-      run: the run directory, whose journal tells of failures; None where it tells of none that
-        such a save is for.
-      mttf: mean seconds between two failures until one was seen.
-      say: tells the user a line.
-      writer: of metrics.
-      start: the step that this process goes on from.
+      kind: kind of time in the account that these saves take.
+      what: name of such a save in output.
+      run: run directory with a journal of failures; None if it has none that such a save helps
+        with.
+      mttf: mean seconds between failures, assumed until a failure was seen.
+      say: called with lines for the user.
+      writer: writer of metrics.
+      start: step from which this process continues.
     """
 
     kind: Kind
@@ -60,16 +62,16 @@ class Chooser:
     _told: int | None = None
 
     def saved(self, seconds: float) -> None:
-        """A save took so long."""
+        """Record how long a save took, in seconds."""
         self._costs = [*self._costs, seconds][-LAST_COSTS:]
 
     def mark(self, step: int) -> None:
-        """From here on steps count: the first are not like the others."""
+        """Measure step times from this step on; earlier steps are slower."""
         spent = self.account.spent()
         self._mark = step, 1e-9 * sum(spent[kind] for kind in _WORK)
 
     def steps(self, step: int) -> int:
-        """Steps between two saves from now on."""
+        """Return the number of steps between two saves from now on."""
         spent = {kind: 1e-9 * nanoseconds for kind, nanoseconds in self.account.spent().items()}
         first, work = self._mark or (self.start, 0.0)
         step_seconds = (sum(spent[kind] for kind in _WORK) - work) / max(step - first, 1)
@@ -103,10 +105,10 @@ class Chooser:
 
 
 class Chosen(Cadence):
-    """A cadence that a `Chooser` sets; alike in all processes.
+    """A cadence that a `Chooser` sets, equal in all processes.
 
     Args:
-      start: the step that this process goes on from.
+      start: step from which this process continues.
     """
 
     def __init__(self, chooser: Chooser, start: int, last: int) -> None:
@@ -129,6 +131,6 @@ class Chosen(Cadence):
             self._count += 1
         if seconds and (self._count & (self._count - 1) == 0 or self._count % OFTEN == 0):
             with self._chooser.account.within(self._chooser.kind):
-                # Alone process 0 has measured what all go by.
+                # Only process 0 has measured, and all processes must choose the same interval.
                 self._steps = broadcast_int(min(self._chooser.steps(step), MOST_STEPS))
         self._next = step + self._steps

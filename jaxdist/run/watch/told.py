@@ -1,4 +1,4 @@
-"""What a run tells while it lasts: the step that it is at, and where its time went."""
+"""Hooks that report a run's current step and the use of its time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxdist.run.hooks.loop import Cadence, LoopHook, Moment
 
 @dataclass
 class Tell(LoopHook):
-    """Says to whoever watches which step was taken, and when the next is waited for."""
+    """A hook that reports each step that was taken, and each wait for the next."""
 
     tell: Callable[[int], None]
     wait: Callable[[], None]
@@ -32,16 +32,16 @@ class Tell(LoopHook):
 
 @dataclass
 class Goodput(LoopHook):
-    """Writes down where time and energy went: with the log, though not each time, and at each save.
+    """A hook that records the use of time and energy, at log steps and at each save.
 
-    A record stands at each step that a later life may go on from, so that what is lost is known.
+    Every step from which a later life may continue has a record, so that lost work is known.
 
     Attributes:
-      life: number of this process among those of the run, from 1.
-      step: the last that was taken.
-      tally: of energy, where it is measured.
-      seconds_between: two records are at least a hundredth of the time so far apart (a
-        tenth of a second at least), but for saves; so long at most.
+      life: number of this process among the run's lives, from 1.
+      step: last step taken.
+      tally: tally of energy, if it is measured.
+      seconds_between: longest time between two records. Except at saves, two records are also at
+        least a hundredth of the elapsed time apart, and at least 0.1 s.
     """
 
     cadence: Cadence
@@ -65,9 +65,9 @@ class Goodput(LoopHook):
             self.write()
 
     def write(self) -> None:
-        """What the account holds by now."""
+        """Record the current content of the account."""
         values = goodput.values_of(self.account, self.life)
-        # A record takes a quarter of a millisecond.
+        # A record takes a quarter of a millisecond, hence the limits on their rate.
         apart = max(0.01 * values["wall_seconds"], 0.1)
         self._next = time.monotonic() + min(apart, self.seconds_between)
         self.writer.write(self.step, values, split=goodput.SPLIT)

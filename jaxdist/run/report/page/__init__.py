@@ -1,1 +1,1 @@
-"""A run, or several beside one another, as one self-contained HTML page."""
+"""The page of `jaxdist report --html`: a self-contained HTML file about one or several runs."""

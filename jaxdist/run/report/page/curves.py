@@ -1,4 +1,4 @@
-"""The curves of a run, read from metrics of any length and thinned for a page."""
+"""Curves of a run, read from metrics of any length and thinned for a page."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from jaxdist.metrics.goodput import SPLIT as GOODPUT
 from jaxdist.types import Json, JsonObject
 
 _NOT_CURVES = (GOODPUT, ENERGY, INTERVALS)
-"""The splits whose records say where time and energy went."""
+"""The splits that record the use of time and energy."""
 _KEYS = frozenset(("step", "split", "time"))
 _DIGITS = 7
-"""Digits of a point of a curve: as many as float32 holds."""
+"""Number of digits of a curve's points, the precision of float32."""
 
 
 @dataclass
 class Curve:
-    """One metric of one split: its steps and values, and the last record as it was written."""
+    """The steps and values of a metric in one split."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def as_json(self, most: int, *, smoothed: bool) -> JsonObject:
-        """Return at most `most` points, and where `smoothed` as many of a moving mean."""
+        """Return at most `most` points and, if `smoothed`, equally many of a moving mean."""
         steps = np.frombuffer(self.steps, np.int64)
         values = np.frombuffer(self.values, np.float64)
         finite = np.isfinite(values)
@@ -50,12 +50,12 @@ class Curve:
 
 @dataclass
 class Records:
-    """The records of a run: numbers as columns, the few of time and energy as they are.
+    """The records of a run: numbers as curves, and the records of time and energy unchanged.
 
     Attributes:
-      curves: (split, metric) to its curve.
-      others: the records of time, of energy and of how often the run saves.
-      last_time: seconds since 1970 of the last record; None where there is none.
+      curves: curves by (split, metric).
+      others: records of time, of energy and of save intervals.
+      last_time: time of the last record, in seconds since 1970; None without records.
     """
 
     curves: dict[tuple[str, str], Curve] = field(default_factory=lambda: defaultdict(Curve))
@@ -65,7 +65,7 @@ class Records:
 
 
 def collect(records: Iterable[Mapping[str, Json]]) -> Records:
-    """Sort records into curves and others, without keeping a whole long file in memory."""
+    """Sort records into curves and others, without the whole file in memory."""
     found = Records()
     for record in records:
         split, step = record["split"], record["step"]

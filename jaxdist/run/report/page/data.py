@@ -1,4 +1,4 @@
-"""What a page shows of a run, as plain data, from the run's directory alone."""
+"""The data of a page about a run, read only from the run's directory."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ from jaxdist.run.report.page.curves import Records, collect
 from jaxdist.types import Json, JsonObject
 
 INSPECTION = "inspect.json"
-"""What `jaxdist inspect CONFIG --json` wrote, where somebody put it into the run directory."""
+"""The file that `jaxdist inspect CONFIG --json` wrote, if the user put it into the run
+directory."""
 MOST_BOXES = 4000
-"""A schedule of more tasks is told by its figures alone: nobody could see its boxes."""
+"""Largest number of boxes in the drawing of a schedule; larger schedules are given as figures
+only."""
 MOST_LETTERS = 200
-"""Of one value of a config."""
+"""Length limit of a setting's value."""
 
 Compile = Callable[[Path], JsonObject]
-"""From a resolved config to what `jaxdist inspect --json` writes; refuses with a JaxdistError."""
+"""A function from a resolved config to the output of `jaxdist inspect --json`; raises
+JaxdistError."""
 
 
 def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, Records]:
-    """Return what a page shows of a run, which may go on, or be dead; its curves are in records.
+    """Return the data that a page shows of a run, which may still be in progress, and its records.
 
     Args:
-      compiled: what is known of its compiled step, as `program_data` returns it.
+      compiled: inspection of the compiled step, as `program_data` returns it.
 
     Raises:
       RunError: there is no run in the directory, or a line of its metrics is not a record.
@@ -73,7 +76,7 @@ def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, Records]:
 
 
 def curves(records: Records, points: int) -> list[Json]:
-    """Return the curves of a run, with at most about `points` of all together."""
+    """Return the curves of a run, with about `points` points in total."""
     most = max(points // max(len(records.curves), 1), 20)
     return [
         {"split": split, "name": name, **curve.as_json(most, smoothed=name == "loss")}
@@ -90,12 +93,12 @@ def _configured(directory: RunDirectory) -> JsonObject:
     settings = {path: _text(value) for path, value in values.items()}
     try:
         return {"config": settings, "schedule": _schedule(directory.config)}
-    except JaxdistError as error:  # of another version, whose settings were others
+    except JaxdistError as error:  # The run was written by another version, whose settings differ.
         return {"config": settings, "schedule": {"summary": str(error), "boxes": []}}
 
 
 def _text(value: Json) -> str:
-    """Format a setting, at most `MOST_LETTERS` letters long.
+    """Format a setting, truncated to `MOST_LETTERS` characters.
 
     >>> _text(None), _text(1e-3), _text("gpt")
     ('null', '0.001', 'gpt')
@@ -130,10 +133,11 @@ def _versions(directory: RunDirectory) -> Json:
 
 
 def program_data(run: Path, compile_step: Compile | None) -> JsonObject:
-    """Return what is known of a run's compiled step: `program`, or why there is none.
+    """Return the inspection of a run's compiled step, or the reason that there is none.
 
     Args:
-      compile_step: asked where the run's directory has no `inspect.json`; None compiles nothing.
+      compile_step: function called if the run's directory has no `inspect.json`; None compiles
+        nothing.
     """
     file, config = run / INSPECTION, run / RunDirectory(run).config.name
     remedy = f"`jaxdist inspect {config} --json {file}` writes them for the next page"
@@ -154,13 +158,13 @@ _SHOWN = ("model", "step", "devices", "axes", "flops", "memory", "time")
 
 
 def _shown(inspection: Json) -> JsonObject:
-    """Return the part of an inspection that a page shows: its ledger may have many rows."""
+    """Return the part of an inspection that a page shows, without the ledger, which may be long."""
     found = {key: inspection[key] for key in _SHOWN}
     return found | {"time": None if found["time"] is None else found["time"].get("seconds")}
 
 
 def differences(runs: Sequence[JsonObject]) -> list[Json]:
-    """Return rows of a setting's path and its value in each run, for settings that differ.
+    """Return rows with a setting's path and its value in each run, for settings that differ.
 
     >>> differences([{"config": {"a": "1", "b": "2"}}, {"config": {"a": "1", "b": "3"}}])
     [['b', '2', '3']]

@@ -1,4 +1,4 @@
-"""`jaxdist report --html`: one page of runs that needs no network, once or while they go on."""
+"""`jaxdist report --html`: write a page about runs, once or repeatedly while they run."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from jaxdist.run.report.page.data import Compile, curves, differences, program_d
 from jaxdist.types import JsonObject
 
 MOST_BYTES = 1_000_000
-"""A page may be mailed, and opens at once."""
+"""Size limit of a page, so that it can be mailed and opens quickly."""
 _POINTS = 24_000
-"""Of all curves together: about half of the page."""
+"""Number of points of all curves together, about half of the page's size."""
 _FEWEST_POINTS = 500
 
 
 def render(runs: Sequence[JsonObject], *, reload_seconds: float | None, now: float) -> str:
-    """Return the page of runs, as `run_data` returns them, with their curves.
+    """Return the HTML page of runs, given as `run_data` returns them, with their curves.
 
     Args:
-      reload_seconds: how often the page loads itself again; None is never.
-      now: when it is written, in seconds since 1970.
+      reload_seconds: interval at which the page reloads itself; None for never.
+      now: current time, in seconds since 1970.
     """
     title = " and ".join(run["path"] for run in runs)
     data = {
@@ -37,17 +37,17 @@ def render(runs: Sequence[JsonObject], *, reload_seconds: float | None, now: flo
         "reload_seconds": reload_seconds,
     }
     template = files("jaxdist.run.report.page").joinpath("page.html").read_text("utf-8")
-    # The title first: the data may hold what looks like a mark.
+    # The title is replaced first, since the data may contain text that looks like a placeholder.
     return template.replace("{{TITLE}}", html.escape(title)).replace("{{DATA}}", _embedded(data))
 
 
 def _embedded(data: JsonObject) -> str:
-    """Return JSON that cannot end the element that it stands in, whatever a config holds.
+    """Return JSON that cannot close its HTML element, whatever text a config contains.
 
     >>> _embedded({"name": "</script><b>"})
     '{"name":"\\\\u003c/script\\\\u003e\\\\u003cb\\\\u003e"}'
     """
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII alone
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # only ASCII
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -58,13 +58,13 @@ def write_page(
     *,
     reload_seconds: float | None = None,
 ) -> int:
-    """Write a page of at most `MOST_BYTES` in one rename, and return its size in bytes.
+    """Write a page of at most `MOST_BYTES` atomically, and return its size in bytes.
 
     Args:
-      compiled: what `program_data` returned for each run.
+      compiled: the result of `program_data` for each run.
 
     Raises:
-      RunError: a run cannot be read, the page would be larger, or it cannot be written.
+      RunError: a run cannot be read, the page would be too large, or the file cannot be written.
     """
     found = [run_data(run, compiled=known) for run, known in zip(runs, compiled, strict=True)]
     points = _POINTS
@@ -104,42 +104,42 @@ def report_page(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Write a page of runs, and with `live_seconds` again until none of them goes on.
+    """Write a page about runs, repeatedly with `live_seconds` until all of them have ended.
 
-    The page of a run that goes on loads itself again; the last one does not.
+    The page reloads itself while a run is in progress.
 
     Args:
-      compile_step: from a config to an inspection, asked once for each run.
-      live_seconds: seconds from one page to the next, at least; None writes one page.
+      compile_step: function from a config to an inspection, called once for each run.
+      live_seconds: smallest interval between two pages, in seconds; None writes one page.
 
     Raises:
-      RunError: as `write_page` raises it.
+      RunError: a page cannot be written, as for `write_page`.
     """
     nothing: list[JsonObject] = [program_data(run, None) for run in runs]
     pulses = [_Pulse(run, clock) for run in runs]
     reload_seconds = live_seconds
     if live_seconds is not None and compile_step is not None:
-        # Whoever watches sees the curves while the steps are compiled.
+        # A first page shows the curves while the steps are compiled.
         write_page(runs, file, nothing, reload_seconds=reload_seconds)
     compiled = [program_data(run, compile_step) for run in runs]
     while True:
         begun = clock()
-        beats = [pulse.beats() for pulse in pulses]  # each is asked each time
+        beats = [pulse.beats() for pulse in pulses]  # every pulse must be checked
         going = live_seconds is not None and any(beats)
         reload_seconds = live_seconds if going else None
         size = write_page(runs, file, compiled, reload_seconds=reload_seconds)
         if not going:
             break
         assert live_seconds is not None
-        # A long file of metrics takes seconds to read: a tenth of one core at most.
+        # Reading a long file of metrics takes seconds; the wait limits it to a tenth of a core.
         sleep(max(live_seconds, 9 * (clock() - begun)))
     say(f"page   {file}, {size:,} bytes")
 
 
 class _Pulse:
-    """Whether a run goes on: its lock is there, and its holder touches it.
+    """A check that a run is in progress: its lock file exists, and its holder touches it.
 
-    Clocks of two machines are never compared: only whether the time of the file changes.
+    Clocks of two machines are never compared; only changes of the file's time count.
     """
 
     def __init__(self, run: Path, clock: Callable[[], float]) -> None:
@@ -148,7 +148,7 @@ class _Pulse:
         self._changed = clock()
 
     def beats(self) -> bool:
-        """Return whether the run goes on, as far as can be told without waiting."""
+        """Return whether the run is in progress, as far as can be determined without waiting."""
         try:
             touched = self._lock.stat().st_mtime
         except OSError:
