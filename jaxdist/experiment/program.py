@@ -22,6 +22,7 @@ from jaxdist.models.hints import no_hint
 from jaxdist.models.loss import Loss, weighted
 from jaxdist.models.mean import scalars_in
 from jaxdist.optim.build import Optimizer, Rate, build_optimizer
+from jaxdist.optim.common import NamedParams
 from jaxdist.parallel.compiler import compiler_options
 from jaxdist.parallel.exchange.strict import Strict
 from jaxdist.parallel.objective import Objective, measures
@@ -77,7 +78,8 @@ def make_program(
         check(facts)
     with at("parallel"):
         given = (config.parallel, layout, model.params, dims, whole, model.stacked)
-        exchange, notices = plan_exchange(*given, offloads=facts.offloads, seed=config.seed)
+        more = {"seed": config.seed, "whole_matrices": config.optim.whole_matrices}
+        exchange, notices = plan_exchange(*given, offloads=facts.offloads, **more)
     with at("parallel"), own("loss", "model") as imported:
         # Built-in models are known to keep rows independent, so only the user's models cost a
         # trace.
@@ -99,6 +101,7 @@ def make_program(
         optimizer = build_optimizer(
             optim, total_steps=plan.total_steps, params=model.params, dims=dims, rate=rate
         )
+        of_rule = optim.explain(NamedParams(model.params, dims))
     if config.parallel.deterministic is not None and exchange.zero is not None:
         with at("optim"), own("optim"):
             check_update(optimizer.transform, jax.eval_shape(optimizer.stored, model.params))
@@ -124,7 +127,7 @@ def make_program(
     of_model = notices_of(config.model, _shapes(batch))
     of_optimizer = notices_of_optimizer(config.optim, optimizer, model.params)
     notices = (*of_model, *of_optimizer, *notices, *of_strategy)
-    explained = explain_messages(config.parallel.compression, exchange)
+    explained = (*of_rule, *explain_messages(config.parallel.compression, exchange))
     if isinstance(exchange, Strict):
         explained = (*explained, exchange.explain())
     if chunks is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -26,6 +26,7 @@ from jaxdist.optim.imported.averages import EvalParams, eval_params_of
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.lars import LarsConfig
 from jaxdist.optim.loss_scale import DynamicLossScale
+from jaxdist.optim.muon import MuonConfig
 from jaxdist.optim.precision import bf16_moments, master_weights
 from jaxdist.optim.safety import (
     clip_to_norm,
@@ -36,7 +37,7 @@ from jaxdist.optim.safety import (
 )
 from jaxdist.optim.schedules import StepClock, build_schedule
 from jaxdist.optim.stacks.by_layer import by_layer
-from jaxdist.types import Dims, Grads, Kwargs, OptState, Params, Scalar, Updates
+from jaxdist.types import Dims, Grads, Kwargs, OptState, Params, Scalar, Shardings, Updates
 
 __all__ = [
     "AdamWConfig",
@@ -167,7 +168,7 @@ def taking_extra(transform: optax.GradientTransformation) -> optax.GradientTrans
 
 
 OptimConfig = Annotated[
-    AdamWConfig | SgdConfig | LambConfig | LarsConfig | ImportedOptimizerConfig,
+    AdamWConfig | SgdConfig | LambConfig | LarsConfig | MuonConfig | ImportedOptimizerConfig,
     Field(discriminator="type"),
 ]
 
@@ -200,6 +201,8 @@ class Optimizer:
       rule: the transformation without its wrappers.
       eval_params: function of the transformation's state and the trained parameters that returns
         the parameters to evaluate; None evaluates the trained parameters.
+      place: function from the shardings of the parameters where the optimizer computes to the
+        transformation there; None where it does not matter to it.
     """
 
     transform: optax.GradientTransformationExtraArgs
@@ -212,6 +215,7 @@ class Optimizer:
     clock: StepClock = field(default_factory=StepClock)
     rule: optax.GradientTransformationExtraArgs | None = None
     eval_params: EvalParams | None = None
+    place: Callable[[Shardings], optax.GradientTransformationExtraArgs] | None = None
 
     def update(
         self,
@@ -250,6 +254,10 @@ class Optimizer:
             return replace(self, skips_empty=True)
         counted = count_skips(self.transform)
         return replace(self, transform=counted, max_skipped=MAX_SKIPPED, skips_empty=True)
+
+    def placed(self, shares: Shardings) -> Optimizer:
+        """Return this optimizer for parameters with these shardings where it computes."""
+        return self if self.place is None else replace(self, transform=self.place(shares))
 
     def stored(self, params: Params) -> Params:
         """The model's parameters in the dtype in which they are stored."""
@@ -333,7 +341,12 @@ def build_optimizer(
     )
     scaling = config.loss_scale.build() if config.loss_scale else None
     clock = StepClock()
-    rule = config.transform(clock.by_steps(rate.schedule), NamedParams(params, dims))
+    schedule, tree = clock.by_steps(rate.schedule), NamedParams(params, dims)
+    rule = config.transform(schedule, tree)
+
+    def place(shares: Shardings) -> optax.GradientTransformationExtraArgs:
+        return _wrapped(config.transform(schedule, replace(tree, shares=shares)), config)
+
     eval_params: EvalParams | None = None
     if isinstance(config, ImportedOptimizerConfig):
         eval_params = eval_params_of(config.eval_params, rule, params)
@@ -347,6 +360,7 @@ def build_optimizer(
         clock=clock,
         rule=optax.with_extra_args_support(rule),
         eval_params=eval_params,
+        place=place if config.whole_matrices else None,
     )
 
 

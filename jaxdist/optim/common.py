@@ -21,7 +21,7 @@ from jaxdist.optim.safety import SkipSpikesConfig
 from jaxdist.optim.schedules import ScheduleConfig
 from jaxdist.optim.trust_ratio import UNBOUNDED
 from jaxdist.trees import flatten_with_names
-from jaxdist.types import Dims, Kwargs, Masks, Params, PyTree
+from jaxdist.types import Dims, Kwargs, Masks, Params, PyTree, Shardings
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -64,6 +64,15 @@ class OptimizerConfig(Config):
         """The update rule for a learning-rate schedule on these parameters."""
 
     @property
+    def whole_matrices(self) -> bool:
+        """Whether the rule needs whole matrices, and so must know where their shards are."""
+        return False
+
+    def explain(self, tree: NamedParams) -> tuple[str, ...]:
+        """Describe the rule's choices on these parameters, a line each."""
+        return ()
+
+    @property
     def frozen_from(self) -> int | None:
         """The step at which the second moment is frozen; None is never."""
         return None
@@ -102,10 +111,16 @@ def decay_mask(params: Params, dims: Mapping[str, Dims]) -> Masks:
 
 @dataclass(frozen=True)
 class NamedParams:
-    """A tree of parameters and the logical dims of each, by '/'-joined name."""
+    """A tree of parameters and the logical dims of each, by '/'-joined name.
+
+    Attributes:
+      shares: shardings of the parameters where the optimizer computes, a tree like them; None: all
+        are whole.
+    """
 
     params: Params
     dims: Mapping[str, Dims]
+    shares: Shardings | None = None
 
     @property
     def matrices(self) -> Masks:

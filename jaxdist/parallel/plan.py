@@ -72,6 +72,7 @@ def plan_exchange(
     *,
     offloads: bool = False,
     seed: int = 0,
+    whole_matrices: bool = False,
 ) -> tuple[Exchange, tuple[str, ...]]:
     """Build the exchange of the config, and notices of settings without effect, a sentence each.
 
@@ -82,6 +83,7 @@ def plan_exchange(
       scanned: names of the parameters whose first dim counts layers.
       offloads: whether activations are offloaded to the host's memory.
       seed: seed of codecs that draw at random.
+      whole_matrices: whether the optimizer needs whole matrices.
 
     Raises:
       ConfigError: settings that do not fit together, or not with the layout, all at once; a codec
@@ -92,7 +94,9 @@ def plan_exchange(
     strict = config.deterministic
     if strict is not None:
         check_devices(layout.mesh, facts.batch_axes, strict.shards)
-    zero = plan_zero(config.zero, layout, params, dims, parts=config.shards)
+    by_layer = whole_matrices and strict is None
+    given = config.zero, layout, params, dims
+    zero = plan_zero(*given, parts=config.shards, by_layer=by_layer)
     told = tuple(notices(facts, zero))
     if strict is not None:
         settings = {"mesh": layout.mesh, "axes": facts.batch_axes, "scanned": scanned}

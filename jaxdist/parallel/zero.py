@@ -170,6 +170,7 @@ def plan_zero(
     dims: Mapping[str, Dims],
     *,
     parts: int | None = None,
+    by_layer: bool = False,
 ) -> Zero | None:
     """Plan what the config's stage splits, and along which dims; None for stage 0.
 
@@ -178,6 +179,8 @@ def plan_zero(
       dims: logical dims of each parameter, by name.
       parts: number of parts that split dims divide into, a multiple of the devices; None is the
         devices.
+      by_layer: whether stage 1 splits stacked layers where they divide, so that each device has
+        whole layers; the other stages send the gradients of every layer as soon as they are known.
 
     Raises:
       ConfigError: no data axis, or scope ici without two networks; a rule already splits a
@@ -201,6 +204,10 @@ def plan_zero(
             )
         chosen[name] = None
         if math.prod(leaf.shape) < config.whole_below:
+            continue
+        layered = by_layer and config.stage == 1 and dims[name][0] == "layers"
+        if layered and leaf.shape[0] % parts == 0 and not any(map(entry_names, spec[:1])):
+            chosen[name] = 0
             continue
         dim = split_dim(leaf.shape, dims[name], spec, parts)
         if dim is None:

@@ -53,11 +53,11 @@ def assemble(
     Raises:
       ShardingError: a parameter does not divide over the mesh.
     """
-    objective = Objective(model, loss)
-    if may_weigh_nothing(objective, batch) if skips_empty is None else skips_empty:
-        optimizer = optimizer.skipping_empty()
     if exchange is None:
         exchange = Xla(param_shardings(layout, model.params, dims), None)
+    objective, optimizer = Objective(model, loss), optimizer.placed(exchange.placements.shares)
+    if may_weigh_nothing(objective, batch) if skips_empty is None else skips_empty:
+        optimizer = optimizer.skipping_empty()
     compute = pipeline or whole_or_accumulated(objective, layout, microbatches)
     views = views_of(model, exchange.zero, None if pipeline is None else pipeline.stack)
     return Program(

@@ -13,6 +13,7 @@ from typing import get_args
 
 from jaxdist.optim.lamb import LambVariant
 from jaxdist.optim.lars import LarsVariant
+from jaxdist.optim.muon import Scale
 from jaxdist.parity.draw.foreign import equinox_net, linen_net
 from jaxdist.parity.tower import Tower
 from jaxdist.types import Json, JsonObject
@@ -242,6 +243,19 @@ def _lars(random: Random) -> Sections:
     return {**found, "trust_coefficient": 0.1, **_layerwise(random)}
 
 
+def _muon(random: Random) -> Sections:
+    # Newton-Schulz magnifies small singular values, of which a gradient of few rows has many.
+    return {
+        "learning_rate": 1e-2,
+        "ns_steps": random.choice((2, 5)),
+        "scale": random.choice(get_args(Scale)),
+        "nesterov": random.random() < 0.5,
+        "split_heads": random.random() < 0.5,
+        "weight_decay": random.choice((0.0, 0.1)),
+        "adamw": {"eps": 1e-3},
+    }
+
+
 def _layerwise(random: Random) -> Sections:
     found: Sections = {"weight_decay": random.choice((0.0, 0.01))}
     if random.random() < 0.5:
@@ -256,4 +270,5 @@ OPTIMIZERS: Mapping[str, Callable[[Random], Sections]] = {
     "sgd": _sgd,
     "lamb": _lamb,
     "lars": _lars,
+    "muon": _muon,
 }

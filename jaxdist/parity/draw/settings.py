@@ -249,7 +249,9 @@ def _strict(random: Random, config: Sections) -> Sections | None:
     fitting = [n for n in (1, 2, 3) if size % (n * data_size(config) * pieces) == 0]
     shards = data_size(config) * random.choice(fitting)
     parallel = _left_to_xla(config)
-    layerwise = config["optim"]["type"] in ("lamb", "lars") or "skip_spikes" in config["optim"]
+    layerwise = (
+        config["optim"]["type"] in ("lamb", "lars", "muon") or "skip_spikes" in config["optim"]
+    )
     # Norms of tensors that ZeRO splits, or two axes, would be summed in an order of devices.
     if layerwise or config["mesh"].get("tensor", 1) > 1:
         parallel = {**parallel, "zero": {**parallel["zero"], "stage": 0}}

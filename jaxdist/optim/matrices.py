@@ -1,0 +1,365 @@
+"""The matrices in a tree of parameters, and their exchange between devices that hold parts of them.
+
+A rule for whole matrices (Newton-Schulz) runs on one device for each matrix. Where shards split a
+matrix, an all-to-all brings its parts to its owner, and another takes the results back; where only
+the dims that count matrices are split (layers, heads), nothing is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxdist.mesh import entry_names
+
+HEADS = ("heads", "kv_heads")
+"""The dims that count attention heads."""
+Rule = Callable[[jax.Array], jax.Array]
+"""A function from matrices float32 `[K, m, n]` to matrices of the same shape."""
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices in a tensor.
+
+    Attributes:
+      shape: shape of the tensor.
+      kept: positions of the dims whose every index is a separate matrix.
+      rows: positions of the dims that are a matrix's rows (its inputs), joined in order.
+      columns: positions of the dims that are its columns (its outputs).
+    """
+
+    shape: tuple[int, ...]
+    kept: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """The positions of the dims of a matrix."""
+        return self.rows + self.columns
+
+    @property
+    def count(self) -> int:
+        """The number of matrices."""
+        return math.prod(self.shape[i] for i in self.kept)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The numbers of rows and columns."""
+        rows, columns = (
+            math.prod(self.shape[i] for i in dims) for dims in (self.rows, self.columns)
+        )
+        return rows, columns
+
+
+def matrices_in(
+    shape: Sequence[int], dims: Sequence[str | None], *, split_heads: bool = False
+) -> Matrices | None:
+    """Return the matrices in a tensor; None where it is a vector besides the layers.
+
+    The last dim is the columns, all before it are the rows (of a convolution the window too). Heads
+    and the dim after them count as one dim, so that a projection to heads is one matrix.
+
+    Args:
+      split_heads: whether each head of a projection to heads is a matrix of its own.
+
+    >>> shape, dims = (3, 8, 4, 2), ("layers", "embed", "heads", "head_dim")
+    >>> matrices_in(shape, dims).size
+    (8, 8)
+    >>> heads = matrices_in(shape, dims, split_heads=True)
+    >>> heads.count, heads.size
+    (12, (8, 2))
+    """
+    kept = tuple(i for i, dim in enumerate(dims) if dim == "layers")
+    rest = [i for i in range(len(shape)) if i not in kept]
+    joined: list[list[int]] = []
+    for i in rest:
+        if joined and dims[joined[-1][-1]] in HEADS:
+            joined[-1].append(i)
+        else:
+            joined.append([i])
+    if len(joined) < 2:
+        return None
+    *rows, columns = joined
+    if split_heads and dims[columns[0]] in HEADS and len(columns) > 1:
+        kept, columns = (*kept, columns[0]), columns[1:]
+    return Matrices(tuple(shape), kept, tuple(i for part in rows for i in part), tuple(columns))
+
+
+@dataclass(frozen=True)
+class Held:
+    """The part of a tensor's matrices that a device holds.
+
+    Attributes:
+      entries: for each dim of the tensor, the mesh axes that split it.
+      parts: for each dim, the number of parts.
+    """
+
+    of: Matrices
+    entries: tuple[tuple[str, ...], ...]
+    parts: tuple[int, ...]
+
+    @property
+    def filled(self) -> tuple[int, ...]:
+        """The tensor's shape, filled up so that all dims divide."""
+        pairs = zip(self.of.shape, self.parts, strict=True)
+        return tuple(-(-length // parts) * parts for length, parts in pairs)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of a device's block."""
+        return tuple(n // parts for n, parts in zip(self.filled, self.parts, strict=True))
+
+    @property
+    def count(self) -> int:
+        """The number of matrices of which a device holds a part."""
+        return math.prod(self.local[i] for i in self.of.kept)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes along which devices hold parts of the same matrices."""
+        return tuple(axis for i in self.of.inner for axis in self.entries[i])
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that hold parts of the same matrix."""
+        return math.prod(self.parts[i] for i in self.of.inner)
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """The shape of a device's part of a matrix, dim by dim."""
+        return tuple(self.local[i] for i in self.of.inner)
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """A key: tensors with the same key are sent together."""
+        inner = self.of.inner
+        named = tuple((self.of.shape[i], self.entries[i], self.parts[i]) for i in inner)
+        return len(self.of.rows), named
+
+    def taken(self, block: jax.Array) -> jax.Array:
+        """Convert a device's block of the tensor to `[matrices, *part of a matrix]`."""
+        moved = block.transpose(*self.of.kept, *self.of.inner)
+        return moved.reshape(self.count, *self.block)
+
+    def put(self, matrices: jax.Array) -> jax.Array:
+        """Invert `taken`."""
+        order = (*self.of.kept, *self.of.inner)
+        moved = matrices.reshape(*(self.local[i] for i in order))
+        return moved.transpose(*(order.index(i) for i in range(len(order))))
+
+    def join(self, pieces: jax.Array) -> jax.Array:
+        """Join the pieces of all devices `[devices, K, *part]` to matrices `[K, m, n]`."""
+        inner = self.of.inner
+        count, block = pieces.shape[1], self.block
+        apart = pieces.reshape(*(self.parts[i] for i in inner), count, *block)
+        more = len(inner)
+        order = [more, *(at for i in range(more) for at in (i, more + 1 + i))]
+        whole = apart.transpose(*order).reshape(count, *(self.filled[i] for i in inner))
+        cut = whole[(slice(None), *(slice(self.of.shape[i]) for i in inner))]
+        return cut.reshape(count, *self.of.size)
+
+    def part(self, matrices: jax.Array) -> jax.Array:
+        """Invert `join`."""
+        inner, count = self.of.inner, matrices.shape[0]
+        whole = matrices.reshape(count, *(self.of.shape[i] for i in inner))
+        fill = [(0, 0), *((0, self.filled[i] - self.of.shape[i]) for i in inner)]
+        sizes = [n for i in inner for n in (self.parts[i], self.local[i])]
+        apart = jnp.pad(whole, fill).reshape(count, *sizes)
+        more = len(inner)
+        order = [*(1 + 2 * i for i in range(more)), 0, *(2 + 2 * i for i in range(more))]
+        return apart.transpose(*order).reshape(self.devices, count, *self.block)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The tensors whose matrices are sent together, and the owner of each matrix.
+
+    Attributes:
+      members: positions of the tensors.
+      held: for each member, what a device holds.
+      last: for each device, the number of the matrix in its last slot, or None; empty where the
+        matrices divide over the devices.
+    """
+
+    members: tuple[int, ...]
+    held: tuple[Held, ...]
+    last: tuple[int | None, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        return self.held[0].devices
+
+    @property
+    def count(self) -> int:
+        """The number of matrices of which a device holds a part."""
+        return sum(held.count for held in self.held)
+
+    @property
+    def full(self) -> int:
+        """The number of slots that every device fills."""
+        return self.count // self.devices
+
+    @property
+    def slots(self) -> int:
+        """The number of matrices of a device that has the most."""
+        return self.full + bool(self.last)
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that a device sends to the others in a step, in both directions, float32."""
+        return 2 * (self.devices - 1) * self.slots * math.prod(self.held[0].block) * 4
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """For each device and slot, the number of a matrix; `count` for an empty slot."""
+        found = np.arange(self.devices * self.full).reshape(self.devices, self.full)
+        if not self.last:
+            return found
+        column = [self.count if at is None else at for at in self.last]
+        return np.concatenate([found, np.array(column)[:, None]], axis=1)
+
+    def apply(self, rule: Rule, blocks: Sequence[jax.Array]) -> list[jax.Array]:
+        """Apply `rule` to all matrices of the members' blocks, manual on all axes."""
+        first = self.held[0]
+        taken = [held.taken(block) for held, block in zip(self.held, blocks, strict=True)]
+        mine = jnp.concatenate(taken) if len(taken) > 1 else taken[0]
+        if self.devices == 1:
+            done = first.part(rule(first.join(mine[None])))[0]
+        else:
+            done = self._exchanged(rule, mine)
+        ends = np.cumsum([held.count for held in self.held])[:-1]
+        parts = jnp.split(done, ends) if len(taken) > 1 else [done]
+        return [held.put(part) for held, part in zip(self.held, parts, strict=True)]
+
+    def _exchanged(self, rule: Rule, mine: jax.Array) -> jax.Array:
+        """Send every matrix to its owner, apply the rule there, and send the results back."""
+        first, block = self.held[0], mine.shape[1:]
+        if self.last:
+            mine = jnp.concatenate([mine, jnp.zeros((1, *block), mine.dtype)])[self.order.ravel()]
+        sent = mine.reshape(self.devices, self.slots, *block)
+        # matrices: K block/D -> K/D whole
+        whole = first.join(jax.lax.all_to_all(sent, first.axes, 0, 0, tiled=True))
+        done = rule(whole[: self.full]) if self.full else whole[:0]
+        if self.last:
+            owns = jnp.array([at is not None for at in self.last])
+            alone = whole[self.full :]
+            # Without the branch, devices without a matrix would compute as much as its owner.
+            ruled = jax.lax.cond(owns[jax.lax.axis_index(first.axes)], rule, jnp.zeros_like, alone)
+            done = jnp.concatenate([done, ruled])
+        # matrices: K/D whole -> K block/D
+        back = jax.lax.all_to_all(first.part(done), first.axes, 0, 0, tiled=True)
+        flat = back.reshape(-1, *block)
+        places = np.argsort(self.order.ravel(), kind="stable")[: self.count]
+        return flat[places] if self.last else flat
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The plan by which devices share a rule for whole matrices.
+
+    Attributes:
+      axes: mesh axes that split any of the tensors.
+      specs: partition spec of each tensor.
+      held: what a device holds of each.
+    """
+
+    mesh: Mesh | None
+    axes: frozenset[str]
+    specs: tuple[PartitionSpec, ...]
+    held: tuple[Held, ...]
+    groups: tuple[Group, ...]
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that a device sends to the others in a step, float32."""
+        return sum(group.sent_bytes for group in self.groups)
+
+    def apply(self, rule: Rule, tensors: Sequence[jax.Array]) -> list[jax.Array]:
+        """Apply `rule` to all matrices of the tensors."""
+
+        def run(blocks: list[jax.Array]) -> list[jax.Array]:
+            done = list(blocks)
+            for group in self.groups:
+                found = group.apply(rule, [blocks[i] for i in group.members])
+                for i, block in zip(group.members, found, strict=True):
+                    done[i] = block
+            return done
+
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if self.mesh is None or not self.axes:
+            return run(list(tensors))
+        filled = [
+            jnp.pad(x, [(0, n - own) for n, own in zip(held.filled, x.shape, strict=True)])
+            for x, held in zip(tensors, self.held, strict=True)
+        ]
+        specs = list(self.specs)
+        mapped = jax.shard_map(
+            run,
+            mesh=None if manual else self.mesh,
+            axis_names={*self.mesh.axis_names} - {*manual},
+            in_specs=(specs,),
+            out_specs=specs,
+            check_vma=False,
+        )
+        found = mapped(filled)
+        return [y[tuple(map(slice, x.shape))] for x, y in zip(tensors, found, strict=True)]
+
+
+def plan_matrices(
+    matrices: Sequence[Matrices],
+    specs: Sequence[PartitionSpec],
+    mesh: Mesh | None,
+    cost: Callable[[tuple[int, int]], float],
+) -> Exchange:
+    """Plan the owner of every matrix.
+
+    Each device of a group gets as many matrices as divide over them. Those left over go one by one,
+    the most expensive first, to the device with the least work (Graham 1969, longest processing
+    time first).
+
+    Args:
+      specs: partition spec of each tensor.
+      cost: cost of the rule on a matrix, given its numbers of rows and columns.
+    """
+    held = tuple(held_of(of, spec, mesh) for of, spec in zip(matrices, specs, strict=True))
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for i, one in enumerate(held):
+        alike.setdefault(one.alike, []).append(i)
+    groups = [Group(tuple(at), tuple(held[i] for i in at)) for at in alike.values()]
+    loads: dict[tuple[str, ...], list[float]] = {}
+    done: list[Group] = []
+    for group in sorted(groups, key=lambda group: -cost(group.held[0].of.size)):
+        first = group.held[0]
+        load = loads.setdefault(first.axes, [0.0] * group.devices)
+        last: list[int | None] = [None] * group.devices
+        for number in range(group.devices * group.full, group.count):
+            free = [at for at in range(group.devices) if last[at] is None]
+            owner = min(free, key=lambda at: load[at])
+            load[owner] += cost(first.of.size)
+            last[owner] = number
+        left = group.count % group.devices
+        done.append(Group(group.members, group.held, tuple(last) if left else ()))
+    axes = frozenset(axis for one in held for entry in one.entries for axis in entry)
+    return Exchange(mesh, axes, tuple(_spec(one) for one in held), held, tuple(done))
+
+
+def held_of(of: Matrices, spec: PartitionSpec, mesh: Mesh | None) -> Held:
+    """Return what a device holds of a tensor's matrices."""
+    sizes: Mapping[str, int] = {} if mesh is None else dict(mesh.shape)
+    whole = [*spec, *(None,) * (len(of.shape) - len(spec))]
+    entries = tuple(tuple(a for a in entry_names(entry) if sizes[a] > 1) for entry in whole)
+    parts = tuple(math.prod(sizes[axis] for axis in entry) for entry in entries)
+    return Held(of, entries, parts)
+
+
+def _spec(held: Held) -> PartitionSpec:
+    return PartitionSpec(*(entry or None for entry in held.entries))

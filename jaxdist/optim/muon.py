@@ -1,0 +1,263 @@
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), and AdamW for the rest."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+from pydantic import NonNegativeFloat, PositiveFloat
+
+from jaxdist.config.schema import Config, Count
+from jaxdist.errors import ConfigError, did_you_mean
+from jaxdist.optim.common import Beta, NamedParams, OptimizerConfig, decay_mask
+from jaxdist.optim.layers import StepCount, wide_zeros
+from jaxdist.optim.matrices import Exchange, Matrices, matrices_in, plan_matrices
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Masks, OptState, Params, PyTree, Updates
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Coefficients of a step of Newton-Schulz: steep at 0, so that few steps suffice; singular values
+end between about 0.7 and 1.2 and not at 1."""
+UPDATE_RMS = 0.2
+"""The usual root mean square of AdamW's updates (Liu et al. 2025, arXiv 2502.16982, 2.2)."""
+ENDS = ("vocab", "classes")
+"""Dims of embeddings and heads, which AdamW updates."""
+BATCH = 2**24
+"""The least number of elements of the matrices that are computed at once, where there are more."""
+
+Scale = Literal["match_rms", "spectral"]
+
+
+def newton_schulz(matrices: jax.Array, steps: int = 5, *, eps: float = 1e-8) -> jax.Array:
+    """Replace the singular values of each matrix of `[K, m, n]` by values near 1.
+
+    X <- X / (||X||_F + eps); then, `steps` times, A = X X^T, X <- a X + (b A + c A^2) X, on the
+    transposed matrix where m > n. Cost: see `newton_schulz_flops`.
+
+    >>> found = newton_schulz(jnp.array([[[3.0, 0.0], [0.0, -0.5]]]))[0]
+    >>> [round(float(x), 2) for x in (found[0, 0], found[1, 1])]
+    [0.72, -1.0]
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + eps)
+    for _ in range(steps):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.mT if tall else x
+
+
+def newton_schulz_flops(size: tuple[int, int], steps: int = 5) -> float:
+    """Return the FLOPs of `newton_schulz` on a matrix: steps (4 m^2 n + 2 m^3), m its shorter side.
+
+    >>> newton_schulz_flops((2, 3), steps=1)
+    64.0
+    """
+    m, n = sorted(size)
+    return float(steps * (4 * m * m * n + 2 * m**3))
+
+
+class MuonState(NamedTuple):
+    """The number of steps, and the momentum of each matrix, float32 or wider."""
+
+    count: StepCount
+    mu: Updates
+
+
+@dataclass(frozen=True)
+class Orthogonalized:
+    """Momentum of matrices, orthogonalized: Muon without decay and learning rate.
+
+    m <- b m + (1 - b) g; the update is scale newton_schulz(m), or with Nesterov's momentum that of
+    b m / (1 - b^(t + 1)) + (1 - b) g / (1 - b^t) in step t, as in `optax.contrib.muon`.
+
+    Attributes:
+      matrices: the matrices in each parameter, by name.
+      exchange: exchange of the matrices between devices, for parameters in the same order.
+    """
+
+    matrices: Mapping[str, Matrices]
+    exchange: Exchange
+    momentum: float
+    nesterov: bool
+    steps: int
+    eps: float
+    scale: Scale
+
+    def init(self, params: Params) -> MuonState:
+        return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(wide_zeros, params))
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params = None
+    ) -> tuple[Updates, MuonState]:
+        b, count = self.momentum, optax.safe_increment(state.count)
+        grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.mu)
+        mu = jax.tree.map(lambda m, g: b * m + (1 - b) * g, state.mu, grads)
+        ahead = mu
+        if self.nesterov:
+            one = optax.tree.bias_correction(mu, b, optax.safe_increment(count))
+            two = optax.tree.bias_correction(grads, b, count)
+            ahead = jax.tree.map(lambda m, g: b * m + (1 - b) * g, one, two)
+        named, structure = flatten_with_names(ahead), jax.tree.structure(ahead)
+        with jax.named_scope("newton_schulz"):
+            found = self.exchange.apply(self._rule, [x for _, x in named])
+        scaled = [x * self._factor(name) for (name, _), x in zip(named, found, strict=True)]
+        moves = jax.tree.map(lambda x, g: x.astype(g.dtype), structure.unflatten(scaled), updates)
+        return moves, MuonState(count, mu)
+
+    def _rule(self, matrices: jax.Array) -> jax.Array:
+        """Call `newton_schulz` on a few matrices at a time, so that temporaries stay small."""
+        at_once = max(1, BATCH // math.prod(matrices.shape[1:]))
+        rule = partial(newton_schulz, steps=self.steps, eps=self.eps)
+        if len(matrices) <= at_once:
+            return rule(matrices)
+        return jax.lax.map(lambda x: rule(x[None])[0], matrices, batch_size=at_once)
+
+    def _factor(self, name: str) -> float:
+        rows, columns = self.matrices[name].size
+        if self.scale == "match_rms":
+            return UPDATE_RMS * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1.0, columns / rows))
+
+
+class MuonAdamW(Config):
+    """AdamW for vectors, embeddings and heads."""
+
+    params: tuple[str, ...] = ()
+    """Patterns of names of further parameters that AdamW updates, for example those of a head whose
+    dims have no names."""
+    rate: PositiveFloat = 1.0
+    """Factor on the learning rate."""
+    b1: Beta = 0.9
+    """Decay of the first moment."""
+    b2: Beta = 0.95
+    """Decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+
+
+class MuonConfig(OptimizerConfig):
+    """Muon: momentum whose matrices are orthogonalized; AdamW for embeddings, norms and heads."""
+
+    type: Literal["muon"]
+    """Selects this optimizer."""
+    momentum: Beta = 0.95
+    """Decay of the momentum."""
+    nesterov: bool = True
+    """Look ahead along the momentum."""
+    ns_steps: Count = 5
+    """Number of steps of Newton-Schulz."""
+    eps: PositiveFloat = 1e-8
+    """Added to the norm by which Newton-Schulz divides."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled decay, times the learning rate; biases and norm scales are left out."""
+    scale: Scale = "match_rms"
+    """`match_rms` gives a matrix's updates the root mean square of AdamW's, so that both share a
+    learning rate; `spectral` multiplies them by sqrt(max(1, outputs / inputs)), for a learning rate
+    of its own (set adamw.rate)."""
+    split_heads: bool = False
+    """Treat each head of the query, key and value projections as a matrix of its own."""
+    adamw: MuonAdamW = MuonAdamW()
+    """AdamW for vectors, embeddings and heads."""
+
+    @property
+    def whole_matrices(self) -> bool:
+        return True
+
+    def matrices(self, tree: NamedParams) -> dict[str, Matrices]:
+        """Return the matrices of each parameter that Muon updates, by name."""
+        found: dict[str, Matrices] = {}
+        for name, leaf in flatten_with_names(tree.params):
+            dims = tree.dims[name]
+            of = matrices_in(leaf.shape, dims, split_heads=self.split_heads)
+            apart = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.adamw.params)
+            if of is not None and not apart and not {*dims} & {*ENDS}:
+                found[name] = of
+        return found
+
+    def exchange(self, tree: NamedParams) -> Exchange:
+        """Return the exchange of the matrices between the devices that hold parts of them."""
+        found = self.matrices(tree)
+        cost = partial(newton_schulz_flops, steps=self.ns_steps)
+        shares = None if tree.shares is None else dict(flatten_with_names(tree.shares))
+        mesh = None if shares is None else next(iter(shares.values())).mesh
+        specs = [PartitionSpec() if shares is None else shares[name].spec for name in found]
+        return plan_matrices(list(found.values()), specs, mesh, cost)
+
+    def explain(self, tree: NamedParams) -> tuple[str, ...]:
+        """Describe in two lines which parameters are matrices, and which AdamW updates.
+
+        Raises:
+          ConfigError: no parameter is a matrix; a pattern of `adamw.params` without effect.
+        """
+        found = self.matrices(tree)
+        every = self.model_copy(update={"adamw": MuonAdamW()}).matrices(tree)
+        for pattern in self.adamw.params:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in every):
+                raise ConfigError(
+                    f"optim.adamw.params: {pattern!r} matches no matrix that Muon would update: "
+                    f"{did_you_mean(pattern, every)}"
+                )
+        if not found:
+            raise ConfigError(
+                "muon has no matrix to update, since all parameters are vectors, embeddings or "
+                "heads, or in optim.adamw.params; take {type: adamw}"
+            )
+        shown = [
+            f"{name} ({of.count} of {of.size[0]} x {of.size[1]})" for name, of in found.items()
+        ]
+        others = [name for name, _ in flatten_with_names(tree.params) if name not in found]
+        return (
+            f"muon updates matrices: {', '.join(shown)}",
+            f"adamw updates the others: {', '.join(others) or 'none'}",
+        )
+
+    def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
+        """The update rule for a learning-rate schedule on these parameters."""
+        found = self.matrices(tree)
+        labels = _by_name(tree.params, lambda name: "muon" if name in found else "adamw")
+        decays = dict(flatten_with_names(decay_mask(tree.params, tree.dims)))
+
+        def mask(params: Params) -> Masks:
+            return _by_name(params, decays.__getitem__)
+
+        adamw = self.adamw
+        rule = Orthogonalized(
+            found,
+            self.exchange(tree),
+            self.momentum,
+            self.nesterov,
+            self.ns_steps,
+            self.eps,
+            self.scale,
+        )
+        return optax.partition(
+            {
+                "muon": optax.chain(
+                    optax.GradientTransformation(rule.init, rule.update),
+                    optax.add_decayed_weights(self.weight_decay),
+                    optax.scale_by_learning_rate(rate),
+                ),
+                "adamw": optax.chain(
+                    optax.scale_by_adam(adamw.b1, adamw.b2, adamw.eps),
+                    optax.add_decayed_weights(self.weight_decay, mask),
+                    optax.scale_by_learning_rate(lambda step: adamw.rate * rate(step)),
+                ),
+            },
+            labels,
+        )
+
+
+def _by_name(tree: PyTree, value: Callable[[str], Any]) -> PyTree:
+    """Return a tree with a value for the name of each leaf."""
+    named = flatten_with_names(tree)
+    return jax.tree.unflatten(jax.tree.structure(tree), [value(name) for name, _ in named])
