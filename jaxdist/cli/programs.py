@@ -151,3 +151,29 @@ def parity(
         console=shared.console(),
     )
     raise typer.Exit(int(any(result.verdict == "differs" for result in results)))
+
+
+def prove(
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
+    *,
+    devices: shared.CompileDevices = None,
+    near: Annotated[
+        int, typer.Option(min=0, help="Plans near CONFIG's to compare too, three settings changed.")
+    ] = 2,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and of those plans.")] = 0,
+    json_file: shared.JsonFile = None,
+) -> None:
+    """Show for each parameter that CONFIG's plan computes what one device would.
+
+    By types, by numbers at a reduced size, and by the bytes of the compiled step.
+    Writes the certificate that `jaxdist train --proved` asks for. Exit code 1 if
+    anything is wrong, or undecided.
+    """
+    extra = shared.compile_for(devices, None, overrides or [])
+    shared.set_environment((config, extra), devices=8)
+    from jaxdist.proofs.report import prove as show
+
+    given = {"near": near, "seed": seed, "json_file": json_file, "console": shared.console()}
+    proof = show(config, extra, **given)
+    raise typer.Exit(int(proof.verdict != "proved"))

@@ -86,11 +86,17 @@ def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> 
     return prepare(config, overrides, devices)
 
 
-def set_environment(*programs: tuple[Path, list[str]], topology: str | None = None) -> None:
-    """Request the largest number of fake devices of these configs, before jax is imported."""
+def set_environment(
+    *programs: tuple[Path, list[str]], topology: str | None = None, devices: int = 0
+) -> None:
+    """Request the largest number of fake devices of these configs, before jax is imported.
+
+    Args:
+      devices: number of fake devices that the command itself needs.
+    """
     from jaxdist.runtime import environment
 
-    count = 1 if topology else max(_fake_devices(*program) for program in programs)
+    count = 1 if topology else max(devices, *(_fake_devices(*program) for program in programs))
     environment.prepare(fake_devices=count or None)
 
 

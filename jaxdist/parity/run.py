@@ -142,14 +142,18 @@ def experiment_of(sections: Mapping[str, Json], cell: Combination) -> Experiment
     )
 
 
-def inexact(model: Functional, cell: Combination) -> str:
-    """Return why a combination computes other numbers than a single device, or nothing."""
-    if cell.reduce is None and cell.microbatches == 1:
+def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:
+    """Return why a plan computes other numbers than a single device, or nothing.
+
+    Args:
+      reduce: whether gradients are reduced explicitly, each device computing its own part.
+    """
+    if not reduce and microbatches == 1:
         return ""
     module = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
     if jax.tree.leaves(nnx.state(module, nnx.RngState)):
         return "random layers draw anew for each part of the batch"
-    if cell.microbatches > 1 and batch_norms(module):
+    if microbatches > 1 and batch_norms(module):
         return "batch statistics are those of a microbatch"
     others = nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.BatchStat)))
     if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(others)):
@@ -168,7 +172,8 @@ def compare(subject: ParitySubject, cell: Combination) -> ParityResult:
         experiment = experiment_of(subject.sections, cell)
     except JaxdistError as error:
         return ParityResult(cell, "skipped", reason=" ".join(str(error).split()))
-    reason = inexact(experiment.program.model, cell)
+    parts = {"reduce": cell.reduce is not None, "microbatches": cell.microbatches}
+    reason = inexact(experiment.program.model, **parts)
     if reason:
         return ParityResult(cell, "skipped", reason=reason)
     begun = subject.reference.initial

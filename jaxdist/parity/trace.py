@@ -168,9 +168,7 @@ class FirstSteps:
 
     def begin(self) -> TrainState:
         """Return the experiment's own initial state, on the host."""
-        program = self.experiment.program
-        state = jax.jit(program.init, compiler_options=compile_options())()
-        return jax.device_get(program.home.used(state))
+        return begun(self.experiment.program)
 
     def run(self, initial: TrainState) -> tuple[Trace, TrainState]:
         """Train for three steps; return the results to compare, and the last stored state.
@@ -179,12 +177,7 @@ class FirstSteps:
           initial: the initial state on the host.
         """
         program = self.experiment.program
-        shapes = replace(program.state_shapes, exchange=())
-        shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
-        # Copied, since the step may reuse the memory of its state.
-        stored = program.home.stored(jax.tree.map(np.array, replace(initial, exchange=())))
-        state = jax.device_put(stored, shardings)
-        state = replace(state, exchange=fresh_exchange(program))
+        state = placed(program, initial)
         losses: list[float] = []
         gradients: dict[str, np.ndarray] = {}
         outer = program.outer
@@ -192,14 +185,30 @@ class FirstSteps:
             state, metrics = step(state, batch)
             losses.append(float(metrics[0]))
             if not gradients:
-                gradients = _named(program.home.used(state).opt_state.gradients)
+                gradients = named(program.home.used(state).opt_state.gradients)
             if outer is not None and outer.due(count):
                 state = program.between(state)
         # Evaluated before the state is read: a step may reuse its arguments' memory.
         evaluation = self._evaluation(state)
-        first, last = _moving(initial), _moving(program.home.used(state))
+        first, last = moving(initial), moving(program.home.used(state))
         updates = {name: last[name] - first[name] for name in last}
         return Trace(initial, np.array(losses), gradients, updates, evaluation), state
+
+
+def begun(program: Program) -> TrainState:
+    """Return a program's own initial state, on the host."""
+    state = jax.jit(program.init, compiler_options=compile_options())()
+    return jax.device_get(program.home.used(state))
+
+
+def placed(program: Program, initial: TrainState) -> TrainState:
+    """Place a state on the host on a program's devices, in its stored form."""
+    shapes = replace(program.state_shapes, exchange=())
+    shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
+    # Copied, since the step may reuse the memory of its state.
+    stored = program.home.stored(jax.tree.map(np.array, replace(initial, exchange=())))
+    state = jax.device_put(stored, shardings)
+    return replace(state, exchange=fresh_exchange(program))
 
 
 def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
@@ -213,18 +222,42 @@ def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
     return steps.run(steps.begin() if initial is None else initial)[0]
 
 
-def _moving(state: TrainState) -> dict[str, np.ndarray]:
+def moving(state: TrainState) -> dict[str, np.ndarray]:
     """Return the parameters, and the buffers that hold numbers, by name."""
     buffers = {
         f"buffer {name}": leaf
-        for name, leaf in _named(state.buffers).items()
+        for name, leaf in named(state.buffers).items()
         if np.issubdtype(leaf.dtype, np.floating)
     }
-    return {**_named(state.params), **buffers}
+    return {**named(state.params), **buffers}
 
 
-def _named(tree: PyTree) -> dict[str, np.ndarray]:
+def named(tree: PyTree) -> dict[str, np.ndarray]:
+    """Return the leaves of a tree in float64, by name."""
     return {name: np.asarray(leaf, np.float64) for name, leaf in flatten_with_names(tree)}
+
+
+def distances(
+    found: Trace, reference: Trace, least: NormFloors | None = None
+) -> dict[str, dict[str, float]]:
+    """Compute the relative difference of each tensor, by field of a `Trace` and name.
+
+    Args:
+      least: divisors of differences where they exceed the norm on a single device.
+    """
+
+    def measured(field: str) -> dict[str, float]:
+        """Return the differences; a value that is 0 on a single device must be 0."""
+        ours, theirs = getattr(found, field), getattr(reference, field)
+        leasts = getattr(least, field, {})
+        return {
+            name: _distance(ours[name], expected, leasts.get(name, 0.0))
+            for name, expected in theirs.items()
+            # The loss of a batch without weight is NaN, and must be so on both.
+            if not (field == "loss_of_step" and np.isnan(expected) and np.isnan(ours[name]))
+        }
+
+    return {field: measured(field) for field in ("loss_of_step", "gradients", "updates")}
 
 
 def differences(found: Trace, reference: Trace, least: NormFloors | None = None) -> Differences:
@@ -233,20 +266,11 @@ def differences(found: Trace, reference: Trace, least: NormFloors | None = None)
     Args:
       least: divisors of differences where they exceed the norm on a single device.
     """
-
-    def worst(field: str) -> float:
-        """Return the worst of all tensors; a value that is 0 on a single device must be 0."""
-        ours, theirs = getattr(found, field), getattr(reference, field)
-        leasts = getattr(least, field, {})
-        distances = [
-            _distance(ours[name], expected, leasts.get(name, 0.0))
-            for name, expected in theirs.items()
-            # The loss of a batch without weight is NaN, and must be so on both.
-            if not (field == "loss_of_step" and np.isnan(expected) and np.isnan(ours[name]))
-        ]
-        return math.nan if any(map(math.isnan, distances)) else max(distances, default=0.0)
-
-    return Differences(worst("loss_of_step"), worst("gradients"), worst("updates"))
+    worst = (
+        math.nan if any(map(math.isnan, of.values())) else max(of.values(), default=0.0)
+        for of in distances(found, reference, least).values()
+    )
+    return Differences(*worst)
 
 
 def _distance(found: np.ndarray, expected: np.ndarray, least: float) -> float:

@@ -166,7 +166,12 @@ class Program:
         with jax.named_scope("optimizer"):
             rest = norm, values["loss"], found.sums["loss"].weight
             params, opt_state = self.exchange.apply(self._moved, given, rest)
-        values |= {"grad_norm": norm, "learning_rate": self.optimizer.schedule(state.step)}
+        if self.optimizer.skips_empty:
+            # Plans that divide by a weight of 0 only after the exchange have NaN there.
+            norm_shown = jnp.where(found.sums["loss"].weight != 0, norm, 0.0)
+        else:
+            norm_shown = norm
+        values |= {"grad_norm": norm_shown, "learning_rate": self.optimizer.schedule(state.step)}
         params = self.exchange.publish(params, state.params)
         new = replace(
             state,

@@ -264,11 +264,14 @@ def test_replicas_that_are_apart_are_found(devices):
         return jax.make_array_from_single_device_arrays(shape, sharding, local)
 
     split = array(("data",), [1.0, 2.0], [3.0, 4.0])
-    assert parity_draw_run._apart({"split": split, "step": array((), [3], [3])}) == (0.0, "")
+    assert parity_draw_run.replicas_apart({"split": split, "step": array((), [3], [3])}) == (
+        0.0,
+        "",
+    )
     apart = array((), [1.0, 4.0], [2.0, 4.0])
-    assert parity_draw_run._apart({"a": apart, "b": split}) == (0.25, "a")
+    assert parity_draw_run.replicas_apart({"a": apart, "b": split}) == (0.25, "a")
     lost = array((), [1.0], [math.nan])
-    assert parity_draw_run._apart({"a": apart, "b": lost}) == (math.inf, "b")
+    assert parity_draw_run.replicas_apart({"a": apart, "b": lost}) == (math.inf, "b")
 
 
 def test_a_crash_that_is_told_as_the_users_is_no_refusal(monkeypatch, devices):

@@ -115,7 +115,7 @@ def single_device(sections: Mapping[str, Json]) -> Sections:
     model = {name: value for name, value in sections["model"].items() if name != "remat"}
     if "attention" in model:
         model["attention"] = "plain"
-    loss = {name: value for name, value in sections.get("loss", {}).items() if name != "chunks"}
+    loss = {name: value for name, value in (sections.get("loss") or {}).items() if name != "chunks"}
     sharding = {**sections["sharding"], "rules": {}, "collective_matmul": False}
     return {
         **plain,

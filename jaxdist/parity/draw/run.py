@@ -35,6 +35,7 @@ from jaxdist.parity.trace import (
 )
 from jaxdist.run.checkpoints import restore
 from jaxdist.train.state import TrainState
+from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Json, JsonObject, Leaf, PyTree
 
@@ -107,7 +108,7 @@ def compare(drawn: Draw) -> JsonObject:
     off = differences(
         found, expected, norms_at_least(expected, limit, *moved, times=2 if half else 1)
     )
-    apart, name = _apart(state)
+    apart, name = replicas_apart(state)
     judged = {"verdict": "equal", "differences": off, "limit": limit, "replicas": apart}
     if not off.within(limit):
         judged["verdict"] = "differs"
@@ -155,7 +156,7 @@ def _cuts(sections: Mapping[str, Json]) -> tuple[str, ...]:
     )
 
 
-def _apart(state: PyTree) -> tuple[float, str]:
+def replicas_apart(state: PyTree) -> tuple[float, str]:
     """Return the largest difference between replicas of a tensor, and the tensor's name.
 
     The difference is relative to the tensor's largest element.
@@ -176,13 +177,7 @@ def _apart(state: PyTree) -> tuple[float, str]:
 def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
     """Name the tensors that a second plan loads differently from the saved; empty if none."""
     saved, target = writer.program, reader.program
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "checkpoints"
-        with CheckpointStore(path, keep=1, keep_best=False, on_event=lambda _: None) as store:
-            ordered = saved.home.to_files(state)
-            store.save(1, ordered, metadata={}, shapes=saved.own_shapes)
-            store.wait()
-            loaded: TrainState = restore(store, target, say=lambda _: None).state
+    loaded = reloaded(saved, state, target)
     # Residuals of messages belong to the plan that sent them.
     ours, theirs = (
         replace(program.home.used(held), exchange=())
@@ -191,6 +186,16 @@ def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
     pairs = zip(flatten_with_names(ours), jax.tree.leaves(theirs), strict=True)
     unlike = [name for (name, ours), theirs in pairs if not _same(ours, theirs)]
     return f"{len(unlike)} tensors were not loaded as saved: {', '.join(unlike)}" if unlike else ""
+
+
+def reloaded(saved: Program, state: TrainState, target: Program) -> TrainState:
+    """Save a program's state as a checkpoint, and load that as another program's state."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoints"
+        with CheckpointStore(path, keep=1, keep_best=False, on_event=lambda _: None) as store:
+            store.save(1, saved.home.to_files(state), metadata={}, shapes=saved.own_shapes)
+            store.wait()
+            return restore(store, target, say=lambda _: None).state
 
 
 def _same(ours: Leaf, theirs: Leaf) -> bool:

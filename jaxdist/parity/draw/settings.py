@@ -63,12 +63,13 @@ def _added(setting: Setting, stream: str, config: Sections) -> Sections | None:
 def in_half_precision(config: Sections) -> bool:
     """Return whether a config trains with some values in bfloat16 or float16."""
     parallel = config.get("parallel", {})
-    return (
-        config["model"].get("compute_dtype", "float32") != "float32"
-        or "master_weights" in config["optim"]
-        or "reduce_dtype" in parallel
-        or "gather_dtype" in parallel.get("zero", {})
+    dtypes = (
+        config["model"].get("compute_dtype"),
+        config["optim"].get("master_weights"),
+        parallel.get("reduce_dtype"),
+        (parallel.get("zero") or {}).get("gather_dtype"),
     )
+    return any(dtype not in (None, "float32") for dtype in dtypes)
 
 
 def in_full_precision(config: Sections) -> Sections:

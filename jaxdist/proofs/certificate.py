@@ -1,0 +1,178 @@
+"""The certificate of a proof: what was shown, what was not, and whether it is that of a config."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from jaxdist.checkpoint.identity import base_of
+from jaxdist.config import Document
+from jaxdist.errors import RunError
+from jaxdist.experiment import ExperimentConfig
+from jaxdist.mesh import resolve_sizes
+from jaxdist.metrics.report import PACKAGES, plain, write_json
+from jaxdist.proofs.numbers import Compared
+from jaxdist.proofs.sent import Sent
+from jaxdist.proofs.types.check import Typed
+from jaxdist.runtime import environment
+from jaxdist.types import Json, JsonObject
+
+ELSEWHERE = ("run", "checkpoint", "metrics", "energy", "elastic", "eval", "mesh")
+"""Sections of a config that a certificate does not depend on; the mesh has a key of its own."""
+NAME = "prove.json"
+"""The file's name in a run directory."""
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """A part of a plan of which nothing was shown.
+
+    Attributes:
+      part: "types", "numbers" or "bytes".
+      what: the leaf, or the comparison.
+      why: the reason.
+    """
+
+    part: str
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The results of the three parts.
+
+    Attributes:
+      types: the types of the step at its full size; None where it was not traced.
+      numbers: the comparisons of the plan itself.
+      near: the comparisons of its neighbours.
+      sent: the bytes of the compiled step; None where it was not compiled.
+      undecided: everything of which nothing was shown.
+      seed: the seed of weights and neighbours.
+      notes: what the reduced size leaves out or changes.
+    """
+
+    types: Typed | None
+    numbers: tuple[Compared, ...]
+    near: tuple[Compared, ...] = ()
+    sent: Sent | None = None
+    undecided: tuple[Undecided, ...] = ()
+    seed: int = 0
+    notes: tuple[str, ...] = ()
+    reduced: JsonObject = field(default_factory=dict)
+
+    @property
+    def wrong(self) -> bool:
+        """Whether any part found something that one device would not compute."""
+        found = self.types is not None and bool(self.types.findings)
+        compared = any(one.wrong for one in (*self.numbers, *self.near))
+        return found or compared or (self.sent is not None and bool(self.sent.missing))
+
+    @property
+    def verdict(self) -> str:
+        """The verdict: "proved", "wrong" or "undecided"."""
+        return "wrong" if self.wrong else "undecided" if self.undecided else "proved"
+
+
+def to_json(proof: Proof, identity: JsonObject, name: str) -> JsonObject:
+    """Return the certificate as plain data.
+
+    Args:
+      identity: see `identity_of`.
+    """
+    typed = proof.types
+    types = None if typed is None else {**asdict(typed), "proved": typed.proved}
+    sent = None if proof.sent is None else asdict(proof.sent)
+    return {
+        "verdict": proof.verdict,
+        "config": name,
+        **identity,
+        "types": types,
+        "numbers": {
+            "seed": proof.seed,
+            "reduced": proof.reduced,
+            "notes": proof.notes,
+            "plans": [_compared(one) for one in proof.numbers],
+            "neighbours": [_compared(one) for one in proof.near],
+        },
+        "bytes": sent,
+        "undecided": [asdict(one) for one in proof.undecided],
+    }
+
+
+def _compared(one: Compared) -> JsonObject:
+    quantities = [{**asdict(q), **plain({"off": q.off}), "equal": q.equal} for q in one.quantities]
+    return {**asdict(one), "quantities": quantities}
+
+
+def identity_of(config: ExperimentConfig, devices: int) -> JsonObject:
+    """Return what a certificate is valid for: a config's digest, its mesh, and versions."""
+    values = config.model_dump(mode="json")
+    kept = {name: value for name, value in values.items() if name not in ELSEWHERE}
+    text = json.dumps(kept, sort_keys=True)
+    return {
+        "digest": hashlib.sha256(text.encode()).hexdigest(),
+        "mesh": {
+            axis: size if isinstance(size, int) else asdict(size)
+            for axis, size in resolve_sizes(
+                config.mesh, config.mesh.fake_devices or devices
+            ).items()
+        },
+        "versions": environment.versions(PACKAGES),
+    }
+
+
+def path_of(config: ExperimentConfig, document: Document) -> Path:
+    """Return where a config's certificate is written: next to its run directory."""
+    base = base_of(config.run.directory, document.path or Path("config"))
+    return base.with_name(f"{base.name}.{NAME}")
+
+
+def write(path: Path, certificate: JsonObject) -> None:
+    """Write a certificate.
+
+    Raises:
+      RunError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"cannot write the certificate to {path}: {error.strerror}; choose another directory "
+            "with run.directory=PATH"
+        ) from error
+    write_json(path, certificate, what="certificate")
+
+
+def current(config: ExperimentConfig, document: Document, devices: int, command: str) -> Path:
+    """Return the certificate of a config, if it proves what would be trained here.
+
+    Args:
+      command: the command that proves the config, for messages.
+
+    Raises:
+      RunError: there is no certificate; it is another config's, mesh's or version's; or it does not
+        say that the plan is proved.
+    """
+    path = path_of(config, document)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"--proved: there is no certificate {path}; run `{command}`") from None
+    except (OSError, ValueError) as error:
+        raise RunError(f"--proved: cannot read {path} ({error}); run `{command}`") from error
+    own: Mapping[str, Json] = identity_of(config, devices)
+    other = [name for name in own if not isinstance(found, dict) or found.get(name) != own[name]]
+    if other:
+        raise RunError(
+            f"--proved: {path} is the certificate of another {' and '.join(other)}; run `{command}`"
+        )
+    if found.get("verdict") != "proved":
+        raise RunError(
+            f"--proved: {path} says {found.get('verdict')!r}, not 'proved'; see what "
+            f"`{command}` names, or train without --proved"
+        )
+    return path

@@ -1,0 +1,79 @@
+"""Plans near a config's own, drawn at random: three of its settings have other values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from random import Random
+
+from jaxdist.parity.cells import MESHES, REMATS, Combination, possible_cells
+from jaxdist.parity.run import remats_of
+from jaxdist.types import Json, JsonObject
+
+CHANGED = 3
+"""Number of settings that a neighbour changes."""
+
+
+def neighbours(sections: JsonObject, seed: int) -> Iterator[tuple[str, JsonObject]]:
+    """Yield neighbours of a config's reduced sections, each with what is different.
+
+    They are plans for 8 devices, for the same model, optimizer and batch. Some may be refused, for
+    a model that no pipeline takes for example.
+    """
+    own = settings_of(sections)
+    cells = list(possible_cells(remats_of(sections)))
+    Random(seed).shuffle(cells)
+    for cell in cells:
+        other = _settings(cell)
+        changed = {name: value for name, value in other.items() if value != own[name]}
+        if len(changed) == CHANGED:
+            shown = ", ".join(f"{name} {value}" for name, value in changed.items())
+            yield shown, planned(sections, cell)
+
+
+def settings_of(sections: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the settings of a config in the terms of a `Combination`, where it has such terms."""
+    parallel, mesh = sections["parallel"], dict(sections["mesh"])
+    mesh.pop("fake_devices", None)
+    zero, pipeline, remat = parallel["zero"], parallel["pipeline"], sections["model"].get("remat")
+    kinds = {name: kind for name, kind in REMATS.items() if kind == remat}
+    return {
+        "mesh": next((name for name, sizes in MESHES.items() if sizes == mesh), str(mesh)),
+        "ZeRO": (zero["stage"], zero["scope"] if zero["stage"] else "all"),
+        "reduce": parallel["reduce"] and parallel["reduce"]["type"],
+        "microbatches": sections["train"]["microbatches"],
+        "remat": next(iter(kinds), "some" if isinstance(remat, list) else "none"),
+        "sequence": "split" if "residual_seq" in sections["sharding"]["rules"] else "whole",
+        "pipeline": None
+        if mesh.get("stage", 1) == 1
+        else (pipeline["schedule"]["type"], pipeline["activations"]),
+    }
+
+
+def _settings(cell: Combination) -> dict[str, Json]:
+    schedule = None if cell.schedule is None else (cell.schedule, cell.activations)
+    return {
+        "mesh": cell.mesh,
+        "ZeRO": (cell.stage, cell.scope),
+        "reduce": cell.reduce,
+        "microbatches": cell.microbatches,
+        "remat": cell.remat,
+        "sequence": cell.sequence,
+        "pipeline": schedule,
+    }
+
+
+def planned(sections: JsonObject, cell: Combination) -> JsonObject:
+    """Return the sections with the settings of a combination."""
+    model, rules = dict(sections["model"]), dict(sections["sharding"]["rules"])
+    if "remat" in model:
+        remat = REMATS[cell.remat]
+        model["remat"] = [*remat][: model["layers"]] if isinstance(remat, tuple) else remat
+    rules.pop("residual_seq", None)
+    return {
+        **sections,
+        "model": model,
+        "mesh": {**MESHES[cell.mesh], "fake_devices": 8},
+        "sharding": {**sections["sharding"], "rules": {**rules, **cell.rules}},
+        "train": {**sections["train"], "microbatches": cell.microbatches},
+        "parallel": cell.parallel,
+    }

@@ -1,0 +1,295 @@
+"""The comparison of a plan with a single device in numbers, at a reduced size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.config import Document, validate
+from jaxdist.errors import JaxdistError
+from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.models.mean import scalars_in
+from jaxdist.parity.cells import cuts_of
+from jaxdist.parity.draw.draw import axis_sizes, single_device
+from jaxdist.parity.draw.foreign import WEIGHTS
+from jaxdist.parity.draw.run import reloaded, replicas_apart
+from jaxdist.parity.run import inexact
+from jaxdist.parity.trace import (
+    NUDGES,
+    Differences,
+    Trace,
+    begun,
+    compile_options,
+    distances,
+    limit_of,
+    moving,
+    named,
+    norms_at_least,
+    noted,
+    nudged,
+    placed,
+)
+from jaxdist.proofs.data import with_weights
+from jaxdist.train.evaluate import evaluate
+from jaxdist.train.state import TrainState
+from jaxdist.types import Json, JsonObject
+
+PLAIN = ("first step", "second step", "resumed step")
+KINDS = {"loss_of_step": "values", "gradients": "gradient", "updates": "update"}
+"""The name of each field of a `Trace` in a certificate."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A value of a plan, compared with that of one device.
+
+    Attributes:
+      kind: "gradient", "update" (also of buffers), or "values" that are logged or evaluated.
+      name: the leaf or the value.
+      step: the step in which the difference is largest.
+      off: the relative difference; infinite where only one of them is a number.
+      limit: the difference that another order of summation explains.
+    """
+
+    kind: str
+    name: str
+    step: str
+    off: float
+    limit: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether the difference is explained; NaN is not."""
+        return self.off <= self.limit
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The comparison of one plan.
+
+    Attributes:
+      plan: a name of the plan.
+      undecided: why there is no comparison; empty where there is one.
+    """
+
+    plan: str
+    quantities: tuple[Quantity, ...] = ()
+    undecided: str = ""
+    steps: tuple[str, ...] = ()
+
+    @property
+    def wrong(self) -> tuple[Quantity, ...]:
+        """The values that are not those of one device."""
+        return tuple(one for one in self.quantities if not one.equal)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A step of a comparison: its weights, float32 `[B]`, or None for a batch without weights."""
+
+    name: str
+    weights: np.ndarray | None = None
+    reload: bool = False
+
+
+def scenes(rows: int, shards: int, *, weighted: bool, skips: bool, seed: int) -> list[Scene]:
+    """Return the steps to compare: two steps and a resumed step, with weights skipped steps too.
+
+    Args:
+      rows: number of rows of a batch, of which each of `shards` devices has its part.
+      skips: whether the optimizer skips a step whose gradient is NaN.
+    """
+    if not weighted:
+        return [Scene(name, reload=name == PLAIN[-1]) for name in PLAIN]
+    random = np.random.default_rng(seed)
+
+    def unequal() -> np.ndarray:
+        # A weight of zero in each, and not the same sum on any two devices.
+        return random.permutation(np.resize(WEIGHTS, rows) + np.linspace(0, 0.5, rows))
+
+    empty = unequal().reshape(shards, -1)
+    empty[random.integers(shards)] = 0 if shards > 1 else 1
+    found = [
+        ("unequal weights", unequal(), False),
+        ("an empty shard", empty.reshape(-1), False),
+        ("resumed step", unequal(), True),
+        ("no weight", np.zeros(rows), False),
+        *([("not a number", np.full(rows, np.nan), False)] if skips else []),
+        ("after skipping", unequal(), False),
+    ]
+    return [Scene(name, weights.astype(np.float32), reload) for name, weights, reload in found]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """An experiment that is `noted`, compiled once, with a batch for each scene."""
+
+    experiment: Experiment
+
+    @cached_property
+    def compiled(self) -> Any:
+        """The compiled step."""
+        program = self.experiment.program
+        return program.train.lower(program.state_shapes, program.batch).compile(compile_options())
+
+    @cached_property
+    def batches(self) -> list[Mapping[str, np.ndarray]]:
+        """The first batches on the host, the same on every plan."""
+        loader = self.experiment.loader
+        return [jax.device_get(loader.batch(step)) for step in range(8)]
+
+    def run(self, initial: TrainState, taken: Sequence[Scene], *, reload: bool) -> list[Trace]:
+        """Take a step for each scene, and evaluate at the end.
+
+        Args:
+          reload: whether a scene may begin with a state that was saved and loaded.
+        """
+        program, traces = self.experiment.program, []
+        state, before = placed(program, initial), initial
+        for scene, host in zip(taken, self.batches, strict=False):
+            if scene.reload and reload:
+                state = reloaded(program, state, program)
+            given = host if scene.weights is None else {**host, "weight": scene.weights}
+            batch = {n: jax.device_put(v, program.batch[n].sharding) for n, v in given.items()}
+            state, metrics = self.compiled(state, batch)
+            used = jax.device_get(program.home.used(state))
+            values = dict(zip(program.metrics, np.asarray(metrics, np.float64), strict=True))
+            # A gradient of NaN is NaN wherever it was; the parameters show that it was skipped.
+            numbers = scene.weights is None or np.isfinite(scene.weights).all()
+            gradients = named(used.opt_state.gradients) if numbers else {}
+            first, last = moving(before), moving(used)
+            updates = {name: last[name] - first[name] for name in last}
+            traces.append(Trace(before, np.zeros(0), gradients, updates, values))
+            before = used
+        apart, leaf = replicas_apart(state)
+        extra = {f"replicas of {leaf}": np.asarray(apart)} if apart else {}
+        traces[-1] = replace(traces[-1], evaluation={**traces[-1].evaluation, **extra})
+        return [*traces, Trace(initial, np.zeros(0), {}, {}, self._evaluated(state))]
+
+    def _evaluated(self, state: TrainState) -> dict[str, np.ndarray]:
+        program, heldout = self.experiment.program, self.experiment.heldout
+        if heldout is None:
+            return {}
+        with heldout.evaluation_batches() as batches:
+            means = evaluate(program, program.evaluated(state), state.buffers, batches)
+        return {f"evaluation {name}": np.asarray(value) for name, value in means.items()}
+
+
+@dataclass
+class Reference:
+    """The numbers of one device for a config's sections, with or without weights, computed once."""
+
+    sections: JsonObject
+    weighted: bool
+    seed: int = 0
+    _known: dict[tuple[int, int], tuple[list[Trace], list[list[Trace]]]] = field(
+        default_factory=dict
+    )
+
+    @cached_property
+    def steps(self) -> Steps:
+        """The steps of one device."""
+        return Steps(built(single_device(self._data(self.sections))))
+
+    @cached_property
+    def initial(self) -> TrainState:
+        """The state with which all begin, on the host."""
+        return begun(self.steps.experiment.program)
+
+    def _data(self, sections: JsonObject) -> JsonObject:
+        return {**sections, "data": with_weights(sections["data"])} if self.weighted else sections
+
+    def _expected(
+        self, rows: int, shards: int, taken: Sequence[Scene]
+    ) -> tuple[list[Trace], list[list[Trace]]]:
+        """Return the traces of one device, and those from initial states that are `nudged`."""
+        if (rows, shards) not in self._known:
+            begins = [nudged(self.initial, seed=seed) for seed in NUDGES]
+            plain, *moved = (
+                self.steps.run(one, taken, reload=False) for one in (self.initial, *begins)
+            )
+            self._known[rows, shards] = plain, moved
+        return self._known[rows, shards]
+
+    def compare(self, plan: str, sections: JsonObject) -> tuple[Compared, Any]:
+        """Compare a plan for the same model, optimizer and batch; return its compiled step too."""
+        try:
+            steps = Steps(built(self._data(sections)))
+            program = self.steps.experiment.program
+        except JaxdistError as error:
+            return Compared(plan, undecided=" ".join(str(error).split())), None
+        other = _other(sections, steps.experiment)
+        if other:
+            return Compared(plan, undecided=other), None
+        if self.weighted and scalars_in(program.measured):
+            reason = "the loss returns a scalar, which does not say its weight"
+            return Compared(plan, undecided=reason), None
+        sizes = axis_sizes(sections["mesh"])
+        optim = sections["optim"]
+        rows = sections["train"]["batch_size"]
+        skips = bool(optim.get("skip_nonfinite") or optim.get("loss_scale"))
+        given = {"weighted": self.weighted, "skips": skips, "seed": self.seed}
+        taken = scenes(rows, sizes["data"], **given)
+        expected, moved = self._expected(rows, sizes["data"], taken)
+        found = steps.run(self.initial, taken, reload=True)
+        names = [*(scene.name for scene in taken), "evaluation"]
+        limit = limit_of(_cuts(sections, sizes), steps.experiment.units_per_step)
+        worst = worst_of(names, found, expected, moved, limit)
+        return Compared(plan, worst, steps=tuple(names)), steps
+
+
+def _cuts(sections: Mapping[str, Json], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    return cuts_of(
+        tensor=sizes["tensor"] > 1,
+        sequence="residual_seq" in sections["sharding"]["rules"],
+        microbatches=sections["train"]["microbatches"] > 1,
+    )
+
+
+def _other(sections: Mapping[str, Json], experiment: Experiment) -> str:
+    """Return why a plan is to compute other numbers than one device, or nothing."""
+    if sections["strategy"]["type"] == "parameter_server":
+        return "strategy parameter_server: workers exchange parameters between processes"
+    reduce = sections["parallel"]["reduce"] is not None
+    microbatches = sections["train"]["microbatches"]
+    return inexact(experiment.program.model, reduce=reduce, microbatches=microbatches)
+
+
+def worst_of(
+    names: Sequence[str],
+    found: Sequence[Trace],
+    expected: Sequence[Trace],
+    moved: Sequence[Sequence[Trace]],
+    limit: Differences,
+) -> tuple[Quantity, ...]:
+    """Return each value with its largest difference over all steps."""
+    limits = {"loss_of_step": limit.loss, "gradients": limit.gradient, "updates": limit.update}
+    worst: dict[tuple[str, str], Quantity] = {}
+    for step, ours, theirs, *others in zip(names, found, expected, *moved, strict=True):
+        least = norms_at_least(theirs, limit, *others)
+        for kind, offs in distances(ours, theirs, least).items():
+            for name, off in offs.items():
+                one = Quantity(KINDS[kind], name, step, _number(off), limits[kind])
+                known = worst.get((kind, name))
+                if known is None or one.off > known.off:
+                    worst[kind, name] = one
+        for name in ours.evaluation.keys() - theirs.evaluation.keys():
+            off = float(ours.evaluation[name])
+            worst["replicas", name] = Quantity("values", name, step, off, 0.0)
+    return tuple(worst.values())
+
+
+def _number(off: float) -> float:
+    return math.inf if math.isnan(off) else off
+
+
+def built(sections: Mapping[str, Json]) -> Experiment:
+    """Build the experiment of a config's sections on its fake devices."""
+    config = validate(Document(dict(sections)), ExperimentConfig)
+    return noted(build(config, devices=jax.devices()[: config.mesh.fake_devices]))

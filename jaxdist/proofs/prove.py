@@ -1,0 +1,107 @@
+"""The proof of a config: its three parts, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxdist.errors import JaxdistError
+from jaxdist.experiment import Experiment
+from jaxdist.proofs.certificate import Proof, Undecided
+from jaxdist.proofs.neighbours import neighbours
+from jaxdist.proofs.numbers import Compared, Reference
+from jaxdist.proofs.reduce import reduced
+from jaxdist.proofs.sent import Sent, compare
+from jaxdist.proofs.types.check import Typed, check_types
+from jaxdist.train.step import Program
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import JsonObject
+
+Say = Callable[[str], None]
+TRIES = 4
+"""Number of neighbours that may be refused for each that is compared."""
+
+
+def prove(experiment: Experiment, *, near: int, seed: int, say: Say) -> Proof:
+    """Prove an experiment's plan.
+
+    Args:
+      near: number of neighbours to compare.
+      seed: seed of weights and neighbours.
+      say: called with a line when a part begins.
+    """
+    say("types    following every value of the step")
+    typed, undecided = _typed(experiment.program)
+    sections, notes = reduced(experiment)
+    for note in notes:
+        say(f"reduced  {note}")
+    undecided += _left_out(experiment)
+    found: list[Compared] = []
+    plain, weighted = Reference(sections, False, seed), Reference(sections, True, seed)
+    say("numbers  one device against the plan, at a reduced size")
+    compared, steps = plain.compare("as configured", sections)
+    found.append(compared)
+    found.append(weighted.compare("with unequal weights", sections)[0])
+    undecided += [Undecided("numbers", one.plan, one.undecided) for one in found if one.undecided]
+    sent = None
+    if steps is not None:
+        say("bytes    the compiled step against its code")
+        sent, more = _sent(steps)
+        undecided += more
+    proof = Proof(typed, tuple(found), (), sent, tuple(undecided), seed, notes, sections)
+    if any(one.undecided for one in found[1:]):
+        return proof  # Its neighbours would have no comparison either.
+    return replace(proof, near=tuple(_near(weighted, sections, near, seed, say)))
+
+
+def _near(
+    reference: Reference, sections: JsonObject, count: int, seed: int, say: Say
+) -> Iterator[Compared]:
+    """Compare neighbours until `count` have not been refused."""
+    left = count
+    tries = TRIES * count
+    for changed, other in neighbours(sections, seed):
+        if not left or not tries:
+            return
+        tries -= 1
+        compared, _ = reference.compare(changed, other)
+        if not compared.undecided:
+            say(f"near     {changed}")
+            left -= 1
+            yield compared
+
+
+def _typed(program: Program) -> tuple[Typed | None, list[Undecided]]:
+    """Follow the types through the step; return what no rule decides too."""
+    shapes = program.state_shapes, program.batch
+    try:
+        closed, out = jax.make_jaxpr(program.train, return_shape=True)(*shapes)
+    except JaxdistError as error:
+        return None, [Undecided("types", "the step", f"it cannot be traced: {error}")]
+    names = [*(f"state/{name}" for name, _ in flatten_with_names(out[0])), "metrics"]
+    typed = check_types(closed, names)
+    return typed, [
+        Undecided("types", leaf, "; ".join(why)) for leaf, why in typed.undecided.items()
+    ]
+
+
+def _sent(steps: Any) -> tuple[Sent | None, list[Undecided]]:
+    program, mesh = steps.experiment.program, steps.experiment.layout.mesh
+    shapes = program.state_shapes, program.batch
+    try:
+        closed = jax.make_jaxpr(program.train)(*shapes)
+        return compare(closed, steps.compiled, mesh, program.state_shapes), []
+    except JaxdistError as error:
+        return None, [Undecided("bytes", "the step", str(error))]
+
+
+def _left_out(experiment: Experiment) -> list[Undecided]:
+    """Return the settings that no single device has, so that there is nothing to compare with."""
+    found = []
+    if experiment.config.parallel.compression is not None:
+        why = "messages in place of gradients lose some of them, which no single device does"
+        found.append(Undecided("numbers", "parallel.compression", why))
+    return found

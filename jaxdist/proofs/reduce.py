@@ -1,0 +1,194 @@
+"""The reduced size at which numbers are compared, derived from a config by rule.
+
+A dim keeps its remainder by the number of devices, so that what divides still divides and an odd
+size stays odd. Ties, stacks, grouped heads, schedules and the optimizer are those of the config.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxdist.experiment import Experiment
+from jaxdist.parallel.pipeline.model.pipeline import Pipeline
+from jaxdist.parity.draw.settings import in_full_precision, in_half_precision
+from jaxdist.types import Json, JsonObject
+
+MOST_DEVICES = 8
+STEPS = 8
+"""Number of steps of a reduced run, more than any comparison takes."""
+WHOLE_BELOW, BUCKET_BYTES = 64, 1024
+"""Limits on sizes below which a plan treats tensors otherwise: reduced tensors are small."""
+EPS = 1e-3
+"""The least divisor of an optimizer that divides by a gradient's size: see `jaxdist.parity.run`."""
+
+
+def small(size: int, parts: int, least: int) -> int:
+    """Return the least size of at least `least` with the same remainder by `parts`.
+
+    >>> small(4096, 8, 16), small(257, 8, 32), small(5, 8, 16)
+    (16, 33, 5)
+    """
+    return size if size <= least else min(size, least + (size - least) % parts)
+
+
+def shrunk(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return a mesh of at most 8 devices with the same axes, if they can be made so small.
+
+    >>> shrunk({"data": 64, "tensor": 8})
+    {'data': 4, 'tensor': 2}
+    """
+    found = dict(sizes)
+    while math.prod(found.values()) > MOST_DEVICES:
+        axis = max(found, key=lambda name: found[name])
+        factor = next(n for n in range(2, found[axis] + 1) if found[axis] % n == 0)
+        if factor == found[axis]:
+            break
+        found[axis] //= factor
+    return found
+
+
+def reduced(experiment: Experiment) -> tuple[JsonObject, tuple[str, ...]]:
+    """Return the sections of a config's reduced size, and what they leave out or change.
+
+    Everything is in float32, where differences are small enough to see a wrong term.
+    """
+    config = experiment.config
+    whole: JsonObject = config.model_dump(mode="json")
+    sizes = shrunk(experiment.layout.mesh.shape)
+    parts = math.prod(sizes.values())
+    kept = ("model", "loss", "optim", "sharding", "parallel", "strategy", "seed")
+    sections: JsonObject = {name: whole[name] for name in kept}
+    notes = []
+    if dict(experiment.layout.mesh.shape) != sizes:
+        notes.append(f"mesh {_shown(experiment.layout.mesh.shape)} as {_shown(sizes)}")
+    sections["mesh"] = {**_mesh(sizes), "fake_devices": parts}
+    sections["train"] = _train(experiment, whole, sizes)
+    sections["model"] = _model(experiment, whole["model"], parts)
+    sections["data"] = _data(experiment, whole, parts, sections["model"])
+    sections["parallel"] = _parallel(whole["parallel"])
+    sections["optim"] = _optim(whole["optim"])
+    if in_half_precision(sections):
+        sections = in_full_precision(sections)
+        parallel = {**sections["parallel"], "reduce_dtype": None}
+        parallel["zero"] = {**parallel["zero"], "gather_dtype": None}
+        sections["parallel"] = parallel
+        notes.append("computed in float32")
+    for name in ("batch_ramp", "phases"):
+        if whole["train"].get(name):
+            notes.append(f"one batch size, without train.{name}")
+    return sections, tuple(notes)
+
+
+def _shown(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+
+
+def _mesh(sizes: Mapping[str, int]) -> JsonObject:
+    found: JsonObject = {}
+    for axis, size in sizes.items():
+        name, _, network = axis.partition(".")
+        if network:
+            found[name] = {**found.get(name, {}), network: size}
+        else:
+            found[name] = size
+    return found
+
+
+def _train(experiment: Experiment, whole: JsonObject, sizes: Mapping[str, int]) -> JsonObject:
+    """Return the batch: a few rows of each microbatch on each device, an odd number if it was."""
+    layout, config = experiment.layout, experiment.config
+    stages = sizes.get("stage", 1)
+    most = max(2 * stages, 4)
+    pieces = small(config.train.microbatches, stages, most)
+    axis = layout.axis_of("batch")
+    split = math.prod(
+        size for name, size in layout.mesh.shape.items() if axis and name.startswith(axis)
+    )
+    now = math.prod(size for name, size in sizes.items() if axis and name.startswith(axis))
+    rows = max(1, config.train.batch_size // (split * config.train.microbatches))
+    unit = math.lcm(now, config.parallel.shards or 1) * pieces
+    return {"steps": STEPS, "batch_size": unit * small(rows, 2, 2), "microbatches": pieces}
+
+
+def _model(experiment: Experiment, model: Json, parts: int) -> JsonObject:
+    """Return the model with every dim reduced; an imported model keeps its arguments."""
+    kind = model["type"]
+    if kind == "mlp":
+        return {**model, "hidden": [small(size, parts, 8) for size in model["hidden"]]}
+    if kind == "cnn":
+        channels = [small(size, parts, 4) for size in model["channels"]]
+        return {**model, "channels": channels, "hidden": small(model["hidden"], parts, 8)}
+    if kind != "gpt":
+        return model
+    heads, kv_heads = model["heads"], model["kv_heads"] or model["heads"]
+    few = small(kv_heads, parts, 2)
+    group = small(heads // kv_heads, 2, 2)
+    head = small(model["head_size"] or model["embed"] // heads, 2, 4)
+    found = {**model, "heads": few * group, "kv_heads": few, "attention": "plain"}
+    found["embed"] = few * group * head
+    if model["head_size"]:
+        found |= {"head_size": head, "embed": small(model["embed"], parts, 16)}
+    if model["mlp"]:
+        found["mlp"] = small(model["mlp"], parts, 8)
+    found["vocab_multiple"] = small(model["vocab_multiple"], parts, parts)
+    found["layers"] = _layers(experiment, model)
+    found["scan_unroll"] = min(model["scan_unroll"], found["layers"])
+    if model["attention_window"]:
+        found["attention_window"] = small(model["attention_window"], 2, 3)
+    return found
+
+
+def _layers(experiment: Experiment, model: Json) -> int:
+    compute = experiment.program.compute
+    chunks, own = 1, False
+    if isinstance(compute, Pipeline):
+        chunks = len(compute.ticks.placement)
+        pipeline = experiment.config.parallel.pipeline
+        own = pipeline is not None and pipeline.layers is not None
+    if own or isinstance(model["remat"], list):
+        return model["layers"]  # A list has an entry for each layer, or chunk.
+    return small(model["layers"], chunks, max(2, chunks))
+
+
+def _data(experiment: Experiment, whole: JsonObject, parts: int, model: Any) -> JsonObject:
+    """Return synthetic data of the same fields; a user's own data are unchanged."""
+    data, loader = whole["data"], experiment.loader.batch_shapes
+    if data["type"] == "import":
+        return data
+    # Not a multiple of a batch, so that evaluation has padding.
+    found: JsonObject = {"type": "synthetic", "examples": 4096}
+    found["heldout_examples"] = 0 if experiment.heldout is None else 13
+    dataset = experiment.dataset
+    if "tokens" in loader:
+        multiple = model.get("vocab_multiple", 1)
+        chunks = (whole["loss"] or {}).get("chunks", 1)
+        length = loader["tokens"].shape[1] - 1
+        assert dataset.vocab_size is not None, "tokens have a vocabulary"
+        vocab = small(dataset.vocab_size, math.lcm(parts, multiple), 32)
+        window = small(length, math.lcm(parts, chunks), math.lcm(8, chunks))
+        return {**found, "kind": "tokens", "vocab_size": vocab, "window": window}
+    _, height, width, channels = loader["image"].shape
+    shape = {"height": small(height, 4, 8), "width": small(width, 4, 8), "channels": channels}
+    more = {"kind": "images", "classes": dataset.classes, "transform": data.get("transform")}
+    return {**found, **shape, **more}
+
+
+def _parallel(parallel: Json) -> JsonObject:
+    zero, reduce = parallel["zero"], parallel["reduce"]
+    found = {**parallel, "compression": None}
+    found["zero"] = {**zero, "whole_below": min(zero["whole_below"], WHOLE_BELOW)}
+    if reduce and reduce.get("bucket_bytes"):
+        found["reduce"] = {**reduce, "bucket_bytes": min(reduce["bucket_bytes"], BUCKET_BYTES)}
+    return found
+
+
+def _optim(optim: Json) -> JsonObject:
+    """Return the optimizer, at its full rate from the first step on."""
+    found = {**optim, **({"bf16_moments": False} if "bf16_moments" in optim else {})}
+    if "schedule" in found:
+        found["schedule"] = {"type": "constant"}
+    if isinstance(found.get("eps"), float):
+        found["eps"] = max(found["eps"], EPS)
+    return found

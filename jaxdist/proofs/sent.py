@@ -1,0 +1,210 @@
+"""The bytes that a compiled program sends, compared with those that its code asks for.
+
+Inside `shard_map` the code itself names each collective. Elsewhere XLA places them: it owes the
+sums over dims that an axis splits, and may gather what is stored in shards along an axis. Anything
+else moves values to another layout that the code did not ask for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxdist.hlo import Ledger, ledger, program_text
+from jaxdist.hlo.collective import SENT
+from jaxdist.hlo.parse import Module, parse
+from jaxdist.hlo.records import Collective, CollectiveKind
+from jaxdist.mesh import entry_names
+from jaxdist.proofs.types.walk import LIBRARIES, line_of, sub_programs
+
+ASKING: Mapping[str, CollectiveKind] = {
+    "psum": "all-reduce",
+    "psum2": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_gather_reduced": "all-gather",
+    "unreduced_psum": "all-reduce",
+    "unreduced_reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+"""The kind of collective for each operation of jax that asks for one inside `shard_map`."""
+SUMS: tuple[CollectiveKind, ...] = ("all-reduce", "reduce-scatter")
+
+
+@dataclass(frozen=True)
+class Unasked:
+    """A collective that the code did not ask for.
+
+    Attributes:
+      where: file and line of the operation that XLA places so, where the program says it.
+      operation: its name.
+    """
+
+    where: str
+    operation: str
+    kind: str
+    axes: tuple[str, ...] | None
+    sent_bytes: float
+
+    def __str__(self) -> str:
+        over = ", ".join(self.axes) if self.axes else "groups of no axis"
+        return (
+            f"{self.where}: {self.kind} over {over} that no code asked for, "
+            f"{self.sent_bytes:,.0f} B, for {self.operation}"
+        )
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The bytes that a device sends in a step, over each set of axes.
+
+    Attributes:
+      asked: bytes of the collectives in the code, by axes.
+      placed: bytes of those in the compiled program.
+      summed: bytes of sums and gathers that XLA placed.
+      unasked: other collectives.
+      missing: for axes whose collectives the compiled program lacks, the lines that ask for them.
+    """
+
+    asked: Mapping[str, float]
+    placed: Mapping[str, float]
+    summed: Mapping[str, float]
+    unasked: tuple[Unasked, ...]
+    missing: tuple[str, ...]
+
+
+def compare(closed: Any, compiled: Any, mesh: Mesh, stored: Any) -> Sent:
+    """Compare the collectives of a program before and after compilation.
+
+    Args:
+      closed: what `jax.make_jaxpr` gives.
+      stored: arrays, or their shapes, with the shardings in which they are kept.
+
+    Raises:
+      LedgerError: the compiled program cannot be read, or runs on other devices than the mesh's.
+    """
+    text = program_text(compiled)
+    module = parse(text)
+    found: Ledger = ledger(compiled, mesh, module)
+    asked: dict[str, float] = defaultdict(float)
+    lines: dict[str, dict[str, None]] = defaultdict(dict)
+    for eqn, axes, times in asked_of(closed.jaxpr):
+        sent = times * _sent(eqn, axes, mesh)
+        if sent:
+            asked[_key(axes, mesh)] += sent
+            lines[_key(axes, mesh)][line_of(eqn)] = None
+    placed: dict[str, float] = defaultdict(float)
+    summed: dict[str, float] = defaultdict(float)
+    unasked: dict[Unasked, None] = {}
+    gathered, where = split_axes(stored), Lines(text, module)
+    for one in found.collectives:
+        sent = one.times_high * one.sent_bytes
+        axes = tuple(one.axes or ())
+        if operations(one) <= ASKING.keys():
+            placed[_key(axes, mesh)] += sent
+        elif one.axes and (
+            one.kind in SUMS or (one.kind == "all-gather" and set(axes) <= gathered)
+        ):
+            summed[_key(axes, mesh)] += sent
+        elif sent:
+            name = " ".join(sorted(operations(one))) or "an operation without a name"
+            unasked[Unasked(where(one.name), name, one.kind, one.axes, sent)] = None
+    missing = tuple(
+        f"{', '.join(lines[key])}: {asked[key]:,.0f} B over {key} are asked for, "
+        "and the compiled program sends none"
+        for key in asked
+        if not placed[key] and not summed[key]
+    )
+    return Sent(dict(asked), dict(placed), dict(summed), tuple(unasked), missing)
+
+
+def asked_of(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, tuple[str, ...], int]]:
+    """Yield each collective of a program, its axes, and how often a run executes it at most.
+
+    A loop of unknown length counts once.
+    """
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in ASKING:
+            axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+            named = axes if isinstance(axes, tuple | list) else (axes,)
+            yield eqn, tuple(axis for axis in named if isinstance(axis, str)), times
+        repeated = times * eqn.params["length"] if name == "scan" else times
+        for inner in sub_programs(eqn):
+            yield from asked_of(inner, repeated)
+
+
+def operations(one: Collective) -> set[str]:
+    """Return the names of the operations for which XLA placed a collective.
+
+    XLA joins the names of collectives that it combines: `a/(x/psum:y/psum)`.
+    """
+    return {part.rsplit("/", 1)[-1].strip("()") for part in one.source.split(":")} - {""}
+
+
+def _sent(eqn: Any, axes: tuple[str, ...], mesh: Mesh) -> float:
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    kind = ASKING[eqn.primitive.name]
+    variables = eqn.outvars if kind == "all-gather" else eqn.invars
+    payload = sum(var.aval.size * var.aval.dtype.itemsize for var in variables)
+    return SENT[kind](count) * payload if count > 1 else 0.0
+
+
+def _key(axes: tuple[str, ...], mesh: Mesh) -> str:
+    return ", ".join(axis for axis in mesh.axis_names if axis in axes) or "no axis"
+
+
+def split_axes(stored: Any) -> set[str]:
+    """Return the axes along which any of these arrays is in shards."""
+    found: set[str] = set()
+    for leaf in jax.tree.leaves(stored):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            found |= {name for entry in sharding.spec for name in entry_names(entry)}
+    return found
+
+
+class Lines:
+    """The line of code of an instruction, from the tables at the head of a compiled program."""
+
+    def __init__(self, text: str, module: Module) -> None:
+        head = text.partition("\nFileNames\n")[2].partition("\n\n")[0]
+        self._files = dict(re.findall(r'^(\d+) "(.*)"$', head, re.MULTILINE))
+        places = re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", text, re.MULTILINE)
+        self._places = {number: (file, line) for number, file, line in places}
+        frames = re.findall(
+            r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", text, re.MULTILINE
+        )
+        self._frames = {number: (place, parent) for number, place, parent in frames}
+        self._attributes = {
+            instruction.name: instruction.attributes
+            for computation in module.computations.values()
+            for instruction in computation.instructions
+        }
+
+    def __call__(self, name: str) -> str:
+        """Return file and line, the frames of libraries left out."""
+        found = re.search(r"stack_frame_id=(\d+)", self._attributes.get(name, ""))
+        frame, seen = found[1] if found else "", set[str]()
+        while frame in self._frames and frame not in seen:
+            seen.add(frame)
+            place, parent = self._frames[frame]
+            file, line = self._places.get(place, ("", ""))
+            path = self._files.get(file, "")
+            if path and not any(part in path for part in LIBRARIES):
+                return f"{PurePath(path).name}:{line}"
+            frame = parent
+        return "in a library"
