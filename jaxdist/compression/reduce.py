@@ -207,7 +207,9 @@ def _reduce_group(
     """
     members = [[leaves[i].astype(jnp.float32) for i in bucket] for bucket in group.buckets]
     xs = [pack(member) if _flat(group) else member[0] for member in members]
-    branches = [partial(_run, group, stage, party) for stage in range(len(group.codecs))]
+    # By the name of the scope `jaxdist.proofs` knows that messages are not exact sums.
+    run = _run if group.lossless else jax.named_scope("jaxdist_lossy")(_run)
+    branches = [partial(run, group, stage, party) for stage in range(len(group.codecs))]
     if len(branches) == 1:
         totals, after = branches[0](xs, state)
     else:

@@ -7,7 +7,9 @@ from typing import Any
 
 from jaxdist.proofs.types.elementwise import Context, Rule, merged
 from jaxdist.proofs.types.kinds import (
+    OWED,
     OWN,
+    PART,
     WHOLE,
     Count,
     Extreme,
@@ -16,14 +18,17 @@ from jaxdist.proofs.types.kinds import (
     Multiple,
     Owed,
     Own,
+    Part,
     Rank,
     Shard,
+    Terms,
     Value,
     Whole,
     Zero,
     shard,
     spoiled,
 )
+from jaxdist.proofs.types.shapes import moved
 
 
 def _over(eqn: Any) -> tuple[str, ...]:
@@ -52,10 +57,12 @@ def _resized(eqn: Any, value: Value) -> Value:
     if not by:
         return value
     at = eqn.params.get("all_gather_dimension", eqn.params.get("scatter_dimension", 0))
-    if not isinstance(value.kind, Shard):
-        return Value(value.kind)
-    dims = frozenset(dim + by if dim >= at else dim for dim in value.kind.dims)
-    return Value(Shard(dims, value.kind.inner))
+    dims = range(eqn.invars[0].aval.ndim)
+    gone = at if by < 0 else -1
+    to = {dim: dim + by if dim >= at else dim for dim in dims if dim != gone}
+    if isinstance(value.kind, Joined | Terms) and value.kind.dim == gone:
+        return Value(OWED if isinstance(value.kind, Terms) else value.kind)
+    return Value(moved(value.kind, to))
 
 
 def all_sum(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
@@ -151,6 +158,30 @@ def permuted(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     if isinstance(kind, Own):
         return [Value(OWN)]
     return [Value(at.undecided(eqn, f"a value that is {kind} goes to another device"))]
+
+
+def parted(at: Context, eqn: Any, values: Sequence[Value]) -> Kind:
+    """The kind of what is computed with devices' own entries of a stack.
+
+    Each device's computation with its own entry and whole values gives its entry of the results.
+    """
+    kinds = [value.kind for value in values]
+    spoilt = spoiled(kinds)
+    if spoilt is not None:
+        return spoilt
+    over = at.axis in _over(eqn) if eqn.primitive.name in COLLECTIVES else named(_called(eqn))
+    if over:
+        gathers = eqn.primitive.name.startswith("all_gather")
+        return WHOLE if gathers else at.undecided(
+            eqn, "devices send each other their own entries of a stack (the stages of a pipeline)"
+        )  # fmt: skip
+    if all(isinstance(kind, Part | Whole | Zero | Count | Own | Rank) for kind in kinds):
+        return PART
+    return at.undecided(eqn, f"{eqn.primitive.name} of entries of a stack and other shards")
+
+
+def _called(eqn: Any) -> str:
+    return str(eqn.params.get("name") or "")
 
 
 def axis_index(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:

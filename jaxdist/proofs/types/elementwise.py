@@ -91,6 +91,11 @@ def elementwise(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     return [Value(_elementwise(at, eqn, values), constant)] * len(eqn.outvars)
 
 
+def each_by_itself(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """A barrier: every result is the operand at its place."""
+    return list(values)
+
+
 def _elementwise(at: Context, eqn: Any, values: Sequence[Value]) -> Kind:
     name = eqn.primitive.name
     kinds = [value.kind for value in values]
@@ -185,7 +190,11 @@ def merged(dim: int, parts: Sequence[tuple[int, Kind]]) -> Kind:
     for size, kind in parts:
         flat += kind.parts if isinstance(kind, Joined) and kind.dim == dim else [(size, kind)]
     kinds = {kind for _, kind in flat}
-    return kinds.pop() if len(kinds) == 1 else Joined(dim, tuple(flat))
+    others = kinds - {ZERO}
+    # Zeros belong to any kind, but a slice of them alone should stay known as zeros.
+    if len(kinds) == 1 or (len(others) == 1 and others <= {OWED}):
+        return (others or kinds).pop()
+    return Joined(dim, tuple(flat))
 
 
 def _scalars(eqn: Any) -> bool:

@@ -103,6 +103,18 @@ class Own(Kind):
 
 
 @dataclass(frozen=True)
+class Part(Kind):
+    """The device's own entry of a stack with an entry for each device: a stage's layers, say.
+
+    It is right by itself, and as an entry of a stack again; what devices do to each other's entries
+    is not followed.
+    """
+
+    def __str__(self) -> str:
+        return "this device's own entry of a stack"
+
+
+@dataclass(frozen=True)
 class Joined(Kind):
     """Arrays of unlike kinds in one: a bucket of gradients, from which slices are taken again.
 
@@ -175,7 +187,7 @@ class Wrong(Kind):
         return "wrong"
 
 
-ZERO, WHOLE, COUNT, OWED, OWN = Zero(), Whole(), Count(), Owed(), Own()
+ZERO, WHOLE, COUNT, OWED, OWN, PART = Zero(), Whole(), Count(), Owed(), Own(), Part()
 
 
 @dataclass(frozen=True)
@@ -232,4 +244,6 @@ def joined(first: Value, second: Value, reason: str) -> Value:
             return Value(one, constant)
         if isinstance(one, Own) and isinstance(other, Whole | Shard | Rank):
             return Value(OWN, constant)
+        if isinstance(one, Part) and isinstance(other, Whole | Count | Own | Rank):
+            return Value(PART, constant)
     return Value(spoiled((a, b)) or Unknown(frozenset([reason])), constant)

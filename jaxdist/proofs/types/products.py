@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdist.proofs.types.elementwise import Context
+from jaxdist.proofs.types.elementwise import Context, all_constant
 from jaxdist.proofs.types.kinds import (
     OWED,
     OWN,
@@ -22,7 +22,7 @@ from jaxdist.proofs.types.kinds import (
     shard,
     spoiled,
 )
-from jaxdist.proofs.types.shapes import moved
+from jaxdist.proofs.types.shapes import moved, written
 
 
 def dot_general(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
@@ -34,7 +34,7 @@ def dot_general(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     (left, right), (contract, batch) = values, eqn.params["dimension_numbers"]
     kinds = left.kind, right.kind
     if any(isinstance(kind, Zero) for kind in kinds):
-        return [Value(ZERO)]
+        return [Value(ZERO, all_constant(eqn.outvars[0].aval))]
     if any(isinstance(kind, Owed) for kind in kinds):
         if all(isinstance(kind, Owed | Whole) for kind in kinds) and kinds[0] != kinds[1]:
             return [Value(OWED)]
@@ -113,7 +113,7 @@ def gather(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     ndim = eqn.outvars[0].aval.ndim
     batch = [dim for dim in range(ndim) if dim not in numbers.offset_dims]
     if isinstance(table.kind, Zero):
-        return [Value(ZERO)]
+        return [Value(ZERO, all_constant(eqn.outvars[0].aval))]
     if isinstance(indices.kind, Shard):
         dims = frozenset(batch[dim] for dim in indices.kind.dims if dim < len(batch))
         shared = {
@@ -207,12 +207,27 @@ def _constant_windows(eqn: Any, table: Value, updates: Value) -> frozenset[int]:
     )
 
 
+def scatter(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """Rows of a table are replaced, at places that are the same on every device."""
+    table, indices, updates = values
+    spoilt = spoiled([value.kind for value in values])
+    if spoilt is not None:
+        return [Value(spoilt)]
+    if not isinstance(indices.kind, Whole | Zero | Count):
+        return [Value(at.undecided(eqn, "each device writes to places of its own"))]
+    numbers = eqn.params["dimension_numbers"]
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept = [dim for dim in range(eqn.invars[0].aval.ndim) if dim not in gone]
+    kind = moved(updates.kind, dict(zip(sorted(numbers.update_window_dims), kept, strict=True)))
+    return [Value(written(at, eqn, table, updates.of_kind(kind)))]
+
+
 def convolution(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     """As a product of matrices: batch, features in, features out."""
     spoilt = spoiled([value.kind for value in values])
     if spoilt is not None:
         return [Value(spoilt)]
-    left, right = (value.kind for value in values)
+    left, right = (_counted_as_whole(value).kind for value in values)
     if isinstance(left, Zero) or isinstance(right, Zero):
         return [Value(ZERO)]
     numbers = eqn.params["dimension_numbers"]

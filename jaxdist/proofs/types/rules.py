@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxdist.proofs.types.elementwise import ELEMENTWISE, Context, Rule, all_constant, elementwise
+from jaxdist.proofs.types.elementwise import (
+    ELEMENTWISE,
+    Context,
+    Rule,
+    all_constant,
+    each_by_itself,
+    elementwise,
+)
 from jaxdist.proofs.types.kinds import (
     OWN,
     WHOLE,
@@ -21,7 +28,7 @@ from jaxdist.proofs.types.kinds import (
     Zero,
     spoiled,
 )
-from jaxdist.proofs.types.products import convolution, dot_general, gather, scatter_add
+from jaxdist.proofs.types.products import convolution, dot_general, gather, scatter, scatter_add
 from jaxdist.proofs.types.shapes import (
     broadcast_in_dim,
     concatenate,
@@ -32,7 +39,9 @@ from jaxdist.proofs.types.shapes import (
     reshape,
     same_dims,
     squeeze,
+    stack,
     transpose,
+    unstack,
 )
 
 
@@ -73,6 +82,13 @@ def _kind_along(at: Context, eqn: Any, values: Sequence[Value], linear: bool) ->
     return OWN if kinds & {OWN} or any(isinstance(k, Rank) for k in kinds) else WHOLE
 
 
+def bitcast(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """The same bits as other numbers, with one dim more or less at the end."""
+    kind = spoiled([values[0].kind]) or values[0].kind
+    keeps = spoiled([kind]) or isinstance(kind, Whole | Zero | Count | Own | Shard)
+    return [Value(kind if keeps else at.undecided(eqn, f"the bits of {kind}"))]
+
+
 def random_numbers(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     """Keys and bits: a key that differs between devices gives each its own numbers."""
     spoilt = spoiled([value.kind for value in values])
@@ -101,11 +117,16 @@ RULES: dict[str, Rule] = {
     "dot_general": dot_general,
     "conv_general_dilated": convolution,
     "concatenate": concatenate,
+    "stack": stack,
+    "unstack": unstack,
     **dict.fromkeys(("pad", "slice", "rev"), same_dims),
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,
     "gather": gather,
     "scatter-add": scatter_add,
+    "scatter": scatter,
+    "optimization_barrier": each_by_itself,
+    "bitcast_convert_type": bitcast,
     "iota": iota,
     "split": same_dims,
     **{f"reduce_{name}": reduction(name) for name in ("sum", "max", "min", "and", "or", "prod")},

@@ -11,6 +11,7 @@ from jaxdist.proofs.types.kinds import (
     COUNT,
     OWED,
     OWN,
+    PART,
     WHOLE,
     ZERO,
     Count,
@@ -183,8 +184,7 @@ def reduction(name: str) -> Rule:
             if left:
                 kind = moved(Shard(left, kind.inner), to)
             elif name == "sum" and not held:
-                # jax writes the removal of a dim of size 1 as a sum too.
-                kind = at.undecided(eqn, "a sharded dim with one row on each device is summed")
+                kind = PART  # jax writes the removal of a dim of size 1 as a sum too
             elif name == "sum":
                 kind = OWED
             elif name in ("max", "min"):
@@ -216,10 +216,7 @@ def squeeze(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     if isinstance(kind, Terms):
         kind = Terms(to[kind.dim]) if kind.dim in to else OWED
     if isinstance(kind, Shard):
-        if kind.dims & to.keys():
-            kind = moved(kind, to)
-        else:
-            kind = at.undecided(eqn, "a sharded dim with one row on each device is removed")
+        kind = moved(kind, to) if kind.dims & to.keys() else PART
     return [Value(kind, frozenset(to[dim] for dim in value.constant if dim in to))]
 
 
@@ -233,29 +230,59 @@ def expand_dims(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def concatenate(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Pieces of one kind."""
+    """Pieces of one kind stay of that kind; others are remembered as parts."""
     dim = eqn.params["dimension"]
+    return [_in_a_row(dim, [var.aval.shape[dim] for var in eqn.invars], values)]
+
+
+def stack(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """Pieces along a new dim."""
+    new = eqn.params["axis"]
+    to = {dim: dim + (dim >= new) for dim in range(eqn.invars[0].aval.ndim)}
+    wide = [
+        Value(moved(value.kind, to), frozenset(to[dim] for dim in value.constant))
+        for value in values
+    ]
+    return [_in_a_row(new, [1] * len(values), wide)]
+
+
+def unstack(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """The entries along a dim, which is gone."""
+    value, gone = values[0], eqn.params["axis"]
+    to = dropped([gone], eqn.invars[0].aval.ndim)
+    kind = value.kind
+    if isinstance(kind, Joined) and kind.dim == gone:
+        kinds = [part for size, part in kind.parts for _ in range(size)]
+    elif isinstance(kind, Shard) and not kind.dims & to.keys():
+        kinds = [at.undecided(eqn, "a sharded dim is taken apart")] * len(eqn.outvars)
+    else:
+        kinds = [kind] * len(eqn.outvars)
+    constant = frozenset(to[dim] for dim in value.constant if dim in to)
+    return [Value(moved(one, to), constant) for one in kinds]
+
+
+def _in_a_row(dim: int, sizes: Sequence[int], values: Sequence[Value]) -> Value:
+    """The kind of pieces that are joined along a dim."""
     kinds = {value.kind for value in values}
-    constant = frozenset.intersection(*(value.constant for value in values)) - {dim}
+    constant = frozenset.intersection(*(value.constant for value in values))
+    dims = [kind.dims for kind in kinds if isinstance(kind, Shard)]
     if len(kinds - {ZERO}) <= 1:
         kind = next(iter(kinds - {ZERO}), ZERO)
-    elif all(isinstance(kind, Shard | Zero) for kind in kinds) and (
-        dims := frozenset.intersection(*(k.dims for k in kinds if isinstance(k, Shard)))
-    ):
-        kind = Shard(dims)
+    elif all(isinstance(kind, Shard | Zero) for kind in kinds) and frozenset.intersection(*dims):
+        kind = Shard(frozenset.intersection(*dims))
     else:
-        sizes = [var.aval.shape[dim] for var in eqn.invars]
         kind = merged(dim, list(zip(sizes, (value.kind for value in values), strict=True)))
     if isinstance(kind, Shard) and dim in kind.dims:
         kind = Shard(kind.dims)  # the order of rows is another one from here on
-    return [Value(kind, constant)]
+    return Value(kind, constant - ({dim} if kind != ZERO else set()))
 
 
 def same_dims(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     """Pad, slice, reverse: the array may change its size along dims, and keeps its meaning."""
     kinds = [value.kind for value in values]
     if isinstance(kinds[0], Joined):
-        return _cut(at, eqn, kinds[0])
+        pads = eqn.primitive.name == "pad"
+        return [Value(_padded(at, eqn, kinds[0], kinds[1]))] if pads else _cut(at, eqn, kinds[0])
     kind = spoiled(kinds) or kinds[0]
     rest = kinds[1:]
     if eqn.primitive.name == "pad" and not isinstance(rest[0], Zero) and not isinstance(kind, Zero):
@@ -264,8 +291,18 @@ def same_dims(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
         return [Value(kind)]
     if eqn.primitive.name == "pad" and isinstance(kind, Zero):
         kind = spoiled(rest) or rest[0]
-    constant = values[0].constant if eqn.primitive.name != "pad" else frozenset()
+    keeps = eqn.primitive.name != "pad" or isinstance(kind, Zero)
+    constant = values[0].constant if keeps else frozenset()
     return [Value(kind, constant)] * len(eqn.outvars)
+
+
+def _padded(at: Context, eqn: Any, joined: Joined, filler: Kind) -> Kind:
+    """Joined arrays, with zeros at both ends."""
+    low, high, inner = eqn.params["padding_config"][joined.dim]
+    if inner or min(low, high) < 0 or not isinstance(filler, Zero):
+        return at.undecided(eqn, f"pad of {joined}")
+    ends = [[(size, ZERO)] if size else [] for size in (low, high)]
+    return merged(joined.dim, [*ends[0], *joined.parts, *ends[1]])
 
 
 def _cut(at: Context, eqn: Any, joined: Joined) -> list[Value]:
@@ -317,11 +354,20 @@ def dynamic_update_slice(at: Context, eqn: Any, values: Sequence[Value]) -> list
         return [Value(spoilt)]
     if any(isinstance(start.kind, Rank | Own | Shard) for start in starts):
         return [Value(at.undecided(eqn, "each device writes to a place of its own"))]
+    return [Value(written(at, eqn, target, update))]
+
+
+def written(at: Context, eqn: Any, target: Value, update: Value) -> Kind:
+    """The kind of an array of which a part is replaced."""
     kinds = {target.kind, update.kind}
     if len(kinds - {ZERO}) <= 1:
-        return [Value(next(iter(kinds - {ZERO}), ZERO))]
-    if isinstance(target.kind, Shard) and isinstance(update.kind, Shard):
-        dims = target.kind.dims & update.kind.dims
-        if dims:
-            return [Value(Shard(dims))]
-    return [Value(at.undecided(eqn, f"{update.kind} is written into {target.kind}"))]
+        return next(iter(kinds - {ZERO}), ZERO)
+    if kinds <= {WHOLE, COUNT, ZERO}:
+        return WHOLE
+    for one, other in ((target, update), (update, target)):
+        if isinstance(one.kind, Shard):
+            dims = other.kind.dims if isinstance(other.kind, Shard) else other.constant
+            shards = isinstance(other.kind, Shard | Whole) and one.kind.dims & dims
+            if shards:
+                return Shard(shards)
+    return at.undecided(eqn, f"{update.kind} is written into {target.kind}")

@@ -8,17 +8,19 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxdist.proofs.types.collectives import COLLECTIVES, named, on_other_axes
+from jaxdist.proofs.types.collectives import COLLECTIVES, named, on_other_axes, parted
 from jaxdist.proofs.types.elementwise import ELEMENTWISE, all_constant
 from jaxdist.proofs.types.kinds import (
     WHOLE,
     ZERO,
     Count,
     Extreme,
+    Joined,
     Kind,
     Multiple,
     Owed,
     Own,
+    Part,
     Rank,
     Shard,
     Terms,
@@ -37,6 +39,8 @@ PASSES = 8
 """Rounds after which a loop whose kinds still change is left undecided."""
 
 
+LOSSY = "jaxdist_lossy"
+"""The name of the scope of messages that take the place of sums: `jaxdist.compression.reduce`."""
 OVERWRITING = "overwrite_chunk"
 """Name of the body of a loop that overwrites whole arrays: `jaxdist.parallel.layer_chunks`."""
 
@@ -64,13 +68,18 @@ class Pass:
         self.findings: dict[tuple[str, str], None] = {}
         self._recording = True
         self._overwrites = False
+        self._errors = 0
+        self._seen: dict[Any, tuple[list[Value], bool]] = {}
 
     def wrong(self, eqn: Any, message: str) -> Kind:
         """Report an error at an equation; the kind of what it spoils."""
+        if LOSSY in str(eqn.source_info.name_stack):
+            return self.undecided(eqn, "a lossy message takes the place of a sum, by the config")
         return self.wrong_at(line_of(eqn), message)
 
     def wrong_at(self, where: str, message: str) -> Kind:
         """Report an error at a place."""
+        self._errors += 1
         if not self._recording:
             return Wrong(frozenset())
         self.findings[where, message] = None
@@ -90,10 +99,25 @@ class Pass:
 
     def undecided(self, eqn: Any, message: str) -> Unknown:
         """The kind of a result that no rule decides."""
-        return Unknown(frozenset([f"{line_of(eqn)}: {message}"]))
+        return Unknown(frozenset([f"{self.axis}: {line_of(eqn)}: {message}"]))
 
     def run(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
-        """The kinds of a program's results, from those of its operands."""
+        """The kinds of a program's results, from those of its operands.
+
+        A loop's body is run several times, and a loop within it each time: what was found for the
+        same operands is used again, but where an error is yet to be recorded.
+        """
+        key = id(jaxpr), tuple(values), self._overwrites
+        if key in self._seen and (self._seen[key][1] or not self._recording):
+            found, settled = self._seen[key]
+            self._errors += not settled
+            return found
+        errors = self._errors
+        found = self._run(jaxpr, values)
+        self._seen[key] = found, self._recording or self._errors == errors
+        return found
+
+    def _run(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
         known: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
         for var in jaxpr.constvars:
             known[var] = Value(WHOLE)
@@ -124,6 +148,8 @@ class Pass:
             return self.region(eqn, values)
         if called is not None:
             rule = named(function_name(eqn, called))
+            if rule is not None and values and isinstance(values[-1].kind, Part):
+                return [Value(parted(self, eqn, values))]
             if rule is not None and values:
                 if self.axis in axes_of(called):
                     return rule(self, eqn, values[-1:])
@@ -142,10 +168,18 @@ class Pass:
                 else value
                 for value in values
             ]
+        if any(isinstance(value.kind, Part) for value in values):
+            kind = parted(self, eqn, values)
+            return [Value(kind)] * len(eqn.outvars)
         rule = COLLECTIVES.get(name) or RULES.get(name, by_default)
         found = rule(self, eqn, values)
         assert len(found) == len(eqn.outvars), name
-        return found
+        return [
+            value
+            if fits(value.kind, var.aval)
+            else Value(self.undecided(eqn, f"{name} of arrays of unlike kinds joined in one"))
+            for value, var in zip(found, eqn.outvars, strict=True)
+        ]
 
     def region(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
         """The kinds of a `shard_map`'s results, seen from outside of it.
@@ -220,16 +254,21 @@ class Pass:
         rows: Sequence[Value],
     ) -> tuple[list[Value], list[Value]]:
         """Run a loop's body until the kinds that it carries do not change any more."""
-        reason = f"{line_of(eqn)}: a value is of another kind after each pass of a loop"
+        reason = f"{self.axis}: {line_of(eqn)}: a value changes its kind in each pass of a loop"
         recording, self._recording = self._recording, False
-        for _ in range(PASSES):
-            out = self.run(body, [*fixed, *carry, *rows])
-            after = [joined(a, b, reason) for a, b in zip(carry, out, strict=False)]
-            if after == carry:
-                break
-            carry = after
-        else:
-            carry = [Value(Unknown(frozenset([reason])))] * len(carry)
+        # The first passes meet the zeros that buffers start from, and judge nothing.
+        for judges in (False, True):
+            for _ in range(PASSES):
+                out = self.run(body, [*fixed, *carry, *rows])
+                after = [
+                    a if spoiled([b.kind]) and not judges else joined(a, b, reason)
+                    for a, b in zip(carry, out, strict=False)
+                ]
+                if after == carry:
+                    break
+                carry = after
+            else:
+                carry = [Value(Unknown(frozenset([reason])))] * len(carry)
         self._recording = recording
         out = self.run(body, [*fixed, *carry, *rows])
         # A body that goes wrong does so when it is recorded, which says where.
@@ -251,7 +290,7 @@ class Pass:
 
     def _cond(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
         index, operands = values[0], values[1:]
-        reason = f"{line_of(eqn)}: the branches give values of unlike kinds"
+        reason = f"{self.axis}: {line_of(eqn)}: the branches give values of unlike kinds"
         found: list[Value] | None = None
         for branch in eqn.params["branches"]:
             out = self.run(branch.jaxpr, operands)
@@ -260,8 +299,17 @@ class Pass:
         assert found is not None
         if isinstance(index.kind, Whole | Zero | Count):
             return found
+        if isinstance(index.kind, Part | Rank):
+            return [one.of_kind(parted(self, eqn, [index, one])) for one in found]
         kind = spoiled([index.kind]) or self.undecided(eqn, "devices take different branches")
         return [Value(spoiled([one.kind, kind]) or kind) for one in found]
+
+
+def fits(kind: Kind, aval: Any) -> bool:
+    """Whether the parts of joined arrays are those that an array has room for."""
+    if not isinstance(kind, Joined):
+        return True
+    return kind.dim < aval.ndim and sum(kind.sizes) == aval.shape[kind.dim]
 
 
 def _stacked(kind: Kind) -> Kind:
@@ -367,6 +415,8 @@ def check_leaving(at: Pass, value: Value, spec: Any, where: str) -> Kind:
     if not dims:
         if isinstance(kind, Whole | Count):
             return kind
+        if isinstance(kind, Part):
+            return Unknown(frozenset([f"{axis}: {where}: {kind} leaves as a whole value"]))
         remedy = {
             Owed: f"a psum over {axis!r} is missing",
             Shard: f"an all-gather over {axis!r} is missing, or {axis!r} in out_specs",
@@ -376,7 +426,7 @@ def check_leaving(at: Pass, value: Value, spec: Any, where: str) -> Kind:
             Terms: f"a psum over {axis!r} is missing",
         }.get(type(kind), "each part of it needs what it is owed")
         return at.wrong_at(where, f"leaves as a whole value, and is {kind} over {axis!r}: {remedy}")
-    if isinstance(kind, Shard) and dims[0] in kind.dims:
+    if isinstance(kind, Part) or (isinstance(kind, Shard) and dims[0] in kind.dims):
         return kind
     if isinstance(kind, Whole) and dims[0] in value.constant:
         return kind
@@ -388,4 +438,4 @@ def check_leaving(at: Pass, value: Value, spec: Any, where: str) -> Kind:
             f"leaves as shards along dim {dims[0]}, and is whole on every device: the result has "
             f"{at.size} copies of it",
         )
-    return Unknown(frozenset([f"{where}: a value that is {kind} leaves as shards"]))
+    return Unknown(frozenset([f"{axis}: {where}: a value that is {kind} leaves as shards"]))
