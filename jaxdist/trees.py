@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,42 @@ def flatten_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
     """
     leaves, _ = tree_flatten_with_path(tree)
     return [(keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+
+
+def divide(tree: PyTree, names: Collection[str], above: str = "") -> tuple[PyTree, PyTree]:
+    """Divide nested dictionaries into the leaves without and with one of these names.
+
+    Everything but a dictionary is a leaf; a dictionary without leaves is left out.
+
+    >>> divide({"a": {"x": 1, "y": 2}, "b": 3}, {"a/x", "b"})
+    ({'a': {'y': 2}}, {'a': {'x': 1}, 'b': 3})
+    """
+    if not names:
+        return tree, {}
+    parts: tuple[dict[str, PyTree], dict[str, PyTree]] = ({}, {})
+    for key, node in tree.items():
+        name = above + key
+        if not isinstance(node, dict):
+            parts[name in names][key] = node
+            continue
+        for part, found in zip(parts, divide(node, names, name + "/"), strict=True):
+            if found:
+                part[key] = found
+    return parts
+
+
+def join(some: PyTree, others: PyTree) -> PyTree:
+    """Invert `divide`, with keys in jax's order.
+
+    >>> join({"a": {"y": 2}}, {"a": {"x": 1}, "b": 3})
+    {'a': {'x': 1, 'y': 2}, 'b': 3}
+    """
+    if not others:
+        return some
+    found = {**others, **some}
+    for key in some.keys() & others.keys():
+        found[key] = join(some[key], others[key])
+    return {key: found[key] for key in sorted(found)}
 
 
 def pattern_of(name: str) -> str:

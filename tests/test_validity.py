@@ -148,6 +148,11 @@ EVERY += [
     with_settings(strategy__aggregation__type="racks", strategy__consistency__type="elastic"),
     with_settings(strategy__aggregation__type="racks", strategy__consistency__value_bound="1"),
     with_settings("lookahead", optim__master_weights="bfloat16"),
+    with_settings(model__freeze="['blocks/*']"),
+    replace(
+        with_settings("synchronous", model__freeze="['blocks/*']"),
+        zero=ZeroConfig(stage=3, prefetch=True),
+    ),
     replace(DATA, strategy="lookahead", optim=replace(ADAMW, averages=True)),
 ]  # fmt: skip
 """Facts of each row that speaks of other sections."""

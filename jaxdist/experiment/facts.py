@@ -19,6 +19,7 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.validity.features import Facts, OptimFacts
 
 OFF: Mapping[str, object] = {
+    "model.freeze": [],
     "parallel.zero": ParallelConfig().model_dump(mode="json")["zero"],
     "train.batch_ramp": None,
     "train.phases": None,

@@ -15,6 +15,7 @@ from jaxdist.data.loader import WEIGHT
 from jaxdist.experiment.compression import explain_messages, with_compression
 from jaxdist.experiment.config import At, ExperimentConfig, own_code
 from jaxdist.experiment.facts import model_facts
+from jaxdist.experiment.part import trained_part
 from jaxdist.experiment.strategies import check_strategy
 from jaxdist.models.build import choose_loss, make_model, notices_of
 from jaxdist.models.functional import Functional, functional
@@ -79,7 +80,8 @@ def make_program(
     with at("parallel"):
         given = (config.parallel, layout, model.params, dims, whole, model.stacked)
         more = {"seed": config.seed, "whole_matrices": config.optim.whole_matrices}
-        exchange, notices = plan_exchange(*given, offloads=facts.offloads, **more)
+        more |= {"offloads": facts.offloads, "frozen": model.frozen}
+        exchange, notices = plan_exchange(*given, **more)
     with at("parallel"), own("loss", "model") as imported:
         # Built-in models are known to keep rows independent, so only the user's models cost a
         # trace.
@@ -99,12 +101,12 @@ def make_program(
     optim = with_compression(config.optim, config.parallel.compression)
     with at("optim"), own("optim"):
         optimizer = build_optimizer(
-            optim, total_steps=plan.total_steps, params=model.params, dims=dims, rate=rate
+            optim, total_steps=plan.total_steps, params=model.trained, dims=dims, rate=rate
         )
-        of_rule = optim.explain(NamedParams(model.params, dims))
+        of_rule = optim.explain(NamedParams(model.trained, dims))
     if config.parallel.deterministic is not None and exchange.zero is not None:
         with at("optim"), own("optim"):
-            check_update(optimizer.transform, jax.eval_shape(optimizer.stored, model.params))
+            check_update(optimizer.transform, jax.eval_shape(optimizer.stored, model.trained))
     with at():
         averages = optimizer.eval_params is not None
         check(replace(facts, optim=replace(facts.optim, averages=averages)))
@@ -125,7 +127,7 @@ def make_program(
             _ = program.metrics
     _trace(program, at, own)
     of_model = notices_of(config.model, _shapes(batch))
-    of_optimizer = notices_of_optimizer(config.optim, optimizer, model.params)
+    of_optimizer = notices_of_optimizer(config.optim, optimizer, model.trained)
     notices = (*of_model, *of_optimizer, *notices, *of_strategy)
     explained = (*of_rule, *explain_messages(config.parallel.compression, exchange))
     if isinstance(exchange, Strict):
@@ -168,7 +170,7 @@ def _checked(
         optim=config.optim,
         layout=layout,
         optimizer=optimizer,
-        params=model.params,
+        params=model.trained,
         dims=dims,
     )
     return check_strategy(config.strategy, given)
@@ -195,7 +197,8 @@ def _what_is_trained(
     shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}
     with at("sharding"):
         dims = resolve_dims(config.sharding, shapes, model.dims, model.stacked, layout)
-        return model.with_dims(dims), dims, loss
+    with at("model"):
+        return trained_part(config.model, model.with_dims(dims)), dims, loss
 
 
 def model_of(
@@ -279,7 +282,8 @@ def _trace(program: Program, at: At, own: Own) -> None:
     with at("optim"), own("optim") as imported:
         if imported:
             own_state, number = program.own_shapes, jax.ShapeDtypeStruct((), jnp.float32)
-            given = (own_state.params, own_state.opt_state, own_state.params)
+            trained = program.model.divided(own_state.params)[0]
+            given = (trained, own_state.opt_state, trained)
             jax.eval_shape(program.optimizer.update, *given, grad_norm=number, value=number)
             _ = program.state_shapes
             jax.eval_shape(program.evaluated, program.state_shapes)

@@ -39,10 +39,10 @@ def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | No
         return None
     program = experiment.program
     compute_dtype = getattr(experiment.config.model, "compute_dtype", None)
-    shardings = param_shardings(layout, program.model.params, program.dims)
+    shardings = param_shardings(layout, program.model.trained, program.dims)
     size_bytes = 0
     for leaf, sharding in zip(
-        jax.tree.leaves(program.model.params), jax.tree.leaves(shardings), strict=True
+        jax.tree.leaves(program.model.trained), jax.tree.leaves(shardings), strict=True
     ):
         split = [
             name for entry in sharding.spec for name in entry_names(entry) if name not in names

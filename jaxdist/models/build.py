@@ -9,7 +9,6 @@ from flax import nnx
 from pydantic import Field
 
 from jaxdist.config.importing import call_object, load_object
-from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
 from jaxdist.models.cnn import CnnConfig
 from jaxdist.models.gpt import GptConfig
@@ -22,11 +21,12 @@ from jaxdist.models.loss import (
 )
 from jaxdist.models.mlp import MlpConfig
 from jaxdist.models.remat import check_memory, offloads
+from jaxdist.models.tuning.part import PartConfig
 from jaxdist.runtime.hardware import find_device
 from jaxdist.types import Kwargs
 
 
-class ImportedModelConfig(Config):
+class ImportedModelConfig(PartConfig):
     """Your own model: a function of (rngs, **args) that returns a flax NNX module.
 
     Parameters name their dims with `nnx.Param(value, dims=("embed", "mlp"))`, or the config names

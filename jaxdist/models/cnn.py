@@ -10,12 +10,13 @@ import jax
 from flax import nnx
 from pydantic import Field
 
-from jaxdist.config.schema import Config, Count
+from jaxdist.config.schema import Count
 from jaxdist.models.hints import Hint, no_hint
 from jaxdist.models.layers import Linear, param
+from jaxdist.models.tuning.part import PartConfig
 
 
-class CnnConfig(Config):
+class CnnConfig(PartConfig):
     """Convolution, ReLU and 2x2 max pooling per stage, then one hidden layer."""
 
     type: Literal["cnn"]

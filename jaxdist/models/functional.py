@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxdist.models.layers import Deferred, Stacked, dims_of, whole
 from jaxdist.models.scans import sliced
-from jaxdist.trees import flatten_with_names
+from jaxdist.trees import divide, flatten_with_names
 from jaxdist.types import Dims, Leaf, PyTree
 
 KeyPath = tuple[Any, ...]
@@ -62,6 +62,7 @@ class Functional:
       dims: logical dims of each parameter by '/'-joined name; None where the model names none.
       scanned: names of the parameters that `scan_blocks` reads layer by layer.
       stacked: names of the parameters whose first dim counts layers, however they are read.
+      frozen: names of the parameters that are not trained.
       in_parts: whether the module has `parts()`, a list of dissimilar parts.
     """
 
@@ -78,6 +79,16 @@ class Functional:
     _rng_paths: tuple[KeyPath, ...]
     _rng_types: tuple[type, ...]
     _rng_shapes: tuple[tuple[int, ...], ...]
+    frozen: frozenset[str] = frozenset()
+
+    @property
+    def trained(self) -> NestedDict:
+        """The shapes of the parameters that are trained."""
+        return self.divided(self.params)[0]
+
+    def divided(self, params: NestedDict) -> tuple[NestedDict, NestedDict]:
+        """Divide a tree like the parameters into those that are trained and those that are not."""
+        return divide(params, self.frozen)
 
     def init(self, key: jax.Array) -> tuple[NestedDict, NestedDict]:
         """Create parameters and buffers; jit it with out_shardings to create them in place."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from pydantic import Field, field_validator, model_validator
 
-from jaxdist.config.schema import Config, Count
+from jaxdist.config.schema import Count
 from jaxdist.errors import ConfigError
 from jaxdist.models.attention.choose import Attend, KernelName, choose, refusal
 from jaxdist.models.attention.contract import Ask
@@ -33,13 +33,14 @@ from jaxdist.models.layers import (
 )
 from jaxdist.models.remat import RematConfig, named
 from jaxdist.models.rotary import RopeScaling, rotate
+from jaxdist.models.tuning.part import PartConfig
 
 Biases = Literal["none", "qkv", "attention", "all"]
 Norm = Literal["rms", "rms_offset", "layer"]
 Mlp = Literal["swiglu", "geglu", "gelu"]
 
 
-class GptConfig(Config):
+class GptConfig(PartConfig):
     """A decoder-only transformer for next-token prediction."""
 
     type: Literal["gpt"]

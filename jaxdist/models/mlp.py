@@ -8,12 +8,13 @@ import jax
 from flax import nnx
 from pydantic import Field
 
-from jaxdist.config.schema import Config, Count
+from jaxdist.config.schema import Count
 from jaxdist.models.hints import Hint, no_hint
 from jaxdist.models.layers import Linear
+from jaxdist.models.tuning.part import PartConfig
 
 
-class MlpConfig(Config):
+class MlpConfig(PartConfig):
     """Fully connected layers with ReLU between them."""
 
     type: Literal["mlp"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jaxdist.models.mean import divisor
 from jaxdist.optim.loss_scale import DynamicLossScale
 from jaxdist.parallel.contract import Gradients, Held, Surroundings
 from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
+from jaxdist.trees import join
 from jaxdist.types import Buffers, Params
 
 NOWHERE = Surroundings()
@@ -53,8 +53,13 @@ class Objective:
         """Compute gradients of the mean loss of a batch."""
         # The mean is taken before the gradient: dividing afterwards would be a further pass over
         # it.
-        gradient = jax.grad(partial(self._mean, held, around), has_aux=True)
-        grads, (sums, buffers) = gradient(held.params, held.buffers, batch, key)
+        own, frozen = self.model.divided(held.params)
+
+        def mean(own: Params) -> tuple[jax.Array, tuple[Sums, Any]]:
+            given = (join(own, frozen), held.buffers, batch, key)
+            return self._mean(held, around, *given)
+
+        grads, (sums, buffers) = jax.grad(mean, has_aux=True)(own)
         grads = around.placed(carried(grads))
         if held.scale is not None:
             grads = _SCALING.unscale(grads, held.scale)
@@ -69,8 +74,12 @@ class Objective:
             found = self.mean_gradients(held, batch, key, around)
             weight = _common(found.sums["loss"].weight, around)
             return found._replace(grads=jax.tree.map(lambda g: g * weight, found.grads))
-        gradient = jax.grad(partial(self.sums, around=around), has_aux=True)
-        grads, (sums, buffers) = gradient(held.params, held.buffers, batch, key)
+        own, frozen = self.model.divided(held.params)
+
+        def total(own: Params) -> tuple[jax.Array, tuple[Sums, Any]]:
+            return self.sums(join(own, frozen), held.buffers, batch, key, around)
+
+        grads, (sums, buffers) = jax.grad(total, has_aux=True)(own)
         return Gradients(around.placed(carried(grads)), sums, buffers)
 
     def _mean(

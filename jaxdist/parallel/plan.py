@@ -29,7 +29,7 @@ from jaxdist.parallel.strict.config import StrictConfig
 from jaxdist.parallel.strict.tree import Order
 from jaxdist.parallel.zero import Zero, ZeroConfig, plan_zero
 from jaxdist.sharding import Dims, Layout
-from jaxdist.trees import flatten_with_names
+from jaxdist.trees import divide, flatten_with_names
 from jaxdist.types import Leaf, Params, Shardings
 from jaxdist.validity.features import Facts
 from jaxdist.validity.notices import notices
@@ -70,6 +70,7 @@ def plan_exchange(
     whole: Shardings,
     scanned: frozenset[str] = frozenset(),
     *,
+    frozen: frozenset[str] = frozenset(),
     offloads: bool = False,
     seed: int = 0,
     whole_matrices: bool = False,
@@ -81,6 +82,7 @@ def plan_exchange(
       dims: logical dims of each parameter, by name.
       whole: shardings of the parameters that every replica holds, a tree like them.
       scanned: names of the parameters whose first dim counts layers.
+      frozen: names of the parameters that are not trained.
       offloads: whether activations are offloaded to the host's memory.
       seed: seed of codecs that draw at random.
       whole_matrices: whether the optimizer needs whole matrices.
@@ -100,15 +102,17 @@ def plan_exchange(
     told = tuple(notices(facts, zero))
     if strict is not None:
         settings = {"mesh": layout.mesh, "axes": facts.batch_axes, "scanned": scanned}
-        return Strict(whole, zero, algorithm=XLA, order=Order(strict.shards), **settings), told
+        given = {**settings, "algorithm": XLA, "order": Order(strict.shards), "frozen": frozen}
+        return Strict(whole, zero, **given), told
     if facts.reduction is None:
-        return Xla(whole, zero), told
+        return Xla(whole, zero, frozen=frozen), told
     settings = {
         "mesh": layout.mesh,
         "axes": facts.batch_axes,
         "algorithm": facts.reduction,
         "reduce_dtype": config.reduce_dtype,
         "scanned": scanned,
+        "frozen": frozen,
         "global_statistics": config.batch_norm == "global",
     }
     if config.compression is None:
@@ -116,12 +120,13 @@ def plan_exchange(
     if zero is not None and zero.stage >= 2 and config.compression.axis == "data":
         settings["reduce_codec"] = config.compression.codec
         return explicit_exchange(whole, zero, **settings), told
-    compression = _chosen_codec(config.compression, facts, params, whole, scanned)
+    sent, placed = (divide(tree, frozen)[0] for tree in (params, whole))
+    compression = _chosen_codec(config.compression, facts, sent, placed, scanned)
     inside = zero
     if zero is None and compression.axis == "data.dcn":
         shards = ZeroConfig(stage=1, scope="ici", whole_below=0)
         inside = plan_zero(shards, layout, params, dims)
-    messages = _messages(compression, facts, inside, params, whole, scanned, seed)
+    messages = _messages(compression, facts, inside, sent, placed, scanned, seed)
     found = compressed_exchange(zero, whole=whole, messages=messages, inside=inside, **settings)
     return found, told
 

@@ -224,7 +224,8 @@ def _begun_outer(program: Program, params: Params) -> PyTree:
         return ()
 
     def begin(params: Params) -> PyTree:
-        return home.stored_outer(outer.begin(home.used_params(params)))
+        trained = program.model.divided(home.used_params(params))[0]
+        return home.stored_outer(outer.begin(trained))
 
     return jax.jit(begin, out_shardings=_shardings(program.state_shapes.outer))(params)
 

@@ -108,7 +108,7 @@ def _idle_patterns(params: Mapping[str, Any], dims: Mapping[str, Dims | None]) -
     for pattern, names in matched.items():
         hides = next((p for p in before if names & free < matched[p] & free), None)
         if not names:
-            why = f"matches no parameter: {_near(pattern, dims)}"
+            why = f"matches no parameter: {near_names(pattern, dims)}"
         elif not names & free:
             name = min(names)
             why = (
@@ -127,7 +127,7 @@ def _idle_patterns(params: Mapping[str, Any], dims: Mapping[str, Dims | None]) -
     return problems
 
 
-def _near(pattern: str, names: Iterable[str]) -> str:
+def near_names(pattern: str, names: Iterable[str]) -> str:
     """Return the parameter that a pattern may mean, or the names of some parameters."""
     known = [*dict.fromkeys(map(pattern_of, names))]
     more, match = len(known) - MOST_NAMES, closest(pattern, known)

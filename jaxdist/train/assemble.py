@@ -54,7 +54,7 @@ def assemble(
       ShardingError: a parameter does not divide over the mesh.
     """
     if exchange is None:
-        exchange = Xla(param_shardings(layout, model.params, dims), None)
+        exchange = Xla(param_shardings(layout, model.params, dims), None, frozen=model.frozen)
     objective, optimizer = Objective(model, loss), optimizer.placed(exchange.placements.shares)
     if may_weigh_nothing(objective, batch) if skips_empty is None else skips_empty:
         optimizer = optimizer.skipping_empty()

@@ -200,7 +200,8 @@ class Home:
     def owners(self) -> PyTree:
         """The parameter to which each leaf of the optimizer's state belongs, or None."""
         params, stacked = self.model.params, self.model.stacked
-        return owners(jax.eval_shape(self.transform.init, params), params, stacked)
+        state = jax.eval_shape(self.transform.init, self.model.trained)
+        return owners(state, params, stacked)
 
     @cached_property
     def owners_of_outer(self) -> PyTree:
@@ -239,7 +240,7 @@ class Home:
         return params
 
     def _each(self, change: Change, params: Params) -> PyTree:
-        return jax.tree.map(change, params, of_params(self.model.params))
+        return jax.tree.map(change, params, of_params(params))
 
     def _changed(self, change: Change, state: TrainState, *, params: bool) -> TrainState:
         """Change the optimizer's leaves of each parameter, and if `params` the parameters too."""

@@ -29,7 +29,7 @@ from jaxdist.parallel.jitted import Compiled, Jitted
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.home import Home, View
 from jaxdist.train.state import Outer, TrainState
-from jaxdist.trees import flatten_with_names
+from jaxdist.trees import flatten_with_names, join
 from jaxdist.types import Buffers, Grads, OptState, Params, PyTree, Scalar
 
 STEP_METRICS = ("grad_norm", "learning_rate")
@@ -128,15 +128,15 @@ class Program:
 
     def _init(self) -> TrainState:
         params, buffers = self.model.init(self._keys()[0])
-        optimizer = self.optimizer
+        optimizer, trained = self.optimizer, self.model.divided(params)[0]
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=optimizer.stored(params),
-            opt_state=optimizer.transform.init(params),
+            opt_state=optimizer.transform.init(trained),
             buffers=buffers,
             loss_scale=optimizer.loss_scale.init() if optimizer.loss_scale else None,
-            exchange=self.exchange.init(params),
-            outer=() if self.outer is None else self.outer.begin(params),
+            exchange=self.exchange.init(trained),
+            outer=() if self.outer is None else self.outer.begin(trained),
         )
 
     def init(self) -> TrainState:
@@ -158,7 +158,8 @@ class Program:
     def _update(self, state: TrainState, found: Found) -> tuple[TrainState, jax.Array]:
         """Update a state in the form that steps compute with."""
         # Each device updates its share; the new parameters are then sent to where they are stored.
-        grads, params = self.exchange.shares(found.grads, state.params)
+        trained, frozen = self.model.divided(state.params)
+        grads, params = self.exchange.shares(found.grads, trained)
         norm = self.exchange.norm(grads)
         values = {name: mean.total / mean.weight for name, mean in found.sums.items()}
         owned = of_params(params)
@@ -172,11 +173,11 @@ class Program:
         else:
             norm_shown = norm
         values |= {"grad_norm": norm_shown, "learning_rate": self.optimizer.schedule(state.step)}
-        params = self.exchange.publish(params, state.params)
+        params = self.exchange.publish(params, trained)
         new = replace(
             state,
             step=state.step + 1,
-            params=params,
+            params=join(params, frozen),
             opt_state=opt_state,
             buffers=found.buffers,
             exchange=found.exchange,
@@ -299,11 +300,12 @@ class Program:
             state, carried = self.home.to_step(stored), self.home.outer_to_step(stored.outer)
             # As in a step: each device computes its share, which is then sent to where it is
             # stored.
-            _, shares = self.exchange.shares(state.params, state.params)
+            trained, frozen = self.model.divided(state.params)
+            _, shares = self.exchange.shares(trained, trained)
             given = (shares, of_params(shares)), (carried, self.home.owners_of_outer)
             moved, carried = self.exchange.apply(outer.exchange, given, ())
-            params = self.exchange.publish(moved, state.params)
-            new = self.home.from_step(replace(state, params=params))
+            params = self.exchange.publish(moved, trained)
+            new = self.home.from_step(replace(state, params=join(params, frozen)))
             return replace(new, outer=self.home.outer_from_step(carried))
 
         return self._jitted.updating(between, self._stored_shardings)
@@ -332,13 +334,14 @@ class Program:
     def _evaluated(self) -> Compiled:
         def evaluated(stored: TrainState) -> Params:
             state = self.home.to_step(stored)
-            params, chosen = state.params, self.optimizer.eval_params
+            params, frozen = self.model.divided(state.params)
+            chosen = self.optimizer.eval_params
             if chosen is not None:
                 params = chosen(state.opt_state, params)
             if self.outer is not None:
                 carried = self.home.outer_to_step(stored.outer)
                 params = self.outer.evaluated(params, carried, state.step)
-            return self.home.from_step(replace(state, params=params)).params
+            return self.home.from_step(replace(state, params=join(params, frozen))).params
 
         return self._jitted(evaluated, out_shardings=self._stored_shardings.params)
 

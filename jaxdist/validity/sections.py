@@ -78,6 +78,7 @@ _PATHS = (
     "parallel.zero",
     "train.batch_ramp",
     "train.phases",
+    "model.freeze",
     "train.check_replicas",
     "optim.clip_norm",
     "optim.skip_spikes",
@@ -102,6 +103,9 @@ SECTIONS: Mapping[str, Feature] = {
         lambda f: " and ".join(
             f"mesh axis {name} of {n} devices" for name, n in _beside(f).items()
         ),
+    ),
+    "parallel.zero.prefetch": Feature(
+        lambda f: f.zero.prefetch, lambda f: "parallel.zero.prefetch true"
     ),
     "strategy: lookahead": Feature(
         lambda f: f.strategy == "lookahead", lambda f: "strategy.type lookahead"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.validity.row import COMPRESSION, SCOPES, ZERO_STAGES, Row
+from jaxdist.validity.row import COMPRESSION, FROZEN, SCOPES, ZERO_STAGES, Row
 
 SERVER = ("strategy: parameter_server",)
 _NORM = "it needs the norm over all parameters, and a server has its own alone"
@@ -45,6 +45,10 @@ SERVERS: tuple[Row, ...] = (
             "leave it out",
         )
         for path in ("train.batch_ramp", "train.phases")
+    ),
+    *(
+        _refused(path, "servers hold and update all parameters", "train all parameters")
+        for path in FROZEN
     ),
     _refused(
         "train.check_replicas",

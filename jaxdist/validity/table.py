@@ -10,7 +10,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.models.mean import AS_MEAN, OPAQUE
 from jaxdist.validity.features import FLAT, Facts
 from jaxdist.validity.messages import MESSAGES
-from jaxdist.validity.row import COMPRESSION, REDUCTIONS, SCOPES, ZERO_STAGES, Row
+from jaxdist.validity.row import COMPRESSION, FROZEN, REDUCTIONS, SCOPES, ZERO_STAGES, Row
 from jaxdist.validity.servers import SERVERS
 
 ROWS: tuple[Row, ...] = (
@@ -49,6 +49,11 @@ ROWS: tuple[Row, ...] = (
         "shards are summed inside the fast network and across the slow one in two steps already, "
         "each on one network",
         "set parallel.reduce.type: ring, or parallel.zero.scope: all",
+    ),
+    Row(
+        (("parallel.zero.prefetch",), FROZEN),
+        "layers that are fetched ahead have the gradients of all their parameters computed",
+        "set parallel.zero.prefetch: false",
     ),
     Row(
         (("zero 3", "parallel.zero.secondary"), ("stage (a pipeline)",)),

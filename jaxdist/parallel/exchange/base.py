@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxdist.models.loss import Batch, Sums
 from jaxdist.parallel.compiler import Options
 from jaxdist.parallel.contract import Compute, Given, Placements
 from jaxdist.parallel.zero import Zero
+from jaxdist.trees import divide
 from jaxdist.types import Buffers, Grads, Params, PyTree, Shardings
 
 
@@ -24,10 +25,12 @@ class Base:
     Attributes:
       whole: shardings of the parameters that every replica holds, a tree like them.
       zero: the splitting of the training state over replicas; None splits nothing.
+      frozen: names of the parameters that are not trained, and so have no gradients.
     """
 
     whole: Shardings
     zero: Zero | None
+    frozen: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     @property
     def keeps_barriers(self) -> bool:
@@ -43,12 +46,21 @@ class Base:
     def placements(self) -> Placements:
         shares = self.whole if self.zero is None else self.zero.shardings(self.whole)
         sharded = self.zero is not None and self.zero.stage == 3
-        return Placements(shares if sharded else self.whole, shares)
+        return Placements(shares if sharded else self.whole, self.trained(shares))
+
+    def trained(self, tree: PyTree) -> PyTree:
+        """Return the part of a tree like the parameters that is trained."""
+        return divide(tree, self.frozen)[0]
+
+    @cached_property
+    def all_specs(self) -> PyTree:
+        """Partition specs of whole parameters, a tree like them."""
+        return jax.tree.map(lambda sharding: sharding.spec, self.whole)
 
     @cached_property
     def specs(self) -> PyTree:
-        """Partition specs of whole parameters, a tree like them."""
-        return jax.tree.map(lambda sharding: sharding.spec, self.whole)
+        """Partition specs of the whole parameters that are trained, and of their gradients."""
+        return self.trained(self.all_specs)
 
     def init(self, params: Params) -> PyTree:
         return ()

@@ -160,7 +160,7 @@ class CompressedUnsharded(Compressed, Unsharded):
             enter=self._deferred,
             leave=lambda grads: jax.tree.map(lambda g: g[None], grads),
             params_specs=shards if zero.stage == 3 else EVERYWHERE,
-            grads_specs=self._unsummed(shards),
+            grads_specs=self._unsummed(self.trained(shards)),
         )
         grads, state = self.messages.exchange(
             found.grads,

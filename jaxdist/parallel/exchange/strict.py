@@ -152,6 +152,7 @@ class Strict(Explicit):
         if self.zero is None or self.zero.stage == 3:
             return params
         settings = {"mesh": self.mesh, "axes": self.axes, "scanned": self.scanned}
+        settings["frozen"] = self.frozen
         return Scatter(self.whole, self.zero, algorithm=XLA, **settings).publish(params, into)
 
     def apply(
@@ -262,7 +263,7 @@ class Strict(Explicit):
         if zero is None or zero.stage < 3:
             return stored
         leaves, structure = jax.tree.flatten(stored)
-        lengths, specs = zero.lengths_of(stored), jax.tree.leaves(self.specs)
+        lengths, specs = zero.lengths_of(stored), jax.tree.leaves(self.all_specs)
         split = {i: dim for i, dim in enumerate(zero.dims_of(stored)) if dim is not None}
         mine = [*split]
         gather = partial(

@@ -36,7 +36,7 @@ class Unsharded(Sharding):
             enter=self._deferred,
             leave=self.finish,
             params_specs=shards if self.zero.stage == 3 else EVERYWHERE,
-            grads_specs=shards,
+            grads_specs=self.trained(shards),
         )
         mean = over(found.sums["loss"].weight, self.zero.cut(found.grads))
         return found._replace(grads=mean), state
@@ -46,7 +46,7 @@ class Unsharded(Sharding):
         zero = self.zero
         wire, sharded = self.wire(), zero.stage == 3
         leaves, structure = jax.tree.flatten(params)
-        given = zero.dims_of(params), zero.lengths_of(params), jax.tree.leaves(self.specs)
+        given = zero.dims_of(params), zero.lengths_of(params), jax.tree.leaves(self.all_specs)
         seconds = self._seconds(params) if zero.secondary else [None] * len(leaves)
         deferred = [
             leaf
@@ -63,7 +63,7 @@ class Unsharded(Sharding):
         """
         leaves, dims = jax.tree.leaves(params), self.zero.dims_of(params)
         mine = [i for i, dim in enumerate(dims) if dim is not None]
-        specs = jax.tree.leaves(self.specs)
+        specs = jax.tree.leaves(self.all_specs)
         hold = on_blocks(
             self.wire().hold,
             [specs[i] for i in mine],

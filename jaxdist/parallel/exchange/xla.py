@@ -31,7 +31,7 @@ class Xla(Base):
         """Split gradients as soon as they are computed, from stage 2 on."""
         if self.zero is None:
             return Surroundings()
-        lie = self.placements.shares if self.zero.stage >= 2 else self.whole
+        lie = self.placements.shares if self.zero.stage >= 2 else self.trained(self.whole)
         return Surroundings(placed=partial(jax.lax.with_sharding_constraint, shardings=lie))
 
     def norm(self, grads: Grads) -> jax.Array:

@@ -259,6 +259,16 @@ def _strict(random: Random, config: Sections) -> Sections | None:
     return {"parallel": {**parallel, "deterministic": {"type": "strict", "shards": shards}}}
 
 
+def _freeze(random: Random, config: Sections) -> Sections | None:
+    if config["model"]["type"] not in FREEZABLE or _fetched_ahead(config):
+        return None
+    return _with(config, "model", freeze=[random.choice(FREEZABLE[config["model"]["type"]])])
+
+
+def _fetched_ahead(config: Sections) -> bool:
+    return bool(config["parallel"]["zero"].get("prefetch"))
+
+
 def _reduce_dtype(random: Random, config: Sections) -> Sections | None:
     parallel = config["parallel"]
     if parallel["reduce"] is None or "compression" in parallel:
@@ -312,6 +322,13 @@ def _weighted(config: Sections) -> str:
     return "yes" if config["data"]["type"] == "import" else "no"
 
 
+FREEZABLE: Mapping[str, tuple[str, ...]] = {
+    "gpt": ("embedding", "blocks/*", "*norm*", "blocks/attention/*"),
+    "mlp": ("*bias",),
+    "cnn": ("*bias",),
+    "import": ("*bias",),
+}
+"""Patterns of parameters that models of each type have, and not alone."""
 TOWER = "jaxdist.parity.tower:Tower"
 SETTINGS: Mapping[str, Setting] = {
     "compute dtype": Setting(0.25, True, _compute_dtype, _value("model", "compute_dtype")),
@@ -330,6 +347,7 @@ SETTINGS: Mapping[str, Setting] = {
     "collective matmul": Setting(
         0.8, False, _collective_matmul, _value("sharding", "collective_matmul")
     ),
+    "frozen parameters": Setting(0.2, True, _freeze, _value("model", "freeze")),
     "strict bits": Setting(0.12, False, _strict, _value("parallel", "deterministic")),
     "reduce dtype": Setting(0.15, False, _reduce_dtype, _value("parallel", "reduce_dtype")),
     "gather dtype": Setting(0.3, False, _gather_dtype, _value("parallel.zero", "gather_dtype")),

@@ -122,8 +122,9 @@ def _restarted(program: Program, state: TrainState) -> TrainState:
 
     def restart(stored: TrainState) -> TrainState:
         own = program.home.used(stored)
-        opt_state = program.optimizer.transform.init(own.params)
-        outer = () if program.outer is None else program.outer.begin(own.params)
+        trained = program.model.divided(own.params)[0]
+        opt_state = program.optimizer.transform.init(trained)
+        outer = () if program.outer is None else program.outer.begin(trained)
         return program.home.stored(replace(own, opt_state=opt_state, outer=outer))
 
     shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)

@@ -47,6 +47,7 @@ def run(
     axis: str,
     key: jax.Array | None = None,
     specs: StageSpecs | None = None,
+    frozen: tuple[Params, Params] = ((), ()),
 ) -> Found:
     """Compute loss and gradients of a batch, by a schedule; for use inside `jax.shard_map`.
 
@@ -62,9 +63,10 @@ def run(
       key: random key of dropout and the like.
       specs: needed if an automatic axis splits parameters, to split sums of gradients in the same
         way.
+      frozen: further parameters as `chunk_params` and `shared`, without gradients.
     """
     assert ticks.trains, ticks.name
-    stage = StageContext(ticks, model, chunk_params, shared, microbatches, axis, key, specs)
+    stage = StageContext(ticks, model, chunk_params, shared, microbatches, axis, key, specs, frozen)
     state = _scan(stage, _train)
     shared_grads, sums = lax.psum((state.shared_grads, state.sums), axis)
     return Found(state.chunk_grads, shared_grads, sums)
@@ -79,10 +81,13 @@ def evaluate(
     *,
     axis: str,
     specs: StageSpecs | None = None,
+    frozen: tuple[Params, Params] = ((), ()),
 ) -> Sums:
     """Compute the sums of a batch, by a schedule of forward tasks; arguments as for `run`."""
     assert not ticks.trains, ticks.name
-    stage = StageContext(ticks, model, chunk_params, shared, microbatches, axis, None, specs)
+    stage = StageContext(
+        ticks, model, chunk_params, shared, microbatches, axis, None, specs, frozen
+    )
     return lax.psum(_scan(stage, _evaluate).sums, axis)
 
 

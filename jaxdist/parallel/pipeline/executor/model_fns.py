@@ -24,11 +24,13 @@ class Visit(NamedTuple):
       rows: the microbatch; every stage has all of its rows.
       chunk: index of the chunk in the model, int32 scalar.
       key: random key for dropout and the like, different for every visit; None in evaluation.
+      frozen: parameters without gradients, of the chunk, and of embedding and head.
     """
 
     rows: PyTree
     chunk: jax.Array
     key: jax.Array | None
+    frozen: tuple[PyTree, PyTree] = ((), ())
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class StageContext:
     axis: str
     key: jax.Array | None
     specs: StageSpecs | None
+    frozen: tuple[Params, Params] = ((), ())
 
     @property
     def last(self) -> int:
@@ -80,7 +81,9 @@ class StageContext:
         key = self.key
         if key is not None:
             key = jax.random.fold_in(jax.random.fold_in(key, work.microbatch), work.chunk)
-        return Visit(read(self.microbatches, work.microbatch), work.chunk, key)
+        chunks, shared = self.frozen
+        rows, frozen = read(self.microbatches, work.microbatch), read(chunks, work.local)
+        return Visit(rows, work.chunk, key, (frozen, shared))
 
     def params(self, work: Work) -> Params:
         """Return the parameters of a task's chunk."""

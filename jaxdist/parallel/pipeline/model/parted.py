@@ -22,7 +22,7 @@ from jaxdist.parallel.pipeline.called import inputs_of
 from jaxdist.parallel.pipeline.executor.model_fns import ModelFns, StageSpecs, Visit
 from jaxdist.parallel.pipeline.model.chunks import Cut
 from jaxdist.parallel.pipeline.model.packed import Packed, pack_model
-from jaxdist.parallel.pipeline.model.pipeline import Pipeline, lowered, minimised
+from jaxdist.parallel.pipeline.model.pipeline import Apart, Pipeline, lowered, minimised
 from jaxdist.parallel.pipeline.model.stack import StageStack
 from jaxdist.parallel.pipeline.planning.estimate import shapes_of
 from jaxdist.parallel.pipeline.planning.plan import AXIS, ChunkPlan, PipelineConfig
@@ -103,7 +103,9 @@ class PartedPipeline(Pipeline):
         )
         packed = held._replace(params=self._pack(held.params))
         found = super().gradients(packed, batch, key, around)
-        return found._replace(grads=carried(jax.vjp(self._pack, wide)[1](found.grads)[0]))
+        # Vectors hold frozen parameters too, whose gradients are dropped.
+        grads = self.model.divided(jax.vjp(self._pack, wide)[1](found.grads)[0])[0]
+        return found._replace(grads=carried(grads))
 
     @cached_property
     def stack(self) -> StageStack | None:
@@ -121,10 +123,10 @@ class PartedPipeline(Pipeline):
         # If left to XLA, stages would send one another pieces of vectors that all of them have.
         return [self._gathered(vectors, PartitionSpec(None))]
 
-    def _apart(self, tree: PyTree) -> tuple[list[Any], list[Any]]:
-        return tree, []
+    def _divided(self, tree: PyTree) -> tuple[Apart, Apart]:
+        return (tree, []), ([], [])
 
-    def _together(self, layers: list[Any], shared: list[Any]) -> PyTree:
+    def _together(self, layers: list[Any], shared: list[Any], like: PyTree) -> PyTree:
         assert not shared, shared
         return layers
 

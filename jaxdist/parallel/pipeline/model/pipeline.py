@@ -32,8 +32,11 @@ from jaxdist.parallel.pipeline.stand_in import HeadOnly
 from jaxdist.pipeline_schedules.derived import eager, forward_only
 from jaxdist.pipeline_schedules.schedule import Schedule
 from jaxdist.sharding import Dims, Layout
-from jaxdist.trees import flatten_with_names
+from jaxdist.trees import flatten_with_names, join
 from jaxdist.types import Buffers, Leaf, Params, PyTree, Specs
+
+Apart = tuple[list[Any], list[Any]]
+"""The leaves of stacked layers, and all others."""
 
 
 class Stackable(Protocol):
@@ -85,19 +88,26 @@ class Pipeline:
             `Deferred`, whose gradient is the array that it carries. With a loss scale, cotangents
             are those of a microbatch's mean loss times the scale.
         """
-        layers, shared = self._apart(held.params)
+        (layers, shared), frozen = self._divided(held.params)
         rows = split_rows(dict(batch), self.ticks.microbatches, self.layout)
-        factor = None if held.scale is None else held.scale.scale / self._weight(shared, rows)
+        factor = None
+        if held.scale is not None:
+            factor = held.scale.scale / self._weight(shared, frozen, rows)
         everywhere, here = PartitionSpec(), PartitionSpec(AXIS)
 
-        def local(chunks: PyTree, shared: PyTree, rows: PyTree, key: Leaf, factor: Leaf) -> Found:
-            parts, specs = self._parts(training=True, factor=factor), self._specs
-            return run(self.ticks, parts, chunks, shared, rows, axis=AXIS, key=key, specs=specs)
+        def local(
+            chunks: PyTree, shared: PyTree, frozen: PyTree, rows: PyTree, key: Leaf, factor: Leaf
+        ) -> Found:
+            settings = {"axis": AXIS, "key": key, "specs": self._specs, "frozen": frozen}
+            parts = self._parts(training=True, factor=factor)
+            return run(self.ticks, parts, chunks, shared, rows, **settings)
 
-        inside = (here, everywhere, everywhere, everywhere, everywhere)
+        inside = (here, everywhere, (here, everywhere), everywhere, everywhere, everywhere)
         on_stages = self._on_stages(local, inside, Found(here, everywhere, everywhere))
-        found = on_stages(self._to_stages(layers), shared, rows, key, factor)
-        grads = self._together(self._from_stages(found.chunk_grads), found.shared_grads)
+        held_too = self._to_stages(frozen[0]), frozen[1]
+        found = on_stages(self._to_stages(layers), shared, held_too, rows, key, factor)
+        own = self.model.trained
+        grads = self._together(self._from_stages(found.chunk_grads), found.shared_grads, own)
         if factor is not None:
             grads = jax.tree.map(lambda g: g / factor, grads)
         return Gradients(grads, found.sums, held.buffers)
@@ -108,9 +118,10 @@ class Pipeline:
         """Compute gradients of the mean loss, over the weight of the whole batch."""
         return over_weight(self.gradients(held, batch, key, around))
 
-    def _weight(self, shared: PyTree, rows: PyTree) -> jax.Array:
+    def _weight(self, shared: PyTree, frozen: PyTree, rows: PyTree) -> jax.Array:
         """Return the mean weight of a microbatch's loss over microbatches and devices; never 0."""
-        visit = Visit(jax.tree.map(lambda leaf: leaf[0], rows), jnp.int32(0), None)
+        frozen = _absent(frozen[0]), frozen[1]
+        visit = Visit(jax.tree.map(lambda leaf: leaf[0], rows), jnp.int32(0), None, frozen)
         parts = self._parts(training=False)
         x = jax.eval_shape(parts.embed, shared, visit)
 
@@ -127,18 +138,20 @@ class Pipeline:
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
         """Return the loss's sums of a batch, in evaluation mode."""
-        layers, shared = self._apart(params)
+        (layers, shared), frozen = self._divided(params)
         rows = split_rows(dict(batch), self.forward.microbatches, self.layout)
-        everywhere, data = PartitionSpec(), self._axes_of("batch")
+        everywhere, here, data = PartitionSpec(), PartitionSpec(AXIS), self._axes_of("batch")
 
-        def local(chunks: PyTree, shared: PyTree, rows: PyTree) -> Sums:
-            parts, specs = self._parts(training=False), self._specs
-            found = evaluate(self.forward, parts, chunks, shared, rows, axis=AXIS, specs=specs)
+        def local(chunks: PyTree, shared: PyTree, frozen: PyTree, rows: PyTree) -> Sums:
+            settings = {"axis": AXIS, "specs": self._specs, "frozen": frozen}
+            parts = self._parts(training=False)
+            found = evaluate(self.forward, parts, chunks, shared, rows, **settings)
             return jax.lax.psum(found, data)
 
-        inside = (PartitionSpec(AXIS), everywhere, PartitionSpec(None, data))
+        inside = (here, everywhere, (here, everywhere), PartitionSpec(None, data))
         on_stages = self._on_stages(local, inside, everywhere, *data)
-        return on_stages(self._to_stages(layers), shared, rows)
+        held_too = self._to_stages(frozen[0]), frozen[1]
+        return on_stages(self._to_stages(layers), shared, held_too, rows)
 
     def _on_stages(
         self, local: Callable[..., Any], inside: Specs, outside: Specs, *more: str
@@ -155,10 +168,13 @@ class Pipeline:
         )
 
     def _parts(self, *, training: bool, factor: jax.Array | None = None) -> ModelFns:
-        layers, shared = self._apart(self.model.params)
+        (layers, shared), _ = self._divided(self.model.params)
+        own, others = self.model.divided(self.model.params)
 
         def bind(layers: PyTree, shared: PyTree, visit: Visit) -> PyTree:
-            module = self.model.bind(self._together(layers, shared), {}, visit.key)
+            frozen = self._together(*visit.frozen, others)
+            params = join(self._together(layers, shared, own), frozen)
+            module = self.model.bind(params, {}, visit.key)
             module.train() if training else module.eval()
             return module
 
@@ -177,12 +193,14 @@ class Pipeline:
             key = visit.key
             keys = None if key is None else jax.random.split(key, self.cut.most)
 
+            frozen, others = visit.frozen
+
             def layer(own: PyTree, x: jax.Array) -> jax.Array:
                 alone, key = own
-                one = jax.tree.map(lambda leaf: leaf[None], alone)
-                return trunk(one, x, visit._replace(key=key))
+                one, fixed = jax.tree.map(lambda leaf: leaf[None], alone)
+                return trunk(one, x, visit._replace(key=key, frozen=(fixed, others)))
 
-            return self.cut.scan(layer, (layers, keys), x, visit.chunk)
+            return self.cut.scan(layer, ((layers, frozen), keys), x, visit.chunk)
 
         def head(shared: PyTree, x: jax.Array, visit: Visit) -> tuple[jax.Array, Sums]:
             module = bind(_absent(layers), shared, visit)
@@ -201,27 +219,37 @@ class Pipeline:
 
         structure = jax.tree.structure(self.model.params)
         names = [name for name, _ in flatten_with_names(self.model.params)]
-        chunk, shared = self._apart(structure.unflatten([spec(self.dims[name]) for name in names]))
+        specs = structure.unflatten([spec(self.dims[name]) for name in names])
+        (chunk, shared), _ = self._divided(specs)
         return StageSpecs(chunk, shared, spec(RESIDUAL))
 
     def _axes_of(self, dim: str) -> tuple[str, ...]:
         axis = self.layout.axis_of(dim)
         return axis_names(self.layout.mesh, axis) if axis else ()
 
-    def _apart(self, tree: PyTree) -> tuple[list[Any], list[Any]]:
-        """Split a tree like the parameters into the leaves of stacked layers and all others."""
-        apart: tuple[list[Any], list[Any]] = ([], [])
-        leaves = jax.tree.structure(self.model.params).flatten_up_to(tree)
-        for (name, _), leaf in zip(flatten_with_names(self.model.params), leaves, strict=True):
+    def _divided(self, tree: PyTree) -> tuple[Apart, Apart]:
+        """Divide a tree like the parameters into those that are trained and those that are not.
+
+        Each part is a list of the leaves of stacked layers and a list of all others.
+        """
+        parts = self.model.divided(self.model.params)
+        own, frozen = zip(self.model.divided(tree), parts, strict=True)
+        return self._apart(*own), self._apart(*frozen)
+
+    def _apart(self, tree: PyTree, like: PyTree) -> Apart:
+        """Split a tree of the structure of `like` into leaves of stacked layers and all others."""
+        apart: Apart = ([], [])
+        leaves = jax.tree.structure(like).flatten_up_to(tree)
+        for (name, _), leaf in zip(flatten_with_names(like), leaves, strict=True):
             apart[name not in self.model.stacked].append(leaf)
         return apart
 
-    def _together(self, layers: list[Any], shared: list[Any]) -> PyTree:
+    def _together(self, layers: list[Any], shared: list[Any], like: PyTree) -> PyTree:
         """Invert `_apart`."""
         left = {True: iter(layers), False: iter(shared)}
-        names = [name for name, _ in flatten_with_names(self.model.params)]
+        names = [name for name, _ in flatten_with_names(like)]
         leaves = [next(left[name in self.model.stacked]) for name in names]
-        return jax.tree.structure(self.model.params).unflatten(leaves)
+        return jax.tree.structure(like).unflatten(leaves)
 
     def _to_stages(self, layers: list[Any]) -> list[Any]:
         """Rearrange `[layers, ...]` to `[places, most layers, ...]`, stage after stage."""

@@ -1,0 +1,43 @@
+"""The part of a model that a config trains: names of parameters from patterns."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from jaxdist.errors import ConfigError
+from jaxdist.models.functional import Functional
+from jaxdist.models.tuning.part import PartConfig
+from jaxdist.sharding.dims import near_names
+from jaxdist.trees import flatten_with_names
+
+
+def trained_part(config: PartConfig, model: Functional) -> Functional:
+    """Return the model with the parameters that the config freezes.
+
+    Raises:
+      ConfigError: a pattern that matches no parameter; no parameter is left to train.
+    """
+    names = [name for name, _ in flatten_with_names(model.params)]
+    frozen = matched(config.freeze, names, "freeze")
+    if frozen and len(frozen) == len(names):
+        raise ConfigError(
+            f"all {len(names)} parameters match {', '.join(config.freeze)}, so that none is left "
+            "to train: name fewer",
+            setting=("freeze",),
+        )
+    return replace(model, frozen=frozen)
+
+
+def matched(patterns: Sequence[str], names: Collection[str], setting: str) -> frozenset[str]:
+    """Return the names that any pattern matches.
+
+    Raises:
+      ConfigError: patterns that match none, all at once; each with the name that it may mean.
+    """
+    idle = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
+    if idle:
+        lines = [f"{p!r} matches no parameter: {near_names(p, names)}" for p in idle]
+        raise ConfigError("\n".join(lines), setting=(setting,))
+    return frozenset(n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns))

@@ -1,0 +1,1 @@
+"""The training of a part of a model: frozen parameters and adapters."""
