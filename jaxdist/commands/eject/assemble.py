@@ -74,7 +74,7 @@ def assemble(
 
 def comment(text: str) -> str:
     """Return a text as comment lines."""
-    return "\n".join(f"# {line}".rstrip() for line in text.splitlines())
+    return "\n".join(f"# {line}" for line in text.splitlines() if line)
 
 
 def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> Piece:
@@ -127,6 +127,9 @@ def chosen(text: str, flags: Collection[str]) -> str:
 
 def _constant(name: str, value: Any, comment: re.Match[str] | None) -> str:
     shown, told = f"{name} = {literal(value)}", comment[0] if comment else ""
+    first, *rest = shown.splitlines()
+    if rest and len(first + told) <= WIDTH:
+        return "\n".join([first + told, *rest])
     if "\n" in shown or len(shown + told) > WIDTH:
         return f"{told.strip()}\n{shown}".strip()
     return shown + told

@@ -50,6 +50,7 @@ def facts_of(experiment: Experiment, *, held: bool, keeps_data: bool) -> Facts:
         add(facts, experiment)
     measured = held or "pipeline" not in facts.pieces
     facts.flag(heldout=held, measured=measured, limited=experiment.config.eval.batches)
+    facts.flags -= set() if measured else {"unroll"}  # a pipeline's stages have no such loop
     facts.pieces += ["evaluation", "loop"] if held else ["loop"]
     return facts
 
@@ -131,7 +132,7 @@ def _rate(facts: Facts, experiment: Experiment) -> None:
         decays=decays,
         cosine=decays and schedule.type == "cosine",
         poly=decays and schedule.type != "cosine",
-        warmup=warmup,
+        warm=warmup,
         ramped=decays and warmup,
         unramped=decays and not warmup,
     )

@@ -1,3 +1,6 @@
+# ruff: noqa: F811
+# pyright: reportRedeclaration=false
+# Of the two functions `moved` one goes into a file.
 """Optimizer: Adam with decoupled weight decay (arXiv 1711.05101)."""
 
 from typing import Any
@@ -17,26 +20,28 @@ CLIP_NORM = 1.0  #: clip # gradients of a larger global norm are scaled down to 
 
 def init_moments(params: Any) -> tuple[Any, Any]:
     """Return zeros as the first and second moments of each parameter."""
-    return jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
+    return jax.tree.map(jnp.zeros_like, (params, params))
 
 
 def update(params: Any, grads: Any, moments: Any, step: jax.Array) -> tuple[Any, Any]:
     """Return the parameters and moments after a step; steps count from 0."""
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))  #: clip
-    scale = jnp.minimum(1.0, CLIP_NORM / (norm + 1e-12))  #: clip
-    grads = jax.tree.map(lambda g: g * scale, grads)  #: clip
+    grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, CLIP_NORM / (norm + 1e-12)), grads)  #: clip
     rate = learning_rate(step)  #: scheduled
     rate = LEARNING_RATE  #: not scheduled
     mu = jax.tree.map(lambda m, g: B1 * m + (1 - B1) * g, moments[0], grads)
     nu = jax.tree.map(lambda v, g: B2 * v + (1 - B2) * g * g, moments[1], grads)
 
-    def decayed(path: Any, p: jax.Array) -> jax.Array:  #: decay
-        return p if path[-1].key in ("bias", "scale") else p - rate * WEIGHT_DECAY * p
+    def moved(path: Any, p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:  #: decay
+        decay = 0.0 if path[-1].key in ("bias", "scale") else WEIGHT_DECAY
+        # Moments start at zero, so they are divided by the sum of their weights so far.
+        m, v = m / (1 - B1 ** (step + 1)), v / (1 - B2 ** (step + 1))
+        return p - rate * (m / (jnp.sqrt(v) + EPS) + decay * p)
 
-    def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+    def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:  #: not decay
         # Moments start at zero, so they are divided by the sum of their weights so far.
         m, v = m / (1 - B1 ** (step + 1)), v / (1 - B2 ** (step + 1))
         return p - rate * m / (jnp.sqrt(v) + EPS)
 
-    params = jax.tree_util.tree_map_with_path(decayed, params)  #: decay
-    return jax.tree.map(moved, params, mu, nu), (mu, nu)
+    return jax.tree_util.tree_map_with_path(moved, params, mu, nu), (mu, nu)  #: decay
+    return jax.tree.map(moved, params, mu, nu), (mu, nu)  #: not decay

@@ -30,6 +30,5 @@ def train_step(params: Any, moments: Any, batch: Any, step: jax.Array) -> tuple[
     # Each device receives only its share of the summed gradients: a reduce-scatter.  #: zero2
     grads, params = constrain((grads, params), (SHARDS, SHARDS))  #: apart
     grads = constrain(grads, PARAMS)  #: zero3
-    params, moments = update(params, grads, moments, step)
     # The output sharding gathers the updated shares of the parameters.  #: apart
-    return params, moments, loss
+    return (*update(params, grads, moments, step), loss)

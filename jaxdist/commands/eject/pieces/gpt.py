@@ -26,12 +26,11 @@ SCAN_UNROLL = 2  #: unroll # layers in one iteration of the loop over them
 
 def init_params(key: jax.Array) -> dict[str, Any]:
     """Return float32 parameters; those of the layers are stacked, [LAYERS, ...]."""
-    keys = [jax.random.fold_in(key, i) for i in range(4)]
-    embedding = 0.02 * jax.random.normal(keys[0], (VOCAB, EMBED))
-    output = 0.02 * jax.random.normal(keys[3], (EMBED, VOCAB))  #: untied
+    embedding = 0.02 * jax.random.normal(jax.random.fold_in(key, 0), (VOCAB, EMBED))
+    output = 0.02 * jax.random.normal(jax.random.fold_in(key, 3), (EMBED, VOCAB))  #: untied
     return {
         "embedding": jnp.pad(embedding, ((0, PADDED_VOCAB - VOCAB), (0, 0))),
-        "blocks": jax.vmap(init_block)(jax.random.split(keys[1], LAYERS)),
+        "blocks": jax.vmap(init_block)(jax.random.split(jax.random.fold_in(key, 1), LAYERS)),
         "norm": {"scale": jnp.ones(EMBED)},
         "output": jnp.pad(output, ((0, 0), (0, PADDED_VOCAB - VOCAB))),  #: untied
     }
@@ -79,23 +78,22 @@ def rotate(x_BLHd: jax.Array) -> jax.Array:
 @jax.checkpoint  #: remat # the backward pass recomputes each layer
 def block(x_BLD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, None]:
     """Apply a layer, in the form that a scan takes: attention and MLP, each added to its input."""
-    own = w["attention"]
     h_BLD = norm(x_BLD, w["attention_norm"]["scale"])
-    q_BLHd = rotate(jnp.einsum("BLD,DHd->BLHd", h_BLD, own["query"]))
-    k_BLKd = rotate(jnp.einsum("BLD,DKd->BLKd", h_BLD, own["key"]))
-    v_BLKd = jnp.einsum("BLD,DKd->BLKd", h_BLD, own["value"])
+    q_BLHd = rotate(jnp.einsum("BLD,DHd->BLHd", h_BLD, w["attention"]["query"]))
+    k_BLKd = rotate(jnp.einsum("BLD,DKd->BLKd", h_BLD, w["attention"]["key"]))
+    v_BLKd = jnp.einsum("BLD,DKd->BLKd", h_BLD, w["attention"]["value"])
     y_BLHd = jax.nn.dot_product_attention(q_BLHd, k_BLKd, v_BLKd, is_causal=True)  #: not window
     y_BLHd = jax.nn.dot_product_attention(  #: window
         q_BLHd, k_BLKd, v_BLKd, is_causal=True, local_window_size=(ATTENTION_WINDOW, 0)
     )
     # Each device has some of the heads, and of F below; XLA sums over `tensor`.  #: tensor
-    x_BLD += jnp.einsum("BLHd,HdD->BLD", y_BLHd, own["out"])
+    x_BLD += jnp.einsum("BLHd,HdD->BLD", y_BLHd, w["attention"]["out"])
     x_BLD = jax.lax.with_sharding_constraint(x_BLD, ROWS)  #: tensor
     h_BLD = norm(x_BLD, w["mlp_norm"]["scale"])
     h_BLF = jax.nn.silu(h_BLD @ w["mlp"]["gate"]) * (h_BLD @ w["mlp"]["up"])
     x_BLD += h_BLF @ w["mlp"]["down"]
-    x_BLD = jax.lax.with_sharding_constraint(x_BLD, ROWS)  #: tensor
-    return x_BLD, None
+    return jax.lax.with_sharding_constraint(x_BLD, ROWS), None  #: tensor
+    return x_BLD, None  #: not tensor
 
 
 def nats(params: dict[str, Any], x_BLD: jax.Array, targets_BL: jax.Array) -> jax.Array:
@@ -104,8 +102,8 @@ def nats(params: dict[str, Any], x_BLD: jax.Array, targets_BL: jax.Array) -> jax
     logits_BLV = norm(x_BLD, params["norm"]["scale"]) @ params["output"]  #: untied
     # Padding is masked rather than cut off, so that V still divides over a mesh.
     logits_BLV += jnp.where(jnp.arange(PADDED_VOCAB) < VOCAB, 0.0, -1e38)
-    log_p_BLV = jax.nn.log_softmax(logits_BLV)
-    return -jnp.take_along_axis(log_p_BLV, targets_BL[..., None], axis=-1).mean((1, 2))
+    log_p_BL1 = jnp.take_along_axis(jax.nn.log_softmax(logits_BLV), targets_BL[..., None], -1)
+    return -log_p_BL1.mean((1, 2))
 
 
 def measure(params: dict[str, Any], batch: dict[str, jax.Array]) -> dict[str, Any]:  #: measured

@@ -18,14 +18,13 @@ CLIP_NORM = 1.0  #: clip # gradients of a larger global norm are scaled down to 
 
 def init_moments(params: Any) -> tuple[Any, Any]:
     """Return zeros as the first and second moments of each parameter."""
-    return jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
+    return jax.tree.map(jnp.zeros_like, (params, params))
 
 
 def update(params: Any, grads: Any, moments: Any, step: jax.Array) -> tuple[Any, Any]:
     """Return the parameters and moments after a step; steps count from 0."""
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))  #: clip
-    scale = jnp.minimum(1.0, CLIP_NORM / (norm + 1e-12))  #: clip
-    grads = jax.tree.map(lambda g: g * scale, grads)  #: clip
+    grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, CLIP_NORM / (norm + 1e-12)), grads)  #: clip
     rate = learning_rate(step)  #: scheduled
     rate = LEARNING_RATE  #: not scheduled
     mu = jax.tree.map(lambda m, g: B1 * m + (1 - B1) * g, moments[0], grads)

@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.commands.eject.pieces.adamw import init_moments
@@ -25,10 +24,10 @@ FAKE_DEVICES = 8  #: fake # number of CPU devices that replace accelerators
 
 def main(steps: int = STEPS) -> list[float]:
     """Train, and return the loss of each step."""
-    mesh = jax.make_mesh(tuple(MESH.values()), tuple(MESH), (AxisType.Auto,) * len(MESH))
+    mesh = jax.make_mesh((*MESH.values(),), (*MESH,), (jax.sharding.AxisType.Auto,) * len(MESH))
     train, heldout = load_data()  #: heldout
     train, _ = load_data()  #: not heldout
-    losses = []
+    losses: list[jax.Array] = []
     with jax.set_mesh(mesh):
         key = jax.random.split(jax.random.key(SEED))[0]
         # The initial state is created sharded, so that no device ever holds more than its share.
@@ -40,10 +39,8 @@ def main(steps: int = STEPS) -> list[float]:
             batch = jax.device_put(batch_of(train, step), ROWS)
             params, moments, loss = run(params, moments, batch, np.int32(step))
             losses.append(loss)
-            # The loss is read a step late, so that the devices never wait for Python.
-            if step > 0 and step % LOG_EVERY == 0:
+            if step > 0 and step % LOG_EVERY == 0:  # a step late, so that the devices never wait
                 print(f"step {step} of {steps}  loss {losses[-2]:.4f}", flush=True)
-            losses[-2:-1] = map(float, losses[-2:-1])
         held = evaluate(params, heldout)  #: heldout
         print("held-out", {name: round(value, 4) for name, value in held.items()})  #: heldout
     return [float(loss) for loss in losses]

@@ -23,10 +23,9 @@ SLOTS = 2  # microbatches that a stage stores at a time: number m in slot m % SL
 
 def run_stage(params: Any, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the output of this stage's layers and, on the last stage, the rows' total loss."""
-    stage = jax.lax.axis_index("stage")
-    x = jax.lax.cond(stage == 0, lambda: params["embedding"][tokens[:, :-1]], lambda: x)
+    first, last = (jax.lax.axis_index("stage") == stage for stage in (0, STAGES - 1))
+    x = jax.lax.cond(first, lambda: params["embedding"][tokens[:, :-1]], lambda: x)
     x, _ = jax.lax.scan(block, x, params["blocks"])
-    last = stage == STAGES - 1
     return x, jax.lax.cond(last, lambda: nats(params, x, tokens[:, 1:]).sum(), lambda: 0.0)
 
 
@@ -37,13 +36,11 @@ def mean_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
     stage = jax.lax.axis_index("stage")
     tokens = tokens.reshape(MICROBATCHES, -1, tokens.shape[-1])
     nothing = jnp.zeros((tokens.shape[1], tokens.shape[2] - 1, EMBED))
-    tasks = [row.replace("..", ".0").split() for row in SCHEDULE]
-    kinds = jnp.array([[".FB".index(task[0]) for task in row] for row in tasks]).T
-    numbers = jnp.array([[int(task[1:]) for task in row] for row in tasks]).T
+    stages = [row.replace("..", ".0").split() for row in SCHEDULE]
+    tasks = [[(".FB".index(task[0]), int(task[1:])) for task in row] for row in stages]
 
-    def tick(carry: Any, now: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
-        inputs, cotangents, grads, total = carry
-        kind_S, number_S = now
+    def tick(carry: Any, now: jax.Array) -> tuple[Any, None]:
+        (inputs, cotangents, grads, total), (kind_S, number_S) = carry, now
         number = number_S[stage]
         x_BLD, rows = inputs[number % SLOTS], tokens[number]
 
@@ -58,28 +55,24 @@ def mean_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         doing = (lambda: idle, lambda: (run_stage(params, x_BLD, rows)[0], *idle[1:]), backward)
         up, down, grads, total = jax.lax.switch(kind_S[stage], doing)
         # Activations move to the next stage, their gradients to the previous; ends receive zeros.
-        pairs = [(i, i + 1) for i in range(STAGES - 1)]
-        up = jax.lax.ppermute(up, "stage", pairs)
-        down = jax.lax.ppermute(down, "stage", [(b, a) for a, b in pairs])
-        before, after = (stage - 1) % STAGES, (stage + 1) % STAGES
-        stored = inputs.at[number_S[before] % SLOTS].set(up)
-        inputs = jnp.where(kind_S[before] == 1, stored, inputs)
-        stored = cotangents.at[number_S[after] % SLOTS].set(down)
-        cotangents = jnp.where(kind_S[after] == 2, stored, cotangents)
+        up = jax.lax.ppermute(up, "stage", [(i, i + 1) for i in range(STAGES - 1)])
+        down = jax.lax.ppermute(down, "stage", [(i + 1, i) for i in range(STAGES - 1)])
+        # Where a stage has sent nothing, the slot is one past the last: what arrives is dropped.
+        up_S, down_S = (jnp.where(kind_S == sent, number_S % SLOTS, SLOTS) for sent in (1, 2))
+        inputs = inputs.at[up_S[(stage - 1) % STAGES]].set(up, mode="drop")
+        cotangents = cotangents.at[down_S[(stage + 1) % STAGES]].set(down, mode="drop")
         return (inputs, cotangents, grads, total), None
 
     waiting = jnp.zeros((SLOTS, *nothing.shape))
     start = (waiting, waiting, jax.tree.map(jnp.zeros_like, params), 0.0)
-    (_, _, grads, total), _ = jax.lax.scan(tick, start, (kinds, numbers))
+    (_, _, grads, total), _ = jax.lax.scan(tick, start, jnp.array(tasks).transpose(1, 2, 0))
     # Layers belong to one stage; parameters that all stages share are also summed over the stages.
     grads |= jax.lax.psum({name: grads[name] for name in grads if name != "blocks"}, "stage")
     grads = jax.lax.psum(grads, "data")  #: data
-    loss = jax.lax.psum(total, tuple(MESH)) / BATCH
-    return loss, jax.tree.map(lambda g: g / BATCH, grads)
+    return jax.lax.psum(total, tuple(MESH)) / BATCH, jax.tree.map(lambda g: g / BATCH, grads)
 
 
 def train_step(params: Any, moments: Any, batch: Any, step: jax.Array) -> tuple[Any, ...]:
     """Return the parameters and moments after a step, and the loss before it."""
     loss, grads = mean_gradients(params, batch["tokens"])
-    params, moments = update(params, grads, moments, step)
-    return params, moments, loss
+    return (*update(params, grads, moments, step), loss)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 LEARNING_RATE = 1e-3  # peak learning rate
 STEPS = 100
-WARMUP_STEPS = 10  #: warmup
+WARMUP_STEPS = 10  #: warm
 END_FRACTION = 0.1  #: decays # fraction of the peak at the last step
 POWER = 1.0  #: poly
 
@@ -16,8 +16,7 @@ def learning_rate(step: jax.Array) -> jax.Array:
     done = jnp.clip(step / STEPS, 0, 1)  #: unramped
     left = (1 + jnp.cos(jnp.pi * done)) / 2  #: cosine
     left = (1 - done) ** POWER  #: poly
-    decayed = LEARNING_RATE * (END_FRACTION + (1 - END_FRACTION) * left)  #: ramped
-    decayed = LEARNING_RATE  #: not decays
-    warming = LEARNING_RATE * (step + 1) / WARMUP_STEPS  #: warmup
-    return jnp.where(step < WARMUP_STEPS, warming, decayed)  #: warmup
-    return LEARNING_RATE * (END_FRACTION + (1 - END_FRACTION) * left)  #: not warmup
+    after = LEARNING_RATE * (END_FRACTION + (1 - END_FRACTION) * left)  #: ramped
+    after = LEARNING_RATE  #: not decays
+    return jnp.where(step < WARMUP_STEPS, LEARNING_RATE * (step + 1) / WARMUP_STEPS, after)  #: warm
+    return LEARNING_RATE * (END_FRACTION + (1 - END_FRACTION) * left)  #: not warm

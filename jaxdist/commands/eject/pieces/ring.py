@@ -64,5 +64,4 @@ def mean_gradients(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array,
 def train_step(params: Any, moments: Any, batch: Any, step: jax.Array) -> tuple[Any, ...]:
     """Return the parameters and moments after a step, and the loss before it."""
     loss, grads = mean_gradients(params, batch)
-    params, moments = update(params, grads, moments, step)
-    return params, moments, loss
+    return (*update(params, grads, moments, step), loss)

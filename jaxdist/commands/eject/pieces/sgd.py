@@ -21,8 +21,7 @@ def init_moments(params: Any) -> Any:
 def update(params: Any, grads: Any, moments: Any, step: jax.Array) -> tuple[Any, Any]:
     """Return the parameters and velocities after a step; steps count from 0."""
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))  #: clip
-    scale = jnp.minimum(1.0, CLIP_NORM / (norm + 1e-12))  #: clip
-    grads = jax.tree.map(lambda g: g * scale, grads)  #: clip
+    grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, CLIP_NORM / (norm + 1e-12)), grads)  #: clip
     rate = learning_rate(step)  #: scheduled
     rate = LEARNING_RATE  #: not scheduled
 

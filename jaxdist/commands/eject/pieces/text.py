@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ HELDOUT_FRACTION = 0.01  # fraction of the files that is held out
 
 def load_data() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return windows of tokens int32 [N, WINDOW + 1], for training and held out."""
-    root, draws = Path(sysconfig.get_paths()["stdlib"]), {}
+    root, draws = Path(os.__file__).parent, {}
     for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
         if {"site-packages", "dist-packages", "__pycache__"} & {*name.split("/")}:
             continue
