@@ -23,13 +23,13 @@ from benchmarks.core.plain import gpt_loss, mlp_loss, plain_step
 from benchmarks.core.report import Figure, Report
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.experiment import Experiment, ExperimentConfig, build
-from jaxdist.metrics.account import Account, Kind
+from jaxdist.metrics.account import Account, Activity
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter
 from jaxdist.models.loss import Batch
-from jaxdist.run.hooks.loop import Cadence, Guard, Log, RunHooks, Save, Stop
+from jaxdist.run.hooks.loop import Cadence, Guard, Log, RunHooks, Save, StopHook
 from jaxdist.run.termination import Termination
-from jaxdist.run.watch.told import Goodput
+from jaxdist.run.watch.told import GoodputHook
 from jaxdist.train.loop import StepFunction, run_loop
 from jaxdist.train.replicas import replicas_of
 from jaxdist.train.state import TrainState
@@ -224,8 +224,8 @@ class LoopPair:
     def ours(self, batches: Iterator[Batch], each_step: RunHooks) -> None:
         """The loop of `jaxdist train`, from batches to finished state."""
         account = Account()
-        train = account.first(Kind.COMPILE, self._train)
-        waited = account.each(Kind.INPUT_WAIT, batches)
+        train = account.first(Activity.COMPILE, self._train)
+        waited = account.each(Activity.INPUT_WAIT, batches)
         state = run_loop(train, self._state, waited, each_step, start=1, stop=1 + self._steps)
         self._state = jax.block_until_ready(state)
 
@@ -260,5 +260,5 @@ def hooks(experiment: Experiment) -> Iterator[RunHooks]:
         guard = Guard(experiment.program.metrics, stack.enter_context(store))
         log = Log(Cadence(10, _NEVER), guard, progress, writer)
         never = Save(Cadence(_NEVER, _NEVER), lambda *_: None)
-        timed = Goodput(log.cadence, Account(), 1, writer, 0)
-        yield RunHooks([guard, log, Stop(Termination()), never, timed])
+        timed = GoodputHook(log.cadence, Account(), 1, writer, 0)
+        yield RunHooks([guard, log, StopHook(Termination()), never, timed])

@@ -22,10 +22,10 @@ from benchmarks.core.hosts import Timed
 from benchmarks.core.lab import Lab
 from benchmarks.core.report import Figure, Listing, Report, Sheet, lacking
 from jaxdist.collectives.algorithms.auto import LinkConfig, label
-from jaxdist.compression import Cast, LowRank, Quantize, Sign, Whole
+from jaxdist.compression import Cast, LowRank, Quantize, Sign, WholeCodec
 from jaxdist.compression.auto import AutoCodec, resolve
 
-MEASURED = (Whole(), Cast(), Quantize(), Sign(), LowRank())
+MEASURED = (WholeCodec(), Cast(), Quantize(), Sign(), LowRank())
 """Codecs that auto may choose from."""
 COUNTERPARTS = (("float32", "plain"), ("bfloat16", "fp16"), ("rank 4", "powersgd"))
 """Ours and torch's kind that sends as much."""

@@ -19,7 +19,7 @@ from jaxdist.config.shipped import shipped
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.heartbeat.run_folder import MEMORY
 from jaxdist.heartbeat.status import Publisher
-from jaxdist.metrics.account import Account, Kind
+from jaxdist.metrics.account import Account, Activity
 from jaxdist.models.loss import Batch
 from jaxdist.run.hooks.loop import LoopHook, Moment, RunHooks
 from jaxdist.train.loop import run_loop
@@ -115,12 +115,12 @@ def compared(name: str, ours: Sample, reference: Sample, note: str) -> Figure:
 def told_figure(path: Path, step_seconds: float) -> Figure:
     """Time what a process says of itself, beside a step: in its main thread, and signs of life."""
     with Publisher(path, 0) as publisher:
-        account = Account(Kind.STEP, tell=publisher.phase)
-        quiet = Account(Kind.STEP)
+        account = Account(Activity.STEP, tell=publisher.phase)
+        quiet = Account(Activity.STEP)
 
         def said(account: Account, publisher: Publisher | None) -> None:
             for step in range(CALLS):
-                account.enter(Kind.INPUT_WAIT)
+                account.enter(Activity.INPUT_WAIT)
                 account.leave()
                 if publisher is not None:
                     publisher.wait()

@@ -21,7 +21,7 @@ from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.aggregator import Aggregator
 from jaxdist.param_server.live.client import Client, Patience
-from jaxdist.param_server.live.layout import Layout, layouts
+from jaxdist.param_server.live.layout import ShardLayout, layouts
 from jaxdist.param_server.live.server import Server
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.ranges import tensors_of
@@ -46,7 +46,7 @@ class Played:
     """
 
     servers: Sequence[Server]
-    layouts: Sequence[Layout]
+    layouts: Sequence[ShardLayout]
     clients: Sequence[Client]
     clocks: list[int]
     leads: list[int]
@@ -85,7 +85,7 @@ def played(
 
 
 def _wires(
-    stack: ExitStack, services: Sequence[Service], shards: Sequence[Layout]
+    stack: ExitStack, services: Sequence[Service], shards: Sequence[ShardLayout]
 ) -> list[RpcWire]:
     """The way to each service, on a port of its own."""
     wires: list[RpcWire] = []
@@ -102,7 +102,7 @@ def _aggregated(
     number: int,
     workers: tuple[int, ...],
     wires: Sequence[RpcWire],
-    shards: Sequence[Layout],
+    shards: Sequence[ShardLayout],
 ) -> list[RpcWire]:
     """The ways to a rack's aggregators, one for each server."""
     found: list[Aggregator] = []

@@ -16,7 +16,7 @@ from benchmarks.param_server.pusher import WHOLE, layout_of, started
 from benchmarks.param_server.serving import listening, served
 from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.contract import Arrival, Merge
-from jaxdist.param_server.live.shard import Shard
+from jaxdist.param_server.live.shard import ServerShard
 
 LENGTH = 10_000
 WORKERS, KILLS = 3, 10
@@ -42,7 +42,7 @@ class Gaps:
         self.last[client] = now
 
 
-class Counted(Shard):
+class Counted(ServerShard):
     """A shard that says whose changes it applies."""
 
     def __init__(self, gaps: Gaps) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.param_server.serving import wire_to
 from jaxdist.param_server.consistency.arrival import Asynchronous
 from jaxdist.param_server.live.client import Client
-from jaxdist.param_server.live.layout import Layout, Piece
+from jaxdist.param_server.live.layout import ShardLayout, ShardPiece
 from jaxdist.param_server.placement.ranges import Range
 from jaxdist.runtime.environment import python_module
 
@@ -28,10 +28,10 @@ def delta(client: int, clock: int, length: int) -> np.ndarray:
     return np.random.default_rng([client, clock]).integers(-4, 5, length).astype(np.float32)
 
 
-def layout_of(length: int) -> Layout:
+def layout_of(length: int) -> ShardLayout:
     """Return the layout of the one server: an array."""
-    piece = Piece(Range("w", 0, length, 4 * length), (length,), 0)
-    return Layout(0, np.dtype(np.float32), (piece,))
+    piece = ShardPiece(Range("w", 0, length, 4 * length), (length,), 0)
+    return ShardLayout(0, np.dtype(np.float32), (piece,))
 
 
 def started(client: int, port: int, length: int) -> subprocess.Popen[str]:

@@ -11,9 +11,9 @@ import optax
 
 from benchmarks.param_server.receivers import TOKEN
 from jaxdist.param_server.consistency.contract import Clocks, Consistency
-from jaxdist.param_server.live.layout import Layout, layouts
+from jaxdist.param_server.live.layout import ShardLayout, layouts
 from jaxdist.param_server.live.server import Server
-from jaxdist.param_server.live.shard import Shard
+from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.placement.central import Central
 from jaxdist.param_server.placement.ranges import tensors_of
 from jaxdist.param_server.protocol.server import RangeState
@@ -24,22 +24,22 @@ from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
 LOOPBACK = "127.0.0.1"
 
 
-def central(params: Mapping[str, np.ndarray]) -> Layout:
+def central(params: Mapping[str, np.ndarray]) -> ShardLayout:
     """Return the layout of one server that holds all parameters."""
     (layout,) = layouts(Central(range_bytes=None).place(tensors_of(params), [0]), params)
     return layout
 
 
 def shard_of(
-    layout: Layout, model: Consistency, params: Mapping[str, np.ndarray], rate: float
-) -> Shard:
+    layout: ShardLayout, model: Consistency, params: Mapping[str, np.ndarray], rate: float
+) -> ServerShard:
     """Return what a server holds of some parameters, under plain gradient descent."""
     sgd = optax.with_extra_args_support(optax.sgd(rate))
-    return Shard(layout, model, sgd, layout.flatten(params))
+    return ServerShard(layout, model, sgd, layout.flatten(params))
 
 
 def served(
-    shard: Shard,
+    shard: ServerShard,
     model: Consistency,
     workers: int,
     applied: Callable[[int, float], None] = lambda version, square: None,

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.pipeline.executor.execute import run
-from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import GradientsAndSums, ModelFns, Visit
 from jaxdist.parallel.pipeline.executor.ticks import Activations, Ticks
 from jaxdist.parallel.pipeline.model.chunks import to_stages
 from jaxdist.pipeline_schedules.schedule import TaskKind
@@ -137,12 +137,12 @@ class PlacedStep(NamedTuple):
     step: jax.stages.Compiled
     arguments: Arguments
 
-    def __call__(self) -> Found:
+    def __call__(self) -> GradientsAndSums:
         """Run the step to its end."""
         return jax.block_until_ready(self.step(*self.arguments))
 
 
-Local = Callable[[Params, Params, PyTree], Found]
+Local = Callable[[Params, Params, PyTree], GradientsAndSums]
 """A step on one stage: (its chunks, scale, rows) to loss and gradients."""
 
 
@@ -161,7 +161,7 @@ def compile_step(
         local,
         mesh=mesh,
         in_specs=tuple(specs),
-        out_specs=Found(staged, everywhere, everywhere),
+        out_specs=GradientsAndSums(staged, everywhere, everywhere),
         check_vma=False,
     )
     chunks = to_stages(given.weights, placement)

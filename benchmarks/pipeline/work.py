@@ -33,7 +33,7 @@ from benchmarks.pipeline.program import (
 )
 from jaxdist.hlo import Ledger, ledger
 from jaxdist.parallel.pipeline.executor.lower import lower
-from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import GradientsAndSums, ModelFns, Visit
 from jaxdist.parallel.pipeline.executor.ticks import NONE, Activations, Ticks
 from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
 from jaxdist.pipeline_schedules.schedule import TaskKind
@@ -95,9 +95,9 @@ def usual_scan(model: ModelFns, stages: int, microbatches: int, activations: Act
         )
         return total, sums
 
-    def local(chunks: Params, shared: Params, rows: PyTree) -> Found:
+    def local(chunks: Params, shared: Params, rows: PyTree) -> GradientsAndSums:
         (_, sums), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(chunks[0], shared, rows)
-        return Found(grads[0][None], *lax.psum((grads[1], sums), AXIS))
+        return GradientsAndSums(grads[0][None], *lax.psum((grads[1], sums), AXIS))
 
     return local
 
@@ -164,7 +164,7 @@ def counted(stages: int, microbatches: int, activations: Activations) -> tuple[i
     return counts[0], counts[1]
 
 
-def same(ours: Found, scan: Found) -> None:
+def same(ours: GradientsAndSums, scan: GradientsAndSums) -> None:
     """Assert equal losses and gradients: what is raced computes one thing."""
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(scan), strict=True):
         a, b = np.asarray(a), np.asarray(b)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxdist.audit.knobs import written
-from jaxdist.audit.step import AuditedStep, Finding, judge
+from jaxdist.audit.step import AuditedStep, KnobEffect, judge
 from jaxdist.config.importing import foreign_code
 from jaxdist.experiment import load
 from jaxdist.inspect.program import open_subject
@@ -32,7 +32,7 @@ def audit(
     full: bool = False,
     json_file: Path | None = None,
     console: Console,
-) -> tuple[Finding, ...]:
+) -> tuple[KnobEffect, ...]:
     """Build the train step with and without each knob that is set, and print its effect.
 
     Equal texts before compilation prove that a knob has no effect. Where they differ, the knobs of
@@ -54,7 +54,7 @@ def audit(
         console.print(f"code   {text}", soft_wrap=True, markup=False)
     step = AuditedStep(document, config, open_subject(path, overrides, devices))
     console.print(f"audit of {step.subject.name}", soft_wrap=True, markup=False)
-    findings: list[Finding] = []
+    findings: list[KnobEffect] = []
     for knob in written(document.values):
         finding = judge(step, knob, full=full)
         if finding is not None:
@@ -66,12 +66,12 @@ def audit(
     return tuple(findings)
 
 
-def has_no_effect(findings: Sequence[Finding]) -> bool:
+def has_no_effect(findings: Sequence[KnobEffect]) -> bool:
     """Return whether any knob among the findings has no effect."""
     return any(finding.verdict == "NO EFFECT" for finding in findings)
 
 
-def _print(finding: Finding, console: Console) -> None:
+def _print(finding: KnobEffect, console: Console) -> None:
     """Print a line, cut at its end if the terminal is too narrow."""
     line = Text(f"{finding.verdict:<16}", style=_STYLES.get(finding.verdict, "dim"))
     line.append(f"{finding.knob:<31} ", style="default")
@@ -80,7 +80,7 @@ def _print(finding: Finding, console: Console) -> None:
     console.print(line, no_wrap=True)
 
 
-def _print_count(findings: Sequence[Finding], console: Console) -> None:
+def _print_count(findings: Sequence[KnobEffect], console: Console) -> None:
     counts = Counter(finding.verdict for finding in findings)
     console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     for finding in findings:
@@ -93,7 +93,7 @@ def _print_count(findings: Sequence[Finding], console: Console) -> None:
             )
 
 
-def _write(path: Path, step: AuditedStep, findings: Sequence[Finding], *, full: bool) -> None:
+def _write(path: Path, step: AuditedStep, findings: Sequence[KnobEffect], *, full: bool) -> None:
     report = {
         "versions": environment.versions((*PACKAGES, "libtpu")) | {"platform": platform.platform()},
         "config": step.subject.name,

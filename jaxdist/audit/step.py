@@ -38,7 +38,7 @@ compiled program shows whether it has an effect."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class KnobEffect:
     """The effect of a knob.
 
     Attributes:
@@ -99,7 +99,7 @@ class AuditedStep:
         return {axis: size for axis, size in shape.items() if size > 1}
 
 
-def judge(step: AuditedStep, path: KeyPath, *, full: bool) -> Finding | None:
+def judge(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | None:
     """Judge whether the knob at `path` changes the step; None for a section that is not a knob.
 
     Args:
@@ -109,9 +109,9 @@ def judge(step: AuditedStep, path: KeyPath, *, full: bool) -> Finding | None:
       RunError: the step with the knob was compiled, and is too large for the device.
     """
 
-    def found(verdict: KnobVerdict, effect: str) -> Finding:
+    def found(verdict: KnobVerdict, effect: str) -> KnobEffect:
         value, origin = step.document.get(path)[1], str(step.document.origin(path))
-        return Finding(dotted(path), value, origin, verdict, effect)
+        return KnobEffect(dotted(path), value, origin, verdict, effect)
 
     section = isinstance(value_at(step.document.values, path), dict)
     if reason := reason_not_in_the_step(path):

@@ -69,7 +69,7 @@ def _pack(tree: PyTree) -> dict[str, tuple[str, jax.Array]]:
     }
 
 
-class Whole(NamedTuple):
+class LargeArrayFiles(NamedTuple):
     """The files that all processes together write for the large arrays of a tree.
 
     Attributes:
@@ -101,7 +101,7 @@ class ArrayWriter:
             ),
         )
 
-    def start(self, path: Path, tree: PyTree) -> Whole:
+    def start(self, path: Path, tree: PyTree) -> LargeArrayFiles:
         """Copy the arrays to the host, start writing the small arrays below `path`, and return.
 
         The caller may donate the arrays as soon as this returns.
@@ -113,7 +113,7 @@ class ArrayWriter:
         self._begin(path / ARRAYS, dict(packed.values()))
         self._pieces = [piece for one in large for piece in pieces.copy_pieces(*one)]
         sizes = [pieces.sizes(number, ends, array.dtype) for number, array, ends in large]
-        return Whole(cuts, {name: size for one in sizes for name, size in one.items()})
+        return LargeArrayFiles(cuts, {name: size for one in sizes for name, size in one.items()})
 
     def _begin(self, path: Path, packed: dict[str, jax.Array]) -> None:
         if packed:

@@ -20,7 +20,7 @@ import jax
 
 from jaxdist.checkpoint import layout
 from jaxdist.checkpoint.agree import broadcast_json
-from jaxdist.checkpoint.arrays import ArrayWriter, Whole
+from jaxdist.checkpoint.arrays import ArrayWriter, LargeArrayFiles
 from jaxdist.checkpoint.manifest import FileRecord, LeafRecord, seal
 from jaxdist.checkpoint.pieces import CHUNK_BYTES, Known
 from jaxdist.checkpoint.reasons import how_lost, is_disk_full, one_line
@@ -44,7 +44,7 @@ class _Pending(NamedTuple):
     step: int
     metric: float | None
     leaves: dict[str, LeafRecord]
-    whole: Whole
+    whole: LargeArrayFiles
 
 
 class _Outcome(NamedTuple):

@@ -104,12 +104,12 @@ def _train_elastic(
     json_file: Path | None,
 ) -> None:
     from jaxdist.cli import fork_server
-    from jaxdist.elastic.agent import Agent, Plan
+    from jaxdist.elastic.agent import Agent, AgentSettings
 
     args = {"config": str(config), "extra": extra, "resume": resume}
     args |= {} if json_file is None else {"json_file": str(json_file)}
     say = partial(shared.console().print, soft_wrap=True, markup=False)
-    code = Agent(Plan(args, count, restarts), say, fork_module=fork_server.__name__).run()
+    code = Agent(AgentSettings(args, count, restarts), say, fork_module=fork_server.__name__).run()
     if code:
         raise typer.Exit(code)
 

@@ -50,7 +50,7 @@ class StageCosts(Config):
         )
 
 
-class Comparison(Config):
+class ComparisonConfig(Config):
     """Settings of all schedules in a comparison."""
 
     chunks: Annotated[int, Field(ge=2, le=1024)] = 2
@@ -60,7 +60,7 @@ class Comparison(Config):
 
 
 @dataclass(frozen=True)
-class Entry:
+class ScheduleEntry:
     """A schedule of a comparison.
 
     Attributes:
@@ -99,17 +99,17 @@ def compare(
     microbatches: int,
     json_file: Path | None = None,
     console: Console,
-) -> list[Entry]:
+) -> list[ScheduleEntry]:
     """Print a table of all schedules that a config can name, for these stages and microbatches.
 
     Args:
-      overrides: `key=value` overrides of `Comparison`. Costs are those of a whole stage: a stage
-        with several chunks has as much work as a stage with one chunk.
+      overrides: `key=value` overrides of `ComparisonConfig`. Costs are those of a whole stage: a
+        stage with several chunks has as much work as a stage with one chunk.
 
     Raises:
       ConfigError: a setting that does not fit.
     """
-    common = validate(document_of(overrides), Comparison)
+    common = validate(document_of(overrides), ComparisonConfig)
     entries = [
         _entry(label, config, common.costs, stages, microbatches)
         for label, config in _alternatives(common.chunks)
@@ -145,7 +145,7 @@ def _alternatives(chunks: int) -> Iterator[tuple[str, PipelineScheduleConfig]]:
 
 def _entry(
     label: str, config: PipelineScheduleConfig, costs: StageCosts, stages: int, microbatches: int
-) -> Entry:
+) -> ScheduleEntry:
     least, smallest = next(
         (count, made)
         for count in itertools.count(1)
@@ -155,8 +155,8 @@ def _entry(
     of_chunk = costs.of_chunks(smallest.chunks // stages)
     made = _made(with_costs(config, of_chunk), stages, microbatches)
     if isinstance(made, str):
-        return Entry(label, None, made, least, rounds)
-    return Entry(label, simulate(made, of_chunk.costs()), "", least, rounds)
+        return ScheduleEntry(label, None, made, least, rounds)
+    return ScheduleEntry(label, simulate(made, of_chunk.costs()), "", least, rounds)
 
 
 def _choices(chunks: int) -> str:
@@ -180,7 +180,7 @@ def _made(config: PipelineScheduleConfig, stages: int, microbatches: int) -> Sch
         return str(error)
 
 
-def _comparison(entries: Sequence[Entry], stages: int, microbatches: int) -> Table:
+def _comparison(entries: Sequence[ScheduleEntry], stages: int, microbatches: int) -> Table:
     columns = ("schedule", "bubble", "flushed", "makespan", "peak", "messages", "least")
     made = table(f"{stages} stages, {microbatches} microbatches", *columns)
     for entry in entries:

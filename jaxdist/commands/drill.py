@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxdist.config import read
-from jaxdist.elastic.agent import Agent, Plan
+from jaxdist.elastic.agent import Agent, AgentSettings
 from jaxdist.elastic.drill import Drilled, Striker, every_of, judge, recoveries_of, strikes_of
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.heartbeat.journal import Journal, read_journal
@@ -55,7 +55,7 @@ def drill(
         return strikers[0]
 
     args = {"config": str(path), "extra": list(overrides), "resume": False}
-    code = Agent(Plan(args, processes), say, fork_module=fork_module, record=record).run()
+    code = Agent(AgentSettings(args, processes), say, fork_module=fork_module, record=record).run()
     (striker,) = strikers
     if code:
         raise RunError(f"the run was told to stop (exit code {code}); a drill goes to its end")
@@ -69,7 +69,7 @@ def drill(
     assert found is not None, "a run that has taken steps has written down its time"
     recoveries = recoveries_of(strikes, striker.struck, read_journal(striker.run), found)
     every = every_of(records, saves.get("memory_every", 10), saves.get("every", 500))
-    silent = Plan(args, processes).stuck_timeouts.silent_seconds
+    silent = AgentSettings(args, processes).stuck_timeouts.silent_seconds
     drilled = judge(recoveries, found, every, silent)
     for line in drilled.lines():
         say(line)

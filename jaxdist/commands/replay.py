@@ -15,7 +15,7 @@ from jaxdist.config.importing import foreign_code
 from jaxdist.errors import CheckpointError, RunError
 from jaxdist.experiment import Experiment
 from jaxdist.metrics.report import write_json
-from jaxdist.param_server.processes.lives import Life, computed_again, differences, life_of
+from jaxdist.param_server.processes.lives import RecordedLife, computed_again, differences, life_of
 from jaxdist.param_server.processes.setup import sharded_run
 from jaxdist.param_server.training.files import read_shard
 from jaxdist.param_server.training.state import Sharded, ShardState
@@ -52,7 +52,7 @@ def replay(run: Path, console: Console, json_file: Path | None = None) -> bool:
 
 
 def _start(
-    run: Path, experiment: Experiment, sharded: Sharded, life: Life, console: Console
+    run: Path, experiment: Experiment, sharded: Sharded, life: RecordedLife, console: Console
 ) -> list[ShardState]:
     if life.first == 0:
         return sharded.parted(experiment.program.init(), 0)
@@ -70,7 +70,7 @@ def _start(
 def _print(
     rows: Sequence[list[str]],
     sharded: Sharded,
-    life: Life,
+    life: RecordedLife,
     wanted: Sequence[ShardState],
     console: Console,
 ) -> None:

@@ -1,8 +1,8 @@
 """Gradient compression: codecs, error feedback around them, and reductions that send messages."""
 
 from jaxdist.compression.choice import (
+    CodecRule,
     PerParameter,
-    Rule,
     Stage,
     Stages,
     sparsity_warm_up,
@@ -17,8 +17,8 @@ from jaxdist.compression.codecs.quantize import Quantize
 from jaxdist.compression.codecs.randomk import RandomK
 from jaxdist.compression.codecs.sign import Sign
 from jaxdist.compression.codecs.topk import TopK
-from jaxdist.compression.codecs.whole import Whole
-from jaxdist.compression.contract import Codec, Linear, Round, first_round
+from jaxdist.compression.codecs.whole import WholeCodec
+from jaxdist.compression.contract import Codec, LinearCodec, Round, first_round
 from jaxdist.compression.feedback.build import FeedbackConfig
 from jaxdist.compression.feedback.classic import ErrorFeedback
 from jaxdist.compression.feedback.compressed_momentum import CompressedMomentum
@@ -41,6 +41,7 @@ __all__ = [
     "Chain",
     "Codec",
     "CodecConfig",
+    "CodecRule",
     "CompressedMomentum",
     "CompressionError",
     "CompressionState",
@@ -48,7 +49,7 @@ __all__ = [
     "ErrorFeedback",
     "Feedback",
     "FeedbackConfig",
-    "Linear",
+    "LinearCodec",
     "LowRank",
     "MomentumCorrection",
     "NoFeedback",
@@ -57,7 +58,6 @@ __all__ = [
     "RandomK",
     "Reduced",
     "Round",
-    "Rule",
     "Sender",
     "SenderState",
     "Sent",
@@ -65,7 +65,7 @@ __all__ = [
     "Stage",
     "Stages",
     "TopK",
-    "Whole",
+    "WholeCodec",
     "compressed_all_reduce",
     "first_round",
     "init_state",

@@ -21,7 +21,7 @@ from jaxdist.compression.choice import Choice, PerParameter
 from jaxdist.compression.codecs.build import CodecConfig
 from jaxdist.compression.codecs.cast import Cast
 from jaxdist.compression.codecs.quantize import Quantize
-from jaxdist.compression.codecs.whole import Whole
+from jaxdist.compression.codecs.whole import WholeCodec
 from jaxdist.compression.contract import Codec
 from jaxdist.compression.cost import Prediction, coding_bytes_per_second, predict
 from jaxdist.config.schema import Config
@@ -29,7 +29,7 @@ from jaxdist.errors import CompressionError
 from jaxdist.trees import tree_size
 from jaxdist.types import Grads
 
-CANDIDATES: tuple[CodecConfig, ...] = (Whole(), Cast(), Quantize(), Quantize(bits=4))
+CANDIDATES: tuple[CodecConfig, ...] = (WholeCodec(), Cast(), Quantize(), Quantize(bits=4))
 """Codecs that train as well as no compression, with classic feedback and any optimizer. Smaller
 codecs need a matching feedback and optimizer. Of candidates with equal times, the earlier is
 chosen."""

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from jaxdist.collectives.bucket import plan_buckets
 from jaxdist.compression.codecs.build import CodecConfig
 from jaxdist.compression.codecs.topk import TopK
-from jaxdist.compression.codecs.whole import Whole
+from jaxdist.compression.codecs.whole import WholeCodec
 from jaxdist.compression.contract import Codec, described
 from jaxdist.compression.feedback.contract import Feedback
 from jaxdist.config.schema import Config
@@ -58,7 +58,7 @@ def warm_up(codec: CodecConfig, steps: int) -> Codec | Stages:
     """
     if not steps:
         return codec
-    return Stages(stages=(Stage(start=0, codec=Whole()), Stage(start=steps, codec=codec)))
+    return Stages(stages=(Stage(start=0, codec=WholeCodec()), Stage(start=steps, codec=codec)))
 
 
 def sparsity_warm_up(codec: TopK, steps: int) -> Codec | Stages:
@@ -82,7 +82,7 @@ def sparsity_warm_up(codec: TopK, steps: int) -> Codec | Stages:
 AnyStages = Annotated[Stages | CodecConfig, Field(discriminator="type")]
 
 
-class Rule(Config):
+class CodecRule(Config):
     """A codec for the parameters whose name matches a pattern."""
 
     pattern: str
@@ -96,7 +96,7 @@ class PerParameter(Config):
 
     type: Literal["per_parameter"] = "per_parameter"
     """Selects this choice."""
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[CodecRule, ...] = ()
     """In order; each must fit a parameter."""
     otherwise: AnyStages
     """For those that no rule fits."""
@@ -109,7 +109,7 @@ class PerParameter(Config):
             if fnmatchcase(name, rule.pattern):
                 return rule.codec
         if self.vectors == "whole" and len(leaf.shape) < 2:
-            return Whole()
+            return WholeCodec()
         return self.otherwise
 
     def check(self, names: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from jaxdist.collectives.contract import Algorithm
 from jaxdist.compression.auto import AutoCodec, resolve
-from jaxdist.compression.choice import PerParameter, Rule, Stages, sparsity_warm_up, warm_up
+from jaxdist.compression.choice import CodecRule, PerParameter, Stages, sparsity_warm_up, warm_up
 from jaxdist.compression.codecs.adaptive import Adaptive
 from jaxdist.compression.codecs.build import CodecConfig
 from jaxdist.compression.codecs.cast import Cast
@@ -20,7 +20,7 @@ from jaxdist.compression.codecs.quantize import Quantize
 from jaxdist.compression.codecs.randomk import RandomK
 from jaxdist.compression.codecs.sign import Sign
 from jaxdist.compression.codecs.topk import TopK
-from jaxdist.compression.codecs.whole import Whole
+from jaxdist.compression.codecs.whole import WholeCodec
 from jaxdist.compression.contract import Codec
 from jaxdist.compression.feedback.build import FeedbackConfig
 from jaxdist.compression.feedback.classic import CLASSIC
@@ -43,7 +43,7 @@ class Compression(Config):
     """sparser (top-k): 25%, 6.25%, 1.6% and 0.4% of the elements in equal parts of warmup_steps."""
     axis: Literal["data", "data.dcn"] = "data"
     """Compress between all devices that share the batch, or across the slow network only."""
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[CodecRule, ...] = ()
     """Codecs for some parameters, by name; the first match counts."""
     vectors: Literal["whole", "otherwise"] = "whole"
     """Whether parameters of fewer than two dims (norms, biases) are sent uncompressed (whole)."""
@@ -89,14 +89,16 @@ class Compression(Config):
           scanned: names of those whose first dim counts layers; each layer is encoded as one
             tensor.
         """
-        own: list[Rule] = []
+        own: list[CodecRule] = []
         for name in sorted(scanned & shapes.keys()):
             vector = len(shapes[name]) < 3 and self.vectors == "whole"
             if vector:
-                own.append(Rule.model_construct(pattern=escape(name), codec=Whole()))
+                own.append(CodecRule.model_construct(pattern=escape(name), codec=WholeCodec()))
             elif isinstance(self, LowRank):
                 layered = self.codec.model_copy(update={"stacked_dims": 1})
-                own.append(Rule.model_construct(pattern=escape(name), codec=self._staged(layered)))
+                own.append(
+                    CodecRule.model_construct(pattern=escape(name), codec=self._staged(layered))
+                )
         return PerParameter.model_construct(
             rules=(*self.rules, *own), otherwise=self._staged(self.codec), vectors=self.vectors
         )
@@ -107,7 +109,7 @@ class Compression(Config):
         return warm_up(codec, self.warmup_steps)
 
 
-class CompressWhole(Compression, Whole): ...
+class CompressWhole(Compression, WholeCodec): ...
 
 
 class CompressCast(Compression, Cast): ...

@@ -13,8 +13,7 @@ message.
 
 The codec's `exchange` is the way in which messages of several devices are combined: "scatter"
 decodes and sums shards and encodes the sum again, "gather" sends every message to every device, and
-"sum" adds the messages of a `Linear` codec, for which the sum of messages is the message of the
-sum.
+"sum" adds the messages of a `LinearCodec`, for which the sum of messages is the message of the sum.
 """
 
 from __future__ import annotations
@@ -157,7 +156,7 @@ class Codec(Config):
 
 
 class Factored(NamedTuple):
-    """The results of a `Linear` codec's rounds.
+    """The results of the rounds of a `LinearCodec`.
 
     Attributes:
       own: the factors of this device's array.
@@ -173,7 +172,7 @@ class Factored(NamedTuple):
 Factors: TypeAlias = Generator[jax.Array, jax.Array, Factored]
 
 
-class Linear(Codec):
+class LinearCodec(Codec):
     """A codec whose messages are added up, in one or in several rounds of sums.
 
     `factors` is a generator: it yields this device's float32 term of a sum, and receives the sum

@@ -20,7 +20,7 @@ from jaxdist.collectives.cost import predict_seconds as collective_seconds
 from jaxdist.collectives.operations import XLA
 from jaxdist.compression.choice import Choice, Group, plan_groups
 from jaxdist.compression.codecs.quantize import Quantize
-from jaxdist.compression.contract import Codec, Linear, first_round, in_lockstep
+from jaxdist.compression.contract import Codec, LinearCodec, first_round, in_lockstep
 from jaxdist.compression.feedback.none import NoFeedback
 from jaxdist.errors import JaxdistError, did_you_mean
 from jaxdist.runtime.hardware import DEVICES, find_device
@@ -47,7 +47,7 @@ NIBBLE_PASSES = 14.0
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """A collective: over all levels, inside the last level, or across the others.
 
     Attributes:
@@ -141,7 +141,7 @@ def calls(
     sizes: Sequence[int],
     inside: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
-) -> list[Call]:
+) -> list[CollectiveCall]:
     """List the collectives of a compressed all-reduce, in order.
 
     Args:
@@ -153,11 +153,11 @@ def calls(
     shards = cut(grads, sizes[-1])
     whole = _bytes_alike(grads, shards)
     split = tree_bytes(grads) - whole
-    before = [Call("reduce_scatter", split, "inside")]
+    before = [CollectiveCall("reduce_scatter", split, "inside")]
     if whole:
-        before.append(Call("all_reduce", whole, "inside"))
+        before.append(CollectiveCall("all_reduce", whole, "inside"))
     between = _message_calls(shards, choice, math.prod(sizes[:-1]), bucket_bytes, "across")
-    return [*before, *between, Call("all_gather", split, "inside")]
+    return [*before, *between, CollectiveCall("all_gather", split, "inside")]
 
 
 def cut(grads: Grads, count: int) -> Grads:
@@ -205,7 +205,7 @@ def _bytes_alike(grads: Grads, shards: Grads) -> float:
 
 def _message_calls(
     grads: Grads, choice: Choice, devices: int, bucket_bytes: int, where: str
-) -> list[Call]:
+) -> list[CollectiveCall]:
     named = flatten_with_names(grads)
     groups = plan_groups(named, choice, NoFeedback(), bucket_bytes)
     found = []
@@ -213,17 +213,17 @@ def _message_calls(
         likes = [_like([named[i][1] for i in bucket], group) for bucket in group.buckets]
         found += _group_calls(group, likes, devices, where)
     if not all(group.lossless for group in groups):
-        found.append(Call("all_reduce", FLAG_BYTES, where))
+        found.append(CollectiveCall("all_reduce", FLAG_BYTES, where))
     return found
 
 
 def _group_calls(
     group: Group, likes: Sequence[jax.ShapeDtypeStruct], devices: int, where: str
-) -> list[Call]:
+) -> list[CollectiveCall]:
     codec = group.codecs[-1]
     if not group.in_shards and codec.exchange == "sum":
-        assert isinstance(codec, Linear), codec
-        return [Call("all_reduce", size, where) for size in round_bytes(codec, likes)]
+        assert isinstance(codec, LinearCodec), codec
+        return [CollectiveCall("all_reduce", size, where) for size in round_bytes(codec, likes)]
     kinds: tuple[Operation, ...] = ("all_gather",)
     if group.in_shards:
         kinds = ("all_to_all", "all_gather")
@@ -231,10 +231,10 @@ def _group_calls(
             jax.ShapeDtypeStruct((-(-like.shape[0] // devices),), like.dtype) for like in likes
         ]
     messages = [devices * codec.wire_bytes(like) for like in likes]
-    return [Call(kind, size, where) for size in messages for kind in kinds]
+    return [CollectiveCall(kind, size, where) for size in messages for kind in kinds]
 
 
-def round_bytes(codec: Linear, likes: Sequence[Leaf]) -> list[int]:
+def round_bytes(codec: LinearCodec, likes: Sequence[Leaf]) -> list[int]:
     """Count the bytes of each sum of a linear codec, for several tensors together."""
     found: list[int] = []
 

@@ -14,7 +14,7 @@ from jaxdist.collectives.axis import Axis, axis_size, rank
 from jaxdist.collectives.bucket import reduce_tree, sends_apart
 from jaxdist.collectives.contract import Algorithm, split
 from jaxdist.collectives.operations import all_gather, all_to_all
-from jaxdist.compression.contract import Codec, CodecState, Linear, Message, Round, in_lockstep
+from jaxdist.compression.contract import Codec, CodecState, LinearCodec, Message, Round, in_lockstep
 from jaxdist.compression.feedback.contract import Feedback, Memory, View
 from jaxdist.compression.feedback.none import NoFeedback
 from jaxdist.compression.sender import encode_once
@@ -161,7 +161,7 @@ def sum_up(
     party: Party,
 ) -> list[Exchanged]:
     """Sum all buckets at once: the sums in a round of a linear codec are reduced together."""
-    assert isinstance(codec, Linear), codec
+    assert isinstance(codec, LinearCodec), codec
     feedback = party.feedback
     rounds = [party.round.part(i) for i in range(len(gradients))]
     count = axis_size(party.axis)

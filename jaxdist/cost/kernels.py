@@ -26,7 +26,7 @@ _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 
 
 @dataclass(frozen=True)
-class Kernel:
+class _Kernel:
     """A kernel of splash attention.
 
     Attributes:
@@ -41,7 +41,7 @@ class Kernel:
 
 
 SPLASH = {
-    "fwd": Kernel(
+    "fwd": _Kernel(
         2,
         "block_q",
         {
@@ -52,7 +52,7 @@ SPLASH = {
             "tpu7x": {512: 0.23, 1024: 0.27, 2048: 0.28},
         },
     ),
-    "dq": Kernel(
+    "dq": _Kernel(
         3,
         "block_q_dq",
         {
@@ -63,7 +63,7 @@ SPLASH = {
             "tpu7x": {512: 0.35, 1024: 0.39, 2048: 0.43},
         },
     ),
-    "dkv": Kernel(
+    "dkv": _Kernel(
         4,
         "block_q_dkv",
         {

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxdist.cost.kernels import kernel_work
 from jaxdist.cost.torus import Torus, torus_of
-from jaxdist.hlo.entries import Entry, Resource, Timeline
+from jaxdist.hlo.entries import Entry, ProgramTimeline, Resource
 from jaxdist.hlo.estimates import Effort
 from jaxdist.hlo.groups import MeshLayout
 from jaxdist.hlo.lockstep import Lockstep, mismatch
@@ -146,7 +146,7 @@ def _rates(devices: Sequence[Any], layout: MeshLayout) -> TpuRates:
     return TpuRates(device, torus_of(assigned, device.name, device.fast, device.slow))
 
 
-def _split(timeline: Timeline, seconds_low: float) -> StepTime:
+def _split(timeline: ProgramTimeline, seconds_low: float) -> StepTime:
     """The seconds of a timeline by what the device does or waits for."""
     entries = sorted(timeline.entries.values(), key=lambda entry: -entry.waited_seconds)
     links = [entry for entry in entries if entry.basis == "links"]

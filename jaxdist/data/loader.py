@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxdist.data.permutation import permuted
-from jaxdist.data.placement import Placement, Shardings
+from jaxdist.data.placement import BatchPlacement, Shardings
 from jaxdist.data.source import Source, length, take
 from jaxdist.data.values import Allowed
 from jaxdist.errors import DataError
@@ -30,7 +30,7 @@ WEIGHT = "weight"
 ANY_FINITE = Allowed()
 
 
-class Rows(NamedTuple):
+class BatchRows(NamedTuple):
     """The rows of a global batch: example numbers int64 [B], and weights float32 [B].
 
     Weights None means that all rows have the same weight.
@@ -105,7 +105,7 @@ class Loader:
 
     def _lay_out(self, rows: int) -> None:
         shapes = {name: values.shape[1:] for name, values in self._example.items()}
-        self._placement = Placement({**shapes, WEIGHT: ()}, rows, self._sharding)
+        self._placement = BatchPlacement({**shapes, WEIGHT: ()}, rows, self._sharding)
         self.batch_shapes = {
             name: self._placement.struct(name, values.dtype)
             for name, values in self._example.items()
@@ -130,7 +130,7 @@ class Loader:
 
     def batch(self, step: int) -> DeviceBatch:
         """Read a training batch now."""
-        return self._load(Rows(self.indices(step), None))
+        return self._load(BatchRows(self.indices(step), None))
 
     def indices(self, step: int) -> np.ndarray:
         """Return the examples (int64) of the training batch of `step`."""
@@ -146,7 +146,9 @@ class Loader:
         Raises:
           DataError: batches that this machine's memory cannot hold.
         """
-        return self._stream(lambda step: Rows(self.indices(step), None), start_step, sys.maxsize)
+        return self._stream(
+            lambda step: BatchRows(self.indices(step), None), start_step, sys.maxsize
+        )
 
     def evaluation_batches(self, limit: int | None = None) -> Batches:
         """Iterate once over all examples, in order, in at most `limit` batches; the last is padded.
@@ -163,13 +165,13 @@ class Loader:
         count = -(-len(self._source) // self._batch_size)
         return self._stream(self._evaluation_rows, 0, count if limit is None else min(limit, count))
 
-    def _evaluation_rows(self, step: int) -> Rows:
+    def _evaluation_rows(self, step: int) -> BatchRows:
         positions = np.arange(self._batch_size, dtype=np.int64) + step * self._batch_size
         weights = (positions < len(self._source)).astype(np.float32)
         # Padding repeats the last example, since other values might not be allowed.
-        return Rows(np.minimum(positions, len(self._source) - 1), weights)
+        return BatchRows(np.minimum(positions, len(self._source) - 1), weights)
 
-    def _stream(self, rows: Callable[[int], Rows], start: int, stop: int) -> Batches:
+    def _stream(self, rows: Callable[[int], BatchRows], start: int, stop: int) -> Batches:
         self._check_size()
         return Batches(
             lambda step: self._load(rows(step)), start, stop, self._prefetch, self._threads
@@ -190,7 +192,7 @@ class Loader:
                 "train.batch_size or train.prefetch, or make the examples smaller"
             )
 
-    def _load(self, rows: Rows) -> DeviceBatch:
+    def _load(self, rows: BatchRows) -> DeviceBatch:
         mine = self._placement.rows
         local = take(self._source, rows.examples[mine])
         self._allowed.check(local, rows.examples[mine], self._split)

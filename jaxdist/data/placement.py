@@ -44,7 +44,7 @@ def block(local: np.ndarray, rows: np.ndarray, batch_size: int, index: Index) ->
     return local[(wanted, *index[1:])]
 
 
-class Placement:
+class BatchPlacement:
     """The layout of a kind of batch on the devices of this process."""
 
     def __init__(self, shapes: Mapping[str, Shape], batch_size: int, sharding: Shardings):

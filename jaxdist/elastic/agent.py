@@ -32,7 +32,7 @@ CONFIG_ERROR = 2
 
 
 @dataclass(frozen=True)
-class Plan:
+class AgentSettings:
     """The settings of an agent.
 
     Attributes:
@@ -65,7 +65,7 @@ class Agent:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: AgentSettings,
         say: Callable[[str], None],
         *,
         fork_module: str,

@@ -22,7 +22,7 @@ from jaxdist.heartbeat.journal import Journal
 from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.saving import RECOVERY
 from jaxdist.heartbeat.status import Status
-from jaxdist.metrics.account import Kind
+from jaxdist.metrics.account import Activity
 from jaxdist.metrics.goodput import INTERVALS, Goodput
 from jaxdist.types import Json, JsonObject
 
@@ -219,12 +219,12 @@ def judge(
       silent_seconds: the time until a stopped process is detected.
     """
     first, total = found.lives[0], found.lives[-1].last_step
-    useful = sum(first.seconds[kind] for kind in (Kind.STEP, Kind.INPUT_WAIT))
-    lost_work = first.seconds[Kind.LOST_WORK]
+    useful = sum(first.seconds[kind] for kind in (Activity.STEP, Activity.INPUT_WAIT))
+    lost_work = first.seconds[Activity.LOST_WORK]
     taken = max(first.last_step - first.first_step, 1)
     kept = max(first.kept_step - first.first_step, 0)
     step_seconds = useful / kept if kept else lost_work / taken
-    saves = sum(first.seconds[kind] for kind in (Kind.CHECKPOINT_BLOCKED, Kind.SNAPSHOT))
+    saves = sum(first.seconds[kind] for kind in (Activity.CHECKPOINT_BLOCKED, Activity.SNAPSHOT))
     cost = saves / max(kept, 1) * every
     again = recoveries[0]
     recovery = again.seconds - again.lost_steps * step_seconds
@@ -241,7 +241,9 @@ def every_of(records: Sequence[JsonObject], memory: Json, disk: Json) -> int:
       records: the run's metrics, which contain the interval that it chose.
       memory, disk: the settings of the config: a number of steps or "auto"; `memory` may be None.
     """
-    kind, wanted = (Kind.CHECKPOINT_BLOCKED, disk) if memory is None else (Kind.SNAPSHOT, memory)
+    kind, wanted = (
+        (Activity.CHECKPOINT_BLOCKED, disk) if memory is None else (Activity.SNAPSHOT, memory)
+    )
     if isinstance(wanted, int):
         return wanted
     name = f"{kind}_steps"

@@ -15,7 +15,7 @@ from jaxdist.heartbeat.flight.recorder import Recorder
 from jaxdist.heartbeat.journal import Journal
 from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.status import Status, read_status
-from jaxdist.metrics.account import Kind
+from jaxdist.metrics.account import Activity
 from jaxdist.runtime.children import how_ended
 
 POLL_SECONDS, LOOK_SECONDS = 0.05, 0.25
@@ -82,7 +82,7 @@ class Marks:
         }
 
 
-_BEFORE = frozenset({Kind.START, Kind.RECOVERY})
+_BEFORE = frozenset({Activity.START, Activity.RECOVERY})
 
 
 @dataclass

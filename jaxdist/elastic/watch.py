@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxdist.heartbeat.status import SLOW_PHASES, Status
-from jaxdist.metrics.account import Kind
+from jaxdist.metrics.account import Activity
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def find_stuck(
     if not any(one.phase not in SLOW_PHASES for one in everyone):
         return None
     behind = min(
-        everyone, key=lambda one: (one.step, one.waiting, one.phase is Kind.STEP, one.since)
+        everyone, key=lambda one: (one.step, one.waiting, one.phase is Activity.STEP, one.since)
     )
     if behind not in found:
         return None

@@ -20,7 +20,7 @@ from jaxdist.sharding import Layout, make_layout
 from jaxdist.train import replicas as replica_check
 from jaxdist.train.parts import check_parts
 from jaxdist.train.plan import (
-    Plan,
+    TrainPlan,
     check_batch,
     check_stages,
     explain,
@@ -163,7 +163,7 @@ def _stages(
     config: ExperimentConfig,
     layout: Layout,
     dataset: Dataset,
-    plan: Plan,
+    plan: TrainPlan,
     program: Program,
     loader: Loader,
 ) -> tuple[TrainStage, ...]:

@@ -36,7 +36,7 @@ from jaxdist.parallel.strict.check import check_update
 from jaxdist.sharding import Dims, Layout, param_shardings, resolve_dims
 from jaxdist.train.assemble import assemble
 from jaxdist.train.evaluate import why_in_parts
-from jaxdist.train.plan import Plan
+from jaxdist.train.plan import TrainPlan
 from jaxdist.train.step import Program
 from jaxdist.train.strategy.config import ParameterServer
 from jaxdist.train.strategy.contract import RunSettings
@@ -54,7 +54,7 @@ def make_program(
     layout: Layout,
     dataset: Dataset,
     batch: Mapping[str, jax.ShapeDtypeStruct],
-    plan: Plan,
+    plan: TrainPlan,
     rate: Rate,
     at: At,
 ) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
@@ -160,7 +160,7 @@ def _checked(
     layout: Layout,
     model: Functional,
     dims: Mapping[str, Dims],
-    plan: Plan,
+    plan: TrainPlan,
     optimizer: Optimizer,
 ) -> tuple[str, ...]:
     """Return the strategy's notices about the rest of the config."""

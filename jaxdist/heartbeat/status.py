@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxdist.errors import RunError
-from jaxdist.metrics.account import Kind
+from jaxdist.metrics.account import Activity
 
 BEAT_SECONDS = 0.1
 """Seconds between two heartbeats on average. They are random, so that a process that is stopped
@@ -29,11 +29,13 @@ RING = 256
 """The number of phases that are kept: about eighty steps."""
 WAIT = "wait"
 """A phase besides the kinds of an account: the main thread waits for the devices' step."""
-PHASES = (*map(str, Kind), WAIT)
-SLOW_PHASES = frozenset({Kind.START, Kind.RECOVERY, Kind.COMPILE, Kind.EVALUATION, Kind.IDLE})
+PHASES = (*map(str, Activity), WAIT)
+SLOW_PHASES = frozenset(
+    {Activity.START, Activity.RECOVERY, Activity.COMPILE, Activity.EVALUATION, Activity.IDLE}
+)
 """Phases that may take long, and during which other processes do not wait for this one."""
-_KINDS = (*Kind, Kind.STEP)
-_CODES = {kind: code for code, kind in enumerate(Kind)}
+_KINDS = (*Activity, Activity.STEP)
+_CODES = {kind: code for code, kind in enumerate(Activity)}
 _WAIT = PHASES.index(WAIT)
 _FIELDS = struct.Struct("<9q")
 """Process, pid, last heartbeat, heartbeats, late heartbeats; of the main thread step, phase,
@@ -60,7 +62,7 @@ class Status:
     process: int
     pid: int
     step: int
-    phase: Kind
+    phase: Activity
     since: float
     alive: float
     waiting: bool = False
@@ -112,7 +114,7 @@ class Publisher:
             ) from error
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _SIZE)
-        self._step, self._code, self._count = -1, _CODES[Kind.START], 0
+        self._step, self._code, self._count = -1, _CODES[Activity.START], 0
         self._begun = time.monotonic_ns()
         self._beats = self._late = 0
         self._over = threading.Event()
@@ -135,7 +137,7 @@ class Publisher:
         self._over.set()
         self._thread.join()
 
-    def phase(self, kind: Kind) -> None:
+    def phase(self, kind: Activity) -> None:
         """Record that the main thread enters another phase."""
         self._turn(_CODES[kind], self._step)
 
@@ -146,7 +148,7 @@ class Publisher:
     def step(self, step: int) -> None:
         """Record that the metrics of a step have arrived."""
         if self._code == _WAIT:
-            self._turn(_CODES[Kind.STEP], step)
+            self._turn(_CODES[Activity.STEP], step)
             return
         self._step = step
         self._write(time.monotonic_ns())

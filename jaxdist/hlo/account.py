@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from jaxdist.hlo.collective import Surroundings, describe
+from jaxdist.hlo.collective import CallerContext, describe
 from jaxdist.hlo.flops import instruction_flops
 from jaxdist.hlo.groups import MeshLayout
 from jaxdist.hlo.loops import Frame
@@ -61,7 +61,7 @@ def one_of(branches: list[Totals]) -> Totals:
 
 def account(module: Module, layout: MeshLayout) -> Totals:
     """Total the whole program on each device, with every collective instruction once."""
-    found = _Walk(module, layout).computation(Frame(module, module.entry), Surroundings())
+    found = _Walk(module, layout).computation(Frame(module, module.entry), CallerContext())
     merged: dict[str, Collective] = {}
     for one in found.collectives:
         seen = merged.get(one.name)
@@ -85,11 +85,11 @@ class _Walk:
         self.layout = layout
         self.in_flight = channels_in_flight(module)
 
-    def computation(self, frame: Frame, surroundings: Surroundings) -> Totals:
+    def computation(self, frame: Frame, surroundings: CallerContext) -> Totals:
         parts = self._parts(frame, surroundings)
         return in_sequence([part for part in parts if part != Totals()])
 
-    def _parts(self, frame: Frame, surroundings: Surroundings) -> Iterator[Totals]:
+    def _parts(self, frame: Frame, surroundings: CallerContext) -> Iterator[Totals]:
         computation = frame.computation
         for instruction in computation.instructions:
             if flops := instruction_flops(instruction, computation):
@@ -112,12 +112,12 @@ class _Walk:
                     yield self._conditional(frame, instruction)
 
     def _inside(
-        self, caller: Instruction, frame: Frame, callee: Frame, surroundings: Surroundings
-    ) -> Surroundings:
+        self, caller: Instruction, frame: Frame, callee: Frame, surroundings: CallerContext
+    ) -> CallerContext:
         """Return the surroundings of the computation that `caller` runs."""
         fused_start = FUSED_START in callee.computation.custom_call_targets
         begins = caller.opcode.endswith("-start") or fused_start
-        return Surroundings(
+        return CallerContext(
             is_fusion=caller.opcode.startswith("fusion"),
             start=(launch_of(caller, frame.computation), frame.computation)
             if begins
@@ -126,7 +126,7 @@ class _Walk:
         )
 
     def _begins(
-        self, instruction: Instruction, computation: Computation, surroundings: Surroundings
+        self, instruction: Instruction, computation: Computation, surroundings: CallerContext
     ) -> bool:
         """Return whether a collective begins here; TPU fusions also hold running collectives."""
         if not surroundings.is_fusion or FUSED_START in computation.custom_call_targets:
@@ -135,8 +135,8 @@ class _Walk:
         return not ends and instruction.number("channel_id") not in self.in_flight
 
     def _loop(self, frame: Frame, loop: Instruction) -> Totals:
-        body = self.computation(frame.enter_loop(loop, "body"), Surroundings())
-        condition = self.computation(frame.enter_loop(loop, "condition"), Surroundings())
+        body = self.computation(frame.enter_loop(loop, "body"), CallerContext())
+        condition = self.computation(frame.enter_loop(loop, "condition"), CallerContext())
         trips = frame.trips(loop)
         if trips is not None:
             each = self._each_turn(frame, loop, trips) if body.unknown_loops else None
@@ -159,7 +159,7 @@ class _Walk:
             return None
         parts = []
         for turn in frame.turns(loop, trips):
-            part = self.computation(turn, Surroundings())
+            part = self.computation(turn, CallerContext())
             if part.unknown_loops:
                 return None
             parts.append(part)
@@ -168,7 +168,7 @@ class _Walk:
     def _conditional(self, frame: Frame, instruction: Instruction) -> Totals:
         return one_of(
             [
-                self.computation(frame.enter_branch(name, operand), Surroundings())
+                self.computation(frame.enter_branch(name, operand), CallerContext())
                 for name, operand in instruction.branches
             ]
         )

@@ -22,7 +22,7 @@ SENT: dict[CollectiveKind, Callable[[int], float]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
+class CallerContext:
     """The context from which a computation is called."""
 
     is_fusion: bool = False
@@ -35,7 +35,7 @@ class Surroundings:
 def describe(
     instruction: Instruction,
     computation: Computation,
-    surroundings: Surroundings,
+    surroundings: CallerContext,
     module: Module,
     layout: MeshLayout,
 ) -> Collective:

@@ -75,7 +75,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
-class Timeline:
+class ProgramTimeline:
     """A program, or a part of it, from its beginning to its end."""
 
     seconds: float
@@ -85,7 +85,7 @@ class Timeline:
     has_branches: bool = False
     """Whether there are conditionals whose branch is unknown."""
 
-    def scaled(self, times: float) -> Timeline:
+    def scaled(self, times: float) -> ProgramTimeline:
         """Return the timeline repeated `times` times."""
         entries = {name: entry.scaled(times) for name, entry in self.entries.items()}
         return dataclasses.replace(self, seconds=self.seconds * times, entries=entries)

@@ -1,9 +1,10 @@
 """Loops over ticks, in which groups of devices take branches that are known in advance.
 
 All devices run the same program, and a transfer in each tick joins them. A group's branch is data
-in the program, and here as well (`Decision`): the program can therefore be timed with its actual
-branches. A conditional that depends on the tick is in a named scope that begins with `SCOPE`. The
-rest of that name, after those of the enclosing branches, is the conditional's: "backward/last".
+in the program, and also here (`ConditionalDecision`), so that the program can be timed with its
+actual branches. A conditional that depends on the tick is in a named scope that begins with
+`SCOPE`. The rest of that name, after those of the enclosing branches, is the conditional's:
+"backward/last".
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Choices = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
-class Decision:
+class ConditionalDecision:
     """The decisions of a conditional.
 
     Attributes:
@@ -52,7 +53,7 @@ class Lockstep:
     """
 
     name: str
-    decisions: Mapping[str, Decision]
+    decisions: Mapping[str, ConditionalDecision]
 
     @property
     def ticks(self) -> int:

@@ -21,8 +21,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from jaxdist.hlo.collective import Surroundings, describe
-from jaxdist.hlo.entries import Basis, Entry, Rates, Resource, Timeline
+from jaxdist.hlo.collective import CallerContext, describe
+from jaxdist.hlo.entries import Basis, Entry, ProgramTimeline, Rates, Resource
 from jaxdist.hlo.estimates import (
     Effort,
     effort,
@@ -58,7 +58,7 @@ class _Flight:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Piece:
-    timeline: Timeline
+    timeline: ProgramTimeline
     pending: Mapping[int, _Flight]
     """Operations in flight, by their place in the returned tuple; ends count from the end of the
     part."""
@@ -71,7 +71,7 @@ def play(
     *,
     dearest: bool = True,
     lockstep: Lockstep | None = None,
-) -> Timeline:
+) -> ProgramTimeline:
     """Simulate the whole program.
 
     Args:
@@ -135,7 +135,7 @@ class _Run:
             index: dataclasses.replace(flight, end=max(0.0, flight.end - self.now))
             for index, flight in self.leaves.items()
         }
-        timeline = Timeline(self.now, self.entries, tuple(self.unknown), self.has_branches)
+        timeline = ProgramTimeline(self.now, self.entries, tuple(self.unknown), self.has_branches)
         return _Piece(timeline, leaves)
 
     def _step(self, instruction: Instruction) -> None:
@@ -265,7 +265,7 @@ class _Run:
     def _described(self, instruction: Instruction) -> Collective | None:
         player = self.player
         if kind_of(instruction) is not None:
-            return describe(instruction, self.body, Surroundings(), player.module, player.layout)
+            return describe(instruction, self.body, CallerContext(), player.module, player.layout)
         launched = self._launched(instruction) or instruction
         if launched.opcode not in ("fusion", "async-start"):
             return None
@@ -276,7 +276,7 @@ class _Run:
         is_fusion, starts = instruction.opcode == "fusion", self._starts(instruction)
         if is_fusion and not starts and inner.number("channel_id") in player.in_flight:
             return None  # computes, and continues a collective that began before
-        around = Surroundings(
+        around = CallerContext(
             is_fusion=is_fusion,
             start=(instruction, self.body) if starts else None,
             source=instruction.source,

@@ -17,7 +17,7 @@ from jaxdist.types import JsonObject
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerCost:
     """A server's state and traffic.
 
     Attributes:
@@ -45,7 +45,7 @@ class WorkerPart:
     share: float
     compiled: Compiled
     state: TrainState
-    servers: tuple[Server, ...]
+    servers: tuple[ServerCost, ...]
 
 
 def worker_part(experiment: Experiment) -> WorkerPart | None:
@@ -63,13 +63,13 @@ def worker_part(experiment: Experiment) -> WorkerPart | None:
     return WorkerPart(program, max(shares) / size, compiled, state, servers)
 
 
-def _server(sharded: Sharded, at: int) -> Server:
+def _server(sharded: Sharded, at: int) -> ServerCost:
     layout, clients = sharded.layouts[at], sharded.cluster.clients
     size = layout.spec.size_bytes
     leaves = jax.tree.leaves(sharded.begun(layout))
     optimizer = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     push = sharded.pushes[at].size_bytes
-    return Server(layout.server, size, optimizer, clients * push, clients * size)
+    return ServerCost(layout.server, size, optimizer, clients * push, clients * size)
 
 
 def servers_json(part: WorkerPart) -> list[JsonObject]:

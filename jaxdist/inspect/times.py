@@ -24,7 +24,7 @@ NO_PREDICTION = "No time is predicted: compilers for {kind} write no estimates, 
 
 
 @dataclass(frozen=True)
-class Source:
+class OperationEntry:
     """The instructions of a jax operation together.
 
     Attributes:
@@ -76,12 +76,12 @@ def source_name(entry: Entry) -> str:
     return "/".join(parts) or entry.what
 
 
-def dearest(found: StepTime) -> list[Source]:
+def dearest(found: StepTime) -> list[OperationEntry]:
     """Return the operations on which a device spends most time, the most expensive first.
 
     Collectives, kernels and copies of an operation have separate entries.
     """
-    grouped: dict[str, Source] = {}
+    grouped: dict[str, OperationEntry] = {}
     for entry in found.entries:
         name = source_name(entry)
         if entry.basis == "links":
@@ -93,8 +93,8 @@ def dearest(found: StepTime) -> list[Source]:
         elif entry.what.startswith("copy"):
             # XLA names a layout copy after the operation whose operand or result it copies.
             name = f"copy: {name}"
-        old = grouped.get(name, Source(name, 0, 0.0, assumed=False))
-        grouped[name] = Source(
+        old = grouped.get(name, OperationEntry(name, 0, 0.0, assumed=False))
+        grouped[name] = OperationEntry(
             name,
             old.times + entry.times,
             old.seconds + entry.waited_seconds,

@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Kind(StrEnum):
+class Activity(StrEnum):
     """The activities of a run that take time, as process 0 sees them."""
 
     STEP = "step"
@@ -55,8 +55,8 @@ class Account:
       tell: called with the new kind at each change.
 
     >>> moments = iter([0, 3, 10, 14])
-    >>> account = Account(Kind.START, clock=lambda: next(moments))
-    >>> account.enter(Kind.STEP)
+    >>> account = Account(Activity.START, clock=lambda: next(moments))
+    >>> account.enter(Activity.STEP)
     >>> account.leave()
     >>> {kind.value: spent for kind, spent in account.spent().items() if spent}
     {'step': 7, 'start': 7}
@@ -64,18 +64,18 @@ class Account:
 
     def __init__(
         self,
-        kind: Kind = Kind.IDLE,
+        kind: Activity = Activity.IDLE,
         *,
         begun: int | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
-        tell: Callable[[Kind], None] | None = None,
+        tell: Callable[[Activity], None] | None = None,
     ) -> None:
         self._clock, self._tell = clock, tell
         self._since = clock() if begun is None else begun
         self._stack = [kind]
-        self._spent = dict.fromkeys(Kind, 0)
+        self._spent = dict.fromkeys(Activity, 0)
 
-    def enter(self, kind: Kind) -> None:
+    def enter(self, kind: Activity) -> None:
         """Begin an interval, within the open interval."""
         self._settle()
         self._stack.append(kind)
@@ -88,19 +88,19 @@ class Account:
         self._stack.pop()
         self._told()
 
-    def switch(self, kind: Kind) -> None:
+    def switch(self, kind: Activity) -> None:
         """Continue the innermost interval as another kind."""
         self._settle()
         self._stack[-1] = kind
         self._told()
 
-    def spent(self) -> Mapping[Kind, int]:
+    def spent(self) -> Mapping[Activity, int]:
         """Return nanoseconds by kind until now; their sum is the time since the account began."""
         self._settle()
         return dict(self._spent)
 
     @contextmanager
-    def within(self, kind: Kind) -> Iterator[None]:
+    def within(self, kind: Activity) -> Iterator[None]:
         """Make the block an interval."""
         self.enter(kind)
         try:
@@ -108,7 +108,7 @@ class Account:
         finally:
             self.leave()
 
-    def each(self, kind: Kind, items: Iterator[Item]) -> Iterator[Item]:
+    def each(self, kind: Activity, items: Iterator[Item]) -> Iterator[Item]:
         """Iterate over the same items; waiting for an item is an interval."""
         while True:
             self.enter(kind)  # not `within`, which costs a microsecond
@@ -122,7 +122,7 @@ class Account:
 
     def first(
         self,
-        kind: Kind,
+        kind: Activity,
         function: Callable[Given, Result],
         wait: Callable[[Result], object] | None = None,
     ) -> Callable[Given, Result]:

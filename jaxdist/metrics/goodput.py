@@ -11,24 +11,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from jaxdist.metrics.account import Account, Kind
+from jaxdist.metrics.account import Account, Activity
 from jaxdist.types import Json, JsonObject
 
 SPLIT, INTERVALS = "goodput", "intervals"
 """Splits of the records of time, and of a run's choices of save intervals."""
 WORK = (
-    Kind.STEP,
-    Kind.INPUT_WAIT,
-    Kind.EVALUATION,
-    Kind.CHECKPOINT_BLOCKED,
-    Kind.SNAPSHOT,
-    Kind.REPLICA_CHECK,
+    Activity.STEP,
+    Activity.INPUT_WAIT,
+    Activity.EVALUATION,
+    Activity.CHECKPOINT_BLOCKED,
+    Activity.SNAPSHOT,
+    Activity.REPLICA_CHECK,
 )
 """The kinds that are lost if they have to be repeated; a start or a compilation keeps its kind."""
 
-_SAVES = (Kind.CHECKPOINT_BLOCKED, Kind.SNAPSHOT)
-_STARTS = (Kind.START, Kind.RECOVERY, Kind.COMPILE)
-Seconds = Mapping[Kind, float]
+_SAVES = (Activity.CHECKPOINT_BLOCKED, Activity.SNAPSHOT)
+_STARTS = (Activity.START, Activity.RECOVERY, Activity.COMPILE)
+Seconds = Mapping[Activity, float]
 Record = Mapping[str, Json]
 
 
@@ -43,7 +43,7 @@ def values_of(account: Account, life: int) -> dict[str, float]:
     return {
         "life": life,
         "wall_seconds": 1e-9 * wall,
-        "goodput": spent[Kind.STEP] / wall if wall else 0.0,
+        "goodput": spent[Activity.STEP] / wall if wall else 0.0,
         **{f"spent_{kind}_seconds": 1e-9 * nanoseconds for kind, nanoseconds in spent.items()},
     }
 
@@ -99,10 +99,10 @@ class Goodput:
         return tuple(max(after.began - before.ended, 0.0) for before, after in pairwise(self.lives))
 
     @property
-    def seconds(self) -> dict[Kind, float]:
+    def seconds(self) -> dict[Activity, float]:
         """The time of the whole run by kind; the gaps between lives are idle."""
-        found = {kind: sum(life.seconds[kind] for life in self.lives) for kind in Kind}
-        found[Kind.IDLE] += sum(self.gaps_seconds)
+        found = {kind: sum(life.seconds[kind] for life in self.lives) for kind in Activity}
+        found[Activity.IDLE] += sum(self.gaps_seconds)
         return found
 
     @property
@@ -113,7 +113,7 @@ class Goodput:
     @property
     def goodput(self) -> float:
         """The fraction of the wall time spent on steps that counted, 0 to 1."""
-        return self.seconds[Kind.STEP] / self.wall_seconds if self.wall_seconds else 0.0
+        return self.seconds[Activity.STEP] / self.wall_seconds if self.wall_seconds else 0.0
 
     @property
     def kept(self) -> float:
@@ -124,7 +124,7 @@ class Goodput:
         """
         seconds, first = self.seconds, self.lives[0].seconds
         useful = sum(seconds[kind] for kind in WORK if kind not in _SAVES)
-        taken = sum(seconds[kind] for kind in (*_SAVES, Kind.LOST_WORK))
+        taken = sum(seconds[kind] for kind in (*_SAVES, Activity.LOST_WORK))
         taken += sum(seconds[kind] - first[kind] for kind in _STARTS) + sum(self.gaps_seconds)
         return useful / (useful + taken) if useful + taken else 1.0
 
@@ -177,9 +177,9 @@ def _life(records: Sequence[Record], kept_step: int) -> Life:
     seconds = _seconds(last)
     kept = [record for record in records if record["step"] <= kept_step]
     # A life that was repeated from before its first step keeps nothing.
-    until = _seconds(kept[-1]) if kept else dict.fromkeys(Kind, 0.0)
+    until = _seconds(kept[-1]) if kept else dict.fromkeys(Activity, 0.0)
     if last["step"] > kept_step:
-        seconds[Kind.LOST_WORK] = sum(seconds[kind] - until[kind] for kind in WORK)
+        seconds[Activity.LOST_WORK] = sum(seconds[kind] - until[kind] for kind in WORK)
         seconds |= {kind: until[kind] for kind in WORK}
     began = last["time"] - last["wall_seconds"]
     return Life(int(last["life"]), began, records[0]["step"], last["step"], kept_step, seconds)
@@ -189,8 +189,8 @@ def _is_ours(record: Record) -> bool:
     return record["split"] == SPLIT and "life" in record
 
 
-def _seconds(record: Record) -> dict[Kind, float]:
-    return {kind: float(record.get(f"spent_{kind}_seconds", 0.0)) for kind in Kind}
+def _seconds(record: Record) -> dict[Activity, float]:
+    return {kind: float(record.get(f"spent_{kind}_seconds", 0.0)) for kind in Activity}
 
 
 def _named(seconds: Seconds) -> JsonObject:
@@ -216,8 +216,8 @@ def predicted(records: Iterable[Record]) -> float | None:
 def table(found: Goodput) -> str:
     """Format as lines of at most 80 columns: seconds and fraction of each kind that occurred.
 
-    >>> print(table(Goodput((Life(1, 0.0, 0, 9, 9, {k: 0.0 for k in Kind} | {Kind.STEP: 8.0,
-    ...     Kind.IDLE: 2.0}),))))
+    >>> print(table(Goodput((Life(1, 0.0, 0, 9, 9, {k: 0.0 for k in Activity} | {Activity.STEP: 8.0,
+    ...     Activity.IDLE: 2.0}),))))
     time   10.0 s in 1 life; goodput 80.0%
            step                      8.0 s   80.0%
            idle                      2.0 s   20.0%

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from jaxdist.metrics.rates import (
     Efficiency,
-    StepTime,
+    SmoothedStepTime,
     format_duration,
     format_loss,
     format_rate,
@@ -79,7 +79,7 @@ class Progress:
         self._seconds_between_lines = seconds_between_lines
         self._clock = clock
         self._loss = float("nan")
-        self._step_time = StepTime()
+        self._step_time = SmoothedStepTime()
         self._next_line = 0.0
         self._live: Live | None = None
         if enabled and _can_redraw(self._console):

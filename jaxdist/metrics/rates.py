@@ -37,12 +37,12 @@ class Efficiency:
         }
 
 
-class StepTime:
+class SmoothedStepTime:
     """The smoothed seconds per step: a plain mean at first, exponential later.
 
     The first step of a process includes compilation, so it counts only until a second is known.
 
-    >>> time = StepTime(weight=0.5)
+    >>> time = SmoothedStepTime(weight=0.5)
     >>> for seconds in (9.0, 0.2, 0.4):
     ...     time.add(seconds)
     >>> round(time.seconds, 3)

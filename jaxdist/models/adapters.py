@@ -42,7 +42,7 @@ class Call(NamedTuple):
     statistics_over: tuple[str, ...]
 
 
-class Plain(nnx.Module):
+class _Plain(nnx.Module):
     """A module of parameters and a pure function of them.
 
     Args:
@@ -102,7 +102,7 @@ def from_functions(init: Init, apply: Apply) -> Make:
         def run(nested: PyTree, buffers: Buffers, inputs: PyTree, call: Call) -> tuple[Any, Any]:
             return apply(structure.unflatten(pick(paths, nested)), *inputs), buffers
 
-        return Plain(nest(paths, [leaf for _, leaf in named]), {}, run, rngs)
+        return _Plain(nest(paths, [leaf for _, leaf in named]), {}, run, rngs)
 
     return make
 
@@ -137,7 +137,7 @@ def from_linen(module: Any, *example: Any) -> Make:
                 )
             return out, {**buffers, **new}
 
-        return Plain(params, variables, run, rngs)
+        return _Plain(params, variables, run, rngs)
 
     return make
 

@@ -18,9 +18,9 @@ from pydantic import Field, field_validator, model_validator
 from jaxdist.config.schema import Count
 from jaxdist.errors import ConfigError
 from jaxdist.models.attention.choose import Attend, KernelName, choose, refusal
-from jaxdist.models.attention.contract import Ask
+from jaxdist.models.attention.contract import AttentionRequest
 from jaxdist.models.fences import Pass, fence
-from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, Ring, no_hint
+from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, SequenceRing, no_hint
 from jaxdist.models.layers import (
     ComputeDtype,
     Initializer,
@@ -192,9 +192,9 @@ class GptConfig(PartConfig):
         hint: Hint = no_hint,
         length: int | None = None,
         family: str = "",
-    ) -> Ask:
+    ) -> AttentionRequest:
         """Return this model's request to an attention kernel; arguments as for `build`."""
-        return Ask(
+        return AttentionRequest(
             platform,
             self.compute_dtype,
             heads=self.heads,
@@ -344,7 +344,9 @@ class SwiGLU(nnx.Module):
         h_BLF = act(first_BLF) * more[0] if more else act(first_BLF)
         return fence(self.hint(h_BLF, "batch", "seq", "mlp"), self.fences)
 
-    def _on_ring(self, ring: Ring, x_BlD: jax.Array, *into_and_down: jax.Array) -> jax.Array:
+    def _on_ring(
+        self, ring: SequenceRing, x_BlD: jax.Array, *into_and_down: jax.Array
+    ) -> jax.Array:
         """Compute the MLP for a device's piece of the sequence and its part of F."""
         *into, down_FD = into_and_down
         columns = ring.products(ring.gathered(x_BlD), *into)

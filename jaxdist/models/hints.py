@@ -12,7 +12,7 @@ from typing import Protocol
 import jax
 
 
-class Ring(Protocol):
+class SequenceRing(Protocol):
     """Devices that pass the pieces of a sequence around, while matmuls use them."""
 
     @property
@@ -50,7 +50,7 @@ class Hint(Protocol):
         ...
 
     @property
-    def ring(self) -> Ring | None:
+    def ring(self) -> SequenceRing | None:
         """The ring that runs an MLP's collectives during its matmuls; None runs each as a whole."""
         ...
 

@@ -15,7 +15,7 @@ from pydantic import Field, PositiveFloat, model_validator
 from jaxdist.config.schema import Config, Count
 from jaxdist.optim.batch_scaling import ScaleFromConfig
 from jaxdist.optim.layers import layer_dims
-from jaxdist.optim.layerwise import Rule
+from jaxdist.optim.layerwise import LayerwiseRule
 from jaxdist.optim.loss_scale import DynamicLossScaleConfig
 from jaxdist.optim.safety import SkipSpikesConfig
 from jaxdist.optim.schedules import ScheduleConfig
@@ -133,7 +133,7 @@ class NamedParams:
         """The names of the parameters whose first dim counts layers."""
         return frozenset(name for name, dims in self.dims.items() if dims[:1] == ("layers",))
 
-    def masks(self, rule: Rule, exclude_vectors: bool | None) -> dict[str, Masks]:
+    def masks(self, rule: LayerwiseRule, exclude_vectors: bool | None) -> dict[str, Masks]:
         """Return `decay_mask` and `adapt_mask`: matrices only, or all if the rule has vectors."""
         decay, adapt = rule.decay_vectors, rule.adapt_vectors
         if exclude_vectors is not None:
@@ -161,7 +161,7 @@ class LayerwiseConfig(OptimizerConfig):
     nesterov: bool | None = None
     """Look ahead along the momentum."""
 
-    def by_layer(self, rule: Rule, tree: NamedParams) -> Kwargs:
+    def by_layer(self, rule: LayerwiseRule, tree: NamedParams) -> Kwargs:
         """Return the arguments of `lamb` and `lars`: dims, masks and options of the variant.
 
         An option is a field of the rule that is set here; "off" means no bound.

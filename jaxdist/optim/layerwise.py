@@ -18,7 +18,7 @@ from jaxdist.types import OptState, Params, PyTree, Scalar, Specs, Updates
 Leaves = Sequence[jax.Array]
 
 
-class Rule(Protocol):
+class LayerwiseRule(Protocol):
     """The fields that the rules of LAMB and LARS share; both are dataclasses: see `LambRule`."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -31,7 +31,7 @@ class Rule(Protocol):
     def adapt_undecayed(self) -> bool: ...
 
 
-AnyRule = TypeVar("AnyRule", bound=Rule)
+AnyRule = TypeVar("AnyRule", bound=LayerwiseRule)
 VariantT = TypeVar("VariantT", bound=str)
 
 
@@ -77,7 +77,7 @@ class StepInputs(NamedTuple):
 def layerwise(
     step: Callable[[StepInputs], tuple[Leaves, ...]],
     state_type: type[OptState],
-    rule: Rule,
+    rule: LayerwiseRule,
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: float,
     layer_dims: PyTree,
@@ -122,7 +122,7 @@ def layerwise(
 
 
 def decays_and_adapts(
-    rule: Rule,
+    rule: LayerwiseRule,
     weight_decay: float,
     params: Params,
     leaves: Sequence[LayeredLeaf],

@@ -14,7 +14,7 @@ import jax
 
 from jaxdist.models.loss import Batch, Sums
 from jaxdist.optim.loss_scale import LossScaleState
-from jaxdist.parallel.zero import Zero
+from jaxdist.parallel.zero import ZeroSplit
 from jaxdist.types import Buffers, Grads, Params, PyTree, Shardings
 
 
@@ -48,7 +48,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class BatchContext:
     """The context in which gradients are computed: rows as one array, or each device's own rows.
 
     Attributes:
@@ -76,13 +76,13 @@ class Compute(Protocol):
     def explicit(self) -> bool: ...
 
     def gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
+        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients of the total loss of these rows, in sums over microbatches."""
         ...
 
     def mean_gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
+        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients of the mean loss, where these are all rows of the batch."""
         ...
@@ -125,7 +125,7 @@ class Exchange(Protocol):
     """
 
     @property
-    def zero(self) -> Zero | None: ...
+    def zero(self) -> ZeroSplit | None: ...
     @property
     def explicit(self) -> bool: ...
     @property

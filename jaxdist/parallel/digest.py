@@ -32,7 +32,7 @@ _GOLDEN = 0x9E3779B9
 """2^32 over the golden ratio, which spreads neighbouring places."""
 
 
-class Difference(NamedTuple):
+class ReplicaDifference(NamedTuple):
     """Replicas of a shard that are not equal.
 
     Attributes:
@@ -127,13 +127,13 @@ class Replicas:
         held = [(leaf_bytes(_shard(leaf)), self._apart(leaf)) for leaf in self._leaves.values()]
         return Coverage(sum(size for size, _ in held), sum(size for size, apart in held if apart))
 
-    def differences(self, digests: np.ndarray) -> tuple[Difference, ...]:
+    def differences(self, digests: np.ndarray) -> tuple[ReplicaDifference, ...]:
         """Return the shards whose replicas differ.
 
         Args:
           digests: the result of `digests`.
         """
-        found: list[Difference] = []
+        found: list[ReplicaDifference] = []
         for number, (name, leaf) in enumerate(self._leaves.items()):
             apart = self._apart(leaf)
             if not apart:
@@ -222,7 +222,7 @@ def _rows(values: np.ndarray, apart: tuple[int, ...]) -> np.ndarray:
     return moved.reshape(-1, math.prod(moved.shape[-len(apart) :]))
 
 
-def _difference(name: str, holders: np.ndarray, values: np.ndarray) -> Difference:
+def _difference(name: str, holders: np.ndarray, values: np.ndarray) -> ReplicaDifference:
     (common, count), *_ = Counter(values.tolist()).most_common(1)
     odd = holders[values != common] if 2 * count > len(values) else ()
-    return Difference(name, tuple(holders), tuple(odd))
+    return ReplicaDifference(name, tuple(holders), tuple(odd))

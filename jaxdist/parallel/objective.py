@@ -13,12 +13,12 @@ from jaxdist.models.layers import carried
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.models.mean import divisor
 from jaxdist.optim.loss_scale import DynamicLossScale
-from jaxdist.parallel.contract import Gradients, Held, Surroundings
+from jaxdist.parallel.contract import BatchContext, Gradients, Held
 from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
 from jaxdist.trees import join
 from jaxdist.types import Buffers, Params
 
-NOWHERE = Surroundings()
+NOWHERE = BatchContext()
 _SCALING = DynamicLossScale()
 """Any loss scale: the scaling of a loss does not depend on its settings."""
 
@@ -36,7 +36,7 @@ class Objective:
         buffers: Buffers,
         batch: Batch,
         key: jax.Array | None,
-        around: Surroundings = NOWHERE,
+        around: BatchContext = NOWHERE,
     ) -> tuple[jax.Array, tuple[Sums, Any]]:
         """Compute total loss, all sums, and the buffers after a batch; `key` None is evaluation."""
         batch = weighted(batch)
@@ -48,7 +48,7 @@ class Objective:
         return sums["loss"].total, (sums, self.model.buffers_of(module))
 
     def mean_gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
+        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients of the mean loss of a batch."""
         # The mean is taken before the gradient: dividing afterwards would be a further pass over
@@ -66,7 +66,7 @@ class Objective:
         return Gradients(grads, sums, buffers)
 
     def total_gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
+        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients of the total loss of a batch."""
         if held.scale is not None:
@@ -85,7 +85,7 @@ class Objective:
     def _mean(
         self,
         held: Held,
-        around: Surroundings,
+        around: BatchContext,
         params: Params,
         buffers: Buffers,
         batch: Batch,
@@ -122,7 +122,7 @@ def measures(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) ->
     return shapes, jax.tree.unflatten(jax.tree.structure(shapes), depends)["loss"].weight
 
 
-def _common(weight: jax.Array, around: Surroundings) -> jax.Array:
+def _common(weight: jax.Array, around: BatchContext) -> jax.Array:
     """Return a microbatch's weight on an average device, the same on all; not 0.
 
     ZeRO sums gradients over the devices before they are multiplied by it.

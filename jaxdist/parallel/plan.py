@@ -22,12 +22,12 @@ from jaxdist.parallel.exchange.messages import Messages, blocks_of
 from jaxdist.parallel.exchange.scatter import Scatter
 from jaxdist.parallel.exchange.strict import Strict
 from jaxdist.parallel.exchange.unsharded import Unsharded
-from jaxdist.parallel.exchange.xla import Xla
+from jaxdist.parallel.exchange.xla import XlaExchange
 from jaxdist.parallel.pipeline.planning.plan import AXIS, PipelineConfig
 from jaxdist.parallel.strict.check import check_devices
 from jaxdist.parallel.strict.config import StrictConfig
 from jaxdist.parallel.strict.tree import Order
-from jaxdist.parallel.zero import Zero, ZeroConfig, plan_zero
+from jaxdist.parallel.zero import ZeroConfig, ZeroSplit, plan_zero
 from jaxdist.sharding import Dims, Layout
 from jaxdist.trees import divide, flatten_with_names
 from jaxdist.types import Leaf, Params, Shardings
@@ -105,7 +105,7 @@ def plan_exchange(
         given = {**settings, "algorithm": XLA, "order": Order(strict.shards), "frozen": frozen}
         return Strict(whole, zero, **given), told
     if facts.reduction is None:
-        return Xla(whole, zero, frozen=frozen), told
+        return XlaExchange(whole, zero, frozen=frozen), told
     settings = {
         "mesh": layout.mesh,
         "axes": facts.batch_axes,
@@ -159,7 +159,7 @@ def _chosen_codec(
 def _messages(
     config: Compression,
     facts: Facts,
-    inside: Zero | None,
+    inside: ZeroSplit | None,
     params: Params,
     whole: Shardings,
     scanned: frozenset[str],
@@ -192,7 +192,7 @@ def _messages(
 
 def explicit_exchange(
     whole: Shardings,
-    zero: Zero | None,
+    zero: ZeroSplit | None,
     *,
     axes: tuple[str, ...],
     algorithm: Algorithm,

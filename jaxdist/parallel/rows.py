@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxdist.errors import ConfigError, JaxdistError
-from jaxdist.parallel.contract import Exchange, Surroundings
+from jaxdist.parallel.contract import BatchContext, Exchange
 from jaxdist.parallel.exchange.explicit import Explicit
 from jaxdist.parallel.exchange.strict import Strict
 from jaxdist.parallel.objective import Objective
@@ -44,7 +44,7 @@ class Flow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowInterpreter:
     """An interpreter of a traced loss, in which a dim of rows is known by its size.
 
     Attributes:
@@ -213,7 +213,7 @@ def _check_exchange(objective: Objective, batch: Mapping[str, Any], exchange: Ex
     pieces = exchange.order.shards if strict else _parts(exchange.mesh, exchange.axes)
     if pieces == 1:
         return
-    inside = Surroundings(exchange.axes, () if strict else exchange.axes)
+    inside = BatchContext(exchange.axes, () if strict else exchange.axes)
     place = ties_rows(objective, batch, exchange.mesh, exchange.axes, inside=inside)
     if not place:
         return
@@ -238,7 +238,7 @@ def ties_rows(
     mesh: Mesh,
     axes: tuple[str, ...],
     *,
-    inside: Surroundings | None = None,
+    inside: BatchContext | None = None,
 ) -> str:
     """Return where a model or its loss, in training, ties the rows of a batch together.
 
@@ -263,7 +263,7 @@ def ties_rows(
 
     def run(params: Params, buffers: Buffers, key: jax.Array, batch: PyTree) -> PyTree:
         # Buffers are left out: running statistics depend on several rows by their nature.
-        return objective.sums(params, buffers, batch, key, inside or Surroundings())[1][0]
+        return objective.sums(params, buffers, batch, key, inside or BatchContext())[1][0]
 
     local = partial(jax.shard_map, mesh=mesh, axis_names=set(manual), check_vma=False)
     whole, split = PartitionSpec(), PartitionSpec(manual)
@@ -277,7 +277,7 @@ def ties_rows(
         Flow(rows=True) if i >= len(jaxpr.invars) - len(rows) else Flow()
         for i in range(len(jaxpr.invars))
     ]
-    return next(iter(Rows(count, manual).ties(jaxpr, flows)[1]), "")
+    return next(iter(RowInterpreter(count, manual).ties(jaxpr, flows)[1]), "")
 
 
 def _mixed(equation: Any, at: int) -> Sequence[int]:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jaxdist.collectives.axis import axis_size
 from jaxdist.models.layers import Deferred
-from jaxdist.parallel.wire import Wire
+from jaxdist.parallel.wire import ZeroMessages
 from jaxdist.types import Params, PyTree
 
 
@@ -29,7 +29,7 @@ from jaxdist.types import Params, PyTree
     meta_fields=["dim", "wire", "spec", "length"],
 )
 @dataclass(frozen=True)
-class Sharded(Deferred):
+class ShardedParameter(Deferred):
     """A parameter of which this device keeps a shard (stage 3).
 
     Each use sends an all-gather of all parameters that are used together, and in the backward pass
@@ -46,15 +46,15 @@ class Sharded(Deferred):
 
     shard: jax.Array
     dim: int
-    wire: Wire
+    wire: ZeroMessages
     spec: PartitionSpec
     length: int | None = None
     second: jax.Array | None = None
 
     @classmethod
-    def whole(cls, several: Sequence[Sharded]) -> list[jax.Array]:
+    def whole(cls, several: Sequence[ShardedParameter]) -> list[jax.Array]:
         """Return the parameters; their gradients are summed into the shards."""
-        splits = tuple(Split(leaf.dim, leaf.spec, leaf.length) for leaf in several)
+        splits = tuple(SplitDim(leaf.dim, leaf.spec, leaf.length) for leaf in several)
         seconds = [leaf.second for leaf in several if leaf.second is not None]
         return _gathered(several[0].wire, splits, [leaf.shard for leaf in several], seconds)
 
@@ -82,19 +82,19 @@ class Scattered(Deferred):
     Attributes:
       full: the parameter; its own gradient is zero.
       shard: zeros of a shard's shape, whose gradient is that of the parameter.
-      dim, spec: as for `Sharded`.
+      dim, spec: as for `ShardedParameter`.
     """
 
     full: jax.Array
     shard: jax.Array
     dim: int
-    wire: Wire
+    wire: ZeroMessages
     spec: PartitionSpec
 
     @classmethod
     def whole(cls, several: Sequence[Scattered]) -> list[jax.Array]:
         """Return the parameters; their gradients are summed into the shards."""
-        splits = tuple(Split(leaf.dim, leaf.spec) for leaf in several)
+        splits = tuple(SplitDim(leaf.dim, leaf.spec) for leaf in several)
         fulls, shards = [leaf.full for leaf in several], [leaf.shard for leaf in several]
         return _itself(several[0].wire, splits, fulls, shards)
 
@@ -106,7 +106,7 @@ class Scattered(Deferred):
 def defer(
     param: jax.Array,
     dim: int,
-    wire: Wire,
+    wire: ZeroMessages,
     spec: PartitionSpec,
     *,
     sharded: bool,
@@ -120,31 +120,31 @@ def defer(
       dim: the split dim of the parameter or of its gradient, counted from the front.
       spec: how automatic axes split it.
       length: length of the dim, where zeros fill up its shards.
-      second: see `Sharded`.
+      second: see `ShardedParameter`.
     """
     full = PartitionSpec(*spec, *(None,) * (param.ndim - len(spec)))
     if sharded:
-        return Sharded(param, dim - param.ndim, wire, full, length, second)
+        return ShardedParameter(param, dim - param.ndim, wire, full, length, second)
     shape = [*param.shape]
     shape[dim] = -(-shape[dim] // axis_size(wire.axes))
     return Scattered(param, jnp.zeros(shape, param.dtype), dim - param.ndim, wire, full)
 
 
 @dataclass(frozen=True)
-class Split:
-    """The dim of a tensor that ZeRO splits, counted from the end; the rest as in `Sharded`."""
+class SplitDim:
+    """The dim of a tensor that ZeRO splits, from the end; the rest as in `ShardedParameter`."""
 
     dim: int
     spec: PartitionSpec
     length: int | None = None
 
 
-Splits = tuple[Split, ...]
+Splits = tuple[SplitDim, ...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered(
-    wire: Wire, splits: Splits, shards: list[jax.Array], seconds: list[jax.Array]
+    wire: ZeroMessages, splits: Splits, shards: list[jax.Array], seconds: list[jax.Array]
 ) -> list[jax.Array]:
     dims, lengths = _dims(splits, shards), [split.length for split in splits]
     specs = [_of_last(split.spec, shard.ndim) for split, shard in zip(splits, shards, strict=True)]
@@ -155,7 +155,7 @@ def _gathered(
 
 
 def _gathered_forward(
-    wire: Wire, splits: Splits, shards: list[jax.Array], seconds: list[jax.Array]
+    wire: ZeroMessages, splits: Splits, shards: list[jax.Array], seconds: list[jax.Array]
 ) -> tuple[list[jax.Array], PyTree]:
     # The gradient of `seconds` is zero: the whole gradient belongs to the shards.
     # The backward pass needs only dtypes, and a residual must be an array: scalars hold no memory.
@@ -164,7 +164,7 @@ def _gathered_forward(
 
 
 def _gathered_backward(
-    wire: Wire, splits: Splits, saved: PyTree, cotangents: list[jax.Array]
+    wire: ZeroMessages, splits: Splits, saved: PyTree, cotangents: list[jax.Array]
 ) -> PyTree:
     shards, seconds = saved
     summed = _scattered(wire, splits, cotangents)
@@ -177,7 +177,7 @@ def _gathered_backward(
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-def _scattered(wire: Wire, splits: Splits, grads: list[jax.Array]) -> list[jax.Array]:
+def _scattered(wire: ZeroMessages, splits: Splits, grads: list[jax.Array]) -> list[jax.Array]:
     specs = [_of_last(split.spec, grad.ndim) for split, grad in zip(splits, grads, strict=True)]
     return on_blocks(partial(wire.scatter, dims=_dims(splits, grads)), specs)(grads)
 
@@ -221,20 +221,22 @@ def on_blocks(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _itself(
-    wire: Wire, splits: Splits, fulls: list[jax.Array], shards: list[jax.Array]
+    wire: ZeroMessages, splits: Splits, fulls: list[jax.Array], shards: list[jax.Array]
 ) -> list[jax.Array]:
     del wire, splits, shards
     return fulls
 
 
 def _itself_forward(
-    wire: Wire, splits: Splits, fulls: Any, shards: Params
+    wire: ZeroMessages, splits: Splits, fulls: Any, shards: Params
 ) -> tuple[list[jax.Array], None]:
     del wire, splits, shards
     return fulls, None
 
 
-def _itself_backward(wire: Wire, splits: Splits, _: None, cotangents: list[jax.Array]) -> PyTree:
+def _itself_backward(
+    wire: ZeroMessages, splits: Splits, _: None, cotangents: list[jax.Array]
+) -> PyTree:
     summed = _scattered(wire, splits, cotangents)
     zeros = [jnp.zeros_like(cotangent) for cotangent in cotangents]
     return zeros, [s.astype(c.dtype) for s, c in zip(summed, cotangents, strict=True)]

@@ -26,7 +26,7 @@ from jaxdist.types import PyTree
 
 
 @dataclass(frozen=True)
-class Wire:
+class ZeroMessages:
     """The messages of an exchange with ZeRO.
 
     Attributes:

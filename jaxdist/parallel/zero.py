@@ -73,7 +73,7 @@ class ZeroConfig(Config):
 
 
 @dataclass(frozen=True)
-class Zero:
+class ZeroSplit:
     """The splitting of each parameter's state.
 
     Attributes:
@@ -171,7 +171,7 @@ def plan_zero(
     *,
     parts: int | None = None,
     by_layer: bool = False,
-) -> Zero | None:
+) -> ZeroSplit | None:
     """Plan what the config's stage splits, and along which dims; None for stage 0.
 
     Args:
@@ -217,7 +217,7 @@ def plan_zero(
             else:
                 padded[name] = leaf.shape[dim], _filled(leaf.shape[dim], parts)
         chosen[name] = dim
-    return Zero(
+    return ZeroSplit(
         layout.mesh,
         config.stage,
         axes,

@@ -13,7 +13,7 @@ from jaxdist.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Traffic:
+class PushTraffic:
     """Bytes received for one push from every worker.
 
     Attributes:
@@ -38,13 +38,13 @@ class Direct(Config):
     def check(self, workers: int) -> None:
         """Accept any number of workers."""
 
-    def traffic(self, workers: int, size_bytes: int) -> Traffic:
+    def traffic(self, workers: int, size_bytes: int) -> PushTraffic:
         """Return the bytes received for one push from every worker.
 
         Args:
           size_bytes: size of one worker's push.
         """
-        return Traffic(workers * size_bytes, 0)
+        return PushTraffic(workers * size_bytes, 0)
 
 
 class Racks(Config):
@@ -84,14 +84,14 @@ class Racks(Config):
                 setting=("size",),
             )
 
-    def traffic(self, workers: int, size_bytes: int) -> Traffic:
+    def traffic(self, workers: int, size_bytes: int) -> PushTraffic:
         """Return the bytes received for one push from every worker.
 
         >>> Racks(size=4).traffic(8, size_bytes=100)
-        Traffic(root=200, aggregator=400)
+        PushTraffic(root=200, aggregator=400)
         """
         racks = -(-workers // self.size)
-        return Traffic(racks * size_bytes, min(workers, self.size) * size_bytes)
+        return PushTraffic(racks * size_bytes, min(workers, self.size) * size_bytes)
 
 
 AggregationConfig = Annotated[Direct | Racks, Field(discriminator="type")]

@@ -25,7 +25,7 @@ WHOLE_BELOW = 2048
 
 
 @dataclass(frozen=True)
-class Work:
+class LiveFactors:
     """Factors of memory that is live at once, besides state, gradients and kept activations.
 
     The head or a block counts, whichever takes more: they are computed at different times.
@@ -55,15 +55,15 @@ class Work:
     residuals_full: float = 0.0
 
 
-WORK: Mapping[str, Work] = {
-    "whole": Work(logits=2.05, ends=1.95, block=2.36),
-    "whole, tensor": Work(ends=1.69, sequences=11.04, gathered=0.74),
-    "scattered": Work(logits=5.31, ends=3.15),
-    "scattered, tensor": Work(logits=1.49, ends=4.08, sequences=7.46),
-    "shards": Work(logits=5.73, ends=0.28, block=1.42, layer=1.83),
-    "shards, tensor": Work(logits=2.37, block=0.83, layer=0.61, sequences=5.49),
-    "pipeline": Work(logits=4.76, block=2.61, summed=0.26, split=0.49),
-    "pipeline, halves": Work(summed=0.38, split=0.90, residuals=2.58, residuals_full=1.59),
+WORK: Mapping[str, LiveFactors] = {
+    "whole": LiveFactors(logits=2.05, ends=1.95, block=2.36),
+    "whole, tensor": LiveFactors(ends=1.69, sequences=11.04, gathered=0.74),
+    "scattered": LiveFactors(logits=5.31, ends=3.15),
+    "scattered, tensor": LiveFactors(logits=1.49, ends=4.08, sequences=7.46),
+    "shards": LiveFactors(logits=5.73, ends=0.28, block=1.42, layer=1.83),
+    "shards, tensor": LiveFactors(logits=2.37, block=0.83, layer=0.61, sequences=5.49),
+    "pipeline": LiveFactors(logits=4.76, block=2.61, summed=0.26, split=0.49),
+    "pipeline, halves": LiveFactors(summed=0.38, split=0.90, residuals=2.58, residuals_full=1.59),
 }
 """Factors by the placement of parameters and gradients: whole (ZeRO 0 and 1), gradients scattered
 (2), parameters in shards (3), alone and with axis tensor; in a pipeline, whose backward tasks are
@@ -71,7 +71,7 @@ whole or halves.
 """
 
 
-def work_of(plan: Plan) -> Work:
+def work_of(plan: Plan) -> LiveFactors:
     """Return the factors of a plan."""
     if plan.schedule is not None:
         return WORK["pipeline, halves" if plan.schedule == "zb_h1" else "pipeline"]
@@ -80,7 +80,7 @@ def work_of(plan: Plan) -> Work:
 
 
 @dataclass(frozen=True)
-class Memory:
+class PlanMemory:
     """The bytes on a device.
 
     Attributes:
@@ -203,7 +203,7 @@ def rows_of(model: Decoder, plan: Plan) -> int:
     return model.batch // (plan.replicas * plan.microbatches)
 
 
-def memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> Memory:
+def memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> PlanMemory:
     """Return the memory of a plan on each device.
 
     Args:
@@ -213,7 +213,7 @@ def memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> Memory:
     stored = mine.shard if plan.zero == 3 else mine.whole
     optimizer = mine.shard if plan.zero >= 1 else mine.whole
     kept = _kept(model, plan, work, ticks)
-    return Memory(
+    return PlanMemory(
         parameters=float(stored * model.param_bytes),
         optimizer=float(optimizer * model.state_bytes),
         gradients=_gradients(model, plan, mine, work),
@@ -222,7 +222,7 @@ def memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> Memory:
     )
 
 
-def _gradients(model: Decoder, plan: Plan, mine: Share, work: Work) -> float:
+def _gradients(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> float:
     """Return the bytes of a microbatch's gradients, and of the sum of several."""
     summed = mine.shard if plan.zero >= 2 else mine.whole
     if plan.schedule is not None:
@@ -237,7 +237,7 @@ def _gradients(model: Decoder, plan: Plan, mine: Share, work: Work) -> float:
     return alone + summed * model.param_bytes * (plan.microbatches > 1)
 
 
-def _kept(model: Decoder, plan: Plan, work: Work, ticks: Ticks | None) -> float:
+def _kept(model: Decoder, plan: Plan, work: LiveFactors, ticks: Ticks | None) -> float:
     """Return the bytes of activations for the backward pass; in a pipeline, of its buffers."""
     rows, layers = rows_of(model, plan), model.layers // (plan.stage * plan.chunks)
     kept = layers * kept_bytes(model, plan, rows)
@@ -254,7 +254,7 @@ def _kept(model: Decoder, plan: Plan, work: Work, ticks: Ticks | None) -> float:
     return buffers + stash + left * slots.kept * layers * block_bytes(model, plan, rows)
 
 
-def _working(model: Decoder, plan: Plan, mine: Share, work: Work) -> float:
+def _working(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> float:
     """Return further bytes of the head or a block, and of parameters cast for all blocks."""
     rows, width = rows_of(model, plan), model.width
     tokens = rows * model.window

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from jaxdist.errors import ConfigError
 from jaxdist.planner.confirm import Confirmed
-from jaxdist.planner.search import Found, Judged, Model, judged_of, no_plan
+from jaxdist.planner.search import Judged, Model, SearchResults, judged_of, no_plan
 from jaxdist.planner.target import Target
 
 
@@ -25,7 +25,7 @@ class Result:
 
     model: Model
     target: Target
-    found: Found
+    found: SearchResults
     top: tuple[Judged, ...]
     confirmed: tuple[Confirmed, ...] = field(default=())
     search_seconds: float = 0.0

@@ -15,7 +15,7 @@ from jaxdist.models.gpt import GptConfig
 from jaxdist.planner.formulas.contract import Formulas
 from jaxdist.planner.formulas.decoder import DecoderFormulas
 from jaxdist.planner.formulas.traced import Traced, TracedFormulas, traced_of
-from jaxdist.planner.memory import Memory
+from jaxdist.planner.memory import PlanMemory
 from jaxdist.planner.model import Decoder, check_plannable, decoder_of
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Places, Target, meshes
@@ -52,7 +52,7 @@ class Judged:
 
     plan: Plan
     places: Places
-    memory: Memory
+    memory: PlanMemory
     seconds: Seconds
     limit_bytes: int
 
@@ -68,7 +68,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResults:
     """The results of a search.
 
     Attributes:
@@ -87,7 +87,7 @@ class Found:
         return len(self.valid) + sum(self.refused.values())
 
 
-def search(model: Model, target: Target) -> Found:
+def search(model: Model, target: Target) -> SearchResults:
     """Judge every plan.
 
     A mesh, number of microbatches or schedule that does not divide the model counts as a refusal
@@ -111,7 +111,7 @@ def search(model: Model, target: Target) -> Found:
                 refused[MEMORY] += 1
     valid.sort(key=lambda one: (one.seconds.total, one.memory.total))
     too_large.sort(key=lambda one: one.memory.total)
-    return Found(tuple(valid), tuple(too_large), dict(refused.most_common()))
+    return SearchResults(tuple(valid), tuple(too_large), dict(refused.most_common()))
 
 
 def judge(model: Model, plan: Plan, places: Places, target: Target) -> Judged:
@@ -159,7 +159,7 @@ def _smallest(model: Model, places: Places, target: Target) -> bool:
     return judge(model, plan, places, target).fits
 
 
-def best(found: Found, top: int) -> tuple[Judged, ...]:
+def best(found: SearchResults, top: int) -> tuple[Judged, ...]:
     """Return the fastest plans, without those that a faster plan of their mesh dominates."""
     chosen: list[Judged] = []
     for one in found.valid:
@@ -174,7 +174,7 @@ def _beaten(one: Judged, by: Judged) -> bool:
     return one.places == by.places and one.memory.total >= by.memory.total
 
 
-def judged_of(found: Found, top: tuple[Judged, ...], number: int) -> Judged:
+def judged_of(found: SearchResults, top: tuple[Judged, ...], number: int) -> Judged:
     """Return the plan with a number, from 1: printed plans, other valid plans, plans too large.
 
     Raises:
@@ -192,7 +192,7 @@ def judged_of(found: Found, top: tuple[Judged, ...], number: int) -> Judged:
     return every[number - 1]
 
 
-def no_plan(model: Model, target: Target, found: Found) -> ConfigError:
+def no_plan(model: Model, target: Target, found: SearchResults) -> ConfigError:
     """Explain that no plan is left: the reasons with their counts, and what would help."""
     reasons = "; ".join(f"{count:,} x {why}" for why, count in found.refused.items())
     head = f"none of {found.count:,} plans of {model.parameters:,} parameters on {target.words}"

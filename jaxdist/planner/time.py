@@ -25,7 +25,7 @@ from jaxdist.sharding.collective_matmul import MOST_READ
 
 
 @dataclass(frozen=True)
-class Rates:
+class _Rates:
     """Fractions and counts in the formulas, read from compiled programs.
 
     Attributes:
@@ -45,7 +45,7 @@ class Rates:
     update: float = 8.0
 
 
-RATES = Rates()
+RATES = _Rates()
 HIDDEN_IN_TICKS = 1 / 8
 """The part of the products in a pipeline's ticks that hides a ring, from compiled steps of 70B."""
 
@@ -135,7 +135,7 @@ def seconds(
     places: Places,
     target: Target,
     ticks: Ticks | None = None,
-    rates: Rates = RATES,
+    rates: _Rates = RATES,
 ) -> Seconds:
     """Compute the time of a step.
 
@@ -193,7 +193,7 @@ def seconds(
     )
 
 
-def _update_bytes(model: Decoder, plan: Plan, rates: Rates) -> float:
+def _update_bytes(model: Decoder, plan: Plan, rates: _Rates) -> float:
     """Return the bytes read and written per step for the update and the sum of gradients."""
     count, mine = plan.microbatches, share(model, plan)
     found = (mine.shard if plan.zero else mine.whole) * (
@@ -209,7 +209,7 @@ def _update_bytes(model: Decoder, plan: Plan, rates: Rates) -> float:
 
 
 def _attention_passes(
-    model: Decoder, target: Target, rates: Rates, kernels: Sequence[str]
+    model: Decoder, target: Target, rates: _Rates, kernels: Sequence[str]
 ) -> float:
     """Return the seconds of some of attention's kernels, relative to its two forward products.
 

@@ -13,7 +13,7 @@ from jaxdist.checkpoint.snapshots import whole_steps
 from jaxdist.heartbeat.fence import RunFence
 from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.status import Publisher
-from jaxdist.metrics.account import Kind
+from jaxdist.metrics.account import Activity
 from jaxdist.run.hooks.loop import LoopHook
 from jaxdist.run.watch.told import Tell
 
@@ -30,7 +30,7 @@ class NoAgent:
 
     fence: RunFence | None = None
     memory: Path | None = None
-    phase: Callable[[Kind], None] | None = None
+    phase: Callable[[Activity], None] | None = None
     sees_failures = False
 
     def admit(self) -> None:
@@ -55,7 +55,7 @@ class NoAgent:
         """Report that the run has finished, so that it is not restarted."""
 
 
-class Agent(NoAgent):
+class AgentLink(NoAgent):
     """The link of a process to the agent that started it."""
 
     sees_failures = True
@@ -87,7 +87,7 @@ def watched(run_folder: RunFolder | None, run: Identity) -> Iterator[NoAgent]:
     if fence is not None and index == 0:
         fence.raise_()  # before anything of the run is read
     with Publisher(run_folder.status(index), index) as publisher:
-        yield Agent(run_folder, publisher, fence)
+        yield AgentLink(run_folder, publisher, fence)
 
 
 def leaving(run_folder: RunFolder | None) -> Callable[[str], None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxdist.checkpoint.snapshots import Snapshots
 from jaxdist.experiment import Experiment
-from jaxdist.metrics.account import Account, Kind
+from jaxdist.metrics.account import Account, Activity
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import Records
 from jaxdist.run.checkpoints import save
@@ -21,7 +21,7 @@ from jaxdist.run.hooks.loop import (
     LoopHook,
     Save,
     Snapshot,
-    Stop,
+    StopHook,
 )
 from jaxdist.run.replicas import CompareReplicas
 from jaxdist.run.termination import Termination
@@ -69,7 +69,7 @@ def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Eval
     restores = 0 if checked is None else min(checked.restores, 1)
     guard = Guard(program.metrics, tiers.store, program.optimizer.max_skipped, restores)
     log = Log(parts.every(config.train.log_every), guard, parts.progress, writer)
-    hooks: list[LoopHook] = [guard, log, Stop(parts.termination)]
+    hooks: list[LoopHook] = [guard, log, StopHook(parts.termination)]
     if program.outer is not None:
         hooks.append(Between(program.outer, program.between))
     if checked is not None:
@@ -80,7 +80,7 @@ def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Eval
     # After a failure that an agent sees, a run with snapshots in memory continues from them: the
     # disk is for the loss of the machine.
     seen = parts.files.agent.sees_failures and config.checkpoint.memory_every is None
-    cadence = _cadence(config.checkpoint.every, Kind.CHECKPOINT_BLOCKED, parts, seen=seen)
+    cadence = _cadence(config.checkpoint.every, Activity.CHECKPOINT_BLOCKED, parts, seen=seen)
     hooks.append(Save(cadence, _saving(parts), measured))
     hooks.extend(parts.files.agent.hooks())
     hooks.extend(_snapshot(parts, tier, measured) for tier in tiers.snapshots)
@@ -95,7 +95,7 @@ def _evaluate(parts: HookParts, best: float | None) -> Evaluate | None:
 
     def held_out(state: TrainState) -> dict[str, float]:
         with (
-            parts.account.within(Kind.EVALUATION),
+            parts.account.within(Activity.EVALUATION),
             heldout.evaluation_batches(config.batches) as batches,
         ):
             return evaluate(program, program.evaluated(state), state.buffers, batches)
@@ -107,7 +107,7 @@ def _saving(parts: HookParts) -> Callable[[TrainState, float | None, float | Non
     program, config = parts.experiment.program, parts.experiment.config.checkpoint
 
     def saved(state: TrainState, best: float | None, metric: float | None) -> None:
-        with parts.account.within(Kind.CHECKPOINT_BLOCKED):
+        with parts.account.within(Activity.CHECKPOINT_BLOCKED):
             given = {"metric": metric, "parts": config.parts}
             metadata = {"best": best, **parts.kept}
             save(parts.tiers.store, program, state, metadata=metadata, **given)
@@ -116,7 +116,7 @@ def _saving(parts: HookParts) -> Callable[[TrainState, float | None, float | Non
 
 
 def _snapshot(parts: HookParts, tier: Tier, measured: Evaluate | None) -> Snapshot:
-    cadence = _cadence(tier.every, Kind.SNAPSHOT, parts, seen=True)
+    cadence = _cadence(tier.every, Activity.SNAPSHOT, parts, seen=True)
     return Snapshot(cadence, _taking(parts, tier.snapshots, measured), lasts=tier.lasts)
 
 
@@ -125,13 +125,13 @@ def _taking(
 ) -> Callable[[TrainState], None]:
     def take(state: TrainState) -> None:
         best = None if measured is None else measured.best
-        with parts.account.within(Kind.SNAPSHOT):
+        with parts.account.within(Activity.SNAPSHOT):
             snapshots.take(int(state.step), state, {"best": best, **parts.kept})
 
     return take
 
 
-def _cadence(every: int | str, kind: Kind, parts: HookParts, *, seen: bool) -> Cadence:
+def _cadence(every: int | str, kind: Activity, parts: HookParts, *, seen: bool) -> Cadence:
     """Return a cadence of a fixed number of steps, or one that the run chooses.
 
     Args:
@@ -141,7 +141,7 @@ def _cadence(every: int | str, kind: Kind, parts: HookParts, *, seen: bool) -> C
         return parts.every(every)
     chooser = Chooser(
         kind,
-        "a snapshot" if kind is Kind.SNAPSHOT else "a checkpoint",
+        "a snapshot" if kind is Activity.SNAPSHOT else "a checkpoint",
         parts.account,
         parts.files.directory.path if seen else None,
         3600 * parts.files.config.checkpoint.mttf_hours,

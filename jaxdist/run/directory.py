@@ -90,7 +90,7 @@ class RunDirectory:
         return has_begun(self.path)
 
 
-class Taken(NamedTuple):
+class LockedDirectory(NamedTuple):
     """A run directory and the lock on it.
 
     Attributes:
@@ -110,7 +110,7 @@ def take(
     say: Callable[[str], None],
     exact: bool = False,
     run: Identity | None = None,
-) -> Taken:
+) -> LockedDirectory:
     """Take and lock the directory of a run.
 
     A new run takes the first free name of `base`, `base-2`, `base-3` ..., so that nothing is
@@ -152,7 +152,7 @@ def take(
             say(f"{error.who}: this run takes the next name")
             continue
         if not directory.occupied:
-            return Taken(replace(directory, identity=identity), lock, goes_on=resume)
+            return LockedDirectory(replace(directory, identity=identity), lock, goes_on=resume)
         lock.release()
     raise AssertionError("unreachable: the names do not end")
 
@@ -163,7 +163,7 @@ def identity_of(directory: RunDirectory) -> Identity:
     return replace(directory.identity, path=directory.path)
 
 
-def _take_this(path: Path, run: Identity | None, say: Callable[[str], None]) -> Taken:
+def _take_this(path: Path, run: Identity | None, say: Callable[[str], None]) -> LockedDirectory:
     """Take the directory of a resumed run, or of a run that ended before it wrote anything."""
     directory = RunDirectory(path)
     lock = RunLock(path, say=say)
@@ -177,7 +177,7 @@ def _take_this(path: Path, run: Identity | None, say: Callable[[str], None]) -> 
     except BaseException:
         lock.release()
         raise
-    return Taken(replace(directory, identity=found), lock, goes_on=True)
+    return LockedDirectory(replace(directory, identity=found), lock, goes_on=True)
 
 
 def find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None:

@@ -18,7 +18,7 @@ from jaxdist.errors import STOPPED, RunError
 from jaxdist.experiment import Experiment, ExperimentConfig, TrainStage, build
 from jaxdist.mesh import Device
 from jaxdist.metrics import goodput
-from jaxdist.metrics.account import Account, Kind
+from jaxdist.metrics.account import Account, Activity
 from jaxdist.metrics.energy.tally import Tally
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import Records, read_metrics
@@ -37,14 +37,14 @@ from jaxdist.run.report.goodput import print_goodput
 from jaxdist.run.termination import Termination
 from jaxdist.run.tiers import open_tiers
 from jaxdist.run.watch.profile import Profile, ProfiledSteps
-from jaxdist.run.watch.told import Goodput
+from jaxdist.run.watch.told import GoodputHook
 from jaxdist.train.rescale import KEY, extended
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.types import Json, JsonObject
 
 
 @dataclass
-class Life:
+class RunLife:
     """A run from its preparation until its files are closed.
 
     Attributes:
@@ -61,7 +61,7 @@ class Life:
     energy: Tally | str
     kept: JsonObject = field(default_factory=dict)
     heldout: Mapping[str, float] = field(default_factory=dict)
-    timed: Goodput | None = None
+    timed: GoodputHook | None = None
     seconds: float = 0.0
 
 
@@ -108,7 +108,7 @@ class RunJob:
     begun: int | None = None
     profiled: ProfiledSteps | None = None
     devices: Sequence[Device] | None = None
-    lives: list[Life] = field(default_factory=list)
+    lives: list[RunLife] = field(default_factory=list)
 
     @contextmanager
     def prepared(self, devices: Sequence[Device] | None = None) -> Iterator[Prepared]:
@@ -125,7 +125,7 @@ class RunJob:
         account = self._new_account(resume=resume)
         experiment = build(self.config, self.document, devices=devices)
         self._check(experiment, account)
-        life = Life(experiment, account, tally_of(experiment, self.document, account))
+        life = RunLife(experiment, account, tally_of(experiment, self.document, account))
         self.files.begin()
         describe(experiment, self.files.directory, life.energy, self.console)
         say = partial(self.console.print, soft_wrap=True)
@@ -158,8 +158,8 @@ class RunJob:
                 record=partial(writer.write, split="servers"),
                 account=account,
             )
-            account.switch(Kind.IDLE)
-            with account.within(Kind.CHECKPOINT_BLOCKED):
+            account.switch(Activity.IDLE)
+            with account.within(Activity.CHECKPOINT_BLOCKED):
                 tiers.store.wait()
             life.seconds = time.perf_counter() - begun
         life.heldout = measured.heldout if measured is not None else {}
@@ -200,7 +200,7 @@ class RunJob:
 
     def _check(self, experiment: Experiment, account: Account) -> None:
         """Make an error that would end the run later end it before its directory is begun."""
-        with account.within(Kind.COMPILE):
+        with account.within(Activity.COMPILE):
             check_step_fits(experiment.program)
         if self.resume or self.lives:
             return
@@ -211,7 +211,7 @@ class RunJob:
 
     def _rescale(
         self,
-        life: Life,
+        life: RunLife,
         start: int,
         metadata: Mapping[str, Json],
         devices: Sequence[Device] | None,
@@ -252,12 +252,12 @@ class RunJob:
             or self.config.checkpoint.local is not None
         )
         begun = None if self.lives else self.begun
-        kind = Kind.RECOVERY if restores else Kind.START
+        kind = Activity.RECOVERY if restores else Activity.START
         return Account(kind, begun=begun, tell=agent.phase)
 
     def _watching(
-        self, life: Life, parts: HookParts, start: int, stack: ExitStack, resume: bool
-    ) -> Iterator[Goodput | Profile]:
+        self, life: RunLife, parts: HookParts, start: int, stack: ExitStack, resume: bool
+    ) -> Iterator[GoodputHook | Profile]:
         """Yield the hook that records the use of time, and the hook that traces steps."""
         if jax.process_index() == 0:
             yield self._timed(life, parts, start, stack, resume=resume)
@@ -270,14 +270,14 @@ class RunJob:
             yield profile
 
     def _timed(
-        self, life: Life, parts: HookParts, start: int, stack: ExitStack, *, resume: bool
-    ) -> Goodput:
+        self, life: RunLife, parts: HookParts, start: int, stack: ExitStack, *, resume: bool
+    ) -> GoodputHook:
         """Record the use of time and energy from now on until the files are closed."""
         cadence = parts.every(self.config.train.log_every)
         records = read_metrics(self.files.directory.path) if resume else ()
         tally = life.energy if isinstance(life.energy, Tally) else None
         given = cadence, life.account, goodput.next_life(records), parts.writer, start
-        life.timed = timed = Goodput(*given, tally)
+        life.timed = timed = GoodputHook(*given, tally)
         timed.write()
 
         def last() -> None:
@@ -288,7 +288,7 @@ class RunJob:
         return timed
 
 
-def _enter(life: Life, progress: Progress, stage: TrainStage) -> None:
+def _enter(life: RunLife, progress: Progress, stage: TrainStage) -> None:
     """Count by the batch size of the stage that begins."""
     progress.units_per_step = stage.batch_size * life.experiment.units_per_example
     if isinstance(life.energy, Tally):

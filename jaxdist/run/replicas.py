@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxdist.checkpoint.agree import any_process, gather_json
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.metrics.account import Account, Kind
+from jaxdist.metrics.account import Account, Activity
 from jaxdist.metrics.writer import REPLICAS, Records
-from jaxdist.parallel.digest import Difference, Replicas
+from jaxdist.parallel.digest import ReplicaDifference, Replicas
 from jaxdist.run.hooks.loop import Cadence, LoopHook, Moment
 from jaxdist.run.suspect import SuspectStateError
 from jaxdist.train.replicas import ReplicaCheckConfig
@@ -39,13 +39,13 @@ class CompareReplicas(LoopHook):
     account: Account = field(default_factory=Account)
 
     def __post_init__(self) -> None:
-        self._digests = self.account.first(Kind.COMPILE, self.replicas.digests)
+        self._digests = self.account.first(Activity.COMPILE, self.replicas.digests)
 
     def due(self, step: int) -> bool:
         return self.cadence.due(step)
 
     def at(self, moment: Moment) -> None:
-        with self.account.within(Kind.REPLICA_CHECK):
+        with self.account.within(Activity.REPLICA_CHECK):
             digests = np.asarray(self._digests(moment.state))
             found = self.replicas.differences(digests)
             # All processes must end here, even if only the exchange of digests failed on one of
@@ -54,7 +54,7 @@ class CompareReplicas(LoopHook):
         if differ:
             self._end(moment.step, found)
 
-    def _end(self, step: int, found: Sequence[Difference]) -> None:
+    def _end(self, step: int, found: Sequence[ReplicaDifference]) -> None:
         """Record the differences, and leave the loop."""
         hosts = dict(enumerate(gather_json(socket.gethostname())))
         what = told(found, hosts)
@@ -71,7 +71,7 @@ class CompareReplicas(LoopHook):
         )
 
 
-def told(found: Sequence[Difference], hosts: Mapping[int, str]) -> str:
+def told(found: Sequence[ReplicaDifference], hosts: Mapping[int, str]) -> str:
     """Describe the differences in a line.
 
     >>> told([], {})
@@ -85,7 +85,7 @@ def told(found: Sequence[Difference], hosts: Mapping[int, str]) -> str:
     return "; ".join([*(one.told(hosts) for one in found[:_LISTED]), *more])
 
 
-def numbers(found: Sequence[Difference]) -> dict[str, float]:
+def numbers(found: Sequence[ReplicaDifference]) -> dict[str, float]:
     """Return the differences as a record of metrics, with the device if only one is to blame."""
     odd = {device for one in found for device in one.odd}
     undecided = sum(not one.odd for one in found)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxdist.errors import ConfigError, RunError, blamed
-from jaxdist.metrics.account import Kind
+from jaxdist.metrics.account import Activity
 from jaxdist.param_server import processes
 from jaxdist.param_server.wire.ports import check_ports
 from jaxdist.run.directory import RunDirectory
@@ -71,13 +71,13 @@ def through_stages(prepared: Prepared) -> TrainState:
         prepared.enter(stage)
         # The account must not count the wait for processes that compile longer as a step.
         wait = jax.block_until_ready if jax.process_count() > 1 else None
-        train = account.first(Kind.COMPILE, stage.program.train, wait)
+        train = account.first(Activity.COMPILE, stage.program.train, wait)
         with (
             told_if_too_large(f"a step of {stage.batch_size} examples"),
             stage.loader.batches(start - stage.first_step) as batches,
-            account.within(Kind.STEP),
+            account.within(Activity.STEP),
         ):
-            waited = account.each(Kind.INPUT_WAIT, batches)
+            waited = account.each(Activity.INPUT_WAIT, batches)
             state = run_loop(train, state, waited, hooks, start=start, stop=stage.last_step)
     return state
 

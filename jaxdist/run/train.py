@@ -24,7 +24,7 @@ from jaxdist.metrics.goodput import joined
 from jaxdist.metrics.report import plain, write_json
 from jaxdist.metrics.writer import read_metrics
 from jaxdist.run.agent_link import leaving, watched
-from jaxdist.run.directory import RunDirectory, Taken, identity_of, take
+from jaxdist.run.directory import LockedDirectory, RunDirectory, identity_of, take
 from jaxdist.run.files import RunFiles
 from jaxdist.run.hooks.calls import HookCalls, check_hooks, last_of
 from jaxdist.run.hooks.contract import Hook, Outcome
@@ -151,7 +151,7 @@ def train(
 
 
 @contextmanager
-def _taken(taking: Callable[[], Taken]) -> Iterator[tuple[RunDirectory, bool]]:
+def _taken(taking: Callable[[], LockedDirectory]) -> Iterator[tuple[RunDirectory, bool]]:
     """Hold the run's directory in process 0, for all processes; an error is raised in all of them.
 
     Yields the directory, and whether the run continues from its saved state.

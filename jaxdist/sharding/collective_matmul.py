@@ -41,7 +41,7 @@ def distances(count: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Ring:
+class AxisRing:
     """The devices of a mesh axis, in order; the axis is manual where the methods are called."""
 
     axis: str

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 from jaxdist.config.schema import Config
 from jaxdist.errors import ShardingError, did_you_mean
 from jaxdist.mesh import AXES, axis_names, axis_size
-from jaxdist.sharding.collective_matmul import Ring
+from jaxdist.sharding.collective_matmul import AxisRing
 from jaxdist.trees import flatten_with_names, pattern_of
 from jaxdist.types import Dims, Params, PyTree
 
@@ -132,10 +132,10 @@ class Layout:
         return axis_size(self.mesh, axis) if axis else 1
 
     @property
-    def ring(self) -> Ring | None:
+    def ring(self) -> AxisRing | None:
         """The ring of collective matmuls; None without them."""
         axis = self.axis_of("residual_seq") if self.collective_matmul else None
-        return Ring(axis) if axis and axis_size(self.mesh, axis) > 1 else None
+        return AxisRing(axis) if axis and axis_size(self.mesh, axis) > 1 else None
 
     def __call__(self, x: jax.Array, *dims: str | None, was: Dims | None = None) -> jax.Array:
         """Constrain an activation's layout; for use under jit.

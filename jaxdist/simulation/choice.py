@@ -19,7 +19,7 @@ from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.build import ConsistencyConfig
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.scenario import Link, SimulationConfig
+from jaxdist.param_server.scenario import LinkConfig, SimulationConfig
 from jaxdist.runtime import hardware
 from jaxdist.simulation.engine.pace import step_seconds
 from jaxdist.study.files import check_writable, read_settings, write_json
@@ -161,7 +161,7 @@ def server_seconds(
     size = touched * config.parameter_bytes
     scale = min(1.0, PLAYED_BYTES / size)
     rate = gbits * 1e9 / 8
-    card = Link(
+    card = LinkConfig(
         bytes_per_second=scale * rate,
         server_bytes_per_second=scale * rate,
         latency_seconds=config.latency_seconds,

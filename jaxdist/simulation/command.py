@@ -15,7 +15,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.experiment.config import at_setting
 from jaxdist.runtime import compilation_cache
-from jaxdist.simulation.compared import Simulated, Targets, default_targets, table
+from jaxdist.simulation.compared import SimulatedVariant, Targets, default_targets, table
 from jaxdist.simulation.engine.report import Report
 from jaxdist.simulation.engine.table import table as report_table
 from jaxdist.simulation.plot import plot_simulation
@@ -26,7 +26,7 @@ from jaxdist.types import JsonObject
 
 
 @dataclass(frozen=True)
-class Simulation:
+class SimulationResult:
     """The result of a command.
 
     Attributes:
@@ -37,7 +37,7 @@ class Simulation:
 
     caption: str
     targets: Targets
-    rows: tuple[Simulated, ...]
+    rows: tuple[SimulatedVariant, ...]
 
     def text(self) -> str:
         """Return the table of variants, or the report of a single run."""
@@ -70,7 +70,7 @@ def run(
     json_file: Path | None,
     plot: Path | None,
     console: Console,
-) -> Simulation:
+) -> SimulationResult:
     """Train in virtual time; print and write the results.
 
     The same command gives the same bits.
@@ -96,7 +96,7 @@ def run(
         console.print(f"[bold yellow]warning:[/] {notice}", soft_wrap=True)
     rows = _rows(path, overrides, found, seeds, console)
     targets = default_targets(rows[0]) if target is None else (target,) * seeds
-    done = Simulation(caption_of(first), targets, rows)
+    done = SimulationResult(caption_of(first), targets, rows)
     console.print(f"\n{done.text()}", soft_wrap=True, markup=False)
     if json_file is not None:
         write_json(json_file, done.as_json())
@@ -112,7 +112,7 @@ def _rows(
     variants: Sequence[Variant],
     seeds: int,
     console: Console,
-) -> tuple[Simulated, ...]:
+) -> tuple[SimulatedVariant, ...]:
     """Yield a row for each variant; seed by seed, so that variants share what a seed needs."""
     simulator = Simulator()
     reports: dict[Variant, list[Report]] = {variant: [] for variant in variants}
@@ -126,7 +126,9 @@ def _rows(
                 f"{variant.name}, seed {numbers[seed]}: loss {report.loss:.4f} after "
                 f"{report.seconds:.4g} virtual seconds"
             )
-    return tuple(Simulated(variant, numbers, tuple(reports[variant])) for variant in variants)
+    return tuple(
+        SimulatedVariant(variant, numbers, tuple(reports[variant])) for variant in variants
+    )
 
 
 def _experiment(path: Path, overrides: Sequence[str], variant: Variant, seed: int) -> Experiment:

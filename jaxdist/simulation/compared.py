@@ -20,7 +20,7 @@ Targets = tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulatedVariant:
     """The runs of a variant.
 
     Attributes:
@@ -57,17 +57,17 @@ class Simulated:
         }
 
 
-def default_targets(first: Simulated) -> Targets:
+def default_targets(first: SimulatedVariant) -> Targets:
     """Return for each seed a loss 1% above the first variant's last loss."""
     return tuple(loss * (1 + TOLERANCE) for loss in first.losses)
 
 
-def table(rows: Sequence[Simulated], targets: Targets) -> str:
+def table(rows: Sequence[SimulatedVariant], targets: Targets) -> str:
     """Format the variants as lines of at most 80 columns."""
     return "\n".join(_lines(rows, targets))
 
 
-def _lines(rows: Sequence[Simulated], targets: Targets) -> Iterator[str]:
+def _lines(rows: Sequence[SimulatedVariant], targets: Targets) -> Iterator[str]:
     first = rows[0]
     base, base_loss = first.seconds_to(targets), statistics.fmean(first.losses)
     yield (
@@ -91,7 +91,7 @@ def _lines(rows: Sequence[Simulated], targets: Targets) -> Iterator[str]:
     yield from _traffic(rows)
 
 
-def _traffic(rows: Sequence[Simulated]) -> Iterator[str]:
+def _traffic(rows: Sequence[SimulatedVariant]) -> Iterator[str]:
     """Yield the lines about traffic; bytes are the same for all seeds, except for lost messages."""
     yield f"{'':<20} {'virtual s':>9} {'MB into the fullest server':>27} {'MB out':>9}"
     for row in rows:

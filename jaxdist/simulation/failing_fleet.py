@@ -20,7 +20,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.heartbeat import intervals
-from jaxdist.metrics.account import Kind
+from jaxdist.metrics.account import Activity
 
 Chance = Annotated[float, Field(ge=0, le=1)]
 
@@ -111,16 +111,16 @@ class Simulated:
     """
 
     saves: Saves
-    seconds: Mapping[Kind, np.ndarray]
+    seconds: Mapping[Activity, np.ndarray]
     failures: np.ndarray
 
     @property
     def goodput(self) -> np.ndarray:
         """The share of each run that is work which was kept, float64 [runs]."""
-        return self.seconds[Kind.STEP] / sum(self.seconds.values())
+        return self.seconds[Activity.STEP] / sum(self.seconds.values())
 
     @property
-    def shares(self) -> dict[Kind, float]:
+    def shares(self) -> dict[Activity, float]:
         """The share of each kind of time, over all runs."""
         whole = sum(float(spent.sum()) for spent in self.seconds.values())
         return {kind: float(spent.sum()) / whole for kind, spent in self.seconds.items()}
@@ -180,8 +180,8 @@ class _State:
         self.seconds = {
             kind: np.zeros(shape)
             for kind in (
-                *(Kind.STEP, Kind.CHECKPOINT_BLOCKED, Kind.SNAPSHOT),
-                *(Kind.RECOVERY, Kind.LOST_WORK, Kind.IDLE),
+                *(Activity.STEP, Activity.CHECKPOINT_BLOCKED, Activity.SNAPSHOT),
+                *(Activity.RECOVERY, Activity.LOST_WORK, Activity.IDLE),
             )
         }
         self.saved = np.zeros(shape, np.int64)
@@ -205,10 +205,10 @@ class _State:
         saved, undone, kept = self._work(gap - detected - restored)
         disk = dies & (both | (self.disk == 1))
         lost = np.where(dies, undone, 0.0) + np.where(disk, saved * self.every, 0.0)
-        self.seconds[Kind.IDLE] += detected
-        self.seconds[Kind.RECOVERY] += restored
-        self.seconds[Kind.LOST_WORK] += lost
-        self.seconds[Kind.STEP] += kept + undone - lost
+        self.seconds[Activity.IDLE] += detected
+        self.seconds[Activity.RECOVERY] += restored
+        self.seconds[Activity.LOST_WORK] += lost
+        self.seconds[Activity.STEP] += kept + undone - lost
         self.saved = np.where(disk, 0, saved)
         # A load from disk that a failure interrupted starts again.
         self.from_disk = disk | (self.from_disk & ~recovered)
@@ -231,8 +231,8 @@ class _State:
         kept = (cycles * disk + saved - self.saved) * every
         stood = cycles * fleet.checkpoint_seconds
         stood += np.where(saved == disk - 1, left - undone, 0.0)
-        self.seconds[Kind.CHECKPOINT_BLOCKED] += stood
-        self.seconds[Kind.SNAPSHOT] += np.maximum(up - kept - undone - stood, 0.0)
+        self.seconds[Activity.CHECKPOINT_BLOCKED] += stood
+        self.seconds[Activity.SNAPSHOT] += np.maximum(up - kept - undone - stood, 0.0)
         return saved, undone, kept
 
     def _fall(self, dies: np.ndarray) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxdist.heartbeat import intervals
-from jaxdist.metrics.account import Kind
+from jaxdist.metrics.account import Activity
 from jaxdist.simulation.failing_fleet import (
     FleetConfig,
     Saves,
@@ -29,7 +29,7 @@ _BESTS = {"Young": intervals.young, "Daly": intervals.daly}
 
 
 @dataclass(frozen=True)
-class Tier:
+class SaveTier:
     """A way to save at every interval.
 
     Attributes:
@@ -47,7 +47,7 @@ class Tier:
     @property
     def means(self) -> list[float]:
         """The goodput of each row, over all runs."""
-        return [row.shares[Kind.STEP] for row in self.rows]
+        return [row.shares[Activity.STEP] for row in self.rows]
 
     @property
     def best(self) -> Simulated:
@@ -65,14 +65,14 @@ class Fleet:
     """
 
     config: FleetConfig
-    tiers: tuple[Tier, Tier]
+    tiers: tuple[SaveTier, SaveTier]
 
     @property
     def every(self) -> list[float]:
         """The seconds of work between two saves, by row."""
         return [row.saves.every for row in self.tiers[0].rows]
 
-    def marks(self, tier: Tier) -> dict[str, float]:
+    def marks(self, tier: SaveTier) -> dict[str, float]:
         """Return the best intervals of closed forms in seconds, by name; empty for free saves."""
         found = _BESTS if tier.cost else {}
         return {name: best(tier.cost, self.config.mttf) for name, best in found.items()}
@@ -96,7 +96,7 @@ class Fleet:
             lines.append(f"{every:>7,.0f} s  {cells}".rstrip())
         return lines
 
-    def _said(self, tier: Tier, at: int) -> str:
+    def _said(self, tier: SaveTier, at: int) -> str:
         names = [name for name, best in self.marks(tier).items() if best == self.every[at]]
         best = ["best"] if tier.rows[at] is tier.best else []
         return ", ".join([*best, *names])
@@ -105,7 +105,7 @@ class Fleet:
         lines = ["where the time goes, at the best interval of each:"]
         for kind in self.tiers[0].best.seconds:
             shares = [tier.best.shares[kind] for tier in self.tiers]
-            name = "detection" if kind is Kind.IDLE else kind.replace("_", " ")
+            name = "detection" if kind is Activity.IDLE else kind.replace("_", " ")
             lines.append(f"  {name:<20} {shares[0]:>8.1%} {shares[1]:>27.1%}")
         return lines
 
@@ -135,7 +135,7 @@ def _row(row: Simulated, formula: float) -> JsonObject:
     return {
         "every_seconds": row.saves.every,
         "saves_per_checkpoint": row.saves.disk,
-        "goodput": row.shares[Kind.STEP],
+        "goodput": row.shares[Activity.STEP],
         "goodput_5": low,
         "goodput_95": high,
         "formula": formula,
@@ -202,7 +202,9 @@ def sweep(config: FleetConfig) -> Fleet:
     return Fleet(
         config,
         (
-            Tier("checkpoints alone", costs[0], tuple(found[: len(every)]), tuple(exact)),
-            Tier("with snapshots in memory", costs[1], tuple(found[len(every) :]), tuple(rough)),
+            SaveTier("checkpoints alone", costs[0], tuple(found[: len(every)]), tuple(exact)),
+            SaveTier(
+                "with snapshots in memory", costs[1], tuple(found[len(every) :]), tuple(rough)
+            ),
         ),
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxdist.metrics.figure import new_figure, save
-from jaxdist.simulation.compared import Simulated
+from jaxdist.simulation.compared import SimulatedVariant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,11 @@ _SIZE_INCHES = (13.0, 4.6)
 
 
 def plot_simulation(
-    rows: Sequence[Simulated], directory: str | os.PathLike[str], *, title: str, target: float
+    rows: Sequence[SimulatedVariant],
+    directory: str | os.PathLike[str],
+    *,
+    title: str,
+    target: float,
 ) -> list[Path]:
     """Draw the variants' runs, as `jaxdist.metrics.figure.save` writes it.
 
@@ -35,7 +39,7 @@ def plot_simulation(
     return save(figure, directory, NAME, what="the simulation")
 
 
-def simulation_figure(rows: Sequence[Simulated], *, title: str, target: float) -> Figure:
+def simulation_figure(rows: Sequence[SimulatedVariant], *, title: str, target: float) -> Figure:
     """The figure that `plot_simulation` writes, for a notebook or another format."""
     import matplotlib as mpl
 
@@ -68,7 +72,7 @@ def simulation_figure(rows: Sequence[Simulated], *, title: str, target: float) -
     return figure
 
 
-def _draw_staleness(axes: Axes, row: Simulated, colour: np.ndarray) -> None:
+def _draw_staleness(axes: Axes, row: SimulatedVariant, colour: np.ndarray) -> None:
     """Draw a cumulative histogram, so that those of many variants can be distinguished."""
     counts = sum((report.staleness for report in row.reports), Counter[int]())
     ages = np.arange(max(counts, default=0) + 1)

@@ -18,7 +18,7 @@ from jaxdist.param_server.contract import Arrays
 from jaxdist.simulation.engine.problem import Computed
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
-from jaxdist.train.step import Found, Program
+from jaxdist.train.step import Program, StepGradients
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Params
 
@@ -82,7 +82,7 @@ class ModelProblem:
         draw = np.int32(step * len(self._shares) + worker)
         state = replace(self._begun, step=draw, params=self._tree(params))
         size, pieces = self._shares[worker], self._microbatches[worker]
-        found: Found = self._of_size(size, pieces)(state, batch)
+        found: StepGradients = self._of_size(size, pieces)(state, batch)
         grads, weight = jax.device_get((found.grads, found.sums["loss"].weight))
         return Computed(_by_name(grads), float(weight))
 

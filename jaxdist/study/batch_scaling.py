@@ -25,7 +25,7 @@ from jaxdist.study.plot import plot_batch_scaling
 from jaxdist.study.runs import publish, runs_of, trained_on
 from jaxdist.study.table import markdown, metric_of, shown, verdict
 from jaxdist.study.trainer import Trainer
-from jaxdist.study.trial import Journal, Trial, TrialOutcome
+from jaxdist.study.trial import OutcomeJournal, Trial, TrialOutcome
 from jaxdist.types import JsonObject
 
 _FIXED = ("optim", "train.batch_size", "train.steps")
@@ -111,7 +111,7 @@ def batch_scaling(
         tune=study.tune,
     )
     check_writable(plot, json_file)
-    journal = Journal(journal_path(path, "batch-scaling", json_file, plot), Trial)
+    journal = OutcomeJournal(journal_path(path, "batch-scaling", json_file, plot), Trial)
     order, cells = [size for size in plan.steps for _ in plan.optimizers], []
     with runs_of(trainer, journal, order, console) as runs:
         for found in run_plan(plan, runs):

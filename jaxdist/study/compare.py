@@ -17,7 +17,7 @@ from jaxdist.study.definition import VariantsStudy
 from jaxdist.study.files import check_writable, journal_path
 from jaxdist.study.runs import publish, runs_of, trained_on
 from jaxdist.study.trainer import ConfigTrainer, check_comparable
-from jaxdist.study.trial import Journal, VariantTrial
+from jaxdist.study.trial import OutcomeJournal, VariantTrial
 from jaxdist.study.variants import AS_GIVEN, Variant, named, overrides_of, parse_variants
 from jaxdist.types import JsonObject
 
@@ -91,7 +91,7 @@ def compare(
     experiments, refused = trainer.check(optional=taken[1:])
     check_writable(plot, json_file)
     name = study.of or "variants"
-    journal = Journal(journal_path(path, name, json_file, plot), VariantTrial)
+    journal = OutcomeJournal(journal_path(path, name, json_file, plot), VariantTrial)
     for line in refused:
         console.print(line, soft_wrap=True, markup=False)
     rows = _run(trainer, experiments, journal, console)
@@ -211,7 +211,7 @@ def _check_alike(name: str, experiment: Experiment, first: Experiment) -> None:
 def _run(
     trainer: VariantTrainer,
     experiments: Mapping[str, Experiment],
-    journal: Journal[VariantTrial],
+    journal: OutcomeJournal[VariantTrial],
     console: Console,
 ) -> tuple[Compared, ...]:
     rows: list[Compared] = []

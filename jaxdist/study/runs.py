@@ -14,7 +14,7 @@ from jaxdist.experiment import Experiment
 from jaxdist.runtime import compilation_cache
 from jaxdist.study.files import write_json
 from jaxdist.study.trainer import ConfigTrainer
-from jaxdist.study.trial import Journal, TrialOutcome, TrialT
+from jaxdist.study.trial import OutcomeJournal, TrialOutcome, TrialT
 from jaxdist.study.watch import Watch
 from jaxdist.types import JsonObject
 
@@ -29,7 +29,7 @@ class Runs(Generic[TrialT]):
     """
 
     def __init__(
-        self, trainer: ConfigTrainer[TrialT], journal: Journal[TrialT], watch: Watch
+        self, trainer: ConfigTrainer[TrialT], journal: OutcomeJournal[TrialT], watch: Watch
     ) -> None:
         self._trainer, self._journal, self.watch = trainer, journal, watch
         self._found: dict[str, TrialOutcome[TrialT]] = {}
@@ -56,7 +56,7 @@ class Runs(Generic[TrialT]):
 @contextmanager
 def runs_of(
     trainer: ConfigTrainer[TrialT],
-    journal: Journal[TrialT],
+    journal: OutcomeJournal[TrialT],
     sizes: Iterable[int],
     console: Console,
 ) -> Iterator[Runs[TrialT]]:

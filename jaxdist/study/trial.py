@@ -97,7 +97,7 @@ def identity(settings: Mapping[str, Json]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class Journal(Generic[TrialT]):
+class OutcomeJournal(Generic[TrialT]):
     """Outcomes by key, one JSON line each, so that an interrupted study can continue.
 
     Each line is flushed, so that a killed study loses at most its current run.

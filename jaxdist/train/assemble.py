@@ -12,7 +12,7 @@ from jaxdist.optim.build import Optimizer
 from jaxdist.parallel.compiler import Options
 from jaxdist.parallel.compute import whole_or_accumulated
 from jaxdist.parallel.contract import Exchange
-from jaxdist.parallel.exchange.xla import Xla
+from jaxdist.parallel.exchange.xla import XlaExchange
 from jaxdist.parallel.objective import Objective, may_weigh_nothing
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline
 from jaxdist.sharding import Dims, Layout, param_shardings
@@ -54,7 +54,9 @@ def assemble(
       ShardingError: a parameter does not divide over the mesh.
     """
     if exchange is None:
-        exchange = Xla(param_shardings(layout, model.params, dims), None, frozen=model.frozen)
+        exchange = XlaExchange(
+            param_shardings(layout, model.params, dims), None, frozen=model.frozen
+        )
     objective, optimizer = Objective(model, loss), optimizer.placed(exchange.placements.shares)
     if may_weigh_nothing(objective, batch) if skips_empty is None else skips_empty:
         optimizer = optimizer.skipping_empty()

@@ -19,7 +19,7 @@ import optax
 from jaxdist.models.functional import Functional
 from jaxdist.optim.owners import Owner, of_params, owners
 from jaxdist.parallel.pipeline.model.stack import StageStack
-from jaxdist.parallel.zero import Zero
+from jaxdist.parallel.zero import ZeroSplit
 from jaxdist.train.state import TrainState
 from jaxdist.types import Grads, Leaf, Params, PyTree
 
@@ -61,7 +61,7 @@ class FilledShards:
     tensor's shape.
     """
 
-    zero: Zero
+    zero: ZeroSplit
     in_steps: bool = field(default=False, init=False)
     in_files: bool = field(default=True, init=False)
 
@@ -102,7 +102,9 @@ class StageOrder:
         return leaf if place is None else jnp.moveaxis(move(jnp.moveaxis(leaf, place, 0)), 0, place)
 
 
-def views_of(model: Functional, zero: Zero | None, stack: StageStack | None) -> tuple[View, ...]:
+def views_of(
+    model: Functional, zero: ZeroSplit | None, stack: StageStack | None
+) -> tuple[View, ...]:
     """Return the views of a plan, in the order in which a state is stored.
 
     Args:

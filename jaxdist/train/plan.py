@@ -79,7 +79,7 @@ class TrainConfig(Config):
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainPlan:
     """The stages of a run, at least one, each with a single batch size.
 
     Attributes:
@@ -121,7 +121,7 @@ def needs_examples(train: TrainConfig, optim: OptimizerConfig) -> bool:
     return train.epochs is not None or (scaled is not None and scaled.warmup_epochs is not None)
 
 
-def plan_stages(train: TrainConfig, examples: int | None, sizes: Sizes = ()) -> Plan:
+def plan_stages(train: TrainConfig, examples: int | None, sizes: Sizes = ()) -> TrainPlan:
     """Plan the stages of a run.
 
     Args:
@@ -135,19 +135,19 @@ def plan_stages(train: TrainConfig, examples: int | None, sizes: Sizes = ()) -> 
     """
     if train.phases is not None:
         plan = _plan_phases(train, train.phases, examples)
-        return Plan(plan.stages, Rate(plan.schedule, plan.explained))
+        return TrainPlan(plan.stages, Rate(plan.schedule, plan.explained))
     if train.batch_ramp is not None:
-        return Plan(_plan_ramp(train, train.batch_ramp, examples))
+        return TrainPlan(_plan_ramp(train, train.batch_ramp, examples))
     steps = train.steps
     if steps is None:
         assert train.epochs is not None
         assert examples is not None, "epochs need the size of the data"
         steps = max(1, nearest(train.epochs * examples / train.full_batch_size))
     if not sizes and train.rescaled_from is None:
-        return Plan((BatchPhase(0, steps, train.batch_size),))
+        return TrainPlan((BatchPhase(0, steps, train.batch_size),))
     sizes = sizes or ((0, train.batch_size),)
     stage = last_stage(sizes, steps * train.full_batch_size)
-    return Plan((stage,), sizes=sizes, full_steps=steps)
+    return TrainPlan((stage,), sizes=sizes, full_steps=steps)
 
 
 def _plan_phases(
@@ -176,7 +176,7 @@ def _plan_ramp(
 
 
 def plan_learning_rate(
-    train: TrainConfig, optim: OptimizerConfig, plan: Plan, examples: int | None
+    train: TrainConfig, optim: OptimizerConfig, plan: TrainPlan, examples: int | None
 ) -> Rate:
     """Derive the learning rate of a run in these stages.
 
@@ -218,14 +218,16 @@ def plan_learning_rate(
     return rescaled(rate, scaled, train.full_batch_size, plan.sizes)
 
 
-def explain(plan: Plan, rate: Rate) -> tuple[str, ...]:
+def explain(plan: TrainPlan, rate: Rate) -> tuple[str, ...]:
     """Explain each derived value in a line; nothing if a run follows its config directly."""
     if len(plan.stages) == 1 or plan.rate is not None:
         return rate.explained
     return (*(stage.description for stage in plan.stages), *rate.explained)
 
 
-def check_stages(train: TrainConfig, plan: Plan, layout: Layout, shards: int | None = None) -> None:
+def check_stages(
+    train: TrainConfig, plan: TrainPlan, layout: Layout, shards: int | None = None
+) -> None:
     """Check that the batch of each stage divides as train.batch_size does.
 
     Raises:

@@ -36,7 +36,7 @@ STEP_METRICS = ("grad_norm", "learning_rate")
 SKIP_METRICS = ("skipped_steps", "skipped_in_a_row")
 
 
-class Found(NamedTuple):
+class StepGradients(NamedTuple):
     """The result of `Program.gradients` and argument of `Program.update`.
 
     Attributes:
@@ -147,15 +147,15 @@ class Program:
 
         return jax.jit(init, out_shardings=self._stored_shardings)()
 
-    def _gradients(self, stored: TrainState, state: TrainState, batch: Batch) -> Found:
+    def _gradients(self, stored: TrainState, state: TrainState, batch: Batch) -> StepGradients:
         """Compute gradients from a state in its stored form and in that of steps."""
         key = jax.random.fold_in(self._keys()[1], state.step)
         scale = scale_for(state.params, state.loss_scale)
         held = Held(state.params, stored.params, state.buffers, scale)
         found, exchange = self.exchange.gradients(self.compute, held, batch, key, state.exchange)
-        return Found(*found, exchange)
+        return StepGradients(*found, exchange)
 
-    def _update(self, state: TrainState, found: Found) -> tuple[TrainState, jax.Array]:
+    def _update(self, state: TrainState, found: StepGradients) -> tuple[TrainState, jax.Array]:
         """Update a state in the form that steps compute with."""
         # Each device updates its share; the new parameters are then sent to where they are stored.
         trained, frozen = self.model.divided(state.params)
@@ -264,12 +264,12 @@ class Program:
 
     @cached_property
     def gradients(self) -> Compiled:
-        """Compile (state, batch) to `Found`, for a loop that uses the gradients itself.
+        """Compile (state, batch) to `StepGradients`, for a loop that uses the gradients itself.
 
         Gradients of the mean loss have the form of the optimizer: with ZeRO, shards.
         """
 
-        def gradients(stored: TrainState, batch: Batch) -> Found:
+        def gradients(stored: TrainState, batch: Batch) -> StepGradients:
             found = self._gradients(stored, self.home.to_step(stored), batch)
             return found._replace(grads=self.home.grads_from_step(found.grads))
 
@@ -277,14 +277,14 @@ class Program:
         replicated = self.layout.replicated
         sums, buffers = jax.tree.map(lambda _: replicated, (shapes.sums, shapes.buffers))
         carried = self.exchange.state_shardings(shapes.exchange)
-        lie = Found(self.exchange.placements.shares, sums, buffers, carried)
+        lie = StepGradients(self.exchange.placements.shares, sums, buffers, carried)
         return self._jitted(gradients, out_shardings=lie)
 
     @cached_property
     def update(self) -> Compiled:
-        """Compile (state, `Found`) to (state, metrics) as in `train`; the state is donated."""
+        """Compile (state, `StepGradients`) to (state, metrics) as `train`; the state is donated."""
 
-        def update(stored: TrainState, found: Found) -> tuple[TrainState, jax.Array]:
+        def update(stored: TrainState, found: StepGradients) -> tuple[TrainState, jax.Array]:
             own = found._replace(grads=self.home.grads_to_step(found.grads))
             return self._update(self.home.to_step(stored), own)
 

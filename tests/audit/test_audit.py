@@ -15,7 +15,7 @@ from runs import DIGITS, Jaxdist
 
 from jaxdist.audit.options import ALL, audit_options
 from jaxdist.audit.report import audit, has_no_effect
-from jaxdist.audit.step import Finding
+from jaxdist.audit.step import KnobEffect
 from jaxdist.errors import RunError
 from jaxdist.parallel import compiler
 
@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("audited", None)
 
 
-def audited(folder: Path, changes: dict[str, Any], **options: Any) -> dict[str, Finding]:
+def audited(folder: Path, changes: dict[str, Any], **options: Any) -> dict[str, KnobEffect]:
     """The findings on the digits with these sections, by knob."""
     path = folder / "config.yaml"
     path.write_text(json.dumps({**DIGITS, **changes}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.compression import codecs as compression
-from jaxdist.compression import Sign, Whole
+from jaxdist.compression import Sign, WholeCodec
 
 
 def test_every_figure_is_there_and_bytes_meet_their_goals(devices, monkeypatch):
@@ -20,6 +20,6 @@ def test_every_figure_is_there_and_bytes_meet_their_goals(devices, monkeypatch):
 
 
 def test_no_compression_sends_a_ring_and_would_miss_the_goals(devices):
-    figure = compression.sent("whole", Whole(), "<= 0.501", 64)
+    figure = compression.sent("whole", WholeCodec(), "<= 0.501", 64)
     assert figure.ratio == pytest.approx(1, abs=1e-3)
     assert figure.holds is False

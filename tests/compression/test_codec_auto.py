@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from jaxdist.collectives.algorithms.auto import LinkConfig
-from jaxdist.compression import Cast, LowRank, PerParameter, Quantize, Sign, TopK, Whole
+from jaxdist.compression import Cast, LowRank, PerParameter, Quantize, Sign, TopK, WholeCodec
 from jaxdist.compression.auto import AutoCodec, candidates, explain, resolve
 from jaxdist.config.document import Document
 from jaxdist.config.schema import validate
@@ -30,8 +30,8 @@ def picked(link, sizes=None, **fields):
 def test_extreme_links():
     assert picked(SLOW) == Quantize(bits=4)
     assert picked(SLOW, candidates=(Sign(), LowRank())).type == "lowrank"
-    assert picked(FAST) == Whole()  # coding costs more than bytes
-    assert picked(LATE) == Whole()  # fewest messages
+    assert picked(FAST) == WholeCodec()  # coding costs more than bytes
+    assert picked(LATE) == WholeCodec()  # fewest messages
 
 
 def test_it_is_the_least_of_the_predictions():
@@ -47,7 +47,7 @@ def test_of_equals_the_first():
 
 
 def test_other_candidates_and_other_choices_for_parameters():
-    few = (Whole(), Cast(), TopK(fraction=1e-3))
+    few = (WholeCodec(), Cast(), TopK(fraction=1e-3))
     assert picked(SLOW, candidates=few) == few[2]
     everything = resolve(
         AutoCodec(fast=SLOW, candidates=(LowRank(), Sign())), LEAVES, {"data": 8}, "cpu",
@@ -92,6 +92,6 @@ def test_the_table():
 
 def test_in_a_config():
     text = {"type": "auto", "candidates": [{"type": "whole"}, {"type": "sign", "block": 8}]}
-    assert validate(Document(text), AutoCodec).candidates == (Whole(), Sign(block=8))
+    assert validate(Document(text), AutoCodec).candidates == (WholeCodec(), Sign(block=8))
     with pytest.raises(ValidationError, match="candidates is empty: name a codec or more"):
         AutoCodec(candidates=())

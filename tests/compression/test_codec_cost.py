@@ -23,7 +23,7 @@ from jaxdist.compression import (
     Stage,
     Stages,
     TopK,
-    Whole,
+    WholeCodec,
     compressed_all_reduce,
     init_state,
 )
@@ -36,10 +36,10 @@ from jaxdist.runtime.hardware import Link
 LINK = Link(1e-3, 1e7)
 NONE = NoFeedback()
 CODECS = (
-    Whole(), Cast(), Cast(dtype="float16"), Quantize(), Quantize(bits=4), Adaptive(bits=3), Sign(),
-    TopK(fraction=0.1), RandomK(fraction=0.1), LowRank(rank=2),
+    WholeCodec(), Cast(), Cast(dtype="float16"), Quantize(), Quantize(bits=4), Adaptive(bits=3),
+    Sign(), TopK(fraction=0.1), RandomK(fraction=0.1), LowRank(rank=2),
     Chain(first=TopK(fraction=0.1), then=Quantize(block=8)),
-    Stages(stages=(Stage(start=0, codec=Whole()), Stage(start=3, codec=LowRank(rank=2)))),
+    Stages(stages=(Stage(start=0, codec=WholeCodec()), Stage(start=3, codec=LowRank(rank=2)))),
 )  # fmt: skip
 
 

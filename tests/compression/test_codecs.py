@@ -23,7 +23,7 @@ from jaxdist.compression import (
     Stage,
     Stages,
     TopK,
-    Whole,
+    WholeCodec,
     first_round,
 )
 from jaxdist.compression.codecs.adaptive import allocate
@@ -263,7 +263,7 @@ def test_a_chain_encodes_the_chosen_elements():
 @pytest.mark.parametrize(
     ("codec", "most"),
     [
-        (Whole(), 1.0),
+        (WholeCodec(), 1.0),
         (Cast(), 0.5),
         (Quantize(), 0.27),
         (Quantize(bits=4), 0.14),

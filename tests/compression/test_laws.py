@@ -23,7 +23,7 @@ from jaxdist.compression import (
     Sender,
     Sign,
     TopK,
-    Whole,
+    WholeCodec,
     first_round,
 )
 from jaxdist.compression.codecs import build
@@ -31,7 +31,7 @@ from jaxdist.trees import tree_bytes
 
 SEED = 17
 CODECS = (
-    Whole(),
+    WholeCodec(),
     Cast(),
     Cast(dtype="float16"),
     Cast(dtype="float8_e4m3"),

@@ -15,6 +15,7 @@ from jaxdist.compression import (
     Adaptive,
     Cast,
     Chain,
+    CodecRule,
     CompressionError,
     Ef21,
     ErrorFeedback,
@@ -24,12 +25,11 @@ from jaxdist.compression import (
     PerParameter,
     Quantize,
     RandomK,
-    Rule,
     Sign,
     Stage,
     Stages,
     TopK,
-    Whole,
+    WholeCodec,
     compressed_all_reduce,
     first_round,
     init_state,
@@ -69,7 +69,7 @@ def run(codec, feedback=CLASSIC, *, rounds=1, grads=None, mesh=None, **options):
 
 
 MIXED = PerParameter(
-    rules=(Rule(pattern="embed", codec=LowRank(rank=2)),), otherwise=warm_up(Sign(block=8), 1)
+    rules=(CodecRule(pattern="embed", codec=LowRank(rank=2)),), otherwise=warm_up(Sign(block=8), 1)
 )
 COMBINED = (
     (Cast(), CLASSIC),
@@ -91,7 +91,7 @@ COMBINED = (
         Chain(first=RandomK(fraction=0.25), then=Sign(block=8)), CLASSIC, marks=pytest.mark.full
     ),
     (MIXED, CLASSIC),
-    (Stages(stages=(Stage(start=0, codec=Whole()), Stage(start=2, codec=TopK()))), Ef21()),
+    (Stages(stages=(Stage(start=0, codec=WholeCodec()), Stage(start=2, codec=TopK()))), Ef21()),
 )
 
 
@@ -117,7 +117,7 @@ def test_results_have_the_same_bits_on_all_devices(devices, codec, feedback):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_stays_whole_is_the_plain_sum(devices, op, dtype):
     grads = gradients(dtype=dtype)
-    (result,), _, _ = run(Whole(), op=op, grads=grads)
+    (result,), _, _ = run(WholeCodec(), op=op, grads=grads)
     for name, x in grads.items():
         wide = np.asarray(x, np.float64).sum(0) / (N if op == "mean" else 1)
         assert result[name].dtype == x.dtype
@@ -183,7 +183,7 @@ def test_the_view_of_ef21_is_the_running_sum_on_every_device(devices):
     np.testing.assert_array_equal(shards, last)
 
 
-@pytest.mark.parametrize("codec", [Sign(block=8), Whole()], ids=label)
+@pytest.mark.parametrize("codec", [Sign(block=8), WholeCodec()], ids=label)
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_a_bad_gradient_on_one_device_is_skipped_on_all(devices, codec, value):
     grads = gradients()
@@ -248,7 +248,7 @@ def sent_over_ring(codec, feedback=CLASSIC):
 @pytest.mark.parametrize(
     ("codec", "limit"),
     [
-        (Whole(), 1.0),
+        (WholeCodec(), 1.0),
         (Cast(), 0.5),
         (Cast(dtype="float16"), 0.5),
         (Cast(dtype="float8_e4m3"), 0.25),
@@ -304,7 +304,7 @@ def test_the_program_for_a_tpu_sends_as_few():
         ),
         (Chain(first=RandomK(scaled=True), then=Sign()), CLASSIC, "several times as large"),
         (
-            PerParameter(rules=(Rule(pattern="kernels", codec=Sign()),), otherwise=Sign()),
+            PerParameter(rules=(CodecRule(pattern="kernels", codec=Sign()),), otherwise=Sign()),
             CLASSIC,
             "rule 'kernels' fits no parameter: did you mean 'kernel'",
         ),

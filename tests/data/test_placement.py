@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdist.data.placement import Placement, block, rows_needed
+from jaxdist.data.placement import BatchPlacement, block, rows_needed
 from jaxdist.errors import DataError, ShardingError
 
 
@@ -46,7 +46,7 @@ def test_one_name_may_need_more_rows_than_another() -> None:
         "a": NamedSharding(mesh, PartitionSpec("data")),
         "b": NamedSharding(mesh, PartitionSpec()),
     }
-    placement = Placement({"a": (2,), "b": ()}, 8, layout)
+    placement = BatchPlacement({"a": (2,), "b": ()}, 8, layout)
     local = {"a": np.arange(16).reshape(8, 2), "b": np.arange(8)}
     assert placement.rows.tolist() == list(range(8))
     for name, array in placement.place(local).items():
@@ -57,10 +57,10 @@ def test_one_name_may_need_more_rows_than_another() -> None:
 def test_a_batch_that_does_not_divide() -> None:
     sharding = NamedSharding(_mesh(data=8), PartitionSpec("data"))
     with pytest.raises(ShardingError, match=r"'image' \(30, 4\) cannot be split.*8 times.*30"):
-        Placement({"image": (4,)}, 30, {"image": sharding})
+        BatchPlacement({"image": (4,)}, 30, {"image": sharding})
 
 
 def test_a_name_without_a_sharding() -> None:
     sharding = NamedSharding(_mesh(data=8), PartitionSpec("data"))
     with pytest.raises(DataError, match=r"no sharding for 'label' \(8,\).*for image"):
-        Placement({"image": (4,), "label": ()}, 8, {"image": sharding})
+        BatchPlacement({"image": (4,), "label": ()}, 8, {"image": sharding})

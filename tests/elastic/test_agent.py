@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxdist.elastic import team
-from jaxdist.elastic.agent import Agent, Plan, exit_of
+from jaxdist.elastic.agent import Agent, AgentSettings, exit_of
 from jaxdist.elastic.assignment import Assignment, Hosts, SingleHost
 from jaxdist.elastic.team import Team
 from jaxdist.elastic.watch import StuckTimeouts
@@ -79,7 +79,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         given = {"processes": 3, "stuck_timeouts": StuckTimeouts(silent_seconds=30.0), **plan}
         record = partial(Recorder, draw=False)
         agent = Agent(
-            Plan(args, **given),
+            AgentSettings(args, **given),
             said.append,
             hosts=hosts,
             record=record,

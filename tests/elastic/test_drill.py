@@ -18,7 +18,7 @@ from jaxdist.heartbeat.journal import Journal
 from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.saving import RECOVERY
 from jaxdist.heartbeat.status import Status
-from jaxdist.metrics.account import Kind
+from jaxdist.metrics.account import Activity
 from jaxdist.metrics.goodput import Goodput, Life
 
 KILL, STOP = Strike(100, 1, stops=False), Strike(150, 0, stops=True)
@@ -61,7 +61,7 @@ def test_a_strike_waits_for_its_step_and_for_a_generation_that_works(tmp_path: P
         now = time.monotonic()
         pids = {0: 0, 1: victim.pid}
         striker.look(
-            run_folder, [Status(at, pid, step, Kind.STEP, now, now) for at, pid in pids.items()]
+            run_folder, [Status(at, pid, step, Activity.STEP, now, now) for at, pid in pids.items()]
         )
 
     look(100)  # it has not begun
@@ -77,7 +77,7 @@ def test_a_strike_waits_for_its_step_and_for_a_generation_that_works(tmp_path: P
 
 
 def life(number: int, began: float, steps: tuple[int, int, int], **seconds: float) -> Life:
-    spent = {kind: seconds.get(kind.value, 0.0) for kind in Kind}
+    spent = {kind: seconds.get(kind.value, 0.0) for kind in Activity}
     return Life(number, began, *steps, spent)
 
 

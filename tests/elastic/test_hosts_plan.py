@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxdist.elastic.hosts.plan import HostFacts, Plan, Rule, make_plan, newest_whole
+from jaxdist.elastic.hosts.plan import BatchRule, GenerationPlan, HostFacts, make_plan, newest_whole
 from jaxdist.errors import RunError
 
 
@@ -18,7 +18,7 @@ def hosts(count: int, processes: int = 1, devices: int = 1) -> list[HostFacts]:
 
 
 RULES = st.builds(
-    Rule,
+    BatchRule,
     st.fixed_dictionaries(
         {"data": st.sampled_from([-1, 1, 2, 4, 8])},
         optional={"tensor": st.sampled_from([1, 2, 4]), "stage": st.sampled_from([1, 2])},
@@ -43,7 +43,7 @@ def test_no_device_holds_more_and_the_model_keeps_its_axes(rule, count, processe
     assert all(told)
 
 
-def check_plan(plan: Plan, members: list[HostFacts], rule: Rule, least: int) -> None:
+def check_plan(plan: GenerationPlan, members: list[HostFacts], rule: BatchRule, least: int) -> None:
     settings = dict(one.split("=") for one in plan.settings)
     working = [host for host in members if plan.places[host.host][1]]
     assert len(working) >= least
@@ -67,7 +67,7 @@ def check_plan(plan: Plan, members: list[HostFacts], rule: Rule, least: int) -> 
 
 
 def test_the_data_axis_shrinks_and_the_batch_is_cut_finer():
-    rule = Rule({"data": 4, "tensor": 2}, 64, 2)
+    rule = BatchRule({"data": 4, "tensor": 2}, 64, 2)
     assert make_plan(hosts(4, 2), rule, 1).settings == ()
     assert make_plan(hosts(2, 2), rule, 1).settings == ("mesh.data=2", "train.microbatches=4")
     assert make_plan(hosts(1, 2), rule, 1).settings == ("mesh.data=1", "train.microbatches=8")
@@ -76,7 +76,7 @@ def test_the_data_axis_shrinks_and_the_batch_is_cut_finer():
 @pytest.mark.parametrize("mesh", [{"data": 4}, {"data": -1}])
 def test_a_batch_that_shrinks_with_the_mesh(mesh):
     """Three devices have no share of a batch of 64 that stays, and one of 48."""
-    rule = Rule(mesh, 64, 2, full=4, rescales=True)
+    rule = BatchRule(mesh, 64, 2, full=4, rescales=True)
     assert [one for one in make_plan(hosts(4), rule, 1).settings if "mesh" not in one] == []
     for count in (3, 2, 1, 6):
         plan = make_plan(hosts(count), rule, count)
@@ -86,19 +86,19 @@ def test_a_batch_that_shrinks_with_the_mesh(mesh):
 
 def test_a_full_mesh_that_the_batch_does_not_divide_over():
     with pytest.raises(RunError, match="a batch of 6 does not divide over the full mesh's 4"):
-        make_plan(hosts(3), Rule({"data": 4}, 6, rescales=True), 3)
+        make_plan(hosts(3), BatchRule({"data": 4}, 6, rescales=True), 3)
 
 
 def test_who_is_left_out_has_no_place_and_hands_out_what_it_has():
     part = "step_00000010.{}_of_2"
     first, second = (replace(one, parts=(part.format(at),)) for at, one in enumerate(hosts(2)))
-    plan = make_plan([first], Rule({"data": -1}, 64), 1, [second])
+    plan = make_plan([first], BatchRule({"data": -1}, 64), 1, [second])
     assert (plan.hosts, plan.total, plan.places, plan.idle) == (1, 1, {"h0-1": (0, 1)}, ("h1",))
     assert plan.snapshot == {part.format(0): "h0-1", part.format(1): "h1-1"}
 
 
 def test_hosts_that_no_mesh_has_a_place_for_wait():
-    plan = make_plan(hosts(3), Rule({"data": 4}, 64), 1)  # 64 rows do not divide over 3
+    plan = make_plan(hosts(3), BatchRule({"data": 4}, 64), 1)  # 64 rows do not divide over 3
     assert plan.idle == ("h2",)
     assert plan.places == {"h0-1": (0, 1), "h1-1": (1, 1), "h2-1": (2, 0)}
     assert plan.settings == ("mesh.data=2", "train.microbatches=2")
@@ -115,18 +115,18 @@ def test_hosts_that_no_mesh_has_a_place_for_wait():
 )
 def test_what_cannot_shrink_is_refused(mesh, count, words):
     with pytest.raises(RunError, match=words):
-        make_plan(hosts(count), Rule(mesh, 64), count)
+        make_plan(hosts(count), BatchRule(mesh, 64), count)
 
 
 def test_a_mesh_over_two_networks_is_right_at_its_full_size():
-    assert make_plan(hosts(4), Rule({"data": {"dcn": 2, "ici": 2}}, 64), 4).settings == ()
+    assert make_plan(hosts(4), BatchRule({"data": {"dcn": 2, "ici": 2}}, 64), 4).settings == ()
 
 
 def test_the_rule_is_read_from_the_config():
     values = {"mesh": {"tensor": 2, "data": 3, "fake_devices": 4}, "train": {"batch_size": 12}}
-    assert Rule.of(values, None) == Rule({"tensor": 2, "data": 3}, 12, 1, None)
-    assert Rule.of({**values, "elastic": {"batch": "rescale"}}, None).rescales
-    assert Rule.of({}, 2) == Rule({"data": -1}, 1, 1, 2)
+    assert BatchRule.of(values, None) == BatchRule({"tensor": 2, "data": 3}, 12, 1, None)
+    assert BatchRule.of({**values, "elastic": {"batch": "rescale"}}, None).rescales
+    assert BatchRule.of({}, 2) == BatchRule({"data": -1}, 1, 1, 2)
 
 
 PARTS = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(1, 3)), max_size=20)

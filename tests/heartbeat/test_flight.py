@@ -16,7 +16,7 @@ from jaxdist.heartbeat.flight.slow import Flight, find_slow
 from jaxdist.heartbeat.journal import Journal, read_journal
 from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.status import RING, Phase, Publisher, Status, read_flight, read_status
-from jaxdist.metrics.account import Kind
+from jaxdist.metrics.account import Activity
 from jaxdist.run.report.goodput import slow_lines
 
 MS = 1_000_000
@@ -29,8 +29,8 @@ def test_the_last_phases_are_kept_and_outlive_who_wrote_them(tmp_path: Path):
     steps = RING  # three phases each, so that the ring goes around three times
     with Publisher(path, 3) as publisher:
         for step in range(1, steps + 1):
-            publisher.phase(Kind.INPUT_WAIT)
-            publisher.phase(Kind.STEP)
+            publisher.phase(Activity.INPUT_WAIT)
+            publisher.phase(Activity.STEP)
             publisher.wait()
             publisher.step(step)
         publisher.wait()
@@ -119,7 +119,7 @@ def write(monkeypatch: pytest.MonkeyPatch):
                     now[0] = one.end
                     publisher.step(one.step)
                 else:
-                    publisher.phase(Kind.INPUT_WAIT)
+                    publisher.phase(Activity.INPUT_WAIT)
         found = read_status(run_folder.status(given.process))
         assert found is not None
         return found

@@ -18,7 +18,7 @@ from jaxdist.param_server.live.client import Client, Patience
 from jaxdist.param_server.live.layout import joined, layouts
 from jaxdist.param_server.live.order import OrderLog
 from jaxdist.param_server.live.server import Server
-from jaxdist.param_server.live.shard import Shard
+from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.ranges import tensors_of
 from jaxdist.param_server.protocol.server import RangeState
@@ -54,7 +54,7 @@ class Servers:
         self.layouts = layouts(placement, self.params)
         self.servers = [
             Server(
-                Shard(layout, model, transform, layout.flatten(self.params)),
+                ServerShard(layout, model, transform, layout.flatten(self.params)),
                 model,
                 RangeState(Clocks(workers)),
                 log=None if log is None else OrderLog(log / f"server_{layout.server}.jsonl"),

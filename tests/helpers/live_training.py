@@ -22,7 +22,7 @@ from jaxdist.param_server.live.client import Client, Patience
 from jaxdist.param_server.live.order import OrderLog
 from jaxdist.param_server.live.reception import Reception
 from jaxdist.param_server.live.server import Reached, Server
-from jaxdist.param_server.live.shard import Shard
+from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.state import Sharded, ShardState
 from jaxdist.param_server.training.worker import Clocked, Measured, Worker, share_of
@@ -59,7 +59,7 @@ class Training:
         for layout, part in zip(
             self.sharded.layouts, self.sharded.parted(self.start, 0), strict=True
         ):
-            shard = Shard(
+            shard = ServerShard(
                 layout, model, self.sharded.transform(layout), part.params, part.optimizer
             )
             state = RangeState(Clocks(self.cluster.clients))

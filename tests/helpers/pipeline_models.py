@@ -18,7 +18,12 @@ from jaxdist.models.hints import no_hint
 from jaxdist.models.layers import scan_blocks
 from jaxdist.models.loss import Mean, next_token
 from jaxdist.parallel.pipeline.executor.execute import evaluate, run
-from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, StageSpecs, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import (
+    GradientsAndSums,
+    ModelFns,
+    StageSpecs,
+    Visit,
+)
 from jaxdist.parallel.pipeline.model.chunks import from_stages, to_stages
 from jaxdist.sharding import ShardingConfig, make_layout
 from jaxdist.trees import flatten_with_names
@@ -200,7 +205,7 @@ def program(name, ticks, layout, key=None):
         mesh=layout.mesh,
         axis_names={"stage", *data},
         in_specs=(chunks, everywhere, PartitionSpec(None, data)),
-        out_specs=Found(chunks, everywhere, everywhere) if ticks.trains else everywhere,
+        out_specs=GradientsAndSums(chunks, everywhere, everywhere) if ticks.trains else everywhere,
         check_vma=False,
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.models.functional import functional
 from jaxdist.optim.build import build_optimizer
-from jaxdist.parallel.exchange.xla import Xla
+from jaxdist.parallel.exchange.xla import XlaExchange
 from jaxdist.parallel.plan import explicit_exchange
 from jaxdist.parallel.zero import ZeroConfig, plan_zero
 from jaxdist.sharding import ShardingConfig, make_layout, param_shardings
@@ -42,7 +42,7 @@ def exchange_of(model, layout, zero, reduce, **explicit):
     """By an algorithm over the axis data, or by XLA."""
     whole = param_shardings(layout, model.params, model.dims)
     if reduce is None:
-        return Xla(whole, zero)
+        return XlaExchange(whole, zero)
     return explicit_exchange(
         whole, zero, mesh=layout.mesh, axes=("data",), algorithm=reduce, **explicit
     )

@@ -8,7 +8,7 @@ import pytest
 from tick_programs import branch, conditional, ticked
 
 from jaxdist.hlo.groups import MeshLayout
-from jaxdist.hlo.lockstep import Decision, Lockstep, mismatch, name_of, tick_loops
+from jaxdist.hlo.lockstep import ConditionalDecision, Lockstep, mismatch, name_of, tick_loops
 from jaxdist.hlo.parse import parse, parse_instruction
 from jaxdist.hlo.timeline import play
 
@@ -32,7 +32,10 @@ class Seconds:
 
 
 def lockstep(forward=FORWARD, backward=BACKWARD, **more):
-    decisions = {"forward": Decision(2, forward), "backward": Decision(3, backward)}
+    decisions = {
+        "forward": ConditionalDecision(2, forward),
+        "backward": ConditionalDecision(3, backward),
+    }
     return Lockstep("by hand", decisions | {k.replace("_", "/"): d for k, d in more.items()})
 
 
@@ -59,14 +62,14 @@ def test_a_tick_lasts_as_long_as_the_longest_group():
 
 def test_a_branch_in_a_branch_counts_where_that_is_taken():
     module = ticked(COSTS, ticks=4, nested=INSIDE)
-    taken = lockstep(backward_last=Decision(2, LAST))
+    taken = lockstep(backward_last=ConditionalDecision(2, LAST))
     # What stands in backward's first branch: 1 on stage 0, 20 on stage 1.
     assert timeline(module, taken).seconds == 2 * 5 + 4 * 2 + 3 + 7 + (3 + 7 + 20) + (7 + 1)
 
 
 def test_of_the_turns_of_a_loop_within_the_tick_each_branch_has_its_share():
     module = ticked(COSTS, ticks=4, nested=INSIDE)
-    taken = lockstep(backward_last=Decision(2, np.full((4, 2), 0.25)))
+    taken = lockstep(backward_last=ConditionalDecision(2, np.full((4, 2), 0.25)))
     found = timeline(module, taken)
     mean = 0.75 * 1 + 0.25 * 20
     assert found.seconds == 2 * 5 + 4 * 2 + 3 + 7 + (3 + 7 + mean) + (7 + mean)
@@ -146,7 +149,9 @@ def test_what_begins_in_one_tick_is_waited_for_in_the_next():
         "  %g = (f32[8], f32[8]) get-tuple-element(%l), index=0\n"
         "  ROOT %last = f32[8] all-reduce-done(%g)\n}\n"
     )
-    taken = Lockstep("by hand", {"forward": Decision(2, np.array([[1, 0], [0, 1], [0, 0]]))})
+    taken = Lockstep(
+        "by hand", {"forward": ConditionalDecision(2, np.array([[1, 0], [0, 1], [0, 0]]))}
+    )
     found = timeline(module, taken)
     # The first tick waits for nothing, the last one is waited for after the loop.
     assert found.seconds == 3 + (8 + 3) + 8 + 8

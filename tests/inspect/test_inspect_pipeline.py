@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from jaxdist.cost.step_time import StepTime, step_time
-from jaxdist.hlo.lockstep import Decision, Lockstep, mismatch
+from jaxdist.hlo.lockstep import ConditionalDecision, Lockstep, mismatch
 from jaxdist.inspect import program
 from jaxdist.inspect.diff import difference
 from jaxdist.inspect.program import Inspection
@@ -104,7 +104,9 @@ def test_the_step_is_the_sum_of_its_ticks(inspected: Inspected) -> None:
             if choices not in of:
                 shape = (whole.ticks, whole.groups)
                 decisions = {
-                    name: Decision(whole.decisions[name].branches, np.full(shape, number))
+                    name: ConditionalDecision(
+                        whole.decisions[name].branches, np.full(shape, number)
+                    )
                     for name, number in choices
                 }
                 of[choices] = inspected.seconds(Lockstep("one choice", decisions)) / whole.ticks
@@ -147,7 +149,7 @@ def test_the_bubble_is_compared(inspected: Inspected) -> None:
 def test_another_schedule_is_not_taken_for_this_one(inspected: Inspected) -> None:
     """Then the dearest branches stand in every tick, and it says so."""
     whole = inspected.lockstep
-    fewer = {n: Decision(d.branches, d.taken[1:]) for n, d in whole.decisions.items()}
+    fewer = {n: ConditionalDecision(d.branches, d.taken[1:]) for n, d in whole.decisions.items()}
     found = step_time(*inspected.timed[:3], Lockstep("fewer", fewer))
     assert found.unmatched == f"the program's loop has {whole.ticks} turns, not {whole.ticks - 1}"
     assert (found.schedule, found.bubble_seconds) == ("", 0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxdist.metrics.account import Account, Kind
+from jaxdist.metrics.account import Account, Activity
 from jaxdist.metrics.goodput import SPLIT, WORK, joined, next_life, table, values_of
 from jaxdist.metrics.writer import MetricsWriter, append, read_metrics
 
@@ -21,7 +21,7 @@ class FakeRun:
         """A life that takes so many steps and is then killed."""
         begun = self.now
         account = Account(
-            Kind.RECOVERY if self.saved and restores else Kind.START,
+            Activity.RECOVERY if self.saved and restores else Activity.START,
             begun=begun * 10**9,
             clock=lambda: self.now * 10**9,
         )
@@ -29,12 +29,12 @@ class FakeRun:
         life = next_life(self.records)
         self.now += 5
         self.write(account, life, first)
-        account.enter(Kind.STEP)
+        account.enter(Activity.STEP)
         for step in range(first + 1, first + steps + 1):
             self.now += 1
             self.write(account, life, step)
             if step % every == 0:
-                with account.within(Kind.CHECKPOINT_BLOCKED):
+                with account.within(Activity.CHECKPOINT_BLOCKED):
                     self.now += 2
                 self.saved = step
                 self.write(account, life, step)
@@ -63,11 +63,11 @@ def test_what_had_to_be_done_again_is_lost_work():
         (8, 12, 12),
     ]
     assert found.lost_steps == 5
-    assert seconds(found, Kind.STEP) == 12
-    assert seconds(found, Kind.LOST_WORK) == 5
-    assert seconds(found, Kind.CHECKPOINT_BLOCKED) == 6
-    assert (seconds(found, Kind.START), seconds(found, Kind.RECOVERY)) == (5, 10)
-    assert seconds(found, Kind.IDLE) == 50
+    assert seconds(found, Activity.STEP) == 12
+    assert seconds(found, Activity.LOST_WORK) == 5
+    assert seconds(found, Activity.CHECKPOINT_BLOCKED) == 6
+    assert (seconds(found, Activity.START), seconds(found, Activity.RECOVERY)) == (5, 10)
+    assert seconds(found, Activity.IDLE) == 50
     assert found.gaps_seconds == (30, 20)
     assert found.goodput == pytest.approx(12 / 88)
     assert "88.0 s" in table(found)
@@ -80,7 +80,7 @@ def test_a_save_that_was_not_committed_keeps_nothing():
     run.live(9, every=4, restores=False)  # and neither was whole
     found = joined(run.records)
     assert [life.kept_step for life in found.lives] == [0, 9]
-    assert seconds(found, Kind.LOST_WORK) == 9 + 2 * 2
+    assert seconds(found, Activity.LOST_WORK) == 9 + 2 * 2
 
 
 def test_going_back_behind_the_life_before():
@@ -91,8 +91,8 @@ def test_going_back_behind_the_life_before():
     run.live(6, every=4)
     found = joined(run.records)
     assert [life.kept_step for life in found.lives] == [4, 4, 10]
-    assert [life.seconds[Kind.LOST_WORK] for life in found.lives] == [pytest.approx(6), 3, 0]
-    assert seconds(found, Kind.STEP) == 10
+    assert [life.seconds[Activity.LOST_WORK] for life in found.lives] == [pytest.approx(6), 3, 0]
+    assert seconds(found, Activity.STEP) == 10
 
 
 LIVES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 50), st.booleans()), min_size=1)
@@ -112,13 +112,13 @@ def test_kinds_add_up_over_any_lives(lives, every):
     assert sum(found.seconds.values()) == pytest.approx(found.wall_seconds)
     assert min(found.seconds.values()) >= 0
     # Every step that counts was taken once, and took a second.
-    assert found.seconds[Kind.STEP] == pytest.approx(found.lives[-1].last_step)
+    assert found.seconds[Activity.STEP] == pytest.approx(found.lives[-1].last_step)
     assert found.lost_steps == sum(steps for steps, _, _ in lives) - found.lives[-1].last_step
     assert all(life.seconds[kind] >= 0 for life in found.lives for kind in WORK)
 
 
 def test_records_of_time_stay_where_a_run_goes_back(tmp_path):
-    account = Account(Kind.STEP)
+    account = Account(Activity.STEP)
     with MetricsWriter(tmp_path, resume_step=None) as writer:
         for step in (0, 4, 7):
             writer.write(step, {"loss": 1.0})

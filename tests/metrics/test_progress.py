@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from jaxdist.metrics.progress import Progress
-from jaxdist.metrics.rates import Efficiency, StepTime, format_rate
+from jaxdist.metrics.rates import Efficiency, SmoothedStepTime, format_rate
 
 
 class Clock:
@@ -140,7 +140,7 @@ def test_the_bar_leaves_the_terminal_in_order_when_the_loop_raises():
 
 
 def test_step_time_forgets_the_compilation_and_follows_a_change():
-    time = StepTime()
+    time = SmoothedStepTime()
     time.add(9.0)
     assert time.seconds == 9.0
     for _ in range(20):

@@ -16,7 +16,7 @@ import pytest
 from jaxdist.errors import ConfigError
 from jaxdist.models.attention.blockwise import Blockwise
 from jaxdist.models.attention.choose import Attend, choose
-from jaxdist.models.attention.contract import Ask
+from jaxdist.models.attention.contract import AttentionRequest
 from jaxdist.models.attention.plain import Plain
 from jaxdist.models.attention.splash import Splash
 from jaxdist.models.hints import no_hint
@@ -107,7 +107,7 @@ def test_memory_of_blockwise_is_linear_in_the_sequence():
     assert whole < 100 * 32768 * 4 * 16 < temp_bytes(Plain(), 16384) / 8
 
 
-ASK = Ask("cpu", "bfloat16", heads=8, kv_heads=2, head_dim=64, length=4096)
+ASK = AttentionRequest("cpu", "bfloat16", heads=8, kv_heads=2, head_dim=64, length=4096)
 
 
 @pytest.mark.parametrize(

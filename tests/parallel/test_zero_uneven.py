@@ -24,7 +24,7 @@ from jaxdist.models.loss import Mean
 from jaxdist.optim.build import AdamWConfig, Optimizer, build_optimizer
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.schedules import ScheduleConfig
-from jaxdist.parallel.exchange.xla import Xla as LeftToXla
+from jaxdist.parallel.exchange.xla import XlaExchange as LeftToXla
 from jaxdist.parallel.plan import explicit_exchange
 from jaxdist.parallel.zero import ZeroConfig, plan_zero
 from jaxdist.run.memory import bytes_per_device

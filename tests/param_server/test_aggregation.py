@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
-from jaxdist.param_server.aggregation import AggregationConfig, Direct, Racks, Traffic
+from jaxdist.param_server.aggregation import AggregationConfig, Direct, PushTraffic, Racks
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrays import combined
 from jaxdist.param_server.consistency.arrival import SSP
@@ -254,8 +254,8 @@ def test_a_worker_that_leaves_holds_its_rack_up_no_more_and_a_drop_is_told():
 
 
 def test_the_root_receives_by_the_racks_size_less():
-    assert Direct().traffic(32, 1000) == Traffic(32_000, 0)
-    assert Racks(size=8).traffic(32, 1000) == Traffic(4_000, 8_000)
+    assert Direct().traffic(32, 1000) == PushTraffic(32_000, 0)
+    assert Racks(size=8).traffic(32, 1000) == PushTraffic(4_000, 8_000)
     assert Racks(size=8).traffic(33, 1000).root == 5_000
     assert Direct().racks(range(3)) == ()
 

@@ -21,7 +21,7 @@ from jaxdist.param_server.consistency.arrays import (
 )
 from jaxdist.param_server.consistency.arrival import (
     SSP,
-    Adaptive,
+    AdaptiveSSP,
     Asynchronous,
     DelayCompensation,
     extra_clocks,
@@ -227,7 +227,7 @@ def test_without_two_pushes_nothing_is_predicted():
 
 def test_the_adaptive_bound_moves_with_the_straggler():
     """The reader is at clock 3, the slowest at 1; it goes on only where that shortens its wait."""
-    model = Adaptive(least=1, most=4)
+    model = AdaptiveSSP(least=1, most=4)
 
     def admitted(last, *, slowest=1):
         clocks = Clocks(
@@ -347,8 +347,8 @@ def test_asynchrony_with_moments_is_warned_of_with_the_reason():
     (said,) = notices(Asynchronous(), adam, 4)
     assert "type async with optim.type adamw" in said
     assert "decay 4 times in a clock" in said
-    assert notices(Adaptive(), LambConfig(type="lamb"), 4)
-    assert notices(Adaptive(), LarsConfig(type="lars"), 4)
+    assert notices(AdaptiveSSP(), LambConfig(type="lamb"), 4)
+    assert notices(AdaptiveSSP(), LarsConfig(type="lars"), 4)
 
 
 def test_reads_that_save_no_question_are_told_of():
@@ -356,7 +356,7 @@ def test_reads_that_save_no_question_are_told_of():
     (lazy,) = notices(SSP(reads="lazy"), sgd, 2)
     assert "type ssp with reads lazy: a worker asks after each of its changes" in lazy
     assert "each_clock; take each_clock, or ahead" in lazy
-    (eager,) = notices(Adaptive(reads="eager"), sgd, 2)
+    (eager,) = notices(AdaptiveSSP(reads="eager"), sgd, 2)
     assert "type adaptive with reads eager" in eager
     assert "the copies that servers send besides are not computed from; take each_clock" in eager
     assert notices(SSP(reads="ahead"), sgd, 2) == ()
@@ -387,14 +387,14 @@ def test_refused_with_the_number_of_workers(case):
     with pytest.raises(ConfigError, match=message) as found:
         model.check(workers=4, learning_rate=0.1)
     assert found.value.setting == (setting,)
-    for fine in BSP(backups=3), Decoupled(quorum=4), SSP(), Asynchronous(), Adaptive():
+    for fine in BSP(backups=3), Decoupled(quorum=4), SSP(), Asynchronous(), AdaptiveSSP():
         fine.check(workers=4, learning_rate=0.1)
 
 
 INVALID = {
-    "adapts nothing": (lambda: Adaptive(least=3, most=3), "leave nothing to adapt"),
+    "adapts nothing": (lambda: AdaptiveSSP(least=3, most=3), "leave nothing to adapt"),
     "value bound": (lambda: SSP(reads="each_clock", value_bound=1.0), "set reads: ahead"),
-    "eager value bound": (lambda: Adaptive(reads="eager", value_bound=1.0), "with reads eager"),
+    "eager value bound": (lambda: AdaptiveSSP(reads="eager", value_bound=1.0), "with reads eager"),
     "alpha and beta": (lambda: Elastic(alpha=0.1, beta=0.9), "give one of alpha"),
     "least without window": (lambda: Decoupled(at_least=2), "has no effect without grace_seconds"),
     "least above quorum": (
@@ -421,7 +421,7 @@ def read(**values):
 
 
 def test_a_config_chooses_by_type():
-    kinds = {"bsp": BSP, "ssp": SSP, "async": Asynchronous, "adaptive": Adaptive}
+    kinds = {"bsp": BSP, "ssp": SSP, "async": Asynchronous, "adaptive": AdaptiveSSP}
     kinds |= {"elastic": Elastic, "decoupled": Decoupled}
     assert {name: type(read(type=name)) for name in kinds} == kinds
     assert read(type="ssp", bound=4, delay_compensation={"decay": 0.95}).delay_compensation.decay

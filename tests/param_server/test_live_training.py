@@ -19,7 +19,7 @@ from jaxdist.param_server.training.files import read_shard, write_shard
 from jaxdist.param_server.training.replay import Replay
 from jaxdist.param_server.training.worker import computation
 from jaxdist.train.state import TrainState
-from jaxdist.train.step import Found
+from jaxdist.train.step import StepGradients
 from jaxdist.trees import flatten_with_names
 
 
@@ -48,7 +48,7 @@ def ordered_sums(run: Training) -> TrainState:
         for tree in trees[1:]:
             total = jax.tree.map(np.add, total, tree)
         mean = jax.tree.map(lambda x: x / np.float32(workers), total)
-        state, _ = program.update(state, Found(mean, found[0].sums, found[0].buffers, ()))
+        state, _ = program.update(state, StepGradients(mean, found[0].sums, found[0].buffers, ()))
     for part, stream in zip(parts, streams, strict=True):
         part.client.close()
         stream.close()

@@ -16,7 +16,7 @@ from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.live.order import Taken, is_recorded, read_order, step
+from jaxdist.param_server.live.order import ProtocolCall, is_recorded, read_order, step
 from jaxdist.param_server.protocol import server
 from jaxdist.param_server.protocol.messages import Pull, Push, Stamp
 from jaxdist.param_server.protocol.server import RangeState
@@ -201,7 +201,9 @@ def test_a_log_does_not_grow_while_nothing_happens():
     recorded = []
     taken = [push, pull, push, pull, pull, Pull(Stamp(0, 9, 0)), None, Push(Stamp(0, 1, 0), 0, 0)]
     for message in [*taken, push, push]:
-        one = Taken("receive", 0.0, message=message) if message else Taken("tick", 1.0)
+        one = (
+            ProtocolCall("receive", 0.0, message=message) if message else ProtocolCall("tick", 1.0)
+        )
         found = step(model, state, one)
         recorded.append(is_recorded(state, found))
         state = found.state

@@ -15,7 +15,7 @@ from test_simulator import BAD, RATE
 from jaxdist.compression import Cast
 from jaxdist.param_server.aggregation import Direct, Racks
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.param_server.consistency.arrival import SSP, Adaptive
+from jaxdist.param_server.consistency.arrival import SSP, AdaptiveSSP
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.protocol import client as worker
 from jaxdist.param_server.protocol.messages import Acknowledge, Answer, Publish
@@ -100,7 +100,7 @@ def test_a_copy_holds_its_readers_changes_whatever_the_network_does(reads, seed,
         return -np.eye(3)[client]
 
     chaos = Chaos(loses=0.1, copies=0.2, reorders=True)
-    for model in SSP(bound=2, reads=reads), Adaptive(least=1, most=3, reads=reads):
+    for model in SSP(bound=2, reads=reads), AdaptiveSSP(least=1, most=3, reads=reads):
         model = model.model_copy(update={"gradient_weight": "whole"})
         given = {"start": np.zeros(3), "learning_rate": 1.0, "seed": seed, "speeds": speeds}
         found = Team(model, 3, ones, chaos=chaos, **given).run()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from param_server_team import Chaos, Team, replayed
 
-from jaxdist.param_server.consistency.arrival import SSP, Adaptive, Asynchronous
+from jaxdist.param_server.consistency.arrival import SSP, AdaptiveSSP, Asynchronous
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.consistency.rounds import BSP
@@ -40,7 +40,7 @@ MODELS = {
     "ahead 2": SSP(bound=2, reads="ahead"),
     "async": Asynchronous(),
     "async ahead": Asynchronous(reads="ahead"),
-    "adaptive": Adaptive(least=1, most=3),
+    "adaptive": AdaptiveSSP(least=1, most=3),
     "elastic": Elastic(),
     "elastic rounds": Elastic(order="rounds"),
     "decoupled": Decoupled(quorum=2, grace_seconds=30.0, at_least=1),
@@ -518,7 +518,7 @@ def test_what_no_worker_sends_is_dropped_and_its_client_is_told_why(case):
     assert server.receive(model, after, message) == (after, effects[1:]), "and so is a retry"
 
 
-@pytest.mark.parametrize("model", [BSP(), SSP(bound=1), Adaptive(least=0, most=1), Decoupled()])
+@pytest.mark.parametrize("model", [BSP(), SSP(bound=1), AdaptiveSSP(least=0, most=1), Decoupled()])
 def test_a_client_that_does_not_wait_is_kept_within_the_bound(model):
     """It pushes without having read: the server does not believe it."""
     state, applied = joined(model), 0

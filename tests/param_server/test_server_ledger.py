@@ -3,14 +3,14 @@
 import pytest
 
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.param_server.training.ledger import Ledger
+from jaxdist.param_server.training.ledger import ClockReports
 
 LATE = {"seconds": 1.0, "waited_seconds": 0.5, "received_bytes": 0, "sent_bytes": 0}
 
 
 @pytest.fixture
 def ledger():
-    found = Ledger(Cluster(workers=2), ("loss", "grad_norm"), lambda step: 0.1, 0)
+    found = ClockReports(Cluster(workers=2), ("loss", "grad_norm"), lambda step: 0.1, 0)
     found.applied(0, {"squares": [], "stats": {"floor": 7}})
     return found
 

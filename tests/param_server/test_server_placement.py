@@ -16,11 +16,11 @@ from jaxdist.param_server.placement.build import PlacementConfig
 from jaxdist.param_server.placement.central import Central
 from jaxdist.param_server.placement.contract import least_bytes, moved_bytes
 from jaxdist.param_server.placement.hashed import Hashed
-from jaxdist.param_server.placement.ranges import Tensor, cut, tensors_of
+from jaxdist.param_server.placement.ranges import PlaceableTensor, cut, tensors_of
 
 
 def tensors(*sizes):
-    return [Tensor(f"t{number}", 1, size) for number, size in enumerate(sizes)]
+    return [PlaceableTensor(f"t{number}", 1, size) for number, size in enumerate(sizes)]
 
 
 def fullest(placement):
@@ -30,7 +30,9 @@ def fullest(placement):
 @st.composite
 def trees(draw):
     shapes = draw(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 9)), min_size=1))
-    return [Tensor(f"t{n}", rows, rows * width * 4) for n, (rows, width) in enumerate(shapes)]
+    return [
+        PlaceableTensor(f"t{n}", rows, rows * width * 4) for n, (rows, width) in enumerate(shapes)
+    ]
 
 
 @given(trees(), st.integers(1, 300) | st.none())
@@ -53,7 +55,7 @@ def test_ranges_are_the_rows_of_each_tensor_once_and_in_order(given, range_bytes
 
 
 def test_a_tensor_whose_update_needs_all_of_it_stays_whole():
-    (found,) = cut([Tensor("w", 100, 400, divisible=False)], 4)
+    (found,) = cut([PlaceableTensor("w", 100, 400, divisible=False)], 4)
     assert found.key == "w[0:100]"
 
 
@@ -86,9 +88,12 @@ def test_the_bounds_that_count_differ():
 
 def test_cut_by_rows_a_large_tensor_is_shared_evenly():
     rule = Balanced(range_bytes=1024)
-    found = rule.place([Tensor("embed", 1024, 1 << 20), *tensors(512, 256)], range(8))
+    found = rule.place([PlaceableTensor("embed", 1024, 1 << 20), *tensors(512, 256)], range(8))
     assert fullest(found) <= found.bound_bytes + 1024
-    assert fullest(Balanced(range_bytes=None).place([Tensor("e", 8, 800), *tensors(8)], [0])) == 808
+    assert (
+        fullest(Balanced(range_bytes=None).place([PlaceableTensor("e", 8, 800), *tensors(8)], [0]))
+        == 808
+    )
 
 
 SEEDS = range(12)
@@ -98,7 +103,7 @@ SEEDS = range(12)
 def test_a_server_that_joins_moves_its_share_and_no_more(servers):
     """Over seeds: about 1/(n+1) of the bytes on average, each time within four of the spreads that
     as many places make, and all of it to the server that joins."""
-    rule, weights = Hashed(range_bytes=4), [Tensor("w", 2000, 8000)]
+    rule, weights = Hashed(range_bytes=4), [PlaceableTensor("w", 2000, 8000)]
     moved = []
     for seed in SEEDS:
         seeded = rule.model_copy(update={"seed": seed})
@@ -114,7 +119,7 @@ def test_a_server_that_joins_moves_its_share_and_no_more(servers):
 
 
 def test_a_server_that_leaves_moves_only_what_it_held():
-    rule, weights = Hashed(range_bytes=4), [Tensor("w", 1000, 4000)]
+    rule, weights = Hashed(range_bytes=4), [PlaceableTensor("w", 1000, 4000)]
     before = rule.place(weights, [0, 1, 2, 3, 4])
     found = moved_bytes(before, rule.place(weights, [0, 1, 3, 4]))
     assert set(found) == {(2, 0), (2, 1), (2, 3), (2, 4)}
@@ -123,7 +128,7 @@ def test_a_server_that_leaves_moves_only_what_it_held():
 
 def test_more_places_make_shares_more_even():
     """The spread of shares falls about as one over the root of the places."""
-    weights = [Tensor("w", 2000, 8000)]
+    weights = [PlaceableTensor("w", 2000, 8000)]
 
     def spread(nodes):
         shares = [
@@ -162,7 +167,7 @@ def test_central_holds_everything():
 
 
 def test_an_explanation_names_the_fullest_and_what_is_cut():
-    parts = [Tensor(f"w{n}", 2, 2_000_000) for n in range(6)]
+    parts = [PlaceableTensor(f"w{n}", 2, 2_000_000) for n in range(6)]
     text = Hashed(range_bytes=1_000_000).place(parts, range(2)).explain()
     assert "cut by rows: w0 (2), w1 (2), w2 (2), w3 (2) and 2 more" in text
     assert "1/3 of the bytes" in text
@@ -181,7 +186,10 @@ REFUSED = {
         lambda: cut([*tensors(1), *tensors(1)], 4),
         r"two parameters are named 't0'",
     ),
-    "empty": (lambda: cut([Tensor("w", 0, 0)], 4), r"'w' has 0 rows, 0 bytes: .* leave it out"),
+    "empty": (
+        lambda: cut([PlaceableTensor("w", 0, 0)], 4),
+        r"'w' has 0 rows, 0 bytes: .* leave it out",
+    ),
 }
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from test_simulator import BAD, INSTANT, RATE, Quadratic, assert_same
 
-from jaxdist.compression import Cast, ErrorFeedback, NoFeedback, Quantize, Sign, TopK, Whole
+from jaxdist.compression import Cast, ErrorFeedback, NoFeedback, Quantize, Sign, TopK, WholeCodec
 from jaxdist.param_server.aggregation import Direct, Racks
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import SSP
@@ -12,7 +12,7 @@ from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.ranges import Range
 from jaxdist.param_server.scenario import Crash, SimulationConfig
-from jaxdist.simulation.engine.encoder import Encoder, Encoding
+from jaxdist.simulation.engine.encoder import ClientEncoder, Encoding
 from jaxdist.simulation.engine.network import HEADER_BYTES
 from jaxdist.simulation.engine.problem import Sgd
 from jaxdist.simulation.engine.run import Simulation, simulate
@@ -52,7 +52,7 @@ def simulated(codec, model=None, *, steps=6, **settings):
 
 @pytest.mark.parametrize("racks", [0, 2])
 def test_a_codec_that_leaves_nothing_out_changes_nothing(racks):
-    plain, coded = (simulated(codec, racks=racks, seed=3) for codec in (None, Whole()))
+    plain, coded = (simulated(codec, racks=racks, seed=3) for codec in (None, WholeCodec()))
     assert_same(coded.params, plain.params)
     assert coded.received_bytes == plain.received_bytes
 
@@ -123,7 +123,7 @@ RANGES = (Range("w", 0, 4, 1024), Range("b", 0, 1, 4))
 @pytest.mark.parametrize("codec", [Sign(), TopK(fraction=0.05), Quantize(bits=4, block=32)])
 def test_messages_and_what_is_kept_are_all_that_was_to_be_sent(codec):
     """Drawn at random, with pushes that are not finite: those leave nothing behind."""
-    encoder = Encoder(Encoding(codec, ErrorFeedback(), BIAS), client=7)
+    encoder = ClientEncoder(Encoding(codec, ErrorFeedback(), BIAS), client=7)
     rng = np.random.default_rng(1)
     wanted, sent = np.zeros((4, 64)), np.zeros((4, 64))
     for sequence in range(12):
@@ -146,11 +146,11 @@ def test_servers_and_clients_keep_apart():
     encoding = Encoding(Sign(), ErrorFeedback())
     change = (np.arange(8, dtype="f4").reshape(2, 4),)
     one = (Range("w", 0, 2, 32),)
-    first, second = Encoder(encoding, 0), Encoder(encoding, 1)
+    first, second = ClientEncoder(encoding, 0), ClientEncoder(encoding, 1)
     alone = first(0, one, change, 0)[0][0]
     np.testing.assert_array_equal(first(1, one, change, 0)[0][0], alone)
     np.testing.assert_array_equal(second(0, one, change, 0)[0][0], alone)
     assert np.any(first(0, one, change, 1)[0][0] != alone)
-    bare = Encoder(Encoding(Sign(), NoFeedback()), 0)
+    bare = ClientEncoder(Encoding(Sign(), NoFeedback()), 0)
     for sequence in range(2):
         np.testing.assert_array_equal(bare(0, one, change, sequence)[0][0], alone)

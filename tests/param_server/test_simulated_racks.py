@@ -11,7 +11,12 @@ from test_simulator import BAD, INSTANT, RATE, Quadratic, assert_same, synchrono
 from jaxdist.errors import ConfigError
 from jaxdist.param_server.aggregation import Direct, Racks
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.param_server.consistency.arrival import SSP, Adaptive, Asynchronous, DelayCompensation
+from jaxdist.param_server.consistency.arrival import (
+    SSP,
+    AdaptiveSSP,
+    Asynchronous,
+    DelayCompensation,
+)
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.placement.balanced import Balanced
@@ -101,7 +106,7 @@ MODELS = {
     "ssp": SSP(bound=2),
     "ahead": SSP(bound=3, reads="ahead"),
     "async": Asynchronous(delay_compensation=DelayCompensation()),
-    "adaptive": Adaptive(least=0, most=3),
+    "adaptive": AdaptiveSSP(least=0, most=3),
     "decoupled": Decoupled(local_steps=3, quorum=2, grace_seconds=0.5),
 }
 

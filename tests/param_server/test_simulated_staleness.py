@@ -10,9 +10,9 @@ from test_simulator import BAD, RATE, Quadratic
 
 from jaxdist.param_server.aggregation import Direct, Racks
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.param_server.consistency.arrival import SSP, Adaptive, Asynchronous
+from jaxdist.param_server.consistency.arrival import SSP, AdaptiveSSP, Asynchronous
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.scenario import Link, SimulationConfig, Straggler
+from jaxdist.param_server.scenario import LinkConfig, SimulationConfig, Straggler
 from jaxdist.simulation.engine.problem import Sgd
 from jaxdist.simulation.engine.run import simulate
 
@@ -60,7 +60,7 @@ class Counting:
         return new, state
 
 
-JITTER = Link(latency_seconds=0.01, jitter_seconds=0.2)
+JITTER = LinkConfig(latency_seconds=0.01, jitter_seconds=0.2)
 MODELS = {
     "eager": SSP(bound=3, reads="eager"),
     "lazy": SSP(bound=3, reads="lazy"),
@@ -68,7 +68,7 @@ MODELS = {
     "ahead": SSP(bound=3, reads="ahead"),
     "async": Asynchronous(),
     "async ahead": Asynchronous(reads="ahead"),
-    "adaptive": Adaptive(least=0, most=3),
+    "adaptive": AdaptiveSSP(least=0, most=3),
 }
 
 

@@ -13,7 +13,7 @@ from jaxdist.errors import STOPPED, StoppedError
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.training import supervisor
 from jaxdist.param_server.training.supervisor import Supervisor
-from jaxdist.run.hooks.loop import RunHooks, Stop
+from jaxdist.run.hooks.loop import RunHooks, StopHook
 from jaxdist.runtime.children import Event
 
 REPORT = {"seconds": 0.5, "waited_seconds": 0.0, "received_bytes": 0, "sent_bytes": 0}
@@ -35,7 +35,7 @@ class FakeChild:
 def supervised(tmp_path, signal: str | None, steps: int = 100) -> Supervisor:
     """A supervisor of one server and two workers, before their first clock."""
     hooks: Sequence[Any] = [
-        Stop(SimpleNamespace(signal=signal, requested=lambda step: bool(signal)))
+        StopHook(SimpleNamespace(signal=signal, requested=lambda step: bool(signal)))
     ]
     prepared = SimpleNamespace(
         directory=tmp_path,

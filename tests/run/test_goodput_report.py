@@ -7,7 +7,7 @@ import json
 import pytest
 from runs import RUN, Jaxdist, kill_at_step
 
-from jaxdist.metrics.account import Kind
+from jaxdist.metrics.account import Activity
 from jaxdist.metrics.goodput import SPLIT, joined
 from jaxdist.metrics.writer import read_metrics
 
@@ -95,7 +95,7 @@ def test_nothing_to_report(trained: Jaxdist) -> None:
 def test_kinds_have_names_of_their_own(trained: Jaxdist) -> None:
     found = joined(read_metrics(trained.run))
     assert found is not None
-    assert set(found.as_json()["seconds"]) == set(Kind)
+    assert set(found.as_json()["seconds"]) == set(Activity)
 
 
 def test_hosts_that_made_no_copies_are_told(trained: Jaxdist) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxdist.errors import RunError
 from jaxdist.metrics.writer import Records
-from jaxdist.run.hooks.loop import Between, Cadence, Evaluate, Guard, Log, RunHooks, Save, Stop
+from jaxdist.run.hooks.loop import Between, Cadence, Evaluate, Guard, Log, RunHooks, Save, StopHook
 from jaxdist.run.termination import Termination
 from jaxdist.train.step import SKIP_METRICS
 
@@ -33,7 +33,7 @@ def hooks(
     always = Cadence(1, 9)
     log = Log(Cadence(log_every, 9), guard, progress, Records())
     measured = Evaluate(always, never, progress, Records())
-    return RunHooks([guard, log, Stop(Termination()), measured, Save(always, never, measured)])
+    return RunHooks([guard, log, StopHook(Termination()), measured, Save(always, never, measured)])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jaxdist.hlo.parse import parse
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.runtime.topology import topology_devices
 from jaxdist.sharding import ShardingConfig, make_layout
-from jaxdist.sharding.collective_matmul import Ring, distances
+from jaxdist.sharding.collective_matmul import AxisRing, distances
 
 ROWS, CROSS, ACROSS = (
     PartitionSpec(None, "ring"), PartitionSpec(None, "ring"), PartitionSpec("ring")
@@ -32,7 +32,7 @@ def on_ring(count, function, out=ROWS):
 
 
 def mlp_on_ring(x, gate, up, down):
-    ring = Ring("ring")
+    ring = AxisRing("ring")
     columns = ring.products(ring.gathered(x), gate, up)
     h = tuple(jnp.sin(g) * u for g, u in zip(*columns, strict=True))
     (y,) = ring.products(h, down, leaving=True)
@@ -74,7 +74,7 @@ def test_pieces_come_from_all_devices_by_the_shorter_way(count, devices):
 
     def sources(x, *_):
         own = jax.lax.axis_index("ring")
-        return jnp.stack([own - piece[0, 0] for piece in Ring("ring").gathered(x)])[:, None]
+        return jnp.stack([own - piece[0, 0] for piece in AxisRing("ring").gathered(x)])[:, None]
 
     places = jnp.arange(count, dtype=jnp.float32)[None]
     nothing = jnp.zeros((count, count))

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxdist.heartbeat import intervals
-from jaxdist.metrics.account import Kind
+from jaxdist.metrics.account import Activity
 from jaxdist.simulation.failing_fleet import (
     FleetConfig,
     Saves,
@@ -29,7 +29,7 @@ def fleet_of(mttf: float, **settings) -> FleetConfig:
 
 def mean(fleet: FleetConfig, saves: Saves) -> float:
     (found,) = simulate(fleet, [saves])
-    return found.shares[Kind.STEP]
+    return found.shares[Activity.STEP]
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -123,7 +123,7 @@ def test_all_at_once_is_one_save_after_another(mttf, every, disk, chance, seed):
     way = Saves(every, disk)
     (found,) = simulate(fleet, [way])
     expected = step_by_step(fleet, way)
-    assert found.seconds[Kind.STEP] == pytest.approx(np.array(expected), abs=0.1)
+    assert found.seconds[Activity.STEP] == pytest.approx(np.array(expected), abs=0.1)
     total = sum(found.seconds.values())
     assert total == pytest.approx(np.full(2, intervals.DAY_SECONDS), abs=0.1)
     assert min(spent.min() for spent in found.seconds.values()) >= -0.1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist.errors import RunError
-from jaxdist.study.trial import Journal, Trial, TrialOutcome, identity
+from jaxdist.study.trial import OutcomeJournal, Trial, TrialOutcome, identity
 
 TRIAL = Trial("lamb", 64, 3, 0.01, 7)
 DONE = TrialOutcome(TRIAL, 40, {"loss": 0.5, "accuracy": 0.9}, False, 1.5)
@@ -17,9 +17,9 @@ BROKEN = TrialOutcome(TRIAL, 40, {"loss": math.nan, "accuracy": 0.1}, True, 1.5)
 
 def test_a_journal_gives_back_what_was_added(tmp_path: Path) -> None:
     path = tmp_path / "new" / "runs.jsonl"
-    Journal(path, Trial).add("a", DONE)
-    Journal(path, Trial).add("b", BROKEN)
-    again = Journal(path, Trial)
+    OutcomeJournal(path, Trial).add("a", DONE)
+    OutcomeJournal(path, Trial).add("b", BROKEN)
+    again = OutcomeJournal(path, Trial)
     assert again.get("a") == DONE
     broken = again.get("b")
     assert broken is not None
@@ -31,32 +31,32 @@ def test_a_journal_gives_back_what_was_added(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", range(1, 120, 17))
 def test_a_torn_last_line_is_cut_off(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "runs.jsonl"
-    journal = Journal(path, Trial)
+    journal = OutcomeJournal(path, Trial)
     journal.add("a", DONE)
     journal.add("b", DONE)
     path.write_bytes(path.read_bytes()[:-cut])
-    torn = Journal(path, Trial)
+    torn = OutcomeJournal(path, Trial)
     assert torn.get("a") == DONE
     assert torn.get("b") is None
     torn.add("b", DONE)
-    assert Journal(path, Trial).get("b") == DONE
+    assert OutcomeJournal(path, Trial).get("b") == DONE
 
 
 @pytest.mark.parametrize("line", ["nonsense", '{"key": "a"}', "[1]"])
 def test_a_line_that_is_no_run_is_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "runs.jsonl"
-    Journal(path, Trial).add("a", DONE)
+    OutcomeJournal(path, Trial).add("a", DONE)
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(RunError, match=r"runs\.jsonl:2 is not a run of a study") as caught:
-        Journal(path, Trial)
+        OutcomeJournal(path, Trial)
     assert line[:20] in str(caught.value)
 
 
 def test_a_journal_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"file/runs\.jsonl: File exists"):
-        Journal(tmp_path / "file" / "runs.jsonl", Trial)
-    journal = Journal(tmp_path / "runs.jsonl", Trial)
+        OutcomeJournal(tmp_path / "file" / "runs.jsonl", Trial)
+    journal = OutcomeJournal(tmp_path / "runs.jsonl", Trial)
     journal.path.unlink()
     journal.path.mkdir()
     with pytest.raises(RunError, match=r"runs\.jsonl: Is a directory"):

@@ -27,7 +27,7 @@ class Name(str):
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A module, divided into the parts that an ejected file needs.
 
     Attributes:
@@ -77,7 +77,7 @@ def comment(text: str) -> str:
     return "\n".join(f"# {line}" for line in text.splitlines() if line)
 
 
-def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> Piece:
+def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> FilePiece:
     """Return the piece of a module, with the lines that the flags select."""
     text = chosen((FOLDER / f"{name}.py").read_text(), flags)
     lines, tree = text.splitlines(), ast.parse(text)
@@ -96,7 +96,7 @@ def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> Piece
             first = node.lineno
             break
     title = ast.get_docstring(tree) or ""
-    return Piece(title, tuple(imports), tuple(constants), "\n".join(lines[first - 1 :]).strip())
+    return FilePiece(title, tuple(imports), tuple(constants), "\n".join(lines[first - 1 :]).strip())
 
 
 def chosen(text: str, flags: Collection[str]) -> str:

@@ -25,7 +25,7 @@ from jaxdist.types import PyTree
 
 
 @dataclass
-class Facts:
+class FileContents:
     """Names of pieces, flags of marked lines, and values of constants by name."""
 
     pieces: list[str] = field(default_factory=list)
@@ -37,14 +37,14 @@ class Facts:
         self.flags |= {name for name, value in given.items() if value}
 
 
-def facts_of(experiment: Experiment, *, held: bool, keeps_data: bool) -> Facts:
+def facts_of(experiment: Experiment, *, held: bool, keeps_data: bool) -> FileContents:
     """Return the contents of the file for a config whose settings are all supported.
 
     Args:
       held: whether the file evaluates the held-out examples after the last step.
       keeps_data: whether jaxdist reads the examples.
     """
-    facts = Facts()
+    facts = FileContents()
     _data(facts, experiment, keeps_data)
     for add in (_model, _optimizer, _rate, _step):
         add(facts, experiment)
@@ -55,7 +55,7 @@ def facts_of(experiment: Experiment, *, held: bool, keeps_data: bool) -> Facts:
     return facts
 
 
-def _data(facts: Facts, experiment: Experiment, kept: bool) -> None:
+def _data(facts: FileContents, experiment: Experiment, kept: bool) -> None:
     config, data = experiment.config, experiment.config.data
     if kept:
         facts.pieces.append("kept")
@@ -71,7 +71,7 @@ def _data(facts: Facts, experiment: Experiment, kept: bool) -> None:
     facts.values |= {"SEED": config.seed, "BATCH": config.train.batch_size}
 
 
-def _model(facts: Facts, experiment: Experiment) -> None:
+def _model(facts: FileContents, experiment: Experiment) -> None:
     config, params = experiment.config, experiment.program.model.params
     model = config.model
     if isinstance(model, MlpConfig):
@@ -107,7 +107,7 @@ def _model(facts: Facts, experiment: Experiment) -> None:
     )
 
 
-def _rate(facts: Facts, experiment: Experiment) -> None:
+def _rate(facts: FileContents, experiment: Experiment) -> None:
     config, total = experiment.config.optim, experiment.total_steps
     schedule, peak, warmup = config.schedule, config.learning_rate, config.schedule.warmup_steps
     if config.scale_from is not None:
@@ -139,7 +139,7 @@ def _rate(facts: Facts, experiment: Experiment) -> None:
     facts.pieces += ["rate"] if decays or warmup else []
 
 
-def _optimizer(facts: Facts, experiment: Experiment) -> None:
+def _optimizer(facts: FileContents, experiment: Experiment) -> None:
     config = experiment.config.optim
     assert isinstance(config, AdamWConfig | LambConfig | SgdConfig)
     facts.pieces.append(f"{config.type}")
@@ -152,7 +152,7 @@ def _optimizer(facts: Facts, experiment: Experiment) -> None:
         facts.values |= {"B1": config.b1, "B2": config.b2, "EPS": config.eps}
 
 
-def _step(facts: Facts, experiment: Experiment) -> None:
+def _step(facts: FileContents, experiment: Experiment) -> None:
     config, layout = experiment.config, experiment.layout
     exchange = experiment.program.exchange
     zero, stage = exchange.zero, config.parallel.zero.stage
@@ -178,7 +178,7 @@ def _step(facts: Facts, experiment: Experiment) -> None:
         facts.pieces.append("automatic")
 
 
-def _ring(facts: Facts, experiment: Experiment) -> None:
+def _ring(facts: FileContents, experiment: Experiment) -> None:
     ring, size = experiment.config.parallel.reduce, experiment.layout.data_size
     assert isinstance(ring, Ring)
     one_way, both = [(1, size - 1)], [(1, size // 2), (-1, (size - 1) // 2)]
@@ -191,7 +191,7 @@ def _ring(facts: Facts, experiment: Experiment) -> None:
     }
 
 
-def _pipeline(facts: Facts, experiment: Experiment) -> None:
+def _pipeline(facts: FileContents, experiment: Experiment) -> None:
     config, stages = experiment.config, axis_size(experiment.layout.mesh, "stage")
     schedule = config.parallel.pipeline.schedule.build(stages, config.train.microbatches)
     rows = timeline(schedule)

@@ -14,9 +14,9 @@ from jaxdist.compression.codecs.quantize import Quantize
 from jaxdist.compression.codecs.randomk import RandomK
 from jaxdist.compression.codecs.sign import Sign
 from jaxdist.compression.codecs.topk import TopK
-from jaxdist.compression.codecs.whole import Whole
+from jaxdist.compression.codecs.whole import WholeCodec
 
 CodecConfig = Annotated[
-    Whole | Cast | Quantize | Adaptive | Sign | TopK | RandomK | LowRank | Chain,
+    WholeCodec | Cast | Quantize | Adaptive | Sign | TopK | RandomK | LowRank | Chain,
     Field(discriminator="type"),
 ]

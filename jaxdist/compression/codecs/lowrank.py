@@ -13,7 +13,7 @@ from jaxdist.compression.contract import (
     CodecState,
     Factored,
     Factors,
-    Linear,
+    LinearCodec,
     Round,
     described,
 )
@@ -25,7 +25,7 @@ DEPENDENT = 1e-6
 """Fraction of a column's length below which a remainder after projection is rounding error."""
 
 
-class LowRank(Linear):
+class LowRank(LinearCodec):
     """PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1): one step of a power iteration.
 
     For a matrix M and the previous round's Q: P = M Q, summed over devices and orthogonalised (Gram

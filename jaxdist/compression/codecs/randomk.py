@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.compression.codecs.fields import Fraction
-from jaxdist.compression.contract import CodecState, Factored, Factors, Linear, Message, Round
+from jaxdist.compression.contract import CodecState, Factored, Factors, LinearCodec, Message, Round
 from jaxdist.compression.wire import in_blocks, out_of_blocks
 from jaxdist.types import Leaf
 
 
-class RandomK(Linear):
+class RandomK(LinearCodec):
     """A single element of every c neighbours, c = 1 / fraction, drawn at random in every round.
 
     All devices draw the same positions from the round's key, so that no position is sent and

@@ -7,11 +7,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxdist.compression.contract import CodecState, Factored, Factors, Linear, Round
+from jaxdist.compression.contract import CodecState, Factored, Factors, LinearCodec, Round
 from jaxdist.types import Leaf
 
 
-class Whole(Linear):
+class WholeCodec(LinearCodec):
     """Every element as float32."""
 
     type: Literal["whole"] = "whole"

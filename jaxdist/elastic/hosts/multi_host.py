@@ -29,7 +29,7 @@ from jaxdist.elastic.hosts.leader_election import LeaderElection, boot_clock
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.hosts.messages import HostMessages
 from jaxdist.elastic.hosts.places.contract import Rendezvous, RendezvousError
-from jaxdist.elastic.hosts.plan import Plan
+from jaxdist.elastic.hosts.plan import GenerationPlan
 from jaxdist.elastic.hosts.prepare import Preparing
 from jaxdist.elastic.hosts.remote_progress import RemoteProgress, encode
 from jaxdist.elastic.hosts.run import (
@@ -238,7 +238,7 @@ class MultiHost:
             told = self.rendezvous.get(key)
             if told is None:
                 time.sleep(LOOK_SECONDS)
-        plan = Plan(**told["plan"])
+        plan = GenerationPlan(**told["plan"])
         first, count = plan.places[self.here.host]
         self._run_folder, self._path_known = run_folder, False
         self._replica = self._preparing.collect(run_folder.snapshots, generation, plan)

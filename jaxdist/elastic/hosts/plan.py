@@ -57,7 +57,7 @@ class HostFacts:
 
 
 @dataclass(frozen=True)
-class Rule:
+class BatchRule:
     """The mesh and the batch of the config.
 
     Attributes:
@@ -76,7 +76,7 @@ class Rule:
     rescales: bool = False
 
     @classmethod
-    def of(cls, values: JsonObject, full: int | None) -> Rule:
+    def of(cls, values: JsonObject, full: int | None) -> BatchRule:
         """Read the rule from the values of a config."""
         mesh, train = values.get("mesh") or {}, values.get("train") or {}
         sizes = {axis: size for axis, size in mesh.items() if axis in AXES and size is not None}
@@ -163,7 +163,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GenerationPlan:
     """The plan of a generation.
 
     Attributes:
@@ -190,10 +190,10 @@ class Plan:
 
 def make_plan(
     members: Sequence[HostFacts],
-    rule: Rule,
+    rule: BatchRule,
     least: int,
     quarantined: Sequence[HostFacts] = (),
-) -> Plan:
+) -> GenerationPlan:
     """Plan a generation of these hosts, in their order.
 
     Args:
@@ -219,7 +219,7 @@ def make_plan(
         places |= {host.host: (first, 0) for host in idle}
         names = tuple(host.name for host in (*idle, *quarantined))
         snapshot = newest_whole([*members, *quarantined])
-        return Plan(places, first, devices, settings, names, snapshot)
+        return GenerationPlan(places, first, devices, settings, names, snapshot)
     raise RunError(f"{len(members)} hosts cannot go on. " + "; ".join(reasons))
 
 

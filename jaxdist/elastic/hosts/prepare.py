@@ -10,7 +10,7 @@ from typing import Any
 from jaxdist.elastic.hosts.copies import CopyError, fetch, parts_in
 from jaxdist.elastic.hosts.leader_election import registry_of
 from jaxdist.elastic.hosts.member import Membership
-from jaxdist.elastic.hosts.plan import HostFacts, Plan, Rule, make_plan
+from jaxdist.elastic.hosts.plan import BatchRule, GenerationPlan, HostFacts, make_plan
 from jaxdist.elastic.hosts.run import asked_of, run_to_begin
 from jaxdist.elastic.hosts.snapshot_replica import SnapshotReplica
 from jaxdist.elastic.membership import Generation
@@ -94,15 +94,17 @@ class Preparing:
             return False
         return True
 
-    def _rule(self) -> Rule:
+    def _rule(self) -> BatchRule:
         full = self.members.rendezvous.get(FULL)
-        return Rule.of(self.values, full["data"] if self._of_this_run(full) else None)
+        return BatchRule.of(self.values, full["data"] if self._of_this_run(full) else None)
 
     def _of_this_run(self, told: Mapping[str, Any] | None) -> bool:
         """Return whether a value was written after the last run of this rendezvous ended."""
         return told is not None and told["generation"] > self.members.ended_before
 
-    def collect(self, folder: Path, generation: Generation, plan: Plan) -> SnapshotReplica | None:
+    def collect(
+        self, folder: Path, generation: Generation, plan: GenerationPlan
+    ) -> SnapshotReplica | None:
         """Fetch the parts of the snapshot that this host lacks, and delete all other parts.
 
         The other parts belong to steps that will be repeated, or to snapshots that lack the part of

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdist.heartbeat.status import Status
-from jaxdist.metrics.account import Kind
+from jaxdist.metrics.account import Activity
 from jaxdist.types import JsonObject
 
 READ_SECONDS = 1.0
@@ -61,7 +61,7 @@ class RemoteProgress:
                 self._heard[host] = message["number"], now
             at = self._heard[host][1]
             for process, step, phase, waiting, since, alive in told["processes"]:
-                kind = Kind(phase)
+                kind = Activity(phase)
                 found.append(Status(process, 0, step, kind, at - since, at - alive, waiting))
         self._found = found if len(found) == self.processes else None
 

@@ -13,7 +13,7 @@ from secrets import token_hex
 from jaxdist.checkpoint.identity import Identity, base_of, candidates, read_identity
 from jaxdist.checkpoint.local import local_folder
 from jaxdist.config import Document, read, validate
-from jaxdist.elastic.agent import Agent, Plan
+from jaxdist.elastic.agent import Agent, AgentSettings
 from jaxdist.elastic.hosts.identity import compatibility
 from jaxdist.elastic.hosts.join import Here
 from jaxdist.elastic.hosts.multi_host import MultiHost
@@ -100,7 +100,7 @@ def agent_of(
     args |= {} if json_file is None else {"json_file": str(json_file)}
     told = (values.get("run") or {}).get("preemption") or {}
     notices = validate(Document(told), PreemptionConfig).build(say)
-    plan = Plan(args, processes, restarts, notices=notices)
+    plan = AgentSettings(args, processes, restarts, notices=notices)
     return Agent(plan, say, fork_module=fork_module, hosts=hosts)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.models.attention.contract import KEPT, Ask
+from jaxdist.models.attention.contract import KEPT, AttentionRequest
 from jaxdist.models.hints import Hint
 
 MOST = 256
@@ -42,7 +42,7 @@ class Blockwise:
     most: int = MOST
     platform: str | None = field(default=None, init=False)
 
-    def fits(self, ask: Ask) -> str | None:
+    def fits(self, ask: AttentionRequest) -> str | None:
         """Return None: plain jax runs everywhere."""
         del ask
         return None
@@ -142,7 +142,7 @@ class Blocks:
         return segments_BL.reshape(-1, self.count, self.size).transpose(1, 0, 2)
 
 
-class Rows(NamedTuple):
+class RunningSoftmax(NamedTuple):
     """The running softmax of each query over the keys so far, in float32.
 
     Attributes:
@@ -182,18 +182,20 @@ def _forward(
     q, k, v = (blocks.cut(x, k_BLKd.shape[2]) for x in given)
     segments = blocks.cut_segments(segments_BL)
 
-    def body(rows: Rows, pair: tuple[jax.Array, jax.Array]) -> tuple[Rows, None]:
+    def body(
+        rows: RunningSoftmax, pair: tuple[jax.Array, jax.Array]
+    ) -> tuple[RunningSoftmax, None]:
         i, j = pair
-        own = Rows(*(x[i] for x in rows))
+        own = RunningSoftmax(*(x[i] for x in rows))
         scores = blocks.scores(q[i], k[j], i, j, segments)
         top = jnp.maximum(own.top, scores.max(-1))
         weights, kept = jnp.exp(scores - top[..., None]), jnp.exp(own.top - top)
         values = _einsum("bkrs,bksd->bkrd", weights.astype(v.dtype), v[j])
         out = own.out * kept[..., None] + values
-        new = Rows(out, top, own.total * kept + weights.sum(-1))
-        return Rows(*(x.at[i].set(y) for x, y in zip(rows, new, strict=True))), None
+        new = RunningSoftmax(out, top, own.total * kept + weights.sum(-1))
+        return RunningSoftmax(*(x.at[i].set(y) for x, y in zip(rows, new, strict=True))), None
 
-    start = Rows(
+    start = RunningSoftmax(
         out=jnp.zeros(q.shape, jnp.float32),
         top=jnp.full(q.shape[:-1], HIDDEN, jnp.float32),
         total=jnp.zeros(q.shape[:-1], jnp.float32),

@@ -10,7 +10,7 @@ import jax
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.attention.blockwise import Blockwise
-from jaxdist.models.attention.contract import Ask, Kernel
+from jaxdist.models.attention.contract import AttentionRequest, Kernel
 from jaxdist.models.attention.cudnn import Cudnn
 from jaxdist.models.attention.plain import Plain
 from jaxdist.models.attention.splash import Splash
@@ -30,7 +30,7 @@ SPLASH_FROM, BLOCKWISE_FROM = 1024, 2048
 with a model's block, and programs without loops or custom kernels compile faster."""
 
 
-def choose(name: KernelName, ask: Ask) -> str:
+def choose(name: KernelName, ask: AttentionRequest) -> str:
     """Choose a kernel: the named kernel, or for auto the best of those that fit.
 
     Auto is cuDNN's kernel or splash where they run, blockwise for other long sequences, else plain.
@@ -47,7 +47,7 @@ def choose(name: KernelName, ask: Ask) -> str:
     return name if KERNELS[name].platform in (None, ask.platform) else "plain"
 
 
-def refusal(name: KernelName, ask: Ask) -> str | None:
+def refusal(name: KernelName, ask: AttentionRequest) -> str | None:
     """Explain why the kernel cannot do what is asked, and which kernel can; None if it can."""
     reason = None if name == "auto" else KERNELS[name].fits(ask)
     if reason is None:
@@ -57,13 +57,13 @@ def refusal(name: KernelName, ask: Ask) -> str | None:
     return f"attention {name} {reason}; use auto{here} or {fitting}"
 
 
-def _best(ask: Ask) -> str:
+def _best(ask: AttentionRequest) -> str:
     wanted = {"cudnn": 0, "splash": SPLASH_FROM, "blockwise": BLOCKWISE_FROM, "plain": 0}
     length = ask.length or 0
     return next(name for name, least in wanted.items() if length >= least and _runs(name, ask))
 
 
-def _runs(name: str, ask: Ask) -> bool:
+def _runs(name: str, ask: AttentionRequest) -> bool:
     kernel = KERNELS[name]
     return kernel.platform in (None, ask.platform) and kernel.fits(ask) is None
 
@@ -78,7 +78,7 @@ class Attend:
     """
 
     name: KernelName
-    ask: Ask
+    ask: AttentionRequest
     hint: Hint
 
     def __call__(

@@ -20,7 +20,7 @@ A remat policy that saves this name does not run the kernel a second time.
 
 
 @dataclass(frozen=True)
-class Ask:
+class AttentionRequest:
     """A request for attention, which a kernel may or may not support.
 
     Attributes:
@@ -62,7 +62,7 @@ class Kernel(Protocol):
         """Platform that the kernel is written for; None is all platforms."""
         ...
 
-    def fits(self, ask: Ask) -> str | None:
+    def fits(self, ask: AttentionRequest) -> str | None:
         """Explain why the kernel cannot do it, in a clause without subject; None if it can."""
         ...
 
@@ -82,7 +82,7 @@ class Kernel(Protocol):
           q_BLHd, k_BLKd, v_BLKd: queries, keys, values of one dtype; head h reads keys h // (H /
             K).
           segments_BL: document of each position, int32; None is one document.
-          window: see `Ask`.
+          window: see `AttentionRequest`.
           hint: the layout of q, k and v on the mesh.
         """
         ...

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from jaxdist.models.attention.contract import Ask
+from jaxdist.models.attention.contract import AttentionRequest
 from jaxdist.models.attention.plain import of_jax
 from jaxdist.models.hints import Hint
 
@@ -20,7 +20,7 @@ class Cudnn:
 
     platform: str | None = field(default="gpu", init=False)
 
-    def fits(self, ask: Ask) -> str | None:
+    def fits(self, ask: AttentionRequest) -> str | None:
         """Refuse devices other than GPUs, other dtypes, and head sizes that cuDNN lacks."""
         if ask.platform not in (None, self.platform):
             return f"runs on GPUs, and the mesh is of {ask.platform} devices"

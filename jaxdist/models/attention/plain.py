@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.models.attention.contract import KEPT, Ask
+from jaxdist.models.attention.contract import KEPT, AttentionRequest
 from jaxdist.models.hints import Hint
 
 
@@ -18,7 +18,7 @@ class Plain:
 
     platform: str | None = field(default=None, init=False)
 
-    def fits(self, ask: Ask) -> str | None:
+    def fits(self, ask: AttentionRequest) -> str | None:
         """Return None: it runs everywhere."""
         del ask
         return None

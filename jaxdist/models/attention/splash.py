@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxdist.cost.kernels import LANES, splash_block
-from jaxdist.models.attention.contract import KEPT, Ask
+from jaxdist.models.attention.contract import KEPT, AttentionRequest
 from jaxdist.models.hints import Hint
 
 QUERIES = ("batch", "seq", "heads", "head_dim")
@@ -35,7 +35,7 @@ class Splash:
     interpret: bool = False
     platform: str | None = field(default="tpu", init=False)
 
-    def fits(self, ask: Ask) -> str | None:
+    def fits(self, ask: AttentionRequest) -> str | None:
         """Refuse devices other than TPUs, indivisible sequences, heads split from their keys."""
         if ask.platform not in (None, self.platform) and not self.interpret:
             return f"runs on TPUs, and the mesh is of {ask.platform} devices"

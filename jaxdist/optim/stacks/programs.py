@@ -14,7 +14,7 @@ from functools import cached_property
 import jax
 
 from jaxdist.optim.stacks.form import Form
-from jaxdist.optim.stacks.terms import Term, Terms, Value
+from jaxdist.optim.stacks.terms import Term, TermTable, TermValue
 from jaxdist.types import PyTree
 
 Function = Callable[..., PyTree]
@@ -79,7 +79,7 @@ class _Comparison:
     function: Function
     forms: tuple[Form, ...]
     shapes: tuple[PyTree, ...]
-    terms: Terms = field(default_factory=Terms)
+    terms: TermTable = field(default_factory=TermTable)
 
     @cached_property
     def stacked(self) -> list[bool]:
@@ -106,7 +106,7 @@ class _Comparison:
         symbols = self.lists([structure.unflatten(self.symbols(layer)) for layer in layers])
         leaves = zip(jax.tree.leaves(symbols), jax.tree.leaves(given), strict=True)
         found = self.terms.results(
-            traced, [Value((term,), uniform=not shape.shape) for term, shape in leaves]
+            traced, [TermValue((term,), uniform=not shape.shape) for term, shape in leaves]
         )
         form = Form.of(shapes)
         terms = jax.tree.structure(shapes).unflatten([value.layers[0] for value in found])
@@ -123,7 +123,7 @@ class _Comparison:
         layers = zip(self.stacked, *map(self.symbols, range(COMPARED)), strict=True)
         leaves = zip(layers, jax.tree.leaves(self.shapes), strict=True)
         given = [
-            Value(tuple(terms) if flag else (terms[0],), flag, uniform=not shape.shape)
+            TermValue(tuple(terms) if flag else (terms[0],), flag, uniform=not shape.shape)
             for (flag, *terms), shape in leaves
         ]
         try:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 Term: TypeAlias = int
-"""The number of a term in a `Terms`: equal terms have equal numbers."""
+"""The number of a term in a `TermTable`: equal terms have equal numbers."""
 
 _ELEMENTWISE = frozenset((
     "abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt",
@@ -39,7 +39,7 @@ class UnknownError(Exception):
 
 
 @dataclass(frozen=True)
-class Value:
+class TermValue:
     """The terms of a traced variable.
 
     Attributes:
@@ -53,7 +53,7 @@ class Value:
     uniform: bool = False
 
 
-class Terms:
+class TermTable:
     """A set of terms in which equal terms have equal numbers."""
 
     def __init__(self) -> None:
@@ -64,14 +64,14 @@ class Terms:
         """Return the term of an input."""
         return self._number(("input", name))
 
-    def results(self, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
+    def results(self, closed: ClosedJaxpr, inputs: Sequence[TermValue]) -> list[TermValue]:
         """Return the values of a traced function's results.
 
         Raises:
           UnknownError: a stack of layers is passed to an operation that may mix its layers.
         """
         jaxpr = closed.jaxpr
-        known: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        known: dict[Var, TermValue] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
             known[var] = self._constant(const)
         for equation in jaxpr.eqns:
@@ -79,18 +79,18 @@ class Terms:
             known.update(zip(equation.outvars, self._of(equation, given), strict=True))
         return [self._value(known, var) for var in jaxpr.outvars]
 
-    def _value(self, known: dict[Var, Value], var: Var | Literal) -> Value:
+    def _value(self, known: dict[Var, TermValue], var: Var | Literal) -> TermValue:
         return self._constant(var.val) if isinstance(var, Literal) else known[var]
 
-    def _constant(self, value: Any) -> Value:
+    def _constant(self, value: Any) -> TermValue:
         try:
             array = np.asarray(value)
             key = (str(array.dtype), array.shape, array.tobytes())
         except Exception:  # A traced value has no bytes: it equals only itself.
-            return Value((self._number(("const", id(value))),))
-        return Value((self._number(key),), uniform=array.ndim == 0)
+            return TermValue((self._number(("const", id(value))),))
+        return TermValue((self._number(key),), uniform=array.ndim == 0)
 
-    def _of(self, equation: JaxprEqn, given: Sequence[Value]) -> list[Value]:
+    def _of(self, equation: JaxprEqn, given: Sequence[TermValue]) -> list[TermValue]:
         name = equation.primitive.name
         body = _body(equation) if name in _CALLS else None
         if body is not None:
@@ -108,11 +108,11 @@ class Terms:
             raise UnknownError(name)
         key = (name, _key(equation), tuple(shapes), tuple(value.layers[0] for value in given))
         return [
-            Value((self._number((*key, at)),), uniform=not _shape(var))
+            TermValue((self._number((*key, at)),), uniform=not _shape(var))
             for at, var in enumerate(equation.outvars)
         ]
 
-    def _elementwise(self, equation: JaxprEqn, given: Sequence[Value]) -> Value:
+    def _elementwise(self, equation: JaxprEqn, given: Sequence[TermValue]) -> TermValue:
         stacked = any(value.stacked for value in given)
         if stacked and not all(value.stacked or value.uniform for value in given):
             raise UnknownError(equation.primitive.name)
@@ -125,12 +125,12 @@ class Terms:
             terms = [value.layers[layer if value.stacked else 0] for value in given]
             join = single and name in _SUMS.values()
             found.append(self._sum(name, terms) if join else self._number((name, key, *terms)))
-        return Value(tuple(found), stacked, uniform)
+        return TermValue(tuple(found), stacked, uniform)
 
-    def _conditional(self, equation: JaxprEqn, given: Sequence[Value]) -> list[Value]:
+    def _conditional(self, equation: JaxprEqn, given: Sequence[TermValue]) -> list[TermValue]:
         """Return the values of a conditional: terms of each branch's own."""
         branches = [self.results(_closed(b), given[1:]) for b in equation.params["branches"]]
-        found: list[Value] = []
+        found: list[TermValue] = []
         for values in zip(*branches, strict=True):
             stacked = any(value.stacked for value in values)
             uniform = all(value.uniform for value in values)
@@ -142,15 +142,15 @@ class Terms:
                 )
                 for at in range(max(len(value.layers) for value in values))
             ]
-            found.append(Value(tuple(terms), stacked, uniform))
+            found.append(TermValue(tuple(terms), stacked, uniform))
         return found
 
-    def _reduced(self, join: str, value: Value, shape: tuple[int, ...]) -> Value:
+    def _reduced(self, join: str, value: TermValue, shape: tuple[int, ...]) -> TermValue:
         """Reduce all elements to a single number."""
         # Uniform values match any shape, but their sum depends on the number of elements.
         key = ("reduce", join, shape if value.uniform else None)
         parts = [self._number((*key, term)) for term in value.layers]
-        return Value((self._sum(join, parts),), uniform=True)
+        return TermValue((self._sum(join, parts),), uniform=True)
 
     def _sum(self, join: str, terms: Sequence[Term]) -> Term:
         """Return the term of a sum of single numbers, regardless of order and brackets."""

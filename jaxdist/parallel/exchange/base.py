@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdist.models.loss import Batch, Sums
 from jaxdist.parallel.compiler import Options
 from jaxdist.parallel.contract import Compute, Given, Placements
-from jaxdist.parallel.zero import Zero
+from jaxdist.parallel.zero import ZeroSplit
 from jaxdist.trees import divide
 from jaxdist.types import Buffers, Grads, Params, PyTree, Shardings
 
@@ -29,7 +29,7 @@ class Base:
     """
 
     whole: Shardings
-    zero: Zero | None
+    zero: ZeroSplit | None
     frozen: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     @property

@@ -22,8 +22,8 @@ from jaxdist.parallel.exchange.explicit import EVERYWHERE, Explicit, together
 from jaxdist.parallel.exchange.messages import Messages
 from jaxdist.parallel.exchange.scatter import Scatter
 from jaxdist.parallel.exchange.unsharded import Unsharded
-from jaxdist.parallel.wire import Wire
-from jaxdist.parallel.zero import Zero
+from jaxdist.parallel.wire import ZeroMessages
+from jaxdist.parallel.zero import ZeroSplit
 from jaxdist.types import Grads, Params, PyTree
 
 
@@ -46,7 +46,7 @@ class Compressed(Explicit):
         """Partition specs of the results of `stacked`, on all axes."""
         return jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
 
-    def summed_inside(self, zero: Zero, grads: Grads, *, scatter: bool = True) -> PyTree:
+    def summed_inside(self, zero: ZeroSplit, grads: Grads, *, scatter: bool = True) -> PyTree:
         """Sum exactly over ZeRO's axes: to shards of split tensors, to whole tensors elsewhere.
 
         Args:
@@ -56,7 +56,7 @@ class Compressed(Explicit):
         leaves, structure = jax.tree.flatten(grads)
         dims = zero.dims_of(grads)
         if scatter:
-            wire = Wire(zero.axes, self.algorithm, reduce_dtype=self.reduce_dtype)
+            wire = ZeroMessages(zero.axes, self.algorithm, reduce_dtype=self.reduce_dtype)
             leaves = together(wire.scatter, leaves, dims)
         whole = [i for i, dim in enumerate(dims) if dim is None]
         sums = self.sum([leaves[i] for i in whole], zero.axes) if whole else []
@@ -74,7 +74,7 @@ class CompressedAllReduce(Compressed, AllReduce):
         messages cross all axes.
     """
 
-    inside: Zero | None = field(default=None, kw_only=True)
+    inside: ZeroSplit | None = field(default=None, kw_only=True)
 
     def gradients(
         self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
@@ -95,7 +95,7 @@ class CompressedAllReduce(Compressed, AllReduce):
         return found._replace(grads=grads), state
 
 
-def _gathered(zero: Zero, like: Grads, exchange: Explicit, shards: Grads) -> PyTree:
+def _gathered(zero: ZeroSplit, like: Grads, exchange: Explicit, shards: Grads) -> PyTree:
     """Gather whole tensors from shards over the fast network."""
     leaves, structure = jax.tree.flatten(shards)
     dims, lengths = zero.dims_of(shards), zero.lengths_of(shards)
@@ -127,7 +127,7 @@ class CompressedScatter(Compressed, Scatter):
         return found._replace(grads=self.zero.cut(grads)), state
 
 
-def _own_shards(zero: Zero, whole: Grads) -> PyTree:
+def _own_shards(zero: ZeroSplit, whole: Grads) -> PyTree:
     count, mine = axis_size(zero.axes), rank(zero.axes)
 
     def own(x: jax.Array, dim: int | None) -> jax.Array:
@@ -182,7 +182,9 @@ class CompressedUnsharded(Compressed, Unsharded):
         return self.zero.map(leading, specs)
 
 
-def compressed_exchange(zero: Zero | None, inside: Zero | None, **settings: Any) -> Exchange:
+def compressed_exchange(
+    zero: ZeroSplit | None, inside: ZeroSplit | None, **settings: Any
+) -> Exchange:
     """Return the compressed exchange for ZeRO's stage.
 
     Args:

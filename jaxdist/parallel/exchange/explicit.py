@@ -24,12 +24,12 @@ from jaxdist.compression import Codec
 from jaxdist.models.loss import Batch
 from jaxdist.models.mean import check_adds_up
 from jaxdist.optim.safety import global_norm, global_norm_of_shards
-from jaxdist.parallel.contract import Compute, Gradients, Held, Surroundings
+from jaxdist.parallel.contract import BatchContext, Compute, Gradients, Held
 from jaxdist.parallel.exchange.base import Base
 from jaxdist.parallel.layer_chunks import Layers, by_layers
 from jaxdist.parallel.unshard import on_blocks
-from jaxdist.parallel.wire import Wire
-from jaxdist.parallel.zero import Zero
+from jaxdist.parallel.wire import ZeroMessages
+from jaxdist.parallel.zero import ZeroSplit
 from jaxdist.trees import flatten_with_names, leaf_bytes
 from jaxdist.types import Buffers, Grads, Params, PyTree, Specs
 
@@ -84,7 +84,7 @@ class Explicit(Base):
           enter: function from a device's stored parameters to those that it computes with.
           leave: function from a device's gradients to the result.
         """
-        around = Surroundings(self.axes, self.axes if self.global_statistics else ())
+        around = BatchContext(self.axes, self.axes if self.global_statistics else ())
 
         def run(params: Params, buffers: Buffers, batch: PyTree, key: jax.Array) -> Gradients:
             # With the same key, all devices would drop the same units of their different rows.
@@ -168,7 +168,7 @@ class Sharding(Explicit):
       reduce_codec: codec of gradients, without feedback; None sends them uncompressed.
     """
 
-    zero: Zero
+    zero: ZeroSplit
     reduce_codec: Codec | None = field(default=None, kw_only=True)
 
     @property
@@ -176,11 +176,11 @@ class Sharding(Explicit):
         """Whether barriers matter: XLA would fuse the update into both uses, and round twice."""
         return self.zero.stage < 3
 
-    def wire(self) -> Wire:
+    def wire(self) -> ZeroMessages:
         zero = self.zero
         dtypes = zero.gather_dtype, self.reduce_dtype
         codecs = zero.gather_codec, self.reduce_codec
-        return Wire(zero.axes, self.algorithm, *dtypes, zero.prefetch, *codecs)
+        return ZeroMessages(zero.axes, self.algorithm, *dtypes, zero.prefetch, *codecs)
 
     def finish(self, grads: Grads) -> PyTree:
         """Sum over the remaining axes: whole tensors over all data axes, shards over the others."""
@@ -209,7 +209,7 @@ class Sharding(Explicit):
 
     def _gather(self, shards: Params, into: Params) -> PyTree:
         zero = self.zero
-        wire, dims = Wire(zero.axes, self.algorithm), zero.dims_of(into)
+        wire, dims = ZeroMessages(zero.axes, self.algorithm), zero.dims_of(into)
         lengths, (whole, structure) = zero.lengths_of(into), jax.tree.flatten(into)
 
         def gather(positions: list[int], leaves: Layers) -> Layers:

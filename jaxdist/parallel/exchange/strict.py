@@ -27,14 +27,14 @@ from jaxdist.models.mean import check_adds_up, divisor
 from jaxdist.optim.owners import Owner
 from jaxdist.optim.safety import all_finite, global_norm
 from jaxdist.parallel.compiler import PASSES, Options
-from jaxdist.parallel.contract import Compute, Given, Gradients, Held, Surroundings
+from jaxdist.parallel.contract import BatchContext, Compute, Given, Gradients, Held
 from jaxdist.parallel.exchange.explicit import EVERYWHERE, Explicit
 from jaxdist.parallel.exchange.scatter import Scatter
 from jaxdist.parallel.strict.pieces import in_pieces, once
 from jaxdist.parallel.strict.reduction import Reduction
-from jaxdist.parallel.strict.tree import Local, Order, add_blocks, settled, take, wide
+from jaxdist.parallel.strict.tree import LocalTree, Order, add_blocks, settled, take, wide
 from jaxdist.parallel.unshard import on_blocks
-from jaxdist.parallel.wire import Wire
+from jaxdist.parallel.wire import ZeroMessages
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Buffers, Grads, Params, PyTree
 
@@ -73,7 +73,7 @@ class Strict(Explicit):
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
-    def local(self) -> Local:
+    def local(self) -> LocalTree:
         """Each device's part of the order."""
         return self.order.on(self.devices)
 
@@ -228,7 +228,7 @@ class Strict(Explicit):
                 # must not change the masks.
                 own = jax.random.fold_in(key, first + number)
                 ready, mine = settled((given, take(rows, number)), flat=self._alone)
-                found = compute.gradients(ready, mine, own, Surroundings())
+                found = compute.gradients(ready, mine, own, BatchContext())
                 check_adds_up(found.sums, self._cut)
                 return wide(found)
 
@@ -267,7 +267,7 @@ class Strict(Explicit):
         split = {i: dim for i, dim in enumerate(zero.dims_of(stored)) if dim is not None}
         mine = [*split]
         gather = partial(
-            Wire(zero.axes, XLA).gather,
+            ZeroMessages(zero.axes, XLA).gather,
             dims=[*split.values()],
             lengths=[lengths[i] for i in mine],
         )

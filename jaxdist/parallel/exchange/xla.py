@@ -10,13 +10,13 @@ import jax
 
 from jaxdist.models.loss import Batch
 from jaxdist.optim.safety import global_norm
-from jaxdist.parallel.contract import Compute, Gradients, Held, Surroundings
+from jaxdist.parallel.contract import BatchContext, Compute, Gradients, Held
 from jaxdist.parallel.exchange.base import Base
 from jaxdist.types import Grads, Params, PyTree
 
 
 @dataclass(frozen=True)
-class Xla(Base):
+class XlaExchange(Base):
     """All rows as one array, with sharding constraints that split gradients."""
 
     explicit: bool = field(default=False, init=False)
@@ -27,12 +27,12 @@ class Xla(Base):
         return compute.mean_gradients(held, batch, key, self._around), state
 
     @property
-    def _around(self) -> Surroundings:
+    def _around(self) -> BatchContext:
         """Split gradients as soon as they are computed, from stage 2 on."""
         if self.zero is None:
-            return Surroundings()
+            return BatchContext()
         lie = self.placements.shares if self.zero.stage >= 2 else self.trained(self.whole)
-        return Surroundings(placed=partial(jax.lax.with_sharding_constraint, shardings=lie))
+        return BatchContext(placed=partial(jax.lax.with_sharding_constraint, shardings=lie))
 
     def norm(self, grads: Grads) -> jax.Array:
         return global_norm(grads)

@@ -18,7 +18,7 @@ from jaxdist.collectives.operations import all_gather, all_to_all
 from jaxdist.optim.safety import total_square
 from jaxdist.parallel.strict.pieces import once
 from jaxdist.parallel.strict.tree import Order, settled, take, turns
-from jaxdist.parallel.zero import Zero
+from jaxdist.parallel.zero import ZeroSplit
 from jaxdist.types import Grads, PyTree
 
 
@@ -36,7 +36,7 @@ class Reduction:
     order: Order
     axes: tuple[str, ...]
     devices: int
-    zero: Zero | None
+    zero: ZeroSplit | None
 
     def everywhere(self, blocks: PyTree) -> PyTree:
         """Sum all shards from each device's few, small blocks; of integers, return the last."""
@@ -119,7 +119,7 @@ class Reduction:
         return total + whole
 
 
-def _dims(zero: Zero | None, tree: PyTree) -> list[int | None]:
+def _dims(zero: ZeroSplit | None, tree: PyTree) -> list[int | None]:
     return [None] * len(jax.tree.leaves(tree)) if zero is None else zero.dims_of(tree)
 
 

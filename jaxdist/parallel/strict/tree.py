@@ -8,7 +8,7 @@ they are computed keeps a + 1 sums, not V. Where V is a power of two, each devic
 one gradient, as in any reduction.
 
     >>> Order(8).on(2), Order(12).on(4), Order(12).on(3)
-    (Local(shards=4, block=4), Local(shards=3, block=1), Local(shards=4, block=4))
+    (LocalTree(shards=4, block=4), LocalTree(shards=3, block=1), LocalTree(shards=4, block=4))
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxdist.types import PyTree
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalTree:
     """A device's part of the tree.
 
     Attributes:
@@ -64,11 +64,11 @@ class Order:
         """The shards of the largest binary tree: the largest power of two that divides all."""
         return self.shards & -self.shards
 
-    def on(self, devices: int) -> Local:
+    def on(self, devices: int) -> LocalTree:
         """Return each device's part, in the order of the device indices."""
         assert self.shards % devices == 0, "see jaxdist.parallel.strict.check"
         mine = self.shards // devices
-        return Local(mine, math.gcd(mine, self.run))
+        return LocalTree(mine, math.gcd(mine, self.run))
 
     def add(self, blocks: jax.Array) -> jax.Array:
         """Sum over the first dim of `[n, ...]`: sums of V / n shards each, in order.
@@ -116,7 +116,9 @@ def wide(tree: PyTree) -> PyTree:
     return jax.tree.map(one, tree)
 
 
-def add_blocks(one: Callable[[jax.Array], PyTree], local: Local, *, flat: bool = True) -> PyTree:
+def add_blocks(
+    one: Callable[[jax.Array], PyTree], local: LocalTree, *, flat: bool = True
+) -> PyTree:
     """Add up a device's own shards, leaves `[local.blocks, ...]`; of integers, each block's last.
 
     Each iteration of the loop compiles to the same code for any number of iterations: XLA does not

@@ -145,7 +145,7 @@ class SSP(OnArrival):
         return self.reads
 
 
-class Adaptive(OnArrival):
+class AdaptiveSSP(OnArrival):
     """SSP with an adaptive bound: a fast worker runs ahead when that shortens its wait.
 
     Up to `least` clocks ahead of the slowest worker, no worker waits. Above it, the last two push
@@ -169,7 +169,7 @@ class Adaptive(OnArrival):
     sends new parameters whenever the slowest clock advances."""
 
     @model_validator(mode="after")
-    def _fits(self) -> Adaptive:
+    def _fits(self) -> AdaptiveSSP:
         if self.least >= self.most:
             raise ValueError(
                 f"least {self.least} and most {self.most} leave nothing to adapt: give a larger "

@@ -10,8 +10,8 @@ import numpy as np
 from jaxdist.param_server.consistency.arrays import combined
 from jaxdist.param_server.consistency.contract import Arrival, Consistency
 from jaxdist.param_server.live.codes import Codes, Encoder
-from jaxdist.param_server.live.exchange import Exchange, Link
-from jaxdist.param_server.live.layout import Layout
+from jaxdist.param_server.live.exchange import ServerLink, Sessions
+from jaxdist.param_server.live.layout import ShardLayout
 from jaxdist.param_server.live.reception import Reception
 from jaxdist.param_server.protocol import client, rack
 from jaxdist.param_server.protocol.client import ClientState
@@ -44,7 +44,7 @@ class Aggregator(Reception):
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ShardLayout,
         model: Consistency,
         wire: Wire,
         numbers: Iterator[int],
@@ -58,11 +58,11 @@ class Aggregator(Reception):
         super().__init__(layout.spec, codes)
         self.model, self.forwarded = model, 0
         self._numbers, self._workers, self._gone = numbers, len(workers), gone
-        self._link = Link(layout.server, wire, ClientState(-1), f"server {layout.server}")
+        self._link = ServerLink(layout.server, wire, ClientState(-1), f"server {layout.server}")
         self._begin()
         for worker in workers:
             self._join(worker)
-        self._exchange = Exchange(
+        self._exchange = Sessions(
             [self._link],
             self._lock,
             retry_seconds=retry_seconds,
@@ -130,7 +130,7 @@ class Aggregator(Reception):
             return self._link.name
         return f"clients {', '.join(map(str, self.state.inner.late)) or 'none'}"
 
-    def _heard(self, link: Link, reply: Reply, payload: np.ndarray | None) -> None:
+    def _heard(self, link: ServerLink, reply: Reply, payload: np.ndarray | None) -> None:
         step = rack.from_root(self.model, self.state, reply)
         if step.takes:
             link.copy = payload

@@ -13,8 +13,8 @@ import numpy as np
 from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.live.codes import Codes, Encoder
-from jaxdist.param_server.live.exchange import Exchange, Link
-from jaxdist.param_server.live.layout import Layout
+from jaxdist.param_server.live.exchange import ServerLink, Sessions
+from jaxdist.param_server.live.layout import ShardLayout
 from jaxdist.param_server.protocol import client as protocol
 from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Reply
@@ -56,7 +56,7 @@ class Client:
         self,
         number: int,
         model: Consistency,
-        layouts: Sequence[Layout],
+        layouts: Sequence[ShardLayout],
         wires: Sequence[Wire],
         *,
         codes: Sequence[Codes] = (),
@@ -67,7 +67,7 @@ class Client:
         self.number, self.model, self.patience = number, model, patience or Patience()
         self._encoders = [Encoder(one, number) for one in codes]
         self._links = [
-            Link(
+            ServerLink(
                 layout.server,
                 wire,
                 ClientState(number, epoch),
@@ -79,7 +79,7 @@ class Client:
         self._failure: str | None = None
         self.waited_seconds = 0.0
         self.received_bytes = self.sent_bytes = 0
-        self._exchange = Exchange(
+        self._exchange = Sessions(
             self._links,
             threading.RLock(),
             retry_seconds=self.patience.retry_seconds,
@@ -238,7 +238,7 @@ class Client:
     def _failed(self, reason: str) -> None:
         self._failure = reason
 
-    def _heard(self, link: Link, reply: Reply, payload: np.ndarray | None) -> None:
+    def _heard(self, link: ServerLink, reply: Reply, payload: np.ndarray | None) -> None:
         heard = protocol.hear(link.state, reply)
         link.state = heard.state
         if heard.takes:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.compression import Codec, Feedback, Sender, SenderState, Sent, first_round
-from jaxdist.param_server.live.layout import Layout, Piece
+from jaxdist.param_server.live.layout import ShardLayout, ShardPiece
 from jaxdist.param_server.wire.contract import Spec
 from jaxdist.types import PyTree
 
@@ -24,7 +24,12 @@ class Codes:
     """
 
     def __init__(
-        self, layout: Layout, codec: Codec, feedback: Feedback, whole: frozenset[str], seed: int
+        self,
+        layout: ShardLayout,
+        codec: Codec,
+        feedback: Feedback,
+        whole: frozenset[str],
+        seed: int,
     ) -> None:
         self.layout, self.whole, self.seed = layout, whole, seed
         self.sender = Sender(codec, feedback)
@@ -38,7 +43,7 @@ class Codes:
         size = sum(_bytes(leaf) for one in self._messages for leaf in jax.tree.leaves(one))
         return Spec(self.layout.server, np.dtype(np.uint8), size)
 
-    def _message(self, piece: Piece) -> PyTree:
+    def _message(self, piece: ShardPiece) -> PyTree:
         """Return the shapes of a range's message."""
         if piece.range.name in self.whole:
             return jax.ShapeDtypeStruct(piece.shape, self.layout.dtype)
@@ -104,7 +109,7 @@ class Encoder:
         return np.concatenate(raw), finite
 
 
-def like(piece: Piece) -> jax.ShapeDtypeStruct:
+def like(piece: ShardPiece) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a range as codecs encode it."""
     return jax.ShapeDtypeStruct(piece.shape, jnp.float32)
 

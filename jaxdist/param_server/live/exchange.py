@@ -26,8 +26,8 @@ AWAY_SECONDS = 0.05
 """Time between two attempts to reach a server."""
 
 
-class Link:
-    """A client's state for one server; all access requires the lock of its `Exchange`.
+class ServerLink:
+    """A client's state for one server; all access requires the lock of its `Sessions`.
 
     Args:
       server: number of the server, which is also that of its shard.
@@ -111,7 +111,7 @@ class Link:
         return Envelope(op, self.state.epoch, self.state.client, tensor=self.server)
 
 
-class Exchange:
+class Sessions:
     """The sessions of a client's links, which a thread keeps open.
 
     Args:
@@ -126,11 +126,11 @@ class Exchange:
 
     def __init__(
         self,
-        links: Sequence[Link],
+        links: Sequence[ServerLink],
         lock: threading.RLock,
         *,
         retry_seconds: float,
-        heard: Callable[[Link, Reply, np.ndarray | None], None],
+        heard: Callable[[ServerLink, Reply, np.ndarray | None], None],
         failed: Callable[[str], None],
     ) -> None:
         self.links, self._retry_seconds = tuple(links), retry_seconds
@@ -151,7 +151,7 @@ class Exchange:
             if session is not None:
                 session.close()
 
-    def begin(self, link: Link, state: ClientState) -> None:
+    def begin(self, link: ServerLink, state: ClientState) -> None:
         """Act for another client once the link is active; the caller holds the lock."""
         session = link.begin(state)
         if session is not None:
@@ -162,13 +162,13 @@ class Exchange:
         """Notice that a link is active again; the caller holds the lock."""
         self._lost.notify_all()
 
-    def _hear(self, link: Link, over: threading.Event, envelope: Envelope) -> None:
+    def _hear(self, link: ServerLink, over: threading.Event, envelope: Envelope) -> None:
         with self.changed:
             if not over.is_set():
                 self._take(link, envelope)
             self.changed.notify_all()
 
-    def _take(self, link: Link, envelope: Envelope) -> None:
+    def _take(self, link: ServerLink, envelope: Envelope) -> None:
         if envelope.client != link.state.client:
             if envelope.op is Op.REFUSE:
                 self._failed(f"{link.name} refused it: {envelope.text}")
@@ -202,7 +202,7 @@ class Exchange:
                 self._open(link)
                 time.sleep(AWAY_SECONDS)
 
-    def _open(self, link: Link) -> None:
+    def _open(self, link: ServerLink) -> None:
         over = threading.Event()
 
         def ended(reason: str) -> None:

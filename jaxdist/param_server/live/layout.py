@@ -18,7 +18,7 @@ from jaxdist.types import Params
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """A range's position in its shard's flat array.
 
     Attributes:
@@ -40,7 +40,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """The ranges of one server in a flat array.
 
     Attributes:
@@ -49,7 +49,7 @@ class Layout:
 
     server: int
     dtype: np.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
 
     @property
     def length(self) -> int:
@@ -69,7 +69,7 @@ class Layout:
         return flat
 
 
-def layouts(placement: Placement, params: Params) -> tuple[Layout, ...]:
+def layouts(placement: Placement, params: Params) -> tuple[ShardLayout, ...]:
     """Return the layout of each server's shard.
 
     Args:
@@ -86,20 +86,22 @@ def layouts(placement: Placement, params: Params) -> tuple[Layout, ...]:
             f"({', '.join(dtypes)}), and servers hold one: choose one dtype for all"
         )
     dtype = np.dtype(next(iter(named.values())).dtype)
-    found: list[Layout] = []
+    found: list[ShardLayout] = []
     for server in placement.servers:
-        pieces: list[Piece] = []
+        pieces: list[ShardPiece] = []
         offset = 0
         for part in placement.held(server):
             shape = (part.stop - part.start, *named[part.name].shape[1:])
-            pieces.append(Piece(part, shape, offset))
+            pieces.append(ShardPiece(part, shape, offset))
             offset += pieces[-1].length
-        found.append(Layout(server, dtype, tuple(pieces)))
+        found.append(ShardLayout(server, dtype, tuple(pieces)))
     return tuple(found)
 
 
 def joined(
-    shards: Sequence[Layout], flats: Sequence[np.ndarray], shapes: Mapping[str, tuple[int, ...]]
+    shards: Sequence[ShardLayout],
+    flats: Sequence[np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, np.ndarray]:
     """Return parameters by name from the shards; views where one range is a whole parameter.
 

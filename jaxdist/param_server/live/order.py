@@ -15,7 +15,7 @@ from jaxdist.param_server.protocol.messages import Message, Pull, Push, Stamp
 from jaxdist.param_server.protocol.server import RangeState
 
 
-class Taken(NamedTuple):
+class ProtocolCall(NamedTuple):
     """A call of the protocol (`jaxdist.param_server.protocol.server`) with its arguments.
 
     Attributes:
@@ -30,7 +30,7 @@ class Taken(NamedTuple):
     message: Message | None = None
 
 
-def step(model: Consistency, state: RangeState, taken: Taken) -> server.Step:
+def step(model: Consistency, state: RangeState, taken: ProtocolCall) -> server.Step:
     """Repeat a call of the protocol."""
     match taken.kind:
         case "join":
@@ -69,7 +69,7 @@ class OrderLog:
         except OSError as error:
             raise RunError(f"order log {path} cannot be written: {error.strerror}") from error
 
-    def add(self, taken: Taken) -> None:
+    def add(self, taken: ProtocolCall) -> None:
         """Append a call."""
         self._file.write(json.dumps(_fields(taken)) + "\n")
 
@@ -81,7 +81,7 @@ class OrderLog:
         self._file.close()
 
 
-def read_order(path: Path) -> Iterator[Taken]:
+def read_order(path: Path) -> Iterator[ProtocolCall]:
     """Return the calls of a log, in order; a truncated last line is skipped.
 
     Raises:
@@ -98,7 +98,7 @@ def read_order(path: Path) -> Iterator[Taken]:
             raise RunError(f"order log {path}, line {number}: {line[:60]!r} is no entry") from error
 
 
-def _fields(taken: Taken) -> list[object]:
+def _fields(taken: ProtocolCall) -> list[object]:
     match taken.message:
         case None:
             return [taken.kind, taken.now, taken.client]
@@ -109,21 +109,21 @@ def _fields(taken: Taken) -> list[object]:
             return ["push", taken.now, stamp.client, stamp.sequence, stamp.epoch, *own]
 
 
-def _taken(fields: list[object]) -> Taken:
+def _taken(fields: list[object]) -> ProtocolCall:
     match fields:
         case ["join", float(now), int(client)]:
-            return Taken("join", now, client)
+            return ProtocolCall("join", now, client)
         case ["leave", float(now), int(client)]:
-            return Taken("leave", now, client)
+            return ProtocolCall("leave", now, client)
         case ["tick", float(now), int(client)]:
-            return Taken("tick", now, client)
+            return ProtocolCall("tick", now, client)
         case ["pull", float(now), int(client), int(sequence), int(epoch)]:
-            return Taken("receive", now, message=Pull(Stamp(epoch, client, sequence)))
+            return ProtocolCall("receive", now, message=Pull(Stamp(epoch, client, sequence)))
         case [
             "push", float(now), int(client), int(sequence), int(epoch),
             int(clock), int(version), float(tokens), bool(usable),
         ]:  # fmt: skip
             stamp = Stamp(epoch, client, sequence)
-            return Taken("receive", now, message=Push(stamp, clock, version, tokens, usable))
+            return ProtocolCall("receive", now, message=Push(stamp, clock, version, tokens, usable))
         case _:
             raise ValueError(f"{fields} is no entry")

@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxdist.param_server.consistency.contract import Arrival, Consistency
 from jaxdist.param_server.live.codes import Codes
-from jaxdist.param_server.live.order import OrderLog, Taken, is_recorded, step
+from jaxdist.param_server.live.order import OrderLog, ProtocolCall, is_recorded, step
 from jaxdist.param_server.live.reception import Reception
-from jaxdist.param_server.live.shard import Shard
+from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Answer, Apply, Drop, Message, Publish
 from jaxdist.param_server.protocol.server import RangeState
@@ -48,7 +48,7 @@ class Server(Reception):
 
     def __init__(
         self,
-        shard: Shard,
+        shard: ServerShard,
         model: Consistency,
         state: RangeState,
         *,
@@ -70,10 +70,10 @@ class Server(Reception):
         return self.state
 
     def _join(self, client: int) -> None:
-        self._take(Taken("join", self.seconds, client))
+        self._take(ProtocolCall("join", self.seconds, client))
 
     def _message(self, message: Message) -> None:
-        self._take(Taken("receive", self.seconds, message=message))
+        self._take(ProtocolCall("receive", self.seconds, message=message))
 
     def _late(self) -> str:
         return f"clients {', '.join(map(str, self.state.late)) or 'none'}"
@@ -119,13 +119,13 @@ class Server(Reception):
     def leave(self, client: int) -> None:
         """Remove a worker permanently, so that no client waits for it any more."""
         with self._changed:
-            self._take(Taken("leave", self.seconds, client))
+            self._take(ProtocolCall("leave", self.seconds, client))
             self.shard.forget(client)
             peer = self._dismissed(client)
         if peer is not None:
             peer.close()
 
-    def _take(self, taken: Taken) -> None:
+    def _take(self, taken: ProtocolCall) -> None:
         """Execute a call of the protocol and its effects, in order."""
         found = step(self.model, self.state, taken)
         if self._log is not None and is_recorded(self.state, found):
@@ -165,7 +165,7 @@ class Server(Reception):
                 wake = protocol.wake(self.model, self.state)
                 now = self.seconds
                 if wake is not None and wake <= now:
-                    self._take(Taken("tick", now))
+                    self._take(ProtocolCall("tick", now))
                     if protocol.wake(self.model, self.state) == wake:
                         self._changed.wait(0.01)  # avoid a busy loop at the same time
                     continue

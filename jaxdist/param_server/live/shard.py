@@ -14,26 +14,26 @@ import optax
 from jaxdist.param_server.consistency.arrays import combined, delay_compensated
 from jaxdist.param_server.consistency.arrival import DelayCompensation, OnArrival
 from jaxdist.param_server.consistency.contract import Arrival, Consistency, Merge
-from jaxdist.param_server.live.layout import Layout
+from jaxdist.param_server.live.layout import ShardLayout
 from jaxdist.types import OptState, PyTree
 
 Tree = dict[str, jax.Array]
 """Ranges by key."""
 
 
-def split(layout: Layout, flat: jax.Array) -> Tree:
+def split(layout: ShardLayout, flat: jax.Array) -> Tree:
     """Return the ranges of a flat array, by key, in the form that an optimizer takes."""
     return {piece.range.key: flat[piece.slice].reshape(piece.shape) for piece in layout.pieces}
 
 
-def shapes(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
+def shapes(layout: ShardLayout) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of the arrays that `split` returns."""
     return {
         piece.range.key: jax.ShapeDtypeStruct(piece.shape, layout.dtype) for piece in layout.pieces
     }
 
 
-class Shard:
+class ServerShard:
     """The arrays of one server.
 
     Parameters are never modified in place, since readers keep versions.
@@ -51,7 +51,7 @@ class Shard:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ShardLayout,
         model: Consistency,
         transform: optax.GradientTransformationExtraArgs,
         flat: np.ndarray,

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from jaxdist.config.schema import LARGEST, Config
 from jaxdist.errors import ConfigError
-from jaxdist.param_server.placement.ranges import Range, Tensor, cut
+from jaxdist.param_server.placement.ranges import PlaceableTensor, Range, cut
 
 RANGE_BYTES = 4 * 2**20
 
@@ -55,7 +55,7 @@ class Placement:
         """Return the placement as a table, and its quality in words.
 
         >>> from jaxdist.param_server.placement.balanced import Balanced
-        >>> tensors = [Tensor("head", 1, 500_000), Tensor("embed", 8, 1_200_000)]
+        >>> tensors = [PlaceableTensor("head", 1, 500_000), PlaceableTensor("embed", 8, 1_200_000)]
         >>> print(Balanced(range_bytes=400_000).place(tensors, servers=[0, 1]).explain())
         server  ranges         MB  share
              0       2        0.8  47.1%
@@ -96,7 +96,7 @@ class PlacementRule(Config):
     range_bytes: Annotated[int, Field(ge=1, le=LARGEST)] | None = RANGE_BYTES
     """Larger tensors are cut by rows into ranges of at most this size; null cuts none."""
 
-    def place(self, tensors: Sequence[Tensor], servers: Sequence[int]) -> Placement:
+    def place(self, tensors: Sequence[PlaceableTensor], servers: Sequence[int]) -> Placement:
         """Assign every range of these tensors to a server.
 
         Args:
@@ -149,7 +149,7 @@ def moved_bytes(before: Placement, after: Placement) -> dict[tuple[int, int], in
     """Return the bytes that move between two placements of the same ranges, by (from, to).
 
     >>> from jaxdist.param_server.placement.hashed import Hashed
-    >>> tensors, rule = [Tensor("w", 1000, 4000)], Hashed(range_bytes=4)
+    >>> tensors, rule = [PlaceableTensor("w", 1000, 4000)], Hashed(range_bytes=4)
     >>> found = moved_bytes(rule.place(tensors, [0, 1, 2]), rule.place(tensors, [0, 1]))
     >>> sorted(found), sum(found.values()) < 2000
     ([(2, 0), (2, 1)], True)

@@ -14,7 +14,7 @@ from jaxdist.types import Params
 
 
 @dataclass(frozen=True)
-class Tensor:
+class PlaceableTensor:
     """A parameter to place.
 
     Attributes:
@@ -57,20 +57,20 @@ def elementwise(optim: OptimizerConfig) -> bool:
     return isinstance(optim, AdamWConfig | SgdConfig)
 
 
-def tensors_of(params: Params, *, divisible: bool = True) -> tuple[Tensor, ...]:
+def tensors_of(params: Params, *, divisible: bool = True) -> tuple[PlaceableTensor, ...]:
     """Return the leaves of a tree of parameters, or of their shapes, as tensors to place.
 
     >>> import jax
     >>> tensors_of({"w": jax.ShapeDtypeStruct((4, 2), "float32")})
-    (Tensor(name='w', rows=4, size_bytes=32, divisible=True),)
+    (PlaceableTensor(name='w', rows=4, size_bytes=32, divisible=True),)
     """
     return tuple(
-        Tensor(name, leaf.shape[0] if leaf.shape else 1, leaf_bytes(leaf), divisible)
+        PlaceableTensor(name, leaf.shape[0] if leaf.shape else 1, leaf_bytes(leaf), divisible)
         for name, leaf in flatten_with_names(params)
     )
 
 
-def cut(tensors: Sequence[Tensor], range_bytes: int | None) -> tuple[Range, ...]:
+def cut(tensors: Sequence[PlaceableTensor], range_bytes: int | None) -> tuple[Range, ...]:
     """Cut tensors by rows into ranges of at most `range_bytes`, of nearly equal numbers of rows.
 
     Rows and indivisible tensors are never cut, so their ranges may be larger. The ranges of a
@@ -82,7 +82,7 @@ def cut(tensors: Sequence[Tensor], range_bytes: int | None) -> tuple[Range, ...]
     Raises:
       ConfigError: two tensors have the same name, or a tensor is empty.
 
-    >>> [range.key for range in cut([Tensor("w", 5, 40)], 16)]
+    >>> [range.key for range in cut([PlaceableTensor("w", 5, 40)], 16)]
     ['w[0:1]', 'w[1:3]', 'w[3:5]']
     """
     seen: set[str] = set()
@@ -100,7 +100,7 @@ def cut(tensors: Sequence[Tensor], range_bytes: int | None) -> tuple[Range, ...]
     return tuple(found)
 
 
-def _rows_of(tensor: Tensor, range_bytes: int | None) -> list[Range]:
+def _rows_of(tensor: PlaceableTensor, range_bytes: int | None) -> list[Range]:
     count = 1
     if range_bytes is not None and tensor.divisible:
         count = min(tensor.rows, -(-tensor.size_bytes // range_bytes))

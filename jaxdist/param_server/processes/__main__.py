@@ -22,7 +22,7 @@ from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.client import Client, Patience
 from jaxdist.param_server.live.order import OrderLog
 from jaxdist.param_server.live.server import Reached, Server
-from jaxdist.param_server.live.shard import Shard
+from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.processes.aggregator import AggregatorProcess
 from jaxdist.param_server.processes.parts import part_of
 from jaxdist.param_server.processes.setup import experiment_of, listening, run_of, wires_to
@@ -52,7 +52,7 @@ class ServerProcess:
         self._news = threading.Event()
         self._reached: queue.SimpleQueue[Reached | None] = queue.SimpleQueue()
         model, transform = cluster.consistency, sharded.transform(self.layout)
-        shard = Shard(self.layout, model, transform, start.params, start.optimizer)
+        shard = ServerShard(self.layout, model, transform, start.params, start.optimizer)
         clocks = Clocks(cluster.clients, version=start.version, floor=start.floor)
         name = f"server_{self.number}.from_{start.floor}.jsonl"
         self.server = Server(

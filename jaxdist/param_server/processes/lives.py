@@ -22,12 +22,12 @@ from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.files import directory_of
 from jaxdist.param_server.training.replay import BatchesOf, Replay
 from jaxdist.param_server.training.state import Sharded, ShardState
-from jaxdist.param_server.training.worker import Computation, computation
+from jaxdist.param_server.training.worker import PushComputation, computation
 from jaxdist.trees import flatten_with_names
 
 
 @dataclass(frozen=True)
-class Life:
+class RecordedLife:
     """An uninterrupted part of a run.
 
     Attributes:
@@ -41,7 +41,7 @@ class Life:
     slots: dict[int, int]
 
 
-def life_of(run: Path, servers: int) -> Life:
+def life_of(run: Path, servers: int) -> RecordedLife:
     """Return the newest part of a run with a saved state.
 
     Raises:
@@ -64,11 +64,15 @@ def life_of(run: Path, servers: int) -> Life:
             f"{path} does not tell which worker did what ({why_unread(error)}): restore it from a "
             "copy; without it the run cannot be computed again"
         ) from error
-    return Life(first, last, slots)
+    return RecordedLife(first, last, slots)
 
 
 def computed_again(
-    run: Path, experiment: Experiment, sharded: Sharded, life: Life, start: Sequence[ShardState]
+    run: Path,
+    experiment: Experiment,
+    sharded: Sharded,
+    life: RecordedLife,
+    start: Sequence[ShardState],
 ) -> list[ShardState]:
     """Return the servers' state at the end of a life, computed from the order of its messages.
 
@@ -91,12 +95,12 @@ def computed_again(
 
 
 def _work_of(
-    experiment: Experiment, sharded: Sharded, life: Life
-) -> tuple[Callable[[int], Computation], BatchesOf]:
+    experiment: Experiment, sharded: Sharded, life: RecordedLife
+) -> tuple[Callable[[int], PushComputation], BatchesOf]:
     parts = {slot: part_of(experiment, sharded, slot) for slot in set(life.slots.values())}
     steps = sharded.cluster.local_steps
 
-    def work(client: int) -> Computation:
+    def work(client: int) -> PushComputation:
         slot = life.slots[client]
         return computation(sharded, parts[slot][1], slot)
 

@@ -17,7 +17,7 @@ from jaxdist.types import JsonObject
 Role = Literal["server", "aggregator", "worker"]
 
 
-class Child(children.Child):
+class RunProcess(children.Child):
     """A server, an aggregator or a worker.
 
     Args:
@@ -44,7 +44,7 @@ class Child(children.Child):
 
 
 @dataclass
-class Team:
+class WorkerTeam:
     """The workers of a run.
 
     Attributes:
@@ -54,7 +54,7 @@ class Team:
       done: slots that have taken all their clocks.
     """
 
-    workers: dict[int, Child] = field(default_factory=dict)
+    workers: dict[int, RunProcess] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
     deaths: Counter[int] = field(default_factory=Counter)
     done: set[int] = field(default_factory=set)

@@ -22,7 +22,7 @@ from jaxdist.checkpoint.manifest import DamageError, check_files, read_manifest,
 from jaxdist.checkpoint.structure import describe
 from jaxdist.config.files import read_json
 from jaxdist.errors import CheckpointError
-from jaxdist.param_server.live.layout import Layout
+from jaxdist.param_server.live.layout import ShardLayout
 from jaxdist.param_server.training.state import Sharded, ShardState
 from jaxdist.types import PyTree
 
@@ -60,7 +60,7 @@ def write_shard(run: Path, server: int, shard: ShardState) -> None:
         ) from error
 
 
-def read_shard(run: Path, sharded: Sharded, layout: Layout, clock: int) -> ShardState:
+def read_shard(run: Path, sharded: Sharded, layout: ShardLayout, clock: int) -> ShardState:
     """A shard as it was at a clock.
 
     Raises:

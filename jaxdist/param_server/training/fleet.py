@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.param_server.training.children import Child, Role
+from jaxdist.param_server.training.children import Role, RunProcess
 from jaxdist.runtime.children import Event, end_together
 from jaxdist.types import JsonObject
 
@@ -14,10 +14,10 @@ from jaxdist.types import JsonObject
 class Starts(Protocol):
     """Starts a process with a setup."""
 
-    def __call__(self, role: Role, number: int, /, **setup: object) -> Child: ...
+    def __call__(self, role: Role, number: int, /, **setup: object) -> RunProcess: ...
 
 
-class Fleet:
+class EssentialProcesses:
     """The processes that a run cannot lose; it tells them which workers leave and join.
 
     Args:
@@ -27,9 +27,9 @@ class Fleet:
 
     def __init__(self, cluster: Cluster, start: Starts, next_event: Callable[[str], Event]) -> None:
         self.cluster, self._start, self._next = cluster, start, next_event
-        self.servers: list[Child] = []
-        self.aggregators: list[Child] = []
-        self._ports: dict[Child, list[int]] = {}
+        self.servers: list[RunProcess] = []
+        self.aggregators: list[RunProcess] = []
+        self._ports: dict[RunProcess, list[int]] = {}
 
     def begin(self, due: list[int]) -> None:
         """Start all of them, until they listen."""
@@ -44,16 +44,16 @@ class Fleet:
             self.aggregators.append(self._start("aggregator", rack, ports=ports))
         self._listen(self.aggregators, "aggregators to start")
 
-    def _listen(self, children: list[Child], what: str) -> None:
+    def _listen(self, children: list[RunProcess], what: str) -> None:
         while not all(child in self._ports for child in children):
             event = self._next(what)
             if event.what.get("event") == "listening":
                 self._ports[event.child] = event.what["ports"]
 
-    def _ports_of(self, children: list[Child]) -> list[int]:
+    def _ports_of(self, children: list[RunProcess]) -> list[int]:
         return [port for child in children for port in self._ports[child]]
 
-    def _in_front(self, slot: int) -> list[Child]:
+    def _in_front(self, slot: int) -> list[RunProcess]:
         """Return the processes that a worker pushes to."""
         rack = self.cluster.rack_of(slot)
         return self.servers if rack is None else [self.aggregators[rack]]

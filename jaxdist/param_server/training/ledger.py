@@ -15,7 +15,7 @@ Sums = Mapping[str, Sequence[float]]
 """Name of each value that the loss measures, to its total and weight."""
 
 
-class Ledger:
+class ClockReports:
     """Reports by clock.
 
     Args:

@@ -11,13 +11,13 @@ from jaxdist.data.loader import DeviceBatch
 from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.contract import Arrival
 from jaxdist.param_server.live.codes import Encoder
-from jaxdist.param_server.live.layout import Layout
-from jaxdist.param_server.live.order import Taken, step
-from jaxdist.param_server.live.shard import Shard
+from jaxdist.param_server.live.layout import ShardLayout
+from jaxdist.param_server.live.order import ProtocolCall, step
+from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.protocol.messages import Answer, Apply, Effect, Publish, Push
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.state import Sharded, ShardState
-from jaxdist.param_server.training.worker import Computation, Flats
+from jaxdist.param_server.training.worker import Flats, PushComputation
 
 Key = tuple[int, int]
 """A client and a clock of it: one change, a part of which went to each server."""
@@ -53,8 +53,8 @@ class Replay:
         sharded: Sharded,
         start: Sequence[ShardState],
         states: Sequence[RangeState],
-        logs: Sequence[Iterable[Taken]],
-        work: Callable[[int], Computation],
+        logs: Sequence[Iterable[ProtocolCall]],
+        work: Callable[[int], PushComputation],
         batches_of: BatchesOf,
         due: int | None = None,
     ) -> None:
@@ -66,7 +66,7 @@ class Replay:
         self.sharded, self._work, self._batches_of = sharded, work, batches_of
         taken = [list(log) for log in logs]
         self._pushes = [_pushes(log) for log in taken]
-        self._works: dict[int, tuple[Computation, list[Encoder]]] = {}
+        self._works: dict[int, tuple[PushComputation, list[Encoder]]] = {}
         self._changes: dict[Key, Flats] = {}
         self._left: Counter[Key] = Counter()
         for pushes in self._pushes:
@@ -152,16 +152,16 @@ class _Server:
     def __init__(
         self,
         sharded: Sharded,
-        layout: Layout,
+        layout: ShardLayout,
         start: ShardState,
         state: RangeState,
-        log: Sequence[Taken],
+        log: Sequence[ProtocolCall],
         pushes: Pushes,
         due: int | None,
     ) -> None:
         self.layout, self._model = layout, sharded.cluster.consistency
         transform = sharded.transform(layout)
-        self.shard = Shard(layout, self._model, transform, start.params, start.optimizer)
+        self.shard = ServerShard(layout, self._model, transform, start.params, start.optimizer)
         self._state, self._log = state, deque(log)
         self._wanted = Counter(push.version for push in pushes.values())
         self.versions = {state.clocks.version: self.shard.params}
@@ -229,7 +229,7 @@ class _Server:
             self.versions.pop(before, None)
 
 
-def _pushes(log: Iterable[Taken]) -> Pushes:
+def _pushes(log: Iterable[ProtocolCall]) -> Pushes:
     """By client and clock."""
     pushes = (taken.message for taken in log if isinstance(taken.message, Push))
     return {(push.stamp.client, push.clock): push for push in pushes}

@@ -17,7 +17,7 @@ from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.contract import vectors
 from jaxdist.param_server.live.codes import Codes
-from jaxdist.param_server.live.layout import Layout, joined, layouts
+from jaxdist.param_server.live.layout import ShardLayout, joined, layouts
 from jaxdist.param_server.live.shard import shapes, split
 from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.training.separable import server_transform
@@ -74,7 +74,7 @@ class Sharded:
         return tuple(one.spec for one in self.codes or self.layouts)
 
     @cached_property
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[ShardLayout, ...]:
         """The shard of each server."""
         return layouts(self.placement, self.program.model.params)
 
@@ -83,7 +83,7 @@ class Sharded:
         """Name of each parameter to its shape."""
         return {n: tuple(s.shape) for n, s in flatten_with_names(self.program.model.params)}
 
-    def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
+    def transform(self, layout: ShardLayout) -> optax.GradientTransformationExtraArgs:
         """The optimizer of a server, for `jaxdist.param_server.live.shard.shapes`."""
         model = self.cluster.consistency
         if isinstance(model, Decoupled):
@@ -114,7 +114,7 @@ class Sharded:
         """Whether servers have the optimizer's state, and not each worker its own."""
         return self.cluster.consistency.payload == "gradient"
 
-    def begun(self, layout: Layout) -> OptState:
+    def begun(self, layout: ShardLayout) -> OptState:
         """The shapes of a server's optimizer state."""
         return jax.eval_shape(self.transform(layout).init, shapes(layout))
 
@@ -135,7 +135,7 @@ class Sharded:
             found.append(ShardState(clock, version, flat, optimizer))
         return found
 
-    def _optimizer_of(self, layout: Layout, saved: Mapping[str, np.ndarray]) -> OptState:
+    def _optimizer_of(self, layout: ShardLayout, saved: Mapping[str, np.ndarray]) -> OptState:
         begun = self.begun(layout)
         pieces = {piece.range.key: piece for piece in layout.pieces}
         leaves: list[np.ndarray] = []

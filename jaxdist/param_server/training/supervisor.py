@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jaxdist.checkpoint.identity import given_identity
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.errors import CheckpointError, RunError, StoppedError
-from jaxdist.metrics.account import Kind
-from jaxdist.param_server.training.children import Child, Role, Team
+from jaxdist.metrics.account import Activity
+from jaxdist.param_server.training.children import Role, RunProcess, WorkerTeam
 from jaxdist.param_server.training.files import clear, prune, read_shard, write_shard
-from jaxdist.param_server.training.fleet import Fleet
-from jaxdist.param_server.training.ledger import Ledger
+from jaxdist.param_server.training.fleet import EssentialProcesses
+from jaxdist.param_server.training.ledger import ClockReports
 from jaxdist.param_server.training.state import Sharded
 from jaxdist.param_server.wire.security import make_token, read_tls, read_token
 from jaxdist.runtime.children import Event, end_together, how_ended
@@ -59,13 +59,13 @@ class Supervisor:
         self.module, self.config = module, config
         self.id = given_identity(self.directory).id
         self.events: SimpleQueue[Event] = SimpleQueue()
-        self.fleet = Fleet(self.cluster, self._child, self._next)
-        self.team = Team()
+        self.fleet = EssentialProcesses(self.cluster, self._child, self._next)
+        self.team = WorkerTeam()
         first, last = int(prepared.state.step), prepared.stages[-1].last_step
         self.first, self.last = self.cluster.clocks(first), self.cluster.clocks(last)
         self.total_steps = last
         names = sharded.program.metrics
-        self.ledger = Ledger(self.cluster, names, sharded.rate_of, self.first)
+        self.ledger = ClockReports(self.cluster, names, sharded.rate_of, self.first)
         self.saved: Counter[int] = Counter()
         self.heard = time.monotonic()
         self.told: float | None = None
@@ -119,13 +119,13 @@ class Supervisor:
             "stop": self.stop,
         }
 
-    def _child(self, role: Role, number: int, /, **more: object) -> Child:
+    def _child(self, role: Role, number: int, /, **more: object) -> RunProcess:
         mesh = self.sharded.program.layout.mesh
         environ = dict(os.environ)
         if role != "worker" and mesh.devices.flat[0].platform != "cpu":
             # It computes on the host, in a mesh of the workers' shape.
             environ |= plan_environment(environ, fake_devices=mesh.devices.size)
-        return Child(
+        return RunProcess(
             role,
             number,
             {**self._setup(), "number": number, **more},
@@ -194,13 +194,13 @@ class Supervisor:
         for child in late:
             child.process.kill()
 
-    def _late(self) -> list[Child]:
+    def _late(self) -> list[RunProcess]:
         """The workers that have done the least."""
         team = self.team
         behind = self.ledger.behind({team.slots[client] for client in team.workers})
         return [child for client, child in team.workers.items() if team.slots[client] in behind]
 
-    def _ended(self, child: Child, code: int) -> None:
+    def _ended(self, child: RunProcess, code: int) -> None:
         if child.role != "worker":
             raise RunError(
                 f"{child} ended ({how_ended(code)}) and with it what it held; continue from the "
@@ -264,7 +264,7 @@ class Supervisor:
                     "such steps (empty_steps)"
                 )
             # Until the first clock is done, processes start and compile.
-            self.prepared.account.switch(Kind.STEP)
+            self.prepared.account.switch(Activity.STEP)
             hooks.metrics(step, jnp.asarray(values, jnp.float32), seconds)
             clock += 1
             asked = hooks.due(step) and clock not in due

@@ -51,7 +51,7 @@ class Clocked:
     sent_bytes: int
 
 
-class Computation(Protocol):
+class PushComputation(Protocol):
     """From parameters to what is pushed."""
 
     def begin(self, flats: Flats) -> Flats | None:
@@ -179,7 +179,7 @@ class LocalSteps(_OnDevices):
         return self.program.state_shapes.step.sharding
 
 
-def computation(sharded: Sharded, program: Program, slot: int) -> Computation:
+def computation(sharded: Sharded, program: Program, slot: int) -> PushComputation:
     """Return the computation that turns parameters into what a worker pushes."""
     cluster = sharded.cluster
     model = cluster.consistency

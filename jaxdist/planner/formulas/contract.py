@@ -8,7 +8,7 @@ from typing import Protocol
 
 from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.parallel.zero import ZeroConfig
-from jaxdist.planner.memory import Memory
+from jaxdist.planner.memory import PlanMemory
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Places, Target
 from jaxdist.planner.time import Seconds
@@ -29,7 +29,7 @@ class Formulas(Protocol):
         """Return why a plan is invalid, in words that many plans share; None for a valid plan."""
         ...
 
-    def memory(self, plan: Plan) -> Memory:
+    def memory(self, plan: Plan) -> PlanMemory:
         """Return the memory of a valid plan on each device."""
         ...
 

@@ -15,7 +15,7 @@ from jaxdist.pipeline_schedules.interleaved import interleaved
 from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
 from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1
 from jaxdist.planner.formulas.contract import counts_of, invalid
-from jaxdist.planner.memory import Memory, memory
+from jaxdist.planner.memory import PlanMemory, memory
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import KEPT, Plan, Schedule
 from jaxdist.planner.target import Places, Target
@@ -34,7 +34,7 @@ class DecoderFormulas:
     def refusal(self, plan: Plan) -> str | None:
         return refusal(self.model, plan)
 
-    def memory(self, plan: Plan) -> Memory:
+    def memory(self, plan: Plan) -> PlanMemory:
         return memory(self.model, plan, ticks_of(plan))
 
     def seconds(self, plan: Plan, places: Places, target: Target) -> Seconds:

@@ -24,7 +24,7 @@ from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.experiment.flops import model_flops, on_one_device
 from jaxdist.parallel.compute import Unstaged
 from jaxdist.planner.formulas.contract import counts_of, invalid
-from jaxdist.planner.memory import Memory, elements_of
+from jaxdist.planner.memory import PlanMemory, elements_of
 from jaxdist.planner.model import Tensor
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.products import peak_of
@@ -137,7 +137,7 @@ class TracedFormulas:
             return "one replica has no state to split"
         return invalid(plan.zero, plan.scope, False, False, plan.slices > 1, False)
 
-    def memory(self, plan: Plan) -> Memory:
+    def memory(self, plan: Plan) -> PlanMemory:
         model, count = self.model, plan.microbatches
         whole, shard = model.elements(), model.elements(plan.state_parts)
         stored = shard if plan.zero == 3 else whole
@@ -145,7 +145,7 @@ class TracedFormulas:
         alone = model.param_bytes if plan.zero == 0 and count == 1 else model.sent_bytes
         summed = (shard if plan.zero else whole) * model.param_bytes * (count > 1)
         rows = model.batch // (plan.replicas * count)
-        return Memory(
+        return PlanMemory(
             parameters=stored * model.param_bytes + model.buffer_bytes,
             optimizer=(shard if plan.zero else whole) * model.state_bytes,
             gradients=stored * alone + summed,

@@ -155,7 +155,7 @@ class Log(LoopHook):
 
 
 @dataclass
-class Stop(LoopHook):
+class StopHook(LoopHook):
     """A check that ends a run that was asked to stop."""
 
     termination: Termination

@@ -10,7 +10,7 @@ from jaxdist.config import Document
 from jaxdist.experiment import Experiment
 from jaxdist.experiment.config import at_setting
 from jaxdist.experiment.flops import model_flops
-from jaxdist.metrics.account import Account, Kind
+from jaxdist.metrics.account import Account, Activity
 from jaxdist.metrics.energy.meters import open_meter
 from jaxdist.metrics.energy.tally import Tally
 from jaxdist.metrics.rates import Efficiency
@@ -49,8 +49,8 @@ def tally_of(experiment: Experiment, document: Document, account: Account) -> Ta
 
     def seconds() -> tuple[float, float]:
         spent = account.spent()
-        since = {kind: 1e-9 * (spent[kind] - begun[kind]) for kind in Kind}
-        return sum(since.values()), since[Kind.STEP]
+        since = {kind: 1e-9 * (spent[kind] - begun[kind]) for kind in Activity}
+        return sum(since.values()), since[Activity.STEP]
 
     power = config.power_of(None if known is None else known.name)
     with at_setting(document, "energy", "meter"):

@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxdist.checkpoint.agree import broadcast_int
 from jaxdist.heartbeat.journal import read_journal
 from jaxdist.heartbeat.saving import MOST_STEPS, Failures, Interval, choose, failures_of
-from jaxdist.metrics.account import Account, Kind
+from jaxdist.metrics.account import Account, Activity
 from jaxdist.metrics.goodput import INTERVALS
 from jaxdist.metrics.writer import Records
 from jaxdist.run.hooks.loop import Cadence
@@ -31,7 +31,7 @@ OFTEN = 64
 this."""
 CHANGED = 2.0
 """Ratio to the last printed choice at which a new choice is printed."""
-_WORK = (Kind.STEP, Kind.INPUT_WAIT)
+_WORK = (Activity.STEP, Activity.INPUT_WAIT)
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Chooser:
       start: step from which this process continues.
     """
 
-    kind: Kind
+    kind: Activity
     what: str
     account: Account
     run: Path | None
@@ -77,7 +77,7 @@ class Chooser:
         step_seconds = (sum(spent[kind] for kind in _WORK) - work) / max(step - first, 1)
         if step - first >= LEAST_STEPS:
             self.mark(step)
-        began = sum(spent[kind] for kind in (Kind.START, Kind.RECOVERY, Kind.COMPILE))
+        began = sum(spent[kind] for kind in (Activity.START, Activity.RECOVERY, Activity.COMPILE))
         prior = Failures(self.mttf, began)
         events = [] if self.run is None else read_journal(self.run)
         failures = failures_of(events, time.time(), prior)

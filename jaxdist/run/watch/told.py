@@ -31,7 +31,7 @@ class Tell(LoopHook):
 
 
 @dataclass
-class Goodput(LoopHook):
+class GoodputHook(LoopHook):
     """A hook that records the use of time and energy, at log steps and at each save.
 
     Every step from which a later life may continue has a record, so that lost work is known.

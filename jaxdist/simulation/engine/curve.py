@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.simulation.engine.problem import Problem
+from jaxdist.simulation.engine.problem import TrainingProblem
 from jaxdist.simulation.engine.report import Point
 from jaxdist.simulation.engine.shard import Shard, ShardNode
 
 
 def joined(
-    problem: Problem, nodes: Sequence[ShardNode], shards: Sequence[Shard]
+    problem: TrainingProblem, nodes: Sequence[ShardNode], shards: Sequence[Shard]
 ) -> dict[str, np.ndarray]:
     """Join the parameters by name from each server's part."""
     found: dict[str, np.ndarray] = {}
@@ -28,7 +28,7 @@ def joined(
     return found
 
 
-class Curve:
+class LossCurve:
     """The points of the loss over time.
 
     Args:
@@ -40,7 +40,7 @@ class Curve:
     def __init__(
         self,
         cluster: Cluster,
-        problem: Problem,
+        problem: TrainingProblem,
         nodes: Sequence[ShardNode],
         every: int,
         gradients: Callable[[], int],

@@ -39,7 +39,7 @@ class Encoding:
         )
 
 
-class Encoder:
+class ClientEncoder:
     """The encoder of a client: it keeps what its messages to each server left out."""
 
     def __init__(self, encoding: Encoding, client: int) -> None:

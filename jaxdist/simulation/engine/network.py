@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from jaxdist.param_server.scenario import Link
+from jaxdist.param_server.scenario import LinkConfig
 
 Action = Callable[[], None]
 Node = tuple[str, int]
@@ -21,7 +21,7 @@ WINDOW_BYTES = 14_600
 """Bytes that a TCP connection sends before the first acknowledgement: ten segments (RFC 6928)."""
 
 
-class Timeline:
+class EventQueue:
     """The planned actions in order of time, and of planning for actions at the same time."""
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ class Network:
       sent_bytes: bytes by sender, lost messages included.
     """
 
-    link: Link
-    timeline: Timeline
+    link: LinkConfig
+    timeline: EventQueue
     seed: int
     received_bytes: Counter[Node] = field(default_factory=Counter)
     sent_bytes: Counter[Node] = field(default_factory=Counter)

@@ -21,7 +21,7 @@ class Computed(NamedTuple):
     tokens: float = 1.0
 
 
-class Problem(Protocol):
+class TrainingProblem(Protocol):
     """A model with its data and loss.
 
     Attributes:
@@ -40,7 +40,7 @@ class Problem(Protocol):
         ...
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """A separable update rule: it updates any range of any parameter separately.
 
     Attributes:

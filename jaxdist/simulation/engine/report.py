@@ -28,7 +28,7 @@ class Point(NamedTuple):
     loss: float
 
 
-class Work(NamedTuple):
+class WorkerReport(NamedTuple):
     """The work of a worker."""
 
     gradients: int
@@ -68,7 +68,7 @@ class Report:
     params: Mapping[str, np.ndarray]
     seconds: float
     curve: tuple[Point, ...]
-    work: tuple[Work, ...]
+    work: tuple[WorkerReport, ...]
     staleness: Counter[int]
     updates_per_step: int
     dropped: Counter[str]

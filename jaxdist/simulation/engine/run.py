@@ -11,12 +11,12 @@ from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Message, Reply
 from jaxdist.param_server.protocol.rack import WITHIN
 from jaxdist.simulation.engine.checks import Reads, Values
-from jaxdist.simulation.engine.curve import Curve, joined
-from jaxdist.simulation.engine.encoder import Encoder, Encoding
-from jaxdist.simulation.engine.network import Action, Network, Node, Timeline
-from jaxdist.simulation.engine.problem import Problem, Rule
+from jaxdist.simulation.engine.curve import LossCurve, joined
+from jaxdist.simulation.engine.encoder import ClientEncoder, Encoding
+from jaxdist.simulation.engine.network import Action, EventQueue, Network, Node
+from jaxdist.simulation.engine.problem import TrainingProblem, UpdateRule
 from jaxdist.simulation.engine.rack import RackNode
-from jaxdist.simulation.engine.report import Report, Work
+from jaxdist.simulation.engine.report import Report, WorkerReport
 from jaxdist.simulation.engine.setup import placed, server_rule
 from jaxdist.simulation.engine.shard import Shard, ShardNode
 from jaxdist.simulation.engine.worker import WorkerNode
@@ -24,8 +24,8 @@ from jaxdist.simulation.engine.worker import WorkerNode
 
 def simulate(
     cluster: Cluster,
-    problem: Problem,
-    rule: Rule,
+    problem: TrainingProblem,
+    rule: UpdateRule,
     *,
     clocks: int,
     measure_every: int = 10,
@@ -63,8 +63,8 @@ class Simulation:
     def __init__(
         self,
         cluster: Cluster,
-        problem: Problem,
-        rule: Rule,
+        problem: TrainingProblem,
+        rule: UpdateRule,
         speeds: Sequence[float],
         clocks: int,
         measure_every: int,
@@ -76,7 +76,7 @@ class Simulation:
         self.pool = pool
         # Workers of a rack keep rounds among themselves, whatever the racks do.
         self.worker_model = WITHIN if cluster.clients < cluster.workers else self.model
-        self.timeline = Timeline()
+        self.timeline = EventQueue()
         self.network = Network(self.config.link, self.timeline, self.config.seed)
         self.placement = placed(problem.start, cluster, divisible=rule.divisible)
         outer = server_rule(self.model, rule)
@@ -96,7 +96,7 @@ class Simulation:
         self._rack_clients: dict[int, RackNode] = {}
         self.reads = Reads(cluster, self.shards)
         self.values = Values(cluster, rule.learning_rate)
-        self.curve = Curve(cluster, problem, self.shards, measure_every, self._gradients)
+        self.curve = LossCurve(cluster, problem, self.shards, measure_every, self._gradients)
 
     @property
     def now(self) -> float:
@@ -214,9 +214,9 @@ class Simulation:
             return shard.size_bytes
         return self.encoding.size_bytes(shard.ranges, shard.arrays)
 
-    def encoder(self, client: int) -> Encoder | None:
+    def encoder(self, client: int) -> ClientEncoder | None:
         """Return the encoder of a new client; None where pushes are not encoded."""
-        return None if self.encoding is None else Encoder(self.encoding, client)
+        return None if self.encoding is None else ClientEncoder(self.encoding, client)
 
     def _retry(self, again: Action) -> Action:
         """Return an action that sends again after the retry time."""
@@ -290,7 +290,7 @@ class Simulation:
             seconds=end,
             curve=tuple(self.curve.points),
             work=tuple(
-                Work(one.gradients, one.busy_seconds, one.idle_seconds, one.crashes)
+                WorkerReport(one.gradients, one.busy_seconds, one.idle_seconds, one.crashes)
                 for one in self.workers
             ),
             staleness=sum((book.staleness for book in books), Counter()),

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.param_server.consistency.arrival import SSP, Adaptive
+from jaxdist.param_server.consistency.arrival import SSP, AdaptiveSSP
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.contract import Arrays
 from jaxdist.param_server.placement.contract import Placement
-from jaxdist.param_server.placement.ranges import Tensor
-from jaxdist.simulation.engine.problem import Rule, Sgd
+from jaxdist.param_server.placement.ranges import PlaceableTensor
+from jaxdist.simulation.engine.problem import Sgd, UpdateRule
 
 
-def server_rule(model: Consistency, rule: Rule) -> Rule:
+def server_rule(model: Consistency, rule: UpdateRule) -> UpdateRule:
     """Return the rule by which servers update parameters."""
     if isinstance(model, Decoupled):
         return Sgd(model.learning_rate, model.momentum, model.nesterov)
@@ -26,7 +26,7 @@ def server_rule(model: Consistency, rule: Rule) -> Rule:
 def placed(start: Arrays, cluster: Cluster, *, divisible: bool) -> Placement:
     """Place the arrays of a problem on servers 0, 1, 2, ..."""
     tensors = [
-        Tensor(name, len(np.atleast_1d(array)), np.asarray(array).nbytes, divisible)
+        PlaceableTensor(name, len(np.atleast_1d(array)), np.asarray(array).nbytes, divisible)
         for name, array in start.items()
     ]
     return cluster.placement.place(tensors, range(cluster.servers))
@@ -37,7 +37,7 @@ def bound_of(model: Consistency) -> int | None:
     match model:
         case SSP():
             return model.bound
-        case Adaptive():
+        case AdaptiveSSP():
             return model.most
         case BSP(backups=0) | Elastic(order="rounds"):
             return 0

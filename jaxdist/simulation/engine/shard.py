@@ -23,7 +23,7 @@ from jaxdist.param_server.protocol.messages import (
     Push,
     Reply,
 )
-from jaxdist.simulation.engine.problem import Rule
+from jaxdist.simulation.engine.problem import UpdateRule
 
 Shard = tuple[np.ndarray, ...]
 """The arrays of a server's ranges, in their order."""
@@ -62,7 +62,7 @@ class ShardNode:
         ranges: Sequence[Range],
         start: Arrays,
         model: Consistency,
-        rule: Rule,
+        rule: UpdateRule,
         workers: int,
         send: Callable[[int, Reply, Shard | None], None],
     ) -> None:

@@ -11,10 +11,10 @@ from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.contract import Arrays, RuleState
-from jaxdist.simulation.engine.problem import Computed, Problem, Rule
+from jaxdist.simulation.engine.problem import Computed, TrainingProblem, UpdateRule
 
 
-class Trainer:
+class LocalTrainer:
     """A worker's own arrays: none for gradients, a model and its optimizer for local updates.
 
     Attributes:
@@ -23,7 +23,12 @@ class Trainer:
     """
 
     def __init__(
-        self, model: Consistency, problem: Problem, rule: Rule, worker: int, workers: int
+        self,
+        model: Consistency,
+        problem: TrainingProblem,
+        rule: UpdateRule,
+        worker: int,
+        workers: int,
     ) -> None:
         self.model, self.problem, self.rule, self.worker = model, problem, rule, worker
         self.alpha = model.rate_of(workers) if isinstance(model, Elastic) else 0.0

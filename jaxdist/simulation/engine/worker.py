@@ -15,7 +15,7 @@ from jaxdist.simulation.engine.curve import joined
 from jaxdist.simulation.engine.network import Node
 from jaxdist.simulation.engine.problem import Computed
 from jaxdist.simulation.engine.shard import Shard, slices
-from jaxdist.simulation.engine.trainer import Trainer
+from jaxdist.simulation.engine.trainer import LocalTrainer
 
 if TYPE_CHECKING:
     from jaxdist.simulation.engine.run import Simulation
@@ -47,7 +47,7 @@ class WorkerNode:
         self.copies: list[Shard | None] = [None for _ in servers]
         self.sent: dict[tuple[int, int], Shard] = {}
         workers = self.run.cluster.workers
-        self.trainer = Trainer(
+        self.trainer = LocalTrainer(
             self.run.model, self.run.problem, self.run.rule, self.number, workers
         )
         self._read: list[int | None] = []

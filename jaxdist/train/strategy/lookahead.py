@@ -71,7 +71,7 @@ def check(strategy: Lookahead, given: RunSettings) -> tuple[str, ...]:
     )
 
 
-class Slow(NamedTuple):
+class SlowState(NamedTuple):
     """The slow weights, and the state of their optimizer."""
 
     params: Params
@@ -93,21 +93,21 @@ class SlowWeights:
     every: int
     optimizer: optax.GradientTransformation
 
-    def begin(self, params: Params) -> Slow:
+    def begin(self, params: Params) -> SlowState:
         # A copy, since a step may reuse the memory of the whole state.
         copied = jax.tree.map(lambda p: jnp.array(p, copy=True), params)
-        return Slow(copied, self.optimizer.init(copied))
+        return SlowState(copied, self.optimizer.init(copied))
 
     def due(self, step: int) -> bool:
         return step % self.every == 0
 
-    def exchange(self, params: Params, carried: Slow) -> tuple[Params, Slow]:
+    def exchange(self, params: Params, carried: SlowState) -> tuple[Params, SlowState]:
         back = jax.tree.map(jnp.subtract, carried.params, params)
         updates, moved = self.optimizer.update(back, carried.optimizer, carried.params)
         slow = optax.apply_updates(carried.params, updates)
-        return slow, Slow(slow, moved)
+        return slow, SlowState(slow, moved)
 
-    def evaluated(self, params: Params, carried: Slow, step: Leaf) -> Params:
+    def evaluated(self, params: Params, carried: SlowState, step: Leaf) -> Params:
         """Return the slow weights; before they have moved once, the trained weights."""
         moved = step >= self.every
         return jax.tree.map(lambda slow, fast: jnp.where(moved, slow, fast), carried.params, params)

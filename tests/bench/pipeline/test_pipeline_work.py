@@ -18,7 +18,7 @@ from benchmarks.pipeline.program import ModelSize, arguments, parts, stage_mesh
 from benchmarks.pipeline.work import WorkCell, executed_flops, programs, same
 from jaxdist.errors import RunError
 from jaxdist.hlo import ledger
-from jaxdist.parallel.pipeline.executor.model_fns import Found, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import GradientsAndSums, Visit
 
 SMALL = ModelSize(rows=4, features=8, layers=2)
 P, M = 2, 4
@@ -51,7 +51,7 @@ def alone():
 
     step = jax.value_and_grad(total, (0, 1))
     value, grads = jax.jit(step)(jnp.asarray(given.weights), given.scale)
-    return Found(*grads, value)
+    return GradientsAndSums(*grads, value)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "stash"])

@@ -20,16 +20,16 @@ from jaxdist.parallel.pipeline.executor.branches import (
 from jaxdist.parallel.pipeline.executor.buffers import add, put, read, zeros
 from jaxdist.parallel.pipeline.executor.model_fns import Activation, Sums, Visit
 from jaxdist.parallel.pipeline.executor.stage import StageContext, StageState
-from jaxdist.parallel.pipeline.executor.ticks import Work
+from jaxdist.parallel.pipeline.executor.ticks import TickTasks
 from jaxdist.pipeline_schedules.schedule import TaskKind
 from jaxdist.types import Grads
 
-BackwardTask = Callable[[StageContext, StageState, Work], tuple[StageState, Activation]]
+BackwardTask = Callable[[StageContext, StageState, TickTasks], tuple[StageState, Activation]]
 """Function from a stage and its state to the next state and the gradient of the chunk's input."""
 
 
 def backward(
-    stage: StageContext, state: StageState, work: Work, y: Activation
+    stage: StageContext, state: StageState, work: TickTasks, y: Activation
 ) -> tuple[StageState, Activation, Activation]:
     """Run the stage's backward task in a tick, if it has one.
 
@@ -66,7 +66,7 @@ def backward(
     return rest._replace(**unchanged), y, dx
 
 
-def _full(stage: StageContext, state: StageState, work: Work) -> tuple[StageState, Activation]:
+def _full(stage: StageContext, state: StageState, work: TickTasks) -> tuple[StageState, Activation]:
     """Compute all gradients of a chunk, from residuals or from its input."""
     visit, params = stage.visit(work), stage.params(work)
     if stage.stashes:
@@ -80,7 +80,9 @@ def _full(stage: StageContext, state: StageState, work: Work) -> tuple[StageStat
     return _embedding(stage, _add(state, work, grads), visit, dx), dx
 
 
-def _input(stage: StageContext, state: StageState, work: Work) -> tuple[StageState, Activation]:
+def _input(
+    stage: StageContext, state: StageState, work: TickTasks
+) -> tuple[StageState, Activation]:
     """Compute the gradient of a chunk's input; keep what those of its weights need."""
     visit, params = stage.visit(work), stage.params(work)
     if stage.stashes:
@@ -94,7 +96,9 @@ def _input(stage: StageContext, state: StageState, work: Work) -> tuple[StageSta
     return _embedding(stage, state, visit, dx), dx
 
 
-def _weight(stage: StageContext, state: StageState, work: Work) -> tuple[StageState, Activation]:
+def _weight(
+    stage: StageContext, state: StageState, work: TickTasks
+) -> tuple[StageState, Activation]:
     """Compute the gradients of a chunk's weights from its INPUT task's values; send nothing."""
     at_hand = (stage.params(work), stage.visit(work))
     grads = stage.split_backward.w(at_hand, read(state.kept, work.kept))
@@ -108,7 +112,7 @@ _TASKS: dict[TaskKind, BackwardTask] = {
 }
 
 
-def _stashed(state: StageState, work: Work) -> tuple[Activation, list[jax.Array]]:
+def _stashed(state: StageState, work: TickTasks) -> tuple[Activation, list[jax.Array]]:
     """Return the chunk's output and its residuals; the output is stored only for the last chunk.
 
     `_loss` reads the output for no other chunk.
@@ -117,7 +121,7 @@ def _stashed(state: StageState, work: Work) -> tuple[Activation, list[jax.Array]
 
 
 def _loss(
-    stage: StageContext, state: StageState, work: Work, visit: Visit, y: Activation
+    stage: StageContext, state: StageState, work: TickTasks, visit: Visit, y: Activation
 ) -> tuple[StageState, Activation]:
     """Return the gradient of a chunk's output: the loss's at the last chunk, else received."""
 
@@ -148,7 +152,7 @@ def _embedding(stage: StageContext, state: StageState, visit: Visit, dx: Activat
     return state._replace(shared_grads=grads)
 
 
-def _add(state: StageState, work: Work, grads: Grads) -> StageState:
+def _add(state: StageState, work: TickTasks, grads: Grads) -> StageState:
     def leaf(total: jax.Array, grad: jax.Array) -> jax.Array:
         if len(total) == 1:
             return total + grad.astype(total.dtype)[None]

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 import jax
 import numpy as np
 
-from jaxdist.hlo.lockstep import SCOPE, Decision, Lockstep
-from jaxdist.parallel.pipeline.executor.ticks import KINDS, NONE, Channel, Entries, Ticks, Work
+from jaxdist.hlo.lockstep import SCOPE, ConditionalDecision, Lockstep
+from jaxdist.parallel.pipeline.executor.ticks import KINDS, NONE, Channel, Entries, Ticks, TickTasks
 from jaxdist.pipeline_schedules.schedule import TaskKind
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -26,7 +26,7 @@ def tick(name: str) -> AbstractContextManager[object]:
     return jax.named_scope(SCOPE + name)
 
 
-def goes_forward(ticks: Ticks, work: Work) -> Entries:
+def goes_forward(ticks: Ticks, work: TickTasks) -> Entries:
     """Return whether a forward task computes anything.
 
     With recomputation the last chunk's task does not: only the loss uses its output, and the
@@ -63,17 +63,19 @@ def lockstep(ticks: Ticks, layers: Sequence[int]) -> Lockstep:
     ahead, back = ticks.forward, ticks.backward
     shares = np.array(layers) / max(layers)
     decisions = {
-        FORWARD: Decision(2, goes_forward(ticks, ahead)),
-        BACKWARD: Decision(1 + len(backward_kinds(ticks)), backward_branches(ticks)[back.kind]),
-        f"{BACKWARD}/{LAST}": Decision(2, back.chunk == ticks.chunks - 1),
+        FORWARD: ConditionalDecision(2, goes_forward(ticks, ahead)),
+        BACKWARD: ConditionalDecision(
+            1 + len(backward_kinds(ticks)), backward_branches(ticks)[back.kind]
+        ),
+        f"{BACKWARD}/{LAST}": ConditionalDecision(2, back.chunk == ticks.chunks - 1),
     }
     for outer, work in ((FORWARD, ahead), (BACKWARD, back)):
-        decisions[f"{outer}/{FIRST}"] = Decision(2, work.chunk == 0)
+        decisions[f"{outer}/{FIRST}"] = ConditionalDecision(2, work.chunk == 0)
         chunk = np.maximum(work.chunk, 0)
-        decisions[f"{outer}/{CHUNK}"] = Decision(ticks.chunks, chunk)
-        decisions[f"{outer}/{LAYER}"] = Decision(2, shares[chunk])
+        decisions[f"{outer}/{CHUNK}"] = ConditionalDecision(ticks.chunks, chunk)
+        decisions[f"{outer}/{LAYER}"] = ConditionalDecision(2, shares[chunk])
     for name, channels in ((OUTPUTS, ticks.outputs), (COTANGENTS, ticks.cotangents)):
         for channel in channels:
             used = np.broadcast_to(channel.used[:, None], channel.slot.shape)
-            decisions[channel_scope(name, channel)] = Decision(2, used)
+            decisions[channel_scope(name, channel)] = ConditionalDecision(2, used)
     return Lockstep(ticks.name, decisions)

@@ -27,13 +27,13 @@ from jaxdist.parallel.pipeline.executor.branches import (
 from jaxdist.parallel.pipeline.executor.buffers import add, put, put_one, zeros
 from jaxdist.parallel.pipeline.executor.model_fns import (
     Activation,
-    Found,
+    GradientsAndSums,
     ModelFns,
     StageSpecs,
     Sums,
 )
 from jaxdist.parallel.pipeline.executor.stage import StageContext, StageState
-from jaxdist.parallel.pipeline.executor.ticks import NONE, Channel, Ticks, Work
+from jaxdist.parallel.pipeline.executor.ticks import NONE, Channel, Ticks, TickTasks
 from jaxdist.types import Params, PyTree, TreeT
 
 
@@ -48,7 +48,7 @@ def run(
     key: jax.Array | None = None,
     specs: StageSpecs | None = None,
     frozen: tuple[Params, Params] = ((), ()),
-) -> Found:
+) -> GradientsAndSums:
     """Compute loss and gradients of a batch, by a schedule; for use inside `jax.shard_map`.
 
     It sends the activations between chunks, once for each microbatch and direction, and finally an
@@ -69,7 +69,7 @@ def run(
     stage = StageContext(ticks, model, chunk_params, shared, microbatches, axis, key, specs, frozen)
     state = _scan(stage, _train)
     shared_grads, sums = lax.psum((state.shared_grads, state.sums), axis)
-    return Found(state.chunk_grads, shared_grads, sums)
+    return GradientsAndSums(state.chunk_grads, shared_grads, sums)
 
 
 def evaluate(
@@ -151,7 +151,7 @@ def _evaluate(stage: StageContext, state: StageState, tables: PyTree) -> StageSt
     return state._replace(inputs=inputs, sums=sums)
 
 
-def _forward(stage: StageContext, state: StageState, work: Work) -> tuple[StageState, PyTree]:
+def _forward(stage: StageContext, state: StageState, work: TickTasks) -> tuple[StageState, PyTree]:
     """Return the state after a forward task, if the tick has one, and the chunk's output."""
 
     def recompute() -> Activation:

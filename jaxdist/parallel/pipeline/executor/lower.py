@@ -21,7 +21,7 @@ from jaxdist.parallel.pipeline.executor.ticks import (
     Channel,
     Slots,
     Ticks,
-    Work,
+    TickTasks,
 )
 from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, needs
 
@@ -209,9 +209,9 @@ def _lower(schedule: Schedule, activations: Activations, clock: Clock) -> Ticks:
 
 def _works(
     schedule: Schedule, clock: Clock, slots: list[dict[VisitId, int]], size: tuple[int, int]
-) -> tuple[Work, Work]:
+) -> tuple[TickTasks, TickTasks]:
     forward, backward = (
-        Work(*(np.full(size, NONE, np.int32) for _ in Work._fields)) for _ in range(2)
+        TickTasks(*(np.full(size, NONE, np.int32) for _ in TickTasks._fields)) for _ in range(2)
     )
     placement = schedule.placement
     for task, tick in clock.items():

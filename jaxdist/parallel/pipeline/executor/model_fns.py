@@ -66,7 +66,7 @@ class StageSpecs:
     x: PartitionSpec
 
 
-class Found(NamedTuple):
+class GradientsAndSums(NamedTuple):
     """Gradients of the minimised scalar, and sums, each over all microbatches.
 
     Attributes:

@@ -22,7 +22,7 @@ from jaxdist.parallel.pipeline.executor.model_fns import (
     Visit,
 )
 from jaxdist.parallel.pipeline.executor.residuals import Residuals, find_residuals
-from jaxdist.parallel.pipeline.executor.ticks import Ticks, Work
+from jaxdist.parallel.pipeline.executor.ticks import Ticks, TickTasks
 from jaxdist.parallel.pipeline.split_backward.split import SplitFunction, split_function
 from jaxdist.types import Grads, Params, PyTree, Specs
 
@@ -73,7 +73,7 @@ class StageContext:
         """Whether the backward pass starts from residuals."""
         return self.ticks.activations == "stash"
 
-    def visit(self, work: Work) -> Visit:
+    def visit(self, work: TickTasks) -> Visit:
         """Return the microbatch and chunk of a task, with a random key of their own.
 
         The key depends on nothing else, so all schedules draw the same masks.
@@ -85,7 +85,7 @@ class StageContext:
         rows, frozen = read(self.microbatches, work.microbatch), read(chunks, work.local)
         return Visit(rows, work.chunk, key, (frozen, shared))
 
-    def params(self, work: Work) -> Params:
+    def params(self, work: TickTasks) -> Params:
         """Return the parameters of a task's chunk."""
         return read(self.chunk_params, work.local)
 
@@ -101,7 +101,7 @@ class StageContext:
         """Return the scalar to minimise, and the sums."""
         return self.model.head(shared, x, _with_key(visit, 2))
 
-    def x(self, inputs: Activation, work: Work, visit: Visit) -> Activation:
+    def x(self, inputs: Activation, work: TickTasks, visit: Visit) -> Activation:
         """Return the input of a chunk: the embedding, or the received value."""
         with tick(FIRST):
             return lax.cond(
@@ -120,7 +120,7 @@ class StageContext:
     @cached_property
     def _shapes(self) -> tuple[Params, Visit]:
         """The shapes of the parameters of a chunk, and of a visit."""
-        work = Work(*(jnp.int32(0) for _ in Work._fields))
+        work = TickTasks(*(jnp.int32(0) for _ in TickTasks._fields))
         return jax.eval_shape(lambda: (self.params(work), self.visit(work)))
 
     @cached_property

@@ -28,7 +28,7 @@ Entries: TypeAlias = Any
 """An int32 table `[ticks, stages]`; inside the traced program its entry for a tick and stage."""
 
 
-class Work(NamedTuple):
+class TickTasks(NamedTuple):
     """A task per tick and stage; `NONE` where there is none.
 
     Attributes:
@@ -109,8 +109,8 @@ class Ticks:
     microbatches: int
     stages: int
     placement: tuple[int, ...]
-    forward: Work
-    backward: Work
+    forward: TickTasks
+    backward: TickTasks
     outputs: tuple[Channel, ...]
     cotangents: tuple[Channel, ...]
     slots: Slots

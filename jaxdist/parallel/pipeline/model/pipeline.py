@@ -18,12 +18,17 @@ from jaxdist.models.hints import RESIDUAL
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.models.mean import check_adds_up, divisor
 from jaxdist.parallel.compute import over_weight
-from jaxdist.parallel.contract import Gradients, Held, Surroundings
+from jaxdist.parallel.contract import BatchContext, Gradients, Held
 from jaxdist.parallel.microbatch import split_rows
 from jaxdist.parallel.pipeline.called import inputs_of
 from jaxdist.parallel.pipeline.executor.execute import evaluate, run
 from jaxdist.parallel.pipeline.executor.lower import lower
-from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, StageSpecs, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import (
+    GradientsAndSums,
+    ModelFns,
+    StageSpecs,
+    Visit,
+)
 from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.parallel.pipeline.model.chunks import Cut, from_stages, on_stages, to_stages
 from jaxdist.parallel.pipeline.model.stack import StageStack, is_in_order
@@ -79,7 +84,7 @@ class Pipeline:
         return self
 
     def gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
+        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients of the total loss of a batch, all sums, and the (empty) buffers.
 
@@ -97,13 +102,13 @@ class Pipeline:
 
         def local(
             chunks: PyTree, shared: PyTree, frozen: PyTree, rows: PyTree, key: Leaf, factor: Leaf
-        ) -> Found:
+        ) -> GradientsAndSums:
             settings = {"axis": AXIS, "key": key, "specs": self._specs, "frozen": frozen}
             parts = self._parts(training=True, factor=factor)
             return run(self.ticks, parts, chunks, shared, rows, **settings)
 
         inside = (here, everywhere, (here, everywhere), everywhere, everywhere, everywhere)
-        on_stages = self._on_stages(local, inside, Found(here, everywhere, everywhere))
+        on_stages = self._on_stages(local, inside, GradientsAndSums(here, everywhere, everywhere))
         held_too = self._to_stages(frozen[0]), frozen[1]
         found = on_stages(self._to_stages(layers), shared, held_too, rows, key, factor)
         own = self.model.trained
@@ -113,7 +118,7 @@ class Pipeline:
         return Gradients(grads, found.sums, held.buffers)
 
     def mean_gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
+        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients of the mean loss, over the weight of the whole batch."""
         return over_weight(self.gradients(held, batch, key, around))

@@ -31,7 +31,7 @@ class SplitScan:
 
     equation: JaxprEqn
     body: ClosedJaxpr
-    assignment: Assignment
+    assignment: EquationAssignment
     in_b: tuple[bool, ...]
     names: tuple[Hashable, ...]
 
@@ -40,7 +40,7 @@ Step = JaxprEqn | SplitScan
 
 
 @dataclass(frozen=True)
-class Assignment:
+class EquationAssignment:
     """The equations of a jaxpr, assigned to B and W.
 
     Attributes:
@@ -57,7 +57,7 @@ class Assignment:
 
 def assign(
     jaxpr: Jaxpr, *, at_hand: Sequence[bool], outside: Sequence[bool], in_b: Sequence[bool]
-) -> Assignment:
+) -> EquationAssignment:
     """Assign the equations of `jaxpr` to the halves B and W.
 
     Args:
@@ -95,7 +95,7 @@ def assign(
     )
     now = tuple(steps[i] for i in sorted(steps))
     w_inputs = frozenset(var for var in jaxpr.invars if var in needed and var in available)
-    return Assignment(now, tuple(reversed(later)), tuple(kept), w_inputs)
+    return EquationAssignment(now, tuple(reversed(later)), tuple(kept), w_inputs)
 
 
 def _steps_of_b(jaxpr: Jaxpr, in_b: Sequence[bool]) -> dict[int, Step]:

@@ -49,7 +49,7 @@ class Curve:
 
 
 @dataclass
-class Records:
+class RunRecords:
     """The records of a run: numbers as curves, and the records of time and energy unchanged.
 
     Attributes:
@@ -64,9 +64,9 @@ class Records:
     last_time: float | None = None
 
 
-def collect(records: Iterable[Mapping[str, Json]]) -> Records:
+def collect(records: Iterable[Mapping[str, Json]]) -> RunRecords:
     """Sort records into curves and others, without the whole file in memory."""
-    found = Records()
+    found = RunRecords()
     for record in records:
         split, step = record["split"], record["step"]
         found.last_step = max(found.last_step, step)

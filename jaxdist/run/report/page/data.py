@@ -21,7 +21,7 @@ from jaxdist.pipeline_schedules.draw.text import summary
 from jaxdist.pipeline_schedules.simulate import Timeline, simulate
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.report.goodput import slow_lines, uncopied_lines
-from jaxdist.run.report.page.curves import Records, collect
+from jaxdist.run.report.page.curves import RunRecords, collect
 from jaxdist.types import Json, JsonObject
 
 INSPECTION = "inspect.json"
@@ -38,7 +38,7 @@ Compile = Callable[[Path], JsonObject]
 JaxdistError."""
 
 
-def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, Records]:
+def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, RunRecords]:
     """Return the data that a page shows of a run, which may still be in progress, and its records.
 
     Args:
@@ -53,7 +53,7 @@ def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, Records]:
             f"{run} is no run directory, for it has no {directory.config.name}: give the one that "
             "`jaxdist train` printed after the word run"
         )
-    records = Records()
+    records = RunRecords()
     if (run / FILE_NAME).exists():
         records = collect(iterate_metrics(run))
     time, energy = joined(records.others), tally.joined(records.others)
@@ -75,7 +75,7 @@ def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, Records]:
     return found, records
 
 
-def curves(records: Records, points: int) -> list[Json]:
+def curves(records: RunRecords, points: int) -> list[Json]:
     """Return the curves of a run, with about `points` points in total."""
     most = max(points // max(len(records.curves), 1), 20)
     return [

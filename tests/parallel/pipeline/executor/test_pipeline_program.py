@@ -13,7 +13,7 @@ from pipeline_tables import TABLES
 
 from jaxdist.parallel.pipeline.executor.execute import run
 from jaxdist.parallel.pipeline.executor.lower import lower
-from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns
+from jaxdist.parallel.pipeline.executor.model_fns import GradientsAndSums, ModelFns
 from jaxdist.parallel.pipeline.executor.ticks import NONE
 
 STAGES = 4
@@ -78,7 +78,7 @@ def test_no_stage_computes_in_its_bubble(microbatches):
         lambda params, shared, rows: run(ticks, parts, params, shared, rows, axis="stage"),
         mesh=on_mesh({"stage": STAGES}).mesh,
         in_specs=(staged, everywhere, everywhere),
-        out_specs=Found(staged, everywhere, everywhere),
+        out_specs=GradientsAndSums(staged, everywhere, everywhere),
         check_vma=False,
     )
     given = jnp.ones(STAGES), jnp.float32(1), jnp.ones((microbatches, 2))

@@ -11,7 +11,7 @@ from pipeline_tables import TABLES, greedy
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.executor.execute import evaluate, run
 from jaxdist.parallel.pipeline.executor.lower import lower
-from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import GradientsAndSums, ModelFns, Visit
 from jaxdist.parallel.pipeline.model.chunks import Cut, from_stages, to_stages
 from jaxdist.parallel.pipeline.model.packed import pack_model
 from jaxdist.pipeline_schedules.derived import forward_only
@@ -26,7 +26,11 @@ def on_stages(ticks, parts, chunks, shared):
     """What the executor finds, chunks in the model's order."""
     layout = on_mesh({"stage": ticks.stages})
     everywhere, staged = PartitionSpec(), PartitionSpec("stage")
-    way, out = (run, Found(staged, everywhere, everywhere)) if ticks.trains else (evaluate, None)
+    way, out = (
+        (run, GradientsAndSums(staged, everywhere, everywhere))
+        if ticks.trains
+        else (evaluate, None)
+    )
     function = jax.shard_map(
         lambda *given: way(ticks, parts, *given, axis="stage"),
         mesh=layout.mesh,
