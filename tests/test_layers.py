@@ -24,6 +24,7 @@ LAYERS = (
     ("train",),
     ("param_server.training",),
     ("experiment",),
+    ("interchange",),
     ("param_server.processes",),
     ("run",),
     ("elastic",),

@@ -58,6 +58,15 @@ def cut(array: jax.Array, chunk_bytes: int) -> Cuts | None:
     small = math.prod(shard) * item * _LEAST_SHARE < chunk_bytes
     if small or array.nbytes < chunk_bytes or not array.shape:
         return None
+    return cuts_of(array.shape, shard, item, chunk_bytes)
+
+
+def cuts_of(shape: tuple[int, ...], shard: tuple[int, ...], item: int, chunk_bytes: int) -> Cuts:
+    """Return the cuts of an array of any size, whose shards have shape `shard`.
+
+    Args:
+      item: bytes of an element.
+    """
     lengths = list(shard)
     for dim in range(len(shard)):
         row_bytes = item * math.prod(shard[dim + 1 :])
@@ -66,7 +75,7 @@ def cut(array: jax.Array, chunk_bytes: int) -> Cuts | None:
             break
     return tuple(
         (*(s + i for s in range(0, size, own) for i in range(0, own, length)), size)
-        for size, own, length in zip(array.shape, shard, lengths, strict=True)
+        for size, own, length in zip(shape, shard, lengths, strict=True)
     )
 
 
@@ -76,7 +85,7 @@ def piece_name(number: str, begin: Sequence[int]) -> str:
     >>> piece_name("000012", (341, 0))
     'pieces/000012/341.0'
     """
-    return f"{PIECES}/{number}/{'.'.join(map(str, begin))}"
+    return f"{PIECES}/{number}/{'.'.join(map(str, begin)) or 0}"
 
 
 def sizes(number: str, cuts: Cuts, dtype: np.dtype) -> dict[str, int]:
@@ -156,6 +165,30 @@ class Known:
     def add(self, record: FileRecord, path: Path) -> None:
         """Let later pieces with the same content link to this file, which is complete."""
         self._paths[record.blake2b] = path
+
+
+def write_rows(
+    staging: Path, number: str, rows: Iterable[np.ndarray], cuts: Cuts
+) -> dict[str, FileRecord]:
+    """Write an array whose rows come one after another; return the files' records by name.
+
+    Args:
+      rows: parts of the array along its first dim, in order, each begun where a block begins.
+
+    Raises:
+      OSError: a file cannot be written.
+    """
+    records: dict[str, FileRecord] = {}
+    known, at = Known((), print), 0
+    (staging / PIECES / number).mkdir(parents=True, exist_ok=True)
+    for part in rows:
+        corner = [at, *[0] * (part.ndim - 1)][: part.ndim]
+        for begin, end in _blocks(cuts, corner, part.shape):
+            inside = tuple(slice(b - c, e - c) for b, e, c in zip(begin, end, corner, strict=True))
+            name = piece_name(number, begin)
+            records[name] = _place(staging / name, np.ascontiguousarray(part[inside]), known)
+        at += len(part) if part.ndim else 1
+    return records
 
 
 def place(staging: Path, pieces: Sequence[Piece], known: Known) -> dict[str, FileRecord]:

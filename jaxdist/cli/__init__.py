@@ -16,6 +16,7 @@ from jaxdist.cli import (
     agents,
     launching,
     measurement,
+    models,
     pipelines,
     planning,
     preparation,
@@ -80,6 +81,7 @@ app.command()(preparation.eject)
 app.command()(runs.train)
 app.command()(agents.agent)
 app.command("eval")(runs.evaluate)
+app.command("import")(models.import_model)
 app.command()(runs.generate)
 app.command()(runs.replay)
 app.command()(runs.report)

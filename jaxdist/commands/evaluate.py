@@ -17,7 +17,7 @@ from jaxdist.experiment import Experiment, build, load
 from jaxdist.metrics.report import plain, write_json
 from jaxdist.run.checkpoints import adapted
 from jaxdist.run.directory import RunDirectory
-from jaxdist.run.loading.begin import load_part
+from jaxdist.run.loading.begin import holds_parameters_only, load_part
 from jaxdist.run.loading.misordered import check_order
 from jaxdist.run.report.results import print_results
 from jaxdist.train.evaluate import evaluate
@@ -49,7 +49,7 @@ def open_run(
     def say(text: str) -> None:
         console.print(f"[bold red]checkpoint:[/] {text}", soft_wrap=True)
 
-    if config.checkpoint.parts is not None:
+    if config.checkpoint.parts is not None or holds_parameters_only(directory, step):
         parts = evaluated_parts(experiment.program)
         names = taken(parts, [n for n, _ in flatten_with_names(experiment.program.own_shapes)])
         return experiment, load_part(directory, experiment.program, names, step=step, say=say)

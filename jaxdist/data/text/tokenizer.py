@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from jaxdist.config.files import read_regular
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, Count
 from jaxdist.errors import DataError, closest
 
 if TYPE_CHECKING:
@@ -61,13 +61,21 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """A `tokenizer.json` of the tokenizers library, with a further token that ends a document."""
+    """A `tokenizer.json` of the tokenizers library, with a further token that ends a document.
 
-    def __init__(self, file: Path):
+    Args:
+      end_of_document: a token of the file that ends a document in place of a further token.
+      vocab_size: number of tokens of the model; None is that of the file.
+    """
+
+    def __init__(
+        self, file: Path, end_of_document: str | None = None, vocab_size: int | None = None
+    ):
         """Load the file.
 
         Raises:
-          DataError: the file is missing or not a tokenizer.
+          DataError: the file is missing or not a tokenizer, or has no such token, or more tokens
+            than the model.
         """
         import tokenizers
 
@@ -86,8 +94,27 @@ class BpeTokenizer:
                 f"data.tokenizer.file: {file} is not a tokenizer.json: {error}; train one with "
                 "`jaxdist data tokenize`"
             ) from error
-        self.end_of_document = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self.vocab_size = self.end_of_document + 1
+        found = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.end_of_document = max(found.values(), default=-1) + 1
+        if end_of_document is not None:
+            if end_of_document not in found:
+                near = closest(end_of_document, found)
+                raise DataError(
+                    f"data.tokenizer.end_of_document: {file} has no token {end_of_document!r}"
+                    + (f"; did you mean {near!r}?" if near else "; name a token, or null")
+                )
+            self.end_of_document = found[end_of_document]
+            # Text that spells the token is text, and does not end a document.
+            self._tokenizer.encode_special_tokens = True
+        own_size = max(*found.values(), self.end_of_document) + 1
+        self.vocab_size = vocab_size or own_size
+        if self.vocab_size < own_size:
+            raise DataError(
+                f"data.tokenizer.vocab_size: {file} has tokens up to {own_size - 1}, and "
+                f"{vocab_size} are too few for them: give the model's own tokenizer"
+            )
+        parts = content + repr((end_of_document, vocab_size)).encode()
+        content = content if end_of_document is vocab_size is None else parts
         self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
@@ -119,9 +146,14 @@ class BpeTokenizerConfig(Config):
     """A tokenizer of the tokenizers library."""
     file: str
     """Path of the tokenizer.json; `jaxdist data tokenize` writes such a file."""
+    end_of_document: str | None = None
+    """A token of the file that ends a document, such as <|endoftext|>; null adds a token."""
+    vocab_size: Count | None = None
+    """Number of tokens of the model, where it has more than the file; null is the file's."""
 
     def build(self) -> BpeTokenizer:
-        return BpeTokenizer(Path(self.file).expanduser())
+        file = Path(self.file).expanduser()
+        return BpeTokenizer(file, self.end_of_document, self.vocab_size)
 
 
 TokenizerConfig = Annotated[ByteTokenizerConfig | BpeTokenizerConfig, Field(discriminator="type")]

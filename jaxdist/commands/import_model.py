@@ -1,0 +1,144 @@
+"""`jaxdist import`: a downloaded model as a run directory, without devices."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from jaxdist.config import plain_yaml
+from jaxdist.errors import RunError
+from jaxdist.experiment import load
+from jaxdist.interchange import gguf_files
+from jaxdist.interchange.leaves import Leaf, match
+from jaxdist.interchange.source import CONFIG, TOKENIZER, Source, open_source
+from jaxdist.interchange.stream import Streamed, write_streamed
+from jaxdist.interchange.tokenizers import from_gguf, tokenizer_config, tokenizer_section
+from jaxdist.models.functional import functional
+from jaxdist.models.gpt import GptConfig
+from jaxdist.run.directory import RunDirectory, prepare
+from jaxdist.types import JsonObject
+
+SOURCE = "source"
+"""Folder of a run directory with the files that say how to use the tensors."""
+WINDOW = 512
+"""Most tokens of the sequences in the config of an imported run."""
+
+
+def import_model(
+    path: Path, out: Path, overrides: Sequence[str] = (), *, console: Console
+) -> RunDirectory:
+    """Write a run directory with a model's parameters as step 0; at most a tensor is in memory.
+
+    Args:
+      path: a Hugging Face directory, or a GGUF file.
+      overrides: settings of the run's config.
+
+    Raises:
+      JaxdistError: no model, an unknown one, tensors that do not fit it, or a directory that
+        exists.
+    """
+    source, directory = open_source(path), RunDirectory(out.absolute())
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunError(f"{out} exists already: name another directory with --out")
+    leaves = _leaves(source, source.family.model(source.config))
+    folder = directory.path / SOURCE
+    texts = _texts(source)
+    try:
+        folder.mkdir(parents=True)
+        for file in source.besides:
+            shutil.copyfile(file, folder / file.name)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{folder} cannot be written: {error.strerror or error}") from error
+    values = config_values(source, folder, begin_with=directory.path)
+    document, _ = load(values, overrides)
+    metadata: JsonObject = {"imported": str(path)}
+    write_streamed(directory.checkpoints, 0, _streamed(leaves), metadata)
+    prepare(directory, plain_yaml(document.values))
+    count = sum(int(np.prod(leaf.shape)) for leaf in leaves)
+    console.print(
+        f"model  {source.family.name}, {count:,} parameters in {len(source.tensors):,} tensors",
+        soft_wrap=True,
+    )
+    console.print(f"run    {out}", soft_wrap=True, markup=False)
+    return directory
+
+
+def config_values(source: Source, folder: Path, *, begin_with: Path) -> JsonObject:
+    """Return the config of a run that fine-tunes a model.
+
+    Args:
+      folder: folder of its tokenizer.
+      begin_with: run directory, or model, of its parameters.
+
+    Raises:
+      JaxdistError: an unknown architecture, or a tokenizer that does not fit it.
+    """
+    length: Any = source.config.get("max_position_embeddings", source.config.get("n_positions"))
+    data: JsonObject = {"type": "text", "window": min(WINDOW, length or WINDOW)}
+    file = folder / TOKENIZER
+    if file.is_file():
+        data["tokenizer"] = tokenizer_section(source, file)
+    else:
+        data = {
+            "type": "synthetic",
+            "kind": "tokens",
+            "window": data["window"],
+            "vocab_size": source.vocab_size,
+        }
+    return {
+        "model": source.family.model(source.config),
+        "data": data,
+        "optim": {
+            "type": "adamw",
+            "learning_rate": 2e-5,
+            "clip_norm": 1.0,
+            "schedule": {"type": "cosine", "warmup_steps": 10, "end_fraction": 0.1},
+        },
+        "train": {"steps": 100, "batch_size": 8},
+        "checkpoint": {"begin_with": {"run": str(begin_with)}},
+    }
+
+
+def _leaves(source: Source, options: JsonObject) -> list[Leaf]:
+    config = GptConfig.model_validate(options)
+    model = functional(lambda rngs: config.build(rngs, vocab_size=source.vocab_size))
+    ignored = source.family.ignored
+    if config.tied_head:
+        ignored = (*ignored, "lm_head.weight")
+    return match(
+        model.params, model.stacked, model.dims, source.rows(), source.tensors,
+        ignored=ignored, vocab_size=source.vocab_size, where=str(source.path),
+    )  # fmt: skip
+
+
+def _streamed(leaves: Sequence[Leaf]) -> Iterator[Streamed]:
+    for leaf in leaves:
+
+        def read(begin: int, end: int, leaf: Leaf = leaf) -> np.ndarray:
+            rows = [slice(None)] * len(leaf.shape)
+            rows[:1] = [slice(begin, end)][: len(rows)]
+            return leaf.block(tuple(rows))
+
+        name = f"params/{leaf.name}"
+        yield Streamed(name, leaf.shape, leaf.dtype, read, whole=not leaf.stacked)
+
+
+def _texts(source: Source) -> dict[str, str]:
+    """Return the files that a GGUF file has inside, and a directory has next to its tensors."""
+    if not source.is_gguf:
+        return {}
+    metadata = gguf_files.read(source.path).metadata
+    own = source.path.parent / TOKENIZER
+    texts = {CONFIG: json.dumps(source.config, indent=1)}
+    texts[TOKENIZER] = (
+        own.read_text(encoding="utf-8") if own.is_file() else from_gguf(source.path, metadata)
+    )
+    return {**texts, "tokenizer_config.json": tokenizer_config(metadata)}

@@ -1,0 +1,385 @@
+"""Families of published models: tables of their tensors' names and layouts, next to our models.
+
+Letters of layouts: V vocabulary, D embed, H heads, K kv_heads, d head_dim, F mlp, P positions.
+`{layer}` in a name is the number of a layer, which our parameters count in their first dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxdist.errors import ConfigError, did_you_mean
+from jaxdist.models.gpt import GptConfig
+from jaxdist.types import JsonObject
+
+RUN_ONLY = (
+    "isolate_documents", "attention", "compute_dtype", "remat", "scan_unroll", "vocab_multiple",
+)  # fmt: skip
+"""Options of `gpt` that say how it runs, and not which function it computes."""
+
+
+class Row(NamedTuple):
+    """The tensor of a parameter, its layout, and the part that it has of the tensor."""
+
+    tensor: str
+    layout: str
+    part: int | None = None
+
+
+def _block(prefix: str, names: Mapping[str, tuple[str, str]]) -> dict[str, Row]:
+    """Return rows of a block's parameters, from tensors below the layer's prefix."""
+    return {f"blocks/{own}": Row(f"{prefix}{name}", how) for own, (name, how) in names.items()}
+
+
+LLAMA_ROWS: Mapping[str, Row] = {
+    "embedding": Row("model.embed_tokens.weight", "V D"),
+    "norm/scale": Row("model.norm.weight", "D"),
+    "output": Row("lm_head.weight", "V D -> D V"),
+    **_block(
+        "model.layers.{layer}.",
+        {
+            "attention_norm/scale": ("input_layernorm.weight", "D"),
+            "attention/query": ("self_attn.q_proj.weight", "(H d) D -> D H d"),
+            "attention/key": ("self_attn.k_proj.weight", "(K d) D -> D K d"),
+            "attention/value": ("self_attn.v_proj.weight", "(K d) D -> D K d"),
+            "attention/out": ("self_attn.o_proj.weight", "D (H d) -> H d D"),
+            "attention/query_bias": ("self_attn.q_proj.bias", "(H d) -> H d"),
+            "attention/key_bias": ("self_attn.k_proj.bias", "(K d) -> K d"),
+            "attention/value_bias": ("self_attn.v_proj.bias", "(K d) -> K d"),
+            "attention/out_bias": ("self_attn.o_proj.bias", "D"),
+            "attention/query_norm/scale": ("self_attn.q_norm.weight", "d"),
+            "attention/key_norm/scale": ("self_attn.k_norm.weight", "d"),
+            "mlp_norm/scale": ("post_attention_layernorm.weight", "D"),
+            "mlp/gate": ("mlp.gate_proj.weight", "F D -> D F"),
+            "mlp/up": ("mlp.up_proj.weight", "F D -> D F"),
+            "mlp/down": ("mlp.down_proj.weight", "D F -> F D"),
+        },
+    ),
+}
+"""The rows of llama and of the families that share its names; models lack some of them."""
+
+_ATTENTION = {"query": 0, "key": 1, "value": 2}
+GPT2_ROWS: Mapping[str, Row] = {
+    "embedding": Row("transformer.wte.weight", "V D"),
+    "positions": Row("transformer.wpe.weight", "P D"),
+    "norm/scale": Row("transformer.ln_f.weight", "D"),
+    "norm/bias": Row("transformer.ln_f.bias", "D"),
+    "output": Row("lm_head.weight", "V D -> D V"),
+    **_block(
+        "transformer.h.{layer}.",
+        {
+            "attention_norm/scale": ("ln_1.weight", "D"),
+            "attention_norm/bias": ("ln_1.bias", "D"),
+            "attention/out": ("attn.c_proj.weight", "(H d) D -> H d D"),
+            "attention/out_bias": ("attn.c_proj.bias", "D"),
+            "mlp_norm/scale": ("ln_2.weight", "D"),
+            "mlp_norm/bias": ("ln_2.bias", "D"),
+            "mlp/up": ("mlp.c_fc.weight", "D F"),
+            "mlp/up_bias": ("mlp.c_fc.bias", "F"),
+            "mlp/down": ("mlp.c_proj.weight", "F D"),
+            "mlp/down_bias": ("mlp.c_proj.bias", "D"),
+        },
+    ),
+    **{
+        f"blocks/attention/{name}{end}": Row(f"transformer.h.{{layer}}.attn.c_attn.{kind}", how, i)
+        for name, i in _ATTENTION.items()
+        for end, kind, how in (
+            ("", "weight", "D (3 H d) -> D H d"),
+            ("_bias", "bias", "(3 H d) -> H d"),
+        )
+    },
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A published architecture as a choice of options of our `gpt`.
+
+    Attributes:
+      keys: options of `gpt` by key of config.json.
+      options: options that all models of the family have.
+      fixed: values of other keys that `gpt` computes; another value is refused.
+      missing: values of keys that a config.json may leave out.
+      ignored: ends of names of tensors that hold no parameter.
+      prefix: beginning of names that files of the model without its head leave out.
+    """
+
+    name: str
+    architecture: str
+    rows: Mapping[str, Row]
+    keys: Mapping[str, str]
+    options: JsonObject
+    fixed: Mapping[str, tuple[Any, ...]]
+    missing: JsonObject = field(default_factory=dict)
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    prefix: str = "model."
+    more: Callable[[Mapping[str, Any]], JsonObject] = lambda config: {}
+    written: Callable[[JsonObject], JsonObject] = lambda options: {}
+
+    def model(self, config: Mapping[str, Any]) -> JsonObject:
+        """Return the section `model` of a config for a config.json.
+
+        Raises:
+          ConfigError: a config.json that lacks a key, or asks for what our model does not compute.
+        """
+        given = {**self.missing, **config}
+        for key, allowed in self.fixed.items():
+            if given.get(key, allowed[0]) not in allowed:
+                listed = " or ".join(map(repr, allowed))
+                raise ConfigError(
+                    f"config.json: {key} is {given[key]!r}, and model.type gpt computes {listed} "
+                    f"of the family {self.name}"
+                )
+        lacking = [key for key in self.keys if key not in given]
+        if lacking:
+            raise ConfigError(
+                f"config.json of the family {self.name} lacks {', '.join(lacking)}: download the "
+                "model's own config.json"
+            )
+        found = {own: given[key] for key, own in self.keys.items()}
+        return {"type": "gpt", **self.options, **found, **self.more(given)}
+
+    def config(self, options: JsonObject) -> JsonObject:
+        """Return the keys of config.json for options of `gpt`."""
+        found = {key: options[own] for key, own in self.keys.items()}
+        fixed = {key: allowed[0] for key, allowed in self.fixed.items()}
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.name,
+            **fixed,
+            **found,
+            **self.written(options),
+        }
+
+
+def _rotary(config: Mapping[str, Any]) -> JsonObject:
+    """Return theta and the scaling of rotary positions, from either form of config.json."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    if kind == "default":
+        return {"rope_theta": theta}
+    if kind == "linear":
+        return {"rope_theta": theta, "rope_scaling": {"type": kind, "factor": rope["factor"]}}
+    if kind != "llama3":
+        raise ConfigError(
+            f"config.json: rotary positions of type {kind!r} are not computed by model.type gpt: "
+            "there are default, linear and llama3"
+        )
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    scaling = {name: rope[name] for name in names}
+    length = rope["original_max_position_embeddings"]
+    return {
+        "rope_theta": theta,
+        "rope_scaling": {"type": kind, **scaling, "original_length": length},
+    }
+
+
+def _written_rotary(options: JsonObject) -> JsonObject:
+    scaling: Any = options["rope_scaling"]
+    if scaling is None:
+        return {"rope_theta": options["rope_theta"]}
+    rope = {"rope_type": scaling["type"], **{k: v for k, v in scaling.items() if k != "type"}}
+    if "original_length" in rope:
+        rope["original_max_position_embeddings"] = rope.pop("original_length")
+    return {"rope_theta": options["rope_theta"], "rope_scaling": rope}
+
+
+def _window(config: Mapping[str, Any]) -> JsonObject:
+    """Return the window: theirs counts the position itself, ours the positions before it."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    kinds = set(config.get("layer_types") or ())
+    if not kinds and window is not None and "max_window_layers" in config:
+        below, layers = config["max_window_layers"], config["num_hidden_layers"]
+        kinds |= {"full_attention"} if below > 0 else set()
+        kinds |= {"sliding_attention"} if below < layers else set()
+    if len(kinds) > 1 or (kinds == {"sliding_attention"} and window is None):
+        raise ConfigError(
+            f"config.json: layer_types has {', '.join(sorted(kinds))}, and all layers of "
+            "model.type gpt attend alike"
+        )
+    if window is None or kinds == {"full_attention"}:
+        return {}
+    return {"attention_window": window - 1}
+
+
+def _llama(config: Mapping[str, Any]) -> JsonObject:
+    biases = "attention" if config.get("attention_bias") else "none"
+    return {**_rotary(config), "biases": biases}
+
+
+def _written_llama(options: JsonObject) -> JsonObject:
+    return {**_written_rotary(options), "attention_bias": options["biases"] == "attention"}
+
+
+def _windowed(config: Mapping[str, Any]) -> JsonObject:
+    return {**_rotary(config), **_window(config)}
+
+
+def _written_window(options: JsonObject) -> JsonObject:
+    window: Any = options["attention_window"]
+    window = None if window is None else window + 1
+    more = {"sliding_window": window, "use_sliding_window": window is not None}
+    if window is not None:  # qwen's first layers would attend to all before this one
+        more["max_window_layers"] = 0
+    return {**_written_rotary(options), **more}
+
+
+def _qwen3(config: Mapping[str, Any]) -> JsonObject:
+    return {**_windowed(config), "biases": _llama(config)["biases"]}
+
+
+def _written_qwen3(options: JsonObject) -> JsonObject:
+    return {**_written_window(options), **_written_llama(options)}
+
+
+KEYS: Mapping[str, str] = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "embed",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_size",
+    "intermediate_size": "mlp",
+    "rms_norm_eps": "norm_epsilon",
+    "tie_word_embeddings": "tied_head",
+}
+_MISSING: JsonObject = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+_SILU = {"hidden_act": ("silu",)}
+_GELU = ("gelu_pytorch_tanh", "gelu_new")
+FAMILIES: Mapping[str, Family] = {
+    family.name: family
+    for family in (
+        Family(
+            "llama",
+            "LlamaForCausalLM",
+            LLAMA_ROWS,
+            KEYS,
+            {"norm": "rms"},
+            {**_SILU, "mlp_bias": (False,)},
+            _MISSING,
+            more=_llama,
+            written=_written_llama,
+        ),
+        Family(
+            "mistral",
+            "MistralForCausalLM",
+            LLAMA_ROWS,
+            KEYS,
+            {"norm": "rms"},
+            _SILU,
+            _MISSING,
+            more=_windowed,
+            written=_written_window,
+        ),
+        Family(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            LLAMA_ROWS,
+            {key: own for key, own in KEYS.items() if key != "head_dim"},
+            {"norm": "rms", "biases": "qkv"},
+            _SILU,
+            {**_MISSING, "use_sliding_window": False},
+            more=_windowed,
+            written=_written_window,
+        ),
+        Family(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            LLAMA_ROWS,
+            KEYS,
+            {"norm": "rms", "qk_norm": True},
+            _SILU,
+            {**_MISSING, "head_dim": 128, "use_sliding_window": False},
+            more=_qwen3,
+            written=_written_qwen3,
+        ),
+        Family(
+            "gemma",
+            "GemmaForCausalLM",
+            LLAMA_ROWS,
+            KEYS,
+            {"norm": "rms_offset", "mlp_type": "geglu", "scale_embeddings": True},
+            {"hidden_act": _GELU, "use_bidirectional_attention": (None, False)},
+            {**_MISSING, "head_dim": 256, "tie_word_embeddings": True},
+            more=_llama,
+            written=_written_llama,
+        ),
+        Family(
+            "gpt2",
+            "GPT2LMHeadModel",
+            GPT2_ROWS,
+            {
+                "n_layer": "layers",
+                "n_embd": "embed",
+                "n_head": "heads",
+                "n_inner": "mlp",
+                "n_positions": "positions",
+                "layer_norm_epsilon": "norm_epsilon",
+                "tie_word_embeddings": "tied_head",
+            },
+            {"norm": "layer", "mlp_type": "gelu", "biases": "all"},
+            {
+                "activation_function": _GELU[::-1],
+                "scale_attn_weights": (True,),
+                "scale_attn_by_inverse_layer_idx": (False,),
+                "add_cross_attention": (False,),
+            },
+            {"n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+            (".attn.bias", ".attn.masked_bias"),
+            "transformer.",
+            more=lambda config: {"mlp": config["n_inner"] or 4 * config["n_embd"]},
+        ),
+    )
+}
+"""Every family by `model_type` of its config.json."""
+LATER = ("mixtral", "bert", "vit", "resnet")
+"""Families that a later version is to have, since there is none of our models for them yet."""
+
+
+def family_of(config: Mapping[str, Any], *, where: str) -> Family:
+    """Return the family of a config.json.
+
+    Raises:
+      ConfigError: an architecture without a table; the message lists those that have one.
+    """
+    name = str(config.get("model_type"))
+    if name in FAMILIES:
+        return FAMILIES[name]
+    later = " (there is no model for it yet)" if name in LATER else ""
+    raise ConfigError(
+        f"{where}: model_type {name!r} is no known architecture{later}; "
+        f"{did_you_mean(name, FAMILIES)}. Bring a model of your own with --config CONFIG "
+        "(model: {type: import}) and a table of its names: --table FILE"
+    )
+
+
+def architecture(config: GptConfig) -> JsonObject:
+    """Return the options that say which function a model computes, with widths that it derives."""
+    options = config.model_dump(mode="json", exclude={"type", *RUN_ONLY})
+    derived = {
+        "kv_heads": config.kv_heads or config.heads,
+        "head_size": config.head_dim,
+        "mlp": config.mlp_width,
+    }
+    return {**options, **derived}
+
+
+def families_of(config: GptConfig) -> list[Family]:
+    """Return the families whose config.json can describe a model."""
+    wanted = architecture(config)
+    return [family for family in FAMILIES.values() if _describes(family, wanted)]
+
+
+def _describes(family: Family, wanted: JsonObject) -> bool:
+    try:
+        made = GptConfig.model_validate(family.model(family.config(wanted)))
+    except ValueError:
+        return False
+    return architecture(made) == wanted

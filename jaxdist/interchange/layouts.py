@@ -1,0 +1,138 @@
+"""The order of a tensor's elements in a file and in our model, as text: `(H d) D -> D H d`.
+
+On the left are the file's dims, on the right ours; parentheses join dims, a number is a dim of that
+size. A number that is on the left only is an index, given apart: `D (3 H d) -> D H d` cuts queries,
+keys or values out of a tensor that holds all three.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from jaxdist.errors import ConfigError
+
+Side = tuple[tuple[str, ...], ...]
+"""The dims of an array; each is the dims that it joins."""
+
+
+def _parsed(text: str) -> Side:
+    """Parse one side.
+
+    >>> _parsed("(H d) D")
+    (('H', 'd'), ('D',))
+    """
+    side: list[tuple[str, ...]] = []
+    joined: list[str] | None = None
+    for word in text.replace("(", " ( ").replace(")", " ) ").split():
+        if word == "(" and joined is None:
+            joined = []
+        elif word == ")" and joined:
+            side.append(tuple(joined))
+            joined = None
+        elif word in "()":
+            raise ValueError(f"{text!r} has a parenthesis too many")
+        elif joined is None:
+            side.append((word,))
+        else:
+            joined.append(word)
+    if joined is not None:
+        raise ValueError(f"{text!r} lacks a parenthesis")
+    return tuple(side)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout by its text; without an arrow both sides are the same.
+
+    >>> Layout("(H d) D -> D H d").read(np.zeros((6, 5)), (5, 2, 3)).shape
+    (5, 2, 3)
+
+    Raises:
+      ValueError: text that does not describe a layout.
+    """
+
+    text: str
+    part: int | None = None
+
+    def __post_init__(self) -> None:
+        names = [name for dim in self.file for name in dim]
+        own = [name for dim in self.own for name in dim]
+        left_out = [name for name in names if name not in own]
+        indexed = all(name.isdigit() for name in left_out) and len(left_out) <= 1
+        if len(set(names)) < len(names) or not indexed or set(own) - set(names):
+            raise ValueError(f"{self.text!r} has not the same dims on both sides, each once")
+
+    @cached_property
+    def file(self) -> Side:
+        """The file's dims."""
+        return _parsed(self.text.partition("->")[0])
+
+    @cached_property
+    def own(self) -> Side:
+        """The dims of our parameter."""
+        left, arrow, right = self.text.partition("->")
+        return _parsed(right if arrow else left)
+
+    def file_shape(self, own: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the file's tensor for a parameter of a shape.
+
+        Raises:
+          ConfigError: a parameter with another number of dims, or that does not divide.
+        """
+        sizes = self._sizes(own)
+        return tuple(math.prod(sizes[name] for name in dim) for dim in self.file)
+
+    def opened(self, array: np.ndarray, own: tuple[int, ...]) -> np.ndarray:
+        """Return a view of a file's tensor with our dims in order, joined dims apart.
+
+        Reading it moves, and assigning to it fills, the elements of the tensor.
+        """
+        sizes = self._sizes(own)
+        names = [name for dim in self.file for name in dim]
+        view = array.reshape([sizes[name] for name in names])
+        for name in [name for name in names if name not in self._order]:
+            assert self.part is not None, self.text
+            view = _at(view, names.index(name), self.part)
+            names.remove(name)
+        return view.transpose([names.index(name) for name in self._order])
+
+    def read(self, array: np.ndarray, own: tuple[int, ...]) -> np.ndarray:
+        """Return a file's tensor as our parameter: a view, unless the layout joins our dims."""
+        return self.opened(array, own).reshape(own)
+
+    def fill(self, array: np.ndarray, value: np.ndarray) -> None:
+        """Write our parameter to its place in a file's tensor."""
+        view = self.opened(array, value.shape)
+        view[...] = value.reshape(view.shape)
+
+    @property
+    def joins(self) -> bool:
+        """Whether our dims join dims, which takes a copy."""
+        return any(len(dim) > 1 for dim in self.own)
+
+    @cached_property
+    def _order(self) -> list[str]:
+        return [name for dim in self.own for name in dim]
+
+    def _sizes(self, own: tuple[int, ...]) -> dict[str, int]:
+        if len(own) != len(self.own):
+            raise ConfigError(f"{self.text!r} has {len(self.own)} dims, the parameter is {own}")
+        sizes = {name: int(name) for dim in self.file for name in dim if name.isdigit()}
+        for size, dim in zip(own, self.own, strict=True):
+            known = math.prod(sizes.get(name, 1) for name in dim)
+            free = [name for name in dim if name not in sizes]
+            if size % known or len(free) > 1 or (not free and size != known):
+                raise ConfigError(f"{self.text!r} does not divide a parameter of shape {own}")
+            sizes.update(dict.fromkeys(free, size // known))
+        return sizes
+
+
+def _at(view: np.ndarray, axis: int, index: int) -> np.ndarray:
+    place: list[Any] = [slice(None)] * view.ndim
+    place[axis] = index
+    return view[tuple(place)]

@@ -1,0 +1,178 @@
+"""The parameters of a model as blocks of a file's tensors, cut where they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxdist.errors import ConfigError
+from jaxdist.interchange.families import Row
+from jaxdist.interchange.layouts import Layout
+from jaxdist.interchange.tensors import Tensor
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Dims, Params
+
+LAYER = "{layer}"
+_LISTED = 8
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A parameter, and the tensors that fill it.
+
+    Attributes:
+      shape: its own shape; more than `filled` where its vocabulary is padded with zeros.
+      filled: the shape that the tensors fill.
+      tensors: its tensor, or that of each layer.
+      stacked: whether its first dim counts layers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    filled: tuple[int, ...]
+    dtype: np.dtype
+    tensors: tuple[Tensor, ...]
+    layout: Layout
+    stacked: bool
+
+    def block(self, index: Index) -> np.ndarray:
+        """Read a block of the parameter, in its dtype; only the block's elements are read."""
+        ranges = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
+        out = np.zeros([end - begin for begin, end in ranges], self.dtype)
+        layers = ranges[0] if self.stacked else None
+        inner = ranges[1:] if self.stacked else ranges
+        filled = self.filled[1:] if self.stacked else self.filled
+        held = [(b, min(e, n)) for (b, e), n in zip(inner, filled, strict=True)]
+        if any(end <= begin for begin, end in held):
+            return out
+        given = tuple(slice(begin, end) for begin, end in held)
+        taken = tuple(slice(0, end - begin) for begin, end in held)
+        for i, tensor in enumerate(
+            self.tensors if layers is None else self.tensors[slice(*layers)]
+        ):
+            target = out if layers is None else out[i]
+            target[taken] = self.layout.read(tensor.open(), filled)[given]
+        return out
+
+
+def match(
+    params: Params,
+    stacked: frozenset[str],
+    dims: Mapping[str, Dims | None],
+    rows: Mapping[str, Row],
+    tensors: Mapping[str, Tensor],
+    *,
+    ignored: Sequence[str] = (),
+    vocab_size: int | None = None,
+    where: str,
+) -> list[Leaf]:
+    """Match every parameter with tensors, leaf by leaf, in the order of the parameters.
+
+    Args:
+      params: a tree of shapes.
+      stacked: names of parameters whose first dim counts layers.
+      dims: logical dims of each parameter, by name; a "vocab" may be padded.
+      rows: tensor and layout of each parameter, by name; rows of other parameters are left out.
+      ignored: ends of names of tensors that fill nothing.
+      vocab_size: number of tokens, if the parameters' may be padded.
+      where: name of the files in messages.
+
+    Raises:
+      ConfigError: parameters without a tensor, tensors without a parameter, and shapes that
+        differ, all named at once.
+    """
+    leaves, used, problems = [], dict[tuple[str, int | None], str](), list[str]()
+    for name, shape in flatten_with_names(params):
+        if name not in rows:
+            problems.append(f"{name}{list(shape.shape)}: the table has no row for it")
+            continue
+        row, filled = rows[name], list(shape.shape)
+        for i, dim in enumerate(dims.get(name) or ()):
+            filled[i] = vocab_size if dim == "vocab" and vocab_size is not None else filled[i]
+        own = tuple(filled[1:]) if name in stacked else tuple(filled)
+        layout = Layout(row.layout, row.part)
+        names = names_of(row.tensor, filled[0] if name in stacked else None)
+        found = []
+        for one in names:
+            problem = _problem(name, one, tensors.get(one), layout, own)
+            if (one, row.part) in used:
+                problem = f"{one}: fills both {used[one, row.part]} and {name}"
+            used[one, row.part] = name
+            problems += [problem] if problem else []
+            found += [tensors[one]] if one in tensors else []
+        leaves.append(
+            Leaf(name, shape.shape, tuple(filled), np.dtype(shape.dtype), tuple(found), layout,
+                 name in stacked)
+        )  # fmt: skip
+    known = {name for name, _ in used}
+    problems += [
+        f"{name}{list(tensor.shape)}: a tensor that fills no parameter"
+        for name, tensor in tensors.items()
+        if name not in known and not name.endswith(tuple(ignored))
+    ]
+    if problems:
+        more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+        listed = "\n  ".join([*problems[:_LISTED], *more])
+        raise ConfigError(f"{where} does not fit the model:\n  {listed}")
+    return leaves
+
+
+def names_of(pattern: str, layers: int | None) -> list[str]:
+    """Return the names of a parameter's tensors.
+
+    >>> names_of("h.{layer}.ln.weight", 2)
+    ['h.0.ln.weight', 'h.1.ln.weight']
+    """
+    return [pattern] if layers is None else [pattern.replace(LAYER, str(i)) for i in range(layers)]
+
+
+def _problem(
+    name: str, tensor: str, found: Tensor | None, layout: Layout, own: tuple[int, ...]
+) -> str | None:
+    try:
+        wanted = layout.file_shape(own)
+    except ConfigError as error:
+        return f"{name}: {error}"
+    if found is None:
+        return f"{tensor}{list(wanted)}: no such tensor, for {name}"
+    if found.shape != wanted:
+        return f"{tensor}: is {list(found.shape)}, and {name} takes {list(wanted)}"
+    if not _is_float(found.dtype):
+        return f"{tensor}: is {found.dtype}, and {name} takes numbers with a fraction"
+    return None
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return dtype.kind == "f" or dtype.name == "bfloat16"
+
+
+def place(leaf: Leaf, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Read the shards of a parameter that this process's devices hold, and put them there.
+
+    Args:
+      shape: shape, dtype and sharding on the devices; a shape beyond the leaf's is filled with
+        zeros.
+    """
+    done: dict[str, np.ndarray] = {}
+
+    def part(index: Index | None) -> np.ndarray:
+        assert index is not None
+        key = str(index)  # slices cannot be hashed before Python 3.12
+        if key not in done:  # replicas ask for the same block
+            done[key] = _within(leaf, index, shape.shape).astype(shape.dtype, copy=False)
+        return done[key]
+
+    return jax.make_array_from_callback(shape.shape, shape.sharding, part)
+
+
+def _within(leaf: Leaf, index: Index, shape: tuple[int, ...]) -> np.ndarray:
+    """Read a block of a parameter that zeros at its ends fill up to a shape."""
+    ranges = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+    held = [(min(b, n), min(e, n)) for (b, e), n in zip(ranges, leaf.shape, strict=True)]
+    block = leaf.block(tuple(slice(*one) for one in held))
+    more = [(0, e - b - size) for (b, e), size in zip(ranges, block.shape, strict=True)]
+    return np.pad(block, more) if any(n for _, n in more) else block

@@ -1,0 +1,123 @@
+"""The files of safetensors: eight bytes of length, a JSON header, and the tensors' bytes.
+
+Source: the format as its library documents it, https://github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxdist.errors import DataError
+from jaxdist.interchange.tensors import Tensor
+
+DTYPES: Mapping[str, np.dtype] = {
+    "F64": np.dtype("float64"),
+    "F32": np.dtype("float32"),
+    "F16": np.dtype("float16"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype("int64"),
+    "I32": np.dtype("int32"),
+    "I16": np.dtype("int16"),
+    "I8": np.dtype("int8"),
+    "U8": np.dtype("uint8"),
+    "BOOL": np.dtype("bool"),
+}
+MOST_HEADER_BYTES = 100_000_000
+"""The longest header that the format allows."""
+_ALIGN = 8
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """Read the tensors' names, shapes, dtypes and places; no element is read.
+
+    Raises:
+      DataError: a file that cannot be read, or is truncated, or whose header is malformed.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if size < 8 or length > MOST_HEADER_BYTES or 8 + length > size:
+                raise DataError(
+                    f"{file} is no safetensors file, or a part of one: it has {size:,} bytes, and "
+                    f"its header would have {length:,}; download it again"
+                )
+            raw = opened.read(length)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: its header is not JSON ({error}); download it again") from error
+    if not isinstance(header, dict):
+        raise DataError(f"{file}: its header is no mapping of tensors; download it again")
+    header.pop("__metadata__", None)
+    found = {name: _tensor(file, name, entry, 8 + length) for name, entry in header.items()}
+    end = max((t.offset + t.stored_bytes for t in found.values()), default=8 + length)
+    if end != size:
+        word = "truncated: it has" if end > size else "longer than its header says: it has"
+        raise DataError(f"{file} is {word} {size:,} bytes of {end:,}; download it again")
+    return found
+
+
+def _tensor(file: Path, name: str, entry: Any, start: int) -> Tensor:
+    try:
+        dtype, shape = DTYPES.get(entry["dtype"]), tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        numbers = [*shape, begin, end]
+        if not all(type(n) is int and n >= 0 for n in numbers) or end < begin:
+            raise ValueError("its sizes are no counts")
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{file}: the header's entry of {name!r} is malformed ({error}); download it again"
+        ) from error
+    if dtype is None:
+        known = ", ".join(DTYPES)
+        raise DataError(
+            f"{file}: {name!r} has dtype {entry['dtype']}, which is not read (known: {known}); "
+            "convert the model to BF16 or F32"
+        )
+    if math.prod(shape) * dtype.itemsize != end - begin:
+        raise DataError(
+            f"{file}: {name!r} is {entry['dtype']}{list(shape)} in {end - begin:,} bytes, which do "
+            "not fit; download it again"
+        )
+    return Tensor(name, shape, dtype, file, start + begin, end - begin)
+
+
+def write(
+    file: Path,
+    tensors: Sequence[tuple[str, tuple[int, ...], np.dtype]],
+    value: Callable[[str], np.ndarray],
+) -> None:
+    """Write tensors one after another.
+
+    Args:
+      tensors: name, shape and dtype of each.
+      value: returns the array of a name; called in order, so that one array is held at a time.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape, dtype in tensors:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entry = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = entry
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % _ALIGN)
+    with file.open("wb") as opened:
+        opened.write(len(raw).to_bytes(8, "little") + raw)
+        for name, shape, dtype in tensors:
+            array = np.ascontiguousarray(value(name), dtype)
+            assert array.shape == shape, (name, array.shape, shape)
+            opened.write(array.reshape(-1).view(np.uint8).data)

@@ -1,0 +1,157 @@
+"""A downloaded model: its configuration, its tensors by name, and the files of its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config.files import read_json
+from jaxdist.errors import DataError
+from jaxdist.interchange import gguf_files, safetensors
+from jaxdist.interchange.families import Family, Row, family_of
+from jaxdist.interchange.tensors import Tensor
+from jaxdist.types import JsonObject
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BESIDES = (
+    CONFIG, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "generation_config.json", "chat_template.jinja", "chat_template.json", "vocab.json",
+    "merges.txt", "tokenizer.model",
+)  # fmt: skip
+"""Files next to the tensors that say how to use them."""
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model's files; nothing of them is read but headers.
+
+    Attributes:
+      path: the directory, or the GGUF file.
+      config: the content of config.json, or what a GGUF file says in its place.
+    """
+
+    path: Path
+    config: JsonObject
+
+    @property
+    def family(self) -> Family:
+        """The family of the model.
+
+        Raises:
+          ConfigError: an architecture without a table.
+        """
+        return family_of(self.config, where=str(self.path))
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether this is a GGUF file, whose tensors have names and orders of its own."""
+        return self.path.is_file()
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Every tensor by name, from the headers of all files.
+
+        Raises:
+          DataError: files that are missing, damaged, or that would have to be unpickled.
+        """
+        if self.is_gguf:
+            return gguf_files.read(self.path).tensors
+        return _tensors(self.path)
+
+    def rows(self) -> Mapping[str, Row]:
+        """Return the family's table for this file's names."""
+        return gguf_files.rows(self.family, self.tensors) if self.is_gguf else self.family.rows
+
+    @property
+    def besides(self) -> list[Path]:
+        """The files that say how to use the tensors, as far as there are any."""
+        return [] if self.is_gguf else [f for n in BESIDES if (f := self.path / n).is_file()]
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of rows of the embedding.
+
+        Raises:
+          DataError: a config.json without it.
+        """
+        size = self.config.get("vocab_size")
+        if type(size) is not int or size < 1:
+            raise DataError(f"{self.path}: {CONFIG} has no vocab_size; give the model's own")
+        return size
+
+
+def open_source(path: Path) -> Source:
+    """Open a Hugging Face directory or a GGUF file.
+
+    Raises:
+      DataError: no model there, or a config.json that cannot be read.
+    """
+    if path.is_file() and gguf_files.is_gguf(path):
+        return Source(path, gguf_files.read(path).config())
+    if path.is_file() or not path.is_dir():
+        what = "is a file of another kind" if path.is_file() else "does not exist"
+        raise DataError(
+            f"{path} {what}: give the directory of a model (with {CONFIG} and safetensors), or a "
+            "GGUF file"
+        )
+    file = path / CONFIG
+    if not file.is_file():
+        ggufs = sorted(path.glob("*.gguf"))
+        more = f"; {ggufs[0]} is a GGUF file, give that" if ggufs else ""
+        raise DataError(f"{path} is no model, for it has no {CONFIG}{more}")
+    try:
+        config: Any = read_json(file)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{file} cannot be read: {reason}; download it again") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{file} holds no mapping; download it again")
+    return Source(path, config)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    files = _files(path)
+    found: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in safetensors.read_header(file).items():
+            if name in found:
+                raise DataError(
+                    f"{name!r} is in {found[name].file.name} and in {file.name} of {path}: leave "
+                    "one of them there"
+                )
+            found[name] = tensor
+    return found
+
+
+def _files(path: Path) -> list[Path]:
+    """List the files of tensors, which an index names where there are several."""
+    index = path / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = [path / str(name) for name in names]
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(f"{index} is malformed ({error}); download it again") from error
+        outside = [file for file in files if file.parent != path]
+        lacking = [file.name for file in files if not file.is_file()]
+        if outside or lacking:
+            wrong = outside or ", ".join(lacking)
+            raise DataError(f"{index} names {wrong}, which {path} does not have; download it again")
+        return files
+    files = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
+    if files:
+        return files
+    pickled = sorted(f.name for f in path.iterdir() if f.suffix in PICKLED)
+    if pickled:
+        raise DataError(
+            f"{path} has its tensors in {pickled[0]}, a pickle, which can run any code when it is "
+            "read, so that jaxdist never reads it: download the model's safetensors, or convert "
+            "it where you trust it (save_pretrained(DIR) of transformers writes them)"
+        )
+    raise DataError(f"{path} has a {CONFIG} and no safetensors: download {SINGLE} too")

@@ -1,0 +1,67 @@
+"""The writing of a checkpoint array by array, without devices and without holding its state."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxdist.checkpoint import layout
+from jaxdist.checkpoint.manifest import Cuts, FileRecord, LeafRecord, seal
+from jaxdist.checkpoint.pieces import CHUNK_BYTES, cuts_of, write_rows
+from jaxdist.errors import CheckpointError
+from jaxdist.types import JsonObject
+
+
+class Streamed(NamedTuple):
+    """An array that is read in parts.
+
+    Attributes:
+      name: path in the state, such as params/norm/scale.
+      read: returns the rows from one number to before another, along the first dim.
+      whole: whether all rows are read at once, because any of them costs as much.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[int, int], np.ndarray]
+    whole: bool
+
+
+def write_streamed(
+    directory: Path, step: int, arrays: Iterable[Streamed], metadata: JsonObject
+) -> None:
+    """Write a checkpoint of arrays that come one after another; at most one part is in memory.
+
+    Raises:
+      CheckpointError: the directory cannot be written.
+    """
+    staging = layout.staging_directory(directory, step)
+    leaves: dict[str, LeafRecord] = {}
+    cuts: dict[str, Cuts] = {}
+    files: dict[str, FileRecord] = {}
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        (staging / layout.METADATA).write_text(json.dumps(metadata), encoding="utf-8")
+        for index, array in enumerate(arrays):
+            name, shape = array.name, array.shape
+            leaves[name] = LeafRecord(shape=shape, dtype=str(array.dtype))
+            cuts[name] = cuts_of(shape, shape, array.dtype.itemsize, CHUNK_BYTES)
+            ends = cuts[name][0] if shape and not array.whole else (0, shape[0] if shape else 1)
+            parts = (array.read(begin, end) for begin, end in pairwise(ends))
+            files |= write_rows(staging, f"{index:06d}", parts, cuts[name])
+        seal(staging, step=step, metric=None, leaves=leaves, cuts=cuts, known=files)
+        layout.commit(staging, layout.step_directory(directory, step))
+    except OSError as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise CheckpointError(
+            f"a checkpoint in {directory} cannot be written: {error.strerror or error}; choose a "
+            "directory on a disk with room"
+        ) from error

@@ -1,0 +1,101 @@
+"""The tokenizer of a downloaded model: a tokenizer.json, and the token that ends a document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config.files import read_json
+from jaxdist.errors import DataError
+from jaxdist.interchange.source import TOKENIZER, Source
+from jaxdist.types import JsonObject
+
+ENDS = "<|endoftext|>"
+_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS: Mapping[str, str | None] = {
+    "gpt-2": None,
+    "smollm": "digits",
+    "llama-bpe": rf"{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",
+    "qwen2": rf"{_LETTERS}|\p{{N}}|{_REST}",
+}
+"""The cut of text before its pairs of bytes are joined, by the name that GGUF files give it."""
+_CONTROL = 3
+
+
+def tokenizer_section(source: Source, file: Path) -> JsonObject:
+    """Return the section `data.tokenizer` of a config, for a tokenizer.json that is `file`.
+
+    Raises:
+      DataError: a tokenizer with more tokens than the model.
+    """
+    try:
+        content: Any = read_json(file)
+        vocab: Any = content["model"]["vocab"]
+        added = {one["id"]: one["content"] for one in content.get("added_tokens") or ()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file} is not a tokenizer.json ({error}); download it again") from error
+    pairs = vocab.items() if isinstance(vocab, dict) else ((v[0], i) for i, v in enumerate(vocab))
+    tokens = {number: token for token, number in pairs} | added
+    if max(tokens, default=0) >= source.vocab_size:
+        raise DataError(
+            f"{file} has tokens up to {max(tokens)}, and the model of {source.path} has "
+            f"{source.vocab_size}: give the model its own tokenizer"
+        )
+    ids = (_first(source.config.get(f"{which}_token_id")) for which in ("bos", "eos"))
+    named = [ENDS] if ENDS in tokens.values() else [tokens[i] for i in ids if i in tokens]
+    # A further token that ends documents would be one more than the model has.
+    if not named and max(tokens, default=0) + 1 >= source.vocab_size:
+        named = [tokens[max(tokens)]]
+    end = {"end_of_document": named[0]} if named else {}
+    return {"type": "bpe", "file": str(file), **end, "vocab_size": source.vocab_size}
+
+
+def _first(found: Any) -> Any:
+    return found[0] if isinstance(found, list) and found else found
+
+
+def from_gguf(path: Path, metadata: Mapping[str, Any]) -> str:
+    """Return the tokenizer of a GGUF file as the content of a tokenizer.json.
+
+    Raises:
+      DataError: a tokenizer of a kind that is not known.
+    """
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
+    if kind != "gpt2" or pre not in SPLITS:
+        raise DataError(
+            f"{path}: its tokenizer is {kind!r} with text cut as {pre!r}, and known are byte pairs "
+            f"('gpt2') cut as {', '.join(SPLITS)}: put the model's {TOKENIZER} next to the file"
+        )
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(pair.split(" ", 1)) for pair in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
+    split = SPLITS[pre]
+    own = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (None, "digits"))
+    first = [] if split is None else [pre_tokenizers.Digits(individual_digits=True)]
+    if split not in (None, "digits"):
+        first = [pre_tokenizers.Split(Regex(split), "isolated")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, own])
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = metadata.get("tokenizer.ggml.token_type") or ()
+    special = [t for t, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    return tokenizer.to_str()
+
+
+def tokenizer_config(metadata: Mapping[str, Any]) -> str:
+    """Return the content of a tokenizer_config.json for the tokenizer of a GGUF file."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    found: JsonObject = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for which in ("bos", "eos", "unk", "pad"):
+        number = metadata.get(f"tokenizer.ggml.{'padding' if which == 'pad' else which}_token_id")
+        if number is None and which == "unk":
+            number = metadata.get("tokenizer.ggml.unknown_token_id")
+        if number is not None:
+            found[f"{which}_token"] = tokens[number]
+    template = metadata.get("tokenizer.chat_template")
+    return json.dumps(found | ({} if template is None else {"chat_template": template}), indent=1)
