@@ -17,6 +17,7 @@ def import_model(
     overrides: shared.Overrides = None,
     *,
     out: Annotated[Path, typer.Option(help="The run directory to write.")],
+    json_file: shared.JsonFile = None,
 ) -> None:
     """Turn a downloaded model into a run directory, for train, eval, generate and export."""
     from jaxdist.runtime import environment
@@ -24,4 +25,5 @@ def import_model(
     environment.prepare()
     from jaxdist.commands.import_model import import_model as run
 
-    run(model, out, list(overrides or []), console=shared.console())
+    found = run(model, out, list(overrides or []), console=shared.console())
+    shared.write_result(json_file, "import", **found)

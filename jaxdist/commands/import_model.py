@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,12 +33,15 @@ WINDOW = 512
 
 def import_model(
     path: Path, out: Path, overrides: Sequence[str] = (), *, console: Console
-) -> RunDirectory:
+) -> JsonObject:
     """Write a run directory with a model's parameters as step 0; at most a tensor is in memory.
 
     Args:
       path: a Hugging Face directory, or a GGUF file.
       overrides: settings of the run's config.
+
+    Returns:
+      The run, the family, and the numbers of parameters and tensors.
 
     Raises:
       JaxdistError: no model, an unknown one, tensors that do not fit it, or a directory that
@@ -62,13 +66,11 @@ def import_model(
     metadata: JsonObject = {"imported": str(path)}
     write_streamed(directory.checkpoints, 0, _streamed(leaves), metadata)
     prepare(directory, plain_yaml(document.values))
-    count = sum(int(np.prod(leaf.shape)) for leaf in leaves)
-    console.print(
-        f"model  {source.family.name}, {count:,} parameters in {len(source.tensors):,} tensors",
-        soft_wrap=True,
-    )
+    family, tensors = source.family.name, len(source.tensors)
+    count = sum(math.prod(leaf.filled) for leaf in leaves)
+    console.print(f"model  {family}, {count:,} parameters in {tensors:,} tensors", soft_wrap=True)
     console.print(f"run    {out}", soft_wrap=True, markup=False)
-    return directory
+    return {"run": str(out), "family": family, "parameters": count, "tensors": tensors}
 
 
 def config_values(source: Source, folder: Path, *, begin_with: Path) -> JsonObject:
