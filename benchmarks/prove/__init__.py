@@ -1,0 +1,1 @@
+"""How many planted faults `jaxdist prove` finds, and how many right plans it calls wrong."""

@@ -1,0 +1,97 @@
+"""Right plans, drawn at random, whose types must hold no error.
+
+Only the types: `jaxdist parity --draw` compares the numbers of the same draws with one device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxdist.config import Document, validate
+from jaxdist.errors import JaxdistError
+from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.parity.draw.draw import draw
+from jaxdist.proofs.types.check import Typed, check_types
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Json
+
+ROWS = 4
+"""How many times larger the batches are than those of the draws: with a single row on each device
+and microbatch, the dim of the rows is not told from other dims of size 1."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The types of a draw.
+
+    Attributes:
+      refused: why the plan cannot be built; empty for others.
+      alarms: findings, each of which is a false alarm.
+      undecided: reasons, each once.
+      leaves, proved: number of outputs of the step's `shard_map`s, and of those that are proved.
+    """
+
+    seed: int
+    refused: str = ""
+    alarms: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()
+    leaves: int = 0
+    proved: int = 0
+
+
+def outcomes(seeds: Iterable[int]) -> Iterator[Outcome]:
+    """Yield the types of each draw."""
+    for seed in seeds:
+        yield judged(seed)
+        if seed % 10 == 0:
+            jax.clear_caches()
+
+
+def judged(seed: int) -> Outcome:
+    """Return the types of the step of a draw."""
+    try:
+        found = types_of(built(enlarged(draw(seed).sections)))
+    except JaxdistError as error:
+        return Outcome(seed, refused=" ".join(str(error).split()))
+    reasons = {reason for reasons in found.undecided.values() for reason in reasons}
+    alarms = tuple(map(str, found.findings))
+    return Outcome(seed, "", alarms, tuple(sorted(reasons)), len(found.outputs), len(found.proved))
+
+
+def enlarged(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a draw's sections with larger batches."""
+    train = {**sections["train"], "batch_size": sections["train"]["batch_size"] * ROWS}
+    if ramp := train.get("batch_ramp"):
+        train["batch_ramp"] = {name: size * ROWS for name, size in ramp.items()}
+    if phases := train.get("phases"):
+        train["phases"] = [
+            {n: v * ROWS if n == "batch_size" else v for n, v in phase.items()} for phase in phases
+        ]
+    return {**sections, "train": train}
+
+
+def built(sections: Mapping[str, Json]) -> Experiment:
+    """Build a draw's plan on its fake devices."""
+    config = validate(Document(dict(sections)), ExperimentConfig)
+    return build(config, devices=jax.devices()[: config.mesh.fake_devices])
+
+
+def types_of(experiment: Experiment) -> Typed:
+    """Return the types of a plan's step."""
+    program = experiment.program
+    shapes = program.state_shapes, program.batch
+    closed, out = jax.make_jaxpr(program.train, return_shape=True)(*shapes)
+    return check_types(closed, [name for name, _ in flatten_with_names(out)])
+
+
+def said(outcome: Outcome) -> Outcome:
+    """Print an outcome that is no proof to the standard error."""
+    for text in (*outcome.alarms, outcome.refused):
+        if text:
+            print(f"seed {outcome.seed}: {text[:200]}", file=sys.stderr)
+    return outcome
