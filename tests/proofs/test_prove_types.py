@@ -13,11 +13,15 @@ from jax.sharding import Mesh, PartitionSpec
 from runs import DIGITS
 
 from jaxdist.config import Document, validate
+from jaxdist.errors import JaxdistError
 from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.proofs import rule
+from jaxdist.proofs.types import rules, walk
 from jaxdist.proofs.types.check import Typed, check_types
 from jaxdist.trees import flatten_with_names
 
 WHOLE, ROWS = PartitionSpec(), PartitionSpec("d")
+COLUMNS = PartitionSpec(None, "d")
 DEVICES = 4
 
 
@@ -121,6 +125,39 @@ def test_an_operation_without_a_rule_is_undecided_and_not_proved():
     found = typed(lambda x: lax.psum(jnp.fft.fft(x).real, "d"), (8, 4), into=(ROWS,))
     assert (found.findings, found.proved) == ((), ())
     assert "fft has no rule" in found.undecided["y"][0]
+
+
+def kernel(x: jax.Array) -> jax.Array:
+    """Call foreign code that no rule covers."""
+    return jax.ffi.ffi_call("mine", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+def test_a_rule_can_be_added(monkeypatch):
+    monkeypatch.setattr(rules, "RULES", dict(rules.RULES))
+    monkeypatch.setattr(walk, "RULES", rules.RULES)
+
+    def step(x: jax.Array) -> jax.Array:
+        return lax.psum(kernel(x).sum(0), "d")
+
+    before = typed(step, (8, 4), into=(ROWS,))
+    assert "rule('ffi_call:mine')" in before.undecided["y"][0]
+    rule("ffi_call:mine", rows=0)
+    assert typed(step, (8, 4), into=(ROWS,)).proved == ("y",)
+    summed = typed(lambda x: kernel(x.sum(0, keepdims=True)), (8, 4), into=(ROWS,))
+    assert "gives ffi_call:mine a partial sum" in summed.findings[0].message
+    wrong_dim = typed(kernel, (4, 8), into=(COLUMNS,), out=COLUMNS)
+    assert "along a dim that is not 0" in wrong_dim.undecided["y"][0]
+    rule("ffi_call:mine", like="tanh")
+    assert typed(kernel, (4, 8), into=(COLUMNS,), out=COLUMNS).proved == ("y",)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({}, "one of the two"), ({"like": "tan_h"}, "did you mean 'tanh'")],
+)
+def test_a_rule_that_says_nothing_is_refused(given, said):
+    with pytest.raises(JaxdistError, match=said):
+        rule("mine", **given)
 
 
 def test_outside_of_shard_map_there_is_nothing_to_decide():

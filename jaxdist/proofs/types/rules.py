@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxdist.errors import JaxdistError, did_you_mean
 from jaxdist.proofs.types.elementwise import (
     ELEMENTWISE,
     Context,
@@ -18,6 +19,7 @@ from jaxdist.proofs.types.kinds import (
     WHOLE,
     ZERO,
     Count,
+    Extreme,
     Kind,
     Owed,
     Own,
@@ -26,6 +28,7 @@ from jaxdist.proofs.types.kinds import (
     Value,
     Whole,
     Zero,
+    shard,
     spoiled,
 )
 from jaxdist.proofs.types.products import convolution, dot_general, gather, scatter, scatter_add
@@ -103,10 +106,58 @@ def by_default(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     spoilt = spoiled([value.kind for value in values])
     if spoilt is None and all(isinstance(value.kind, Whole | Zero | Count) for value in values):
         return [Value(WHOLE)] * len(eqn.outvars)
-    kind = spoilt or at.undecided(eqn, f"{eqn.primitive.name} has no rule")
+    label = label_of(eqn)
+    kind = spoilt or at.undecided(eqn, f"{label} has no rule: see jaxdist.proofs.rule({label!r})")
     return [Value(kind)] * len(eqn.outvars)
 
 
+def label_of(eqn: Any) -> str:
+    """Return the name of an operation's rule: of its primitive, or of the kernel that it calls.
+
+    A kernel of Pallas is `pallas_call:NAME`, a call of foreign code `ffi_call:TARGET`.
+    """
+    name = eqn.primitive.name
+    kernel = eqn.params.get("name_and_src_info", eqn.params.get("name"))
+    called = eqn.params.get("target_name") or getattr(kernel, "name", kernel)
+    return f"{name}:{called}" if name in KERNELS and called else name
+
+
+def rule(name: str, *, like: str | None = None, rows: int | None = None) -> None:
+    """Say how an operation without a rule passes kinds on.
+
+    Args:
+      name: the operation, as a reason for which a value is undecided names it.
+      like: a primitive of jax with the same rule: "tanh" for what works element by element.
+      rows: the dim that every operand and result has in common and along which rows do not depend
+        on each other, such as the batch of an attention kernel.
+
+    Raises:
+      JaxdistError: neither or both are given, or the primitive has no rule.
+    """
+    if (like is None) == (rows is None):
+        raise JaxdistError(f"rule {name!r}: give like=PRIMITIVE or rows=DIM, one of the two")
+    if like is not None and like not in RULES:
+        raise JaxdistError(f"rule {name!r}: {like!r} has none: {did_you_mean(like, RULES)}")
+    RULES[name] = RULES[like] if like is not None else _by_rows(int(rows or 0))
+
+
+def _by_rows(dim: int) -> Rule:
+    def found(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+        kinds = [value.kind for value in values]
+        kind = spoiled(kinds)
+        if kind is None and any(isinstance(one, Owed | Extreme) for one in kinds):
+            kind = at.wrong(eqn, f"gives {label_of(eqn)} a partial sum over {at.axis!r}")
+        shards = [one for one in kinds if isinstance(one, Shard)]
+        if kind is None and all(dim in one.dims for one in shards):
+            own = any(isinstance(one, Own | Rank) for one in kinds)
+            kind = shard(dim) if shards else OWN if own else WHOLE
+        kind = kind or at.undecided(eqn, f"{label_of(eqn)} of shards along a dim that is not {dim}")
+        return [Value(kind)] * len(eqn.outvars)
+
+    return found
+
+
+KERNELS = ("pallas_call", "ffi_call", "custom_call", "custom_partitioning")
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     "broadcast_in_dim": broadcast_in_dim,
@@ -144,4 +195,4 @@ RULES: dict[str, Rule] = {
         random_numbers,
     ),
 }  # fmt: skip
-"""By the name of the primitive."""
+"""By the name of the primitive, or of the kernel as `label_of` gives it."""

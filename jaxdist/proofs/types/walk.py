@@ -33,7 +33,7 @@ from jaxdist.proofs.types.kinds import (
     shard,
     spoiled,
 )
-from jaxdist.proofs.types.rules import RULES, by_default
+from jaxdist.proofs.types.rules import RULES, by_default, label_of
 
 PASSES = 8
 """Rounds after which a loop whose kinds still change is left undecided."""
@@ -171,7 +171,7 @@ class Pass:
         if any(isinstance(value.kind, Part) for value in values):
             kind = parted(self, eqn, values)
             return [Value(kind)] * len(eqn.outvars)
-        rule = COLLECTIVES.get(name) or RULES.get(name, by_default)
+        rule = COLLECTIVES.get(name) or RULES.get(label_of(eqn)) or RULES.get(name, by_default)
         found = rule(self, eqn, values)
         assert len(found) == len(eqn.outvars), name
         return [
