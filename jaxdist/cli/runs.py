@@ -15,6 +15,7 @@ from jaxdist.cli import shared
 from jaxdist.runtime.rendezvous import JOIN_SECONDS
 
 if TYPE_CHECKING:
+    from jaxdist.run.hooks.contract import Hook
     from jaxdist.types import JsonObject
 
 LATE_MODULES = (
@@ -64,6 +65,10 @@ def train(
             min=1, help="--elastic: consecutive losses without a new step that end the run."
         ),
     ] = 3,
+    proved: Annotated[
+        bool,
+        typer.Option("--proved", help="Only with a current certificate of `jaxdist prove`."),
+    ] = False,
     json_file: shared.JsonFile = None,
 ) -> None:
     """Train the experiment of a config file."""
@@ -72,6 +77,7 @@ def train(
         shared.alone(
             "--elastic", coordinator=coordinator, num_processes=num_processes,
             process_id=process_id, distributed=distributed, profile=profile,
+            **{"--proved": proved},
         )  # fmt: skip
         _train_elastic(config, extra, count, restarts, resume=resume, json_file=json_file)
         return
@@ -89,6 +95,7 @@ def train(
         join_timeout=join_timeout,
         begun=lifetime.begun(),
         json_file=None if json_file is None else str(json_file),
+        proved=proved,
     )
     if code:
         raise typer.Exit(code)
@@ -177,6 +184,7 @@ def train_process(
     join_timeout: int = JOIN_SECONDS,
     begun: int,
     json_file: str | None = None,
+    proved: bool = False,
 ) -> int:
     """Run a process of a run, whose environment is prepared; return its exit code.
 
@@ -184,6 +192,7 @@ def train_process(
       run: identity of the run, from `jaxdist.checkpoint.identity.Identity.plain`.
       begun: see `jaxdist.run.train.train`.
       json_file: file that process 0 writes when the run has ended without an error.
+      proved: whether the config must have a current certificate.
 
     Raises:
       JaxdistError: any error that the user can fix.
@@ -201,9 +210,17 @@ def train_process(
         detect=distributed,
     )
     with connected(processes, shared.report, seconds=join_timeout):
+        hooks: list[Hook] = []
+        if proved:
+            import jax
+
+            from jaxdist.proofs.certificate import current
+
+            hooks.append(current(Path(config), extra, jax.device_count()))
         found = trained(
             config,
             extra,
+            hooks=hooks,
             resume=resume,
             identity=None if run is None else Identity.of(run),
             profile=profile,

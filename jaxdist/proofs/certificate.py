@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from jaxdist.checkpoint.identity import base_of
 from jaxdist.config import Document
 from jaxdist.errors import RunError
-from jaxdist.experiment import ExperimentConfig
+from jaxdist.experiment import ExperimentConfig, load
 from jaxdist.mesh import resolve_sizes
 from jaxdist.metrics.report import PACKAGES, plain, write_json
 from jaxdist.proofs.numbers import Compared
 from jaxdist.proofs.sent import Sent
 from jaxdist.proofs.types.check import Typed
+from jaxdist.run.directory import RunDirectory
+from jaxdist.run.hooks.contract import Hook, Run
 from jaxdist.runtime import environment
 from jaxdist.types import Json, JsonObject
 
 ELSEWHERE = ("run", "checkpoint", "metrics", "energy", "elastic", "eval", "mesh")
 """Sections of a config that a certificate does not depend on; the mesh has a key of its own."""
-NAME = "prove.json"
-"""The file's name in a run directory."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def identity_of(config: ExperimentConfig, devices: int) -> JsonObject:
 def path_of(config: ExperimentConfig, document: Document) -> Path:
     """Return where a config's certificate is written: next to its run directory."""
     base = base_of(config.run.directory, document.path or Path("config"))
-    return base.with_name(f"{base.name}.{NAME}")
+    return base.with_name(f"{base.name}.{RunDirectory(base).proof.name}")
 
 
 def write(path: Path, certificate: JsonObject) -> None:
@@ -147,17 +147,32 @@ def write(path: Path, certificate: JsonObject) -> None:
     write_json(path, certificate, what="certificate")
 
 
-def current(config: ExperimentConfig, document: Document, devices: int, command: str) -> Path:
-    """Return the certificate of a config, if it proves what would be trained here.
+class Kept(Hook):
+    """A hook that copies a run's certificate into its directory, when the run starts."""
+
+    def __init__(self, certificate: Path) -> None:
+        self._text = certificate.read_text(encoding="utf-8")
+
+    def start(self, run: Run) -> None:
+        """Write the certificate."""
+        RunDirectory(run.directory).proof.write_text(self._text, encoding="utf-8")
+
+
+def current(config_file: Path, overrides: Sequence[str], devices: int) -> Kept:
+    """Return the hook that keeps the certificate of a config, if it proves what is trained here.
 
     Args:
-      command: the command that proves the config, for messages.
+      devices: number of devices of all processes.
 
     Raises:
       RunError: there is no certificate; it is another config's, mesh's or version's; or it does not
         say that the plan is proved.
     """
-    path = path_of(config, document)
+    document, config = load(config_file, overrides)
+    path, command = (
+        path_of(config, document),
+        " ".join(["jaxdist prove", str(config_file), *overrides]),
+    )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -175,4 +190,4 @@ def current(config: ExperimentConfig, document: Document, devices: int, command:
             f"--proved: {path} says {found.get('verdict')!r}, not 'proved'; see what "
             f"`{command}` names, or train without --proved"
         )
-    return path
+    return Kept(path)

@@ -80,6 +80,11 @@ class RunDirectory:
         return self.path / "profile"
 
     @property
+    def proof(self) -> Path:
+        """The certificate of the run's plan, if it began with `--proved`."""
+        return self.path / "prove.json"
+
+    @property
     def lock(self) -> Path:
         """The file that names the process that writes here, and exists only as long as it does."""
         return self.path / FILE_NAME

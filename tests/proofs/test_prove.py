@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +14,13 @@ import pytest
 from rich.console import Console
 from runs import DIGITS
 
-from jaxdist.proofs.certificate import Proof
+from jaxdist.errors import RunError
+from jaxdist.experiment import load
+from jaxdist.proofs.certificate import Kept, Proof, current, identity_of, path_of, write
 from jaxdist.proofs.numbers import scenes
 from jaxdist.proofs.report import prove
+from jaxdist.run.directory import RunDirectory
+from jaxdist.run.report.proof import proof_lines, read_proof
 
 RING = {
     **DIGITS,
@@ -24,6 +30,7 @@ RING = {
 
 
 class Proved(NamedTuple):
+    folder: Path
     proof: Proof
     said: str
     certificate: dict[str, Any]
@@ -36,7 +43,7 @@ def proved(folder: Path, config: dict[str, Any], **options: Any) -> Proved:
     console = Console(file=io.StringIO(), width=80)
     proof = prove(path, **{"near": 0, **options}, json_file=file, console=console)
     said = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]  (StringIO)
-    return Proved(proof, said, json.loads(file.read_text()))
+    return Proved(folder, proof, said, json.loads(file.read_text()))
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +91,51 @@ def test_scenes_have_an_empty_shard_and_a_batch_without_weight():
     assert [scene.reload for scene in scenes(8, 4, weighted=False, skips=False, seed=3)] == [
         False, False, True,
     ]  # fmt: skip
+
+
+def test_a_run_keeps_the_certificate_with_which_it_began(ring, tmp_path):
+    config = ring.folder / "config.yaml"
+    kept = current(config, [], devices=4)
+    assert isinstance(kept, Kept)
+    kept.start(SimpleNamespace(directory=tmp_path))  # pyright: ignore[reportArgumentType]
+    found = read_proof(RunDirectory(tmp_path))
+    assert found is not None
+    told = [*proof_lines(found)]
+    assert told[0] == f"proof  proved, config {found['digest'][:12]}, seed 0"
+    assert told[-1].startswith("       bytes over data:")
+    assert any("values equal one device" in line for line in told)
+    assert read_proof(RunDirectory(tmp_path / "none")) is None
+
+
+def changed(certificate: dict[str, Any], **values: Any) -> str:
+    return json.dumps({**certificate, **values})
+
+
+REFUSED: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
+    "another config": (lambda c: changed(c, digest="0"), "certificate of another digest"),
+    "another mesh": (lambda c: changed(c, mesh={"data": 2}), "certificate of another mesh"),
+    "another version": (
+        lambda c: changed(c, versions={**c["versions"], "jax": "0.9.0"}),
+        "certificate of another versions",
+    ),
+    "a wrong plan": (lambda c: changed(c, verdict="wrong"), "says 'wrong', not 'proved'"),
+    "undecided": (lambda c: changed(c, verdict="undecided"), "says 'undecided', not 'proved'"),
+    "no JSON": (lambda c: "{", "cannot read"),
+    "a list": (lambda c: "[]", "certificate of another digest and mesh and versions"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_training_is_refused_without_a_current_certificate(name, tmp_path):
+    text, message = REFUSED[name]
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps({**RING, "run": {"directory": str(tmp_path / "run")}}))
+    document, config = load(path)
+    with pytest.raises(RunError, match=f"there is no certificate .* run `jaxdist prove {path}`"):
+        current(path, [], devices=4)
+    whole = {"verdict": "proved", **identity_of(config, 4)}
+    write(path_of(config, document), whole)
+    assert current(path, [], devices=4)
+    path_of(config, document).write_text(text(whole))
+    with pytest.raises(RunError, match=f"--proved: .*{message}.*jaxdist prove {path}"):
+        current(path, [], devices=4)

@@ -17,6 +17,7 @@ from jaxdist.metrics.goodput import Goodput, joined, predicted, table
 from jaxdist.metrics.report import write_json
 from jaxdist.metrics.writer import FILE_NAME, read_metrics
 from jaxdist.run.directory import RunDirectory
+from jaxdist.run.report.proof import proof_lines, read_proof
 from jaxdist.types import JsonObject
 
 _IDLE = re.compile(r"worker_\d+_idle_share")
@@ -46,6 +47,9 @@ def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goo
             "version, or died before its first step; --resume writes them from then on"
         )
     _print(found, records, console)
+    proof = read_proof(directory)
+    for line in proof_lines(proof) if proof else ():
+        console.print(line, soft_wrap=True, markup=False)
     events = read_journal(run)
     for line in (*slow_lines(events), *uncopied_lines(events)):
         console.print(line, soft_wrap=True, markup=False)
@@ -59,6 +63,7 @@ def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goo
             "slow": slow,
             "uncopied": [event for event in events if event["event"] == "uncopied"],
             "energy": drawn,
+            "proof": proof,
         }
         write_json(json_file, {"run": str(run), **found.as_json(), **more}, what="report")
     return found
