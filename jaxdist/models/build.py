@@ -22,6 +22,7 @@ from jaxdist.models.loss import (
 from jaxdist.models.mlp import MlpConfig
 from jaxdist.models.remat import check_memory, offloads
 from jaxdist.models.tuning.part import PartConfig
+from jaxdist.models.resnet import ResnetConfig
 from jaxdist.runtime.hardware import find_device
 from jaxdist.types import Kwargs
 
@@ -43,7 +44,8 @@ class ImportedModelConfig(PartConfig):
 
 
 ModelConfig = Annotated[
-    GptConfig | MlpConfig | CnnConfig | ImportedModelConfig, Field(discriminator="type")
+    GptConfig | MlpConfig | CnnConfig | ResnetConfig | ImportedModelConfig,
+    Field(discriminator="type"),
 ]
 
 
@@ -154,6 +156,6 @@ def default_loss(config: ModelConfig) -> LossConfig | None:
     """Return the default loss of a model; None for the user's own model."""
     if isinstance(config, GptConfig):
         return NextTokenConfig(type="next_token")
-    if isinstance(config, MlpConfig | CnnConfig):
+    if isinstance(config, MlpConfig | CnnConfig | ResnetConfig):
         return ClassificationConfig(type="classification")
     return None

@@ -34,21 +34,40 @@ class CnnConfig(PartConfig):
 
 
 class Conv(nnx.Module):
-    """3x3 convolution, same padding, bias, channels last."""
+    """A convolution with a square window of odd size, zeros around the image, channels last."""
 
-    def __init__(self, channels_in: int, channels_out: int, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        channels_in: int,
+        channels_out: int,
+        rngs: nnx.Rngs,
+        *,
+        window: int = 3,
+        stride: int = 1,
+        bias: bool = True,
+    ):
         dims = ("window", "window", "channels_in", "channels_out")
         init = nnx.initializers.he_normal()
-        self.kernel = param(rngs, init, (3, 3, channels_in, channels_out), dims)
-        self.bias = param(rngs, nnx.initializers.zeros, (channels_out,), ("channels_out",))
+        self.kernel = param(rngs, init, (window, window, channels_in, channels_out), dims)
+        zeros = nnx.initializers.zeros
+        self.bias = param(rngs, zeros, (channels_out,), ("channels_out",)) if bias else None
+        # Explicit, because "SAME" puts the zeros of a stride of 2 at the end alone, where weights
+        # that were trained by other frameworks expect them on both sides.
+        self.padding = ((window // 2, window // 2),) * 2
+        self.strides = (stride, stride)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map x `[B, height, width, in]` to `[B, height, width, out]`."""
-        kernel, bias = (p[...].astype(x.dtype) for p in (self.kernel, self.bias))
+        """Map x `[B, height, width, in]` to `[B, height / stride, width / stride, out]`."""
         out = jax.lax.conv_general_dilated(
-            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            x,
+            self.kernel[...].astype(x.dtype),
+            self.strides,
+            self.padding,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
-        return out + bias.reshape(1, 1, 1, -1)
+        if self.bias is None:
+            return out
+        return out + self.bias[...].astype(x.dtype).reshape(1, 1, 1, -1)
 
 
 def max_pool(x: jax.Array) -> jax.Array:

@@ -24,8 +24,10 @@ from jaxdist.parity.draw.model import (
     ModelNeeds,
     Sections,
     embeds_of,
+    has_batch_norm,
     layers_of,
     optimizer,
+    resnet,
 )
 from jaxdist.parity.draw.settings import with_settings
 from jaxdist.parity.trace import STEPS
@@ -103,6 +105,9 @@ def draw(seed: int) -> Draw:
         whole=first.stages == second.stages == first.microbatches == 1,
     )
     common = MODELS[kind](random, needs)
+    apart = Random(f"resnet {seed}")  # again, the rest of a seed's draw stays as it was
+    if kind == "cnn" and apart.random() < 0.5:
+        common |= {"model": resnet(apart, needs)}
     common |= {"optim": optimizer(random), "seed": random.randrange(100)}
     if any("compression" in plan.parallel for plan in (first, second)):
         common["optim"] |= {"skip_nonfinite": True}  # as messages set it by themselves
@@ -141,7 +146,7 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
         counts = _composition(random, layers, plan.chunks)
         parallel["pipeline"] = {**parallel["pipeline"], "layers": counts}
     rows = random.choice((1, 1, 2, 3)) * plan.data * plan.microbatches
-    if model.get("args", {}).get("batch_norm"):
+    if has_batch_norm(model):
         rows *= 8  # With two rows, batch statistics leave little but rounding.
     return {
         **common,
@@ -323,7 +328,7 @@ def _tensor_rules(
 ) -> Sections:
     """Draw a dim that is not split, or a sequence that is split."""
     if model["type"] != "gpt":
-        return {"mlp": None}
+        return {"channels_out" if model["type"] == "resnet" else "mlp": None}
     if plan.stages == 1 and data["window"] % plan.tensor == 0 and random.random() < 0.5:
         return {"residual_seq": "tensor"}
     return {random.choice(("mlp", "vocab", "heads", "kv_heads")): None}

@@ -51,6 +51,13 @@ def name_of(model: Mapping[str, Json]) -> str:
     return PATHS[model["path"]] if model["type"] == "import" else model["type"]
 
 
+def has_batch_norm(model: Mapping[str, Json]) -> bool:
+    """Return whether a model takes statistics over the rows of a batch."""
+    if model["type"] == "resnet":
+        return model["norm"] == "batch"
+    return bool(model.get("args", {}).get("batch_norm"))
+
+
 def layers_of(model: Mapping[str, Json]) -> int:
     """Return the number of layers, or parts, that a pipeline can distribute.
 
@@ -59,6 +66,8 @@ def layers_of(model: Mapping[str, Json]) -> int:
     """
     if model["type"] == "cnn":
         return len(model["channels"]) + 2
+    if model["type"] == "resnet":
+        return sum(model["blocks"]) + 2
     if name_of(model) in WHOLE_MODELS:
         return 1
     return len(model["hidden"]) if model["type"] == "mlp" else model.get("args", model)["layers"]
@@ -72,7 +81,7 @@ def embeds_of(model: Mapping[str, Json]) -> list[int]:
     """
     if model["type"] == "mlp":
         return model["hidden"][1::2]
-    split = model["type"] != "cnn" and name_of(model) not in WHOLE_MODELS
+    split = model["type"] not in ("cnn", "resnet") and name_of(model) not in WHOLE_MODELS
     return [model.get("args", model)["embed"]] if split else []
 
 
@@ -121,6 +130,22 @@ def _cnn(random: Random, needs: ModelNeeds) -> Sections:
         "hidden": needs.tensor * random.choice((2, 3, 5, 8)),
     }
     return {"model": model, "data": _images(random)}
+
+
+def resnet(random: Random, needs: ModelNeeds) -> Sections:
+    """Draw a ResNet with one or two stages, whose batch norm is kept where rows stay together."""
+    stages = random.randint(1, 2)
+    # One pixel or two leave little of what a batch norm normalises.
+    blocks = [max(1, -(-(needs.chunks - 2) // stages))] * stages
+    return {
+        "type": "resnet",
+        "blocks": blocks,
+        "bottleneck": random.random() < 0.3,
+        "width": needs.tensor * random.choice((2, 3)),
+        "stem": random.choice(("cifar", "cifar", "imagenet")),
+        "norm": "batch" if needs.whole else "group",
+        "groups": 1,
+    }
 
 
 def _tower(random: Random, needs: ModelNeeds) -> Sections:

@@ -14,7 +14,7 @@ from jaxdist.mesh import AXES
 from jaxdist.metrics import columns
 from jaxdist.metrics.report import PACKAGES
 from jaxdist.parity.draw.draw import COMMON, axis_sizes
-from jaxdist.parity.draw.model import Sections, name_of
+from jaxdist.parity.draw.model import Sections, has_batch_norm, name_of
 from jaxdist.parity.draw.run import DrawOutcome
 from jaxdist.parity.draw.settings import SETTINGS, in_half_precision
 from jaxdist.parity.trace import STEPS, Differences
@@ -77,7 +77,7 @@ def features_of(sections: Sections) -> dict[str, str]:
     uneven = pipeline and layers and (layers % sizes["stage"] or "layers" in pipeline)
     return {
         "model": name_of(model),
-        "BatchNorm": "yes" if model.get("args", {}).get("batch_norm") else "no",
+        "BatchNorm": "yes" if has_batch_norm(model) else "no",
         "optimizer": sections["optim"]["type"],
         "devices": str(mesh["fake_devices"]),
         "axes": " x ".join(name for name, size in sizes.items() if size > 1) or "none",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
+from jaxdist.parity.draw.model import has_batch_norm
 from jaxdist.parity.trace import STEPS
 from jaxdist.types import Json, JsonObject
 
@@ -207,7 +208,7 @@ def _ramp(random: Random, config: Sections) -> Sections | None:
         for start in range(parts, size, parts)
         if start % (parts * _pieces(config, start, pieces, size)) == 0
     ]
-    if not fitting or config["model"].get("args", {}).get("batch_norm"):
+    if not fitting or has_batch_norm(config["model"]):
         return None
     start = random.choice(fitting)
     ramp = {"start_batch_size": start, "increment": size - start, "ramp_examples": start}
@@ -242,8 +243,8 @@ def _strict(random: Random, config: Sections) -> Sections | None:
         and "batch_ramp" not in config["train"]
         and config["sharding"]["rules"].get("embed") is None
         and not config["optim"]["type"].startswith("onebit")
-        and not {"dropout", "batch_norm"}
-        & {n for n, v in config["model"].get("args", {}).items() if v}
+        and not has_batch_norm(config["model"])
+        and not config["model"].get("args", {}).get("dropout")
     )
     if not combines:
         return None

@@ -1,0 +1,201 @@
+"""Residual networks for images: ResNet-18, 34 and 50, version 1.5 (He et al., arXiv 1512.03385).
+
+Dims: B batch, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from pydantic import Field, model_validator
+
+from jaxdist.config.schema import Config, Count
+from jaxdist.models.cnn import Conv
+from jaxdist.models.hints import Hint, no_hint
+from jaxdist.models.layers import ComputeDtype, Linear
+
+_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
+_EXPANSION = 4
+"""Output channels of a bottleneck block over those of its 3x3 convolution."""
+
+
+class ResnetConfig(Config):
+    """A residual network, version 1.5: the 3x3 convolution of a bottleneck has the stride."""
+
+    type: Literal["resnet"]
+    """Selects this model."""
+    depth: Literal[18, 34, 50] | None = None
+    """Number of layers with weights of a network of the paper; 50 has bottlenecks. Null takes
+    blocks instead."""
+    blocks: Annotated[list[Count], Field(min_length=1)] | None = None
+    """Blocks of each stage, instead of depth: [3, 3, 3] with width 16 and the stem cifar is the
+    paper's ResNet-20."""
+    bottleneck: bool | None = None
+    """Blocks of three convolutions (1x1, 3x3, 1x1) instead of two of 3x3; null follows depth."""
+    width: Count = 64
+    """Channels of the first stage; each later stage has twice those before it."""
+    stem: Literal["imagenet", "cifar"] = "imagenet"
+    """First layers: a 7x7 convolution with stride 2 and a max pooling, which quarter the image, or
+    a 3x3 convolution that keeps its size, for images of about 32 pixels."""
+    norm: Literal["batch", "group"] = "batch"
+    """Batch norm, whose statistics are those of the whole batch (`parallel.batch_norm: local`: of a
+    device's rows), or group norm, which has no state and also runs in pipelines."""
+    groups: Annotated[int, Field(ge=1)] = 32
+    """Groups of channels of the group norm; they must divide width."""
+    compute_dtype: ComputeDtype = "float32"
+    """Dtype of activations and convolutions; parameters and statistics are float32."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ResnetConfig:
+        if (self.depth is None) == (self.blocks is None):
+            raise ValueError("give depth (18, 34 or 50) or blocks (a list of counts), one of them")
+        if self.norm == "group" and self.width % self.groups:
+            near = max(n for n in range(1, min(self.groups, self.width) + 1) if self.width % n == 0)
+            raise ValueError(f"groups {self.groups} must divide width {self.width}: use {near}")
+        return self
+
+    @property
+    def stages(self) -> Sequence[int]:
+        """The number of blocks of each stage."""
+        return self.blocks or _BLOCKS[self.depth or 18]
+
+    @property
+    def expansion(self) -> int:
+        """The output channels of a block over those of its 3x3 convolutions."""
+        bottleneck = self.depth == 50 if self.bottleneck is None else self.bottleneck
+        return _EXPANSION if bottleneck else 1
+
+    def build(
+        self, rngs: nnx.Rngs, *, shape: tuple[int, int, int], classes: int, hint: Hint = no_hint
+    ) -> Resnet:
+        """Build the module for images of `shape` (height, width, channels)."""
+        return Resnet(self, rngs, channels=shape[-1], classes=classes, hint=hint)
+
+
+def _norm(config: ResnetConfig, channels: int, rngs: nnx.Rngs, *, scale: float = 1.0) -> nnx.Module:
+    init = nnx.initializers.constant(scale)
+    dtype = jnp.dtype(config.compute_dtype)
+    if config.norm == "group":
+        norm = nnx.GroupNorm(
+            channels,
+            num_groups=config.groups,
+            scale_init=init,
+            dtype=dtype,
+            epsilon=1e-5,
+            use_fast_variance=False,
+            rngs=rngs,
+        )
+    else:
+        # The fast variance, E[x^2] - E[x]^2, loses the digits in which devices and a single device
+        # must agree where the mean is large against the deviation.
+        norm = nnx.BatchNorm(
+            channels,
+            momentum=0.9,
+            scale_init=init,
+            dtype=dtype,
+            epsilon=1e-5,
+            use_fast_variance=False,
+            rngs=rngs,
+        )
+    for parameter in (norm.scale, norm.bias):
+        assert parameter is not None
+        parameter.set_metadata(dims=("channels_out",))
+    return norm
+
+
+class Block(nnx.Module):
+    """A residual block: two 3x3 convolutions, or a 3x3 one between two of 1x1 (a bottleneck)."""
+
+    def __init__(
+        self,
+        config: ResnetConfig,
+        channels_in: int,
+        channels: int,
+        stride: int,
+        rngs: nnx.Rngs,
+        hint: Hint,
+    ):
+        channels_out = channels * config.expansion
+        # (output channels, window, stride) of each convolution
+        plan = [(channels, 3, stride), (channels, 3, 1)]
+        if config.expansion > 1:
+            plan = [(channels, 1, 1), (channels, 3, stride), (channels_out, 1, 1)]
+        sizes = [channels_in, *(size for size, _, _ in plan)]
+        self.convolutions = nnx.List(
+            Conv(sizes[i], size, rngs, window=window, stride=step, bias=False)
+            for i, (size, window, step) in enumerate(plan)
+        )
+        # The last scale starts at 0, so that a block starts as the identity (arXiv 1706.02677).
+        self.norms = nnx.List(
+            _norm(config, size, rngs, scale=float(i < len(plan) - 1))
+            for i, (size, _, _) in enumerate(plan)
+        )
+        self.shortcut = nnx.List[nnx.Module]([])
+        if stride > 1 or channels_in != channels_out:
+            resized = Conv(channels_in, channels_out, rngs, window=1, stride=stride, bias=False)
+            self.shortcut = nnx.List([resized, _norm(config, channels_out, rngs)])
+        self.hint = hint
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map x `[B, height, width, C]` to `[B, height / stride, width / stride, C']`."""
+        rest = x
+        for part in self.shortcut:
+            rest = part(rest)
+        last = len(self.convolutions) - 1
+        for i, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
+            x = norm(self.hint(convolution(x), "batch", None, None, "channels_out"))
+            x = x if i == last else jax.nn.relu(x)
+        return jax.nn.relu(x + rest)
+
+
+class Resnet(nnx.Module):
+    """A stem, four stages of residual blocks, the mean over pixels, and a dense layer."""
+
+    def __init__(
+        self, config: ResnetConfig, rngs: nnx.Rngs, *, channels: int, classes: int, hint: Hint
+    ):
+        large = config.stem == "imagenet"
+        window, stride = (7, 2) if large else (3, 1)
+        self.stem = Conv(channels, config.width, rngs, window=window, stride=stride, bias=False)
+        self.stem_norm = _norm(config, config.width, rngs)
+        blocks, channels_in = [], config.width
+        for stage, count in enumerate(config.stages):
+            for i in range(count):
+                stride = 2 if stage and i == 0 else 1
+                channels = config.width * 2**stage
+                blocks.append(Block(config, channels_in, channels, stride, rngs, hint))
+                channels_in = channels * config.expansion
+        self.blocks = nnx.List(blocks)
+        self.output = Linear((channels_in, classes), ("channels_in", "classes"), rngs)
+        self.pooled, self.hint = large, hint
+        self.dtype = jnp.dtype(config.compute_dtype)
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        """Map images `[B, height, width, channels]` to logits `[B, classes]`."""
+        x = image
+        for part in self.parts():
+            x = part(x)
+        return x
+
+    def parts(self) -> list[Callable[[jax.Array], jax.Array]]:
+        """List the parts for stages: the stem, each block, the head."""
+        return [self._first, *self.blocks, self._head]
+
+    def _first(self, image: jax.Array) -> jax.Array:
+        x = self.hint(self.stem(image.astype(self.dtype)), "batch", None, None, "channels_out")
+        x = jax.nn.relu(self.stem_norm(x))
+        return _max_pool(x) if self.pooled else x
+
+    def _head(self, x: jax.Array) -> jax.Array:
+        # The mean of many pixels is taken in float32: bfloat16 would lose most of them.
+        return self.output(x.astype(jnp.float32).mean((1, 2)))
+
+
+def _max_pool(x: jax.Array) -> jax.Array:
+    """Take the maximum of 3x3 pixels with stride 2; pixels outside of the image never are it."""
+    sides = ((0, 0), (1, 1), (1, 1), (0, 0))
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), sides)
