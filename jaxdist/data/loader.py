@@ -17,9 +17,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxdist.data.permutation import permuted
+from jaxdist.data.permutation import mix, permuted
 from jaxdist.data.placement import BatchPlacement, Shardings
-from jaxdist.data.source import Source, length, take
+from jaxdist.data.source import RandomSource, Source, length, narrowed, take
 from jaxdist.data.values import Allowed
 from jaxdist.errors import DataError
 from jaxdist.runtime.hardware import host_memory_bytes
@@ -31,13 +31,17 @@ ANY_FINITE = Allowed()
 
 
 class BatchRows(NamedTuple):
-    """The rows of a global batch: example numbers int64 [B], and weights float32 [B].
+    """The rows of a global batch.
 
-    Weights None means that all rows have the same weight.
+    Attributes:
+      examples: numbers of the examples, int64 [B].
+      weights: float32 [B], or None where all rows have the same weight.
+      keys: uint64 [B], by which a `RandomSource` changes examples, or None in evaluation.
     """
 
     examples: np.ndarray
-    weights: np.ndarray | None
+    weights: np.ndarray | None = None
+    keys: np.ndarray | None = None
 
 
 class Loader:
@@ -130,12 +134,22 @@ class Loader:
 
     def batch(self, step: int) -> DeviceBatch:
         """Read a training batch now."""
-        return self._load(BatchRows(self.indices(step), None))
+        return self._load(self._training_rows(step))
+
+    def _training_rows(self, step: int) -> BatchRows:
+        seed = np.random.SeedSequence(self._seed).generate_state(1, np.uint64)[0]
+        # Mixed twice, so that the numbers are unrelated to those that order the examples.
+        keys = mix(mix(self._positions(step).astype(np.uint64)) ^ seed)
+        return BatchRows(self.indices(step), keys=keys)
+
+    def _positions(self, step: int) -> np.ndarray:
+        """Return the places (int64) of the batch of `step` in the order of all epochs."""
+        first = self._start_example + step * self._batch_size
+        return (np.arange(self._batch_size, dtype=np.int64) + first)[self._rows]
 
     def indices(self, step: int) -> np.ndarray:
         """Return the examples (int64) of the training batch of `step`."""
-        first = self._start_example + step * self._batch_size
-        positions = (np.arange(self._batch_size, dtype=np.int64) + first)[self._rows]
+        positions = self._positions(step)
         if self._shuffle:
             return permuted(positions, length=len(self._source), seed=self._seed)
         return positions % len(self._source)
@@ -146,9 +160,7 @@ class Loader:
         Raises:
           DataError: batches that this machine's memory cannot hold.
         """
-        return self._stream(
-            lambda step: BatchRows(self.indices(step), None), start_step, sys.maxsize
-        )
+        return self._stream(self._training_rows, start_step, sys.maxsize)
 
     def evaluation_batches(self, limit: int | None = None) -> Batches:
         """Iterate once over all examples, in order, in at most `limit` batches; the last is padded.
@@ -194,7 +206,10 @@ class Loader:
 
     def _load(self, rows: BatchRows) -> DeviceBatch:
         mine = self._placement.rows
-        local = take(self._source, rows.examples[mine])
+        if rows.keys is not None and isinstance(self._source, RandomSource):
+            local = narrowed(self._source.draw(rows.examples[mine], rows.keys[mine]))
+        else:
+            local = take(self._source, rows.examples[mine])
         self._allowed.check(local, rows.examples[mine], self._split)
         if rows.weights is not None:
             local[WEIGHT] = local.get(WEIGHT, np.float32(1)) * rows.weights[mine]

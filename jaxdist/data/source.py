@@ -39,6 +39,19 @@ class BatchSource(Source, Protocol):
         ...
 
 
+@runtime_checkable
+class RandomSource(BatchSource, Protocol):
+    """A source whose examples differ each time that they are drawn for training."""
+
+    def draw(self, indices: np.ndarray, keys: np.ndarray) -> Example:
+        """Return the examples `indices` (int64 [N]), each changed as its key says.
+
+        Args:
+          keys: uint64 [N], equal for equal seeds, examples and places in the order of training.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Dataset:
     """The result of every data configuration.
@@ -118,7 +131,7 @@ def take(source: Source, indices: np.ndarray) -> HostBatch:
         or dtype from example 0.
     """
     if isinstance(source, BatchSource):
-        return {name: narrow(name, values) for name, values in source.take(indices).items()}
+        return narrowed(source.take(indices))
     first = read_example(source, 0)
     rows = [read_example(source, int(index)) for index in indices]
     for index, row in zip(indices, rows, strict=True):
@@ -129,6 +142,11 @@ def take(source: Source, indices: np.ndarray) -> HostBatch:
         else np.empty((0, *value.shape), value.dtype)
         for name, value in first.items()
     }
+
+
+def narrowed(batch: Example) -> HostBatch:
+    """Convert every array of a batch as `narrow` does."""
+    return {name: narrow(name, values) for name, values in batch.items()}
 
 
 def take_one(source: BatchSource, index: int) -> Example:

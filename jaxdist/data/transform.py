@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated, Literal
 
 import numpy as np
 from jax.typing import ArrayLike
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
 from jaxdist.config.importing import load_object, user_code
 from jaxdist.config.schema import Config
+from jaxdist.data.augment import AugmentConfig
+from jaxdist.data.scale import Scaled
 from jaxdist.data.source import Dataset, Example, HostBatch, Source, take, take_one
 from jaxdist.errors import DataError
 from jaxdist.types import Kwargs
@@ -20,23 +21,15 @@ from jaxdist.types import Kwargs
 Transform = Callable[[HostBatch], Mapping[str, ArrayLike]]
 
 
-class ScaleConfig(Config):
+class ScaleConfig(Scaled):
     """Convert the image to float32, (image - mean) / std; 0 to 1 by default."""
 
     type: Literal["scale"]
     """Selects this transform."""
-    mean: float | list[float] = 0.0
-    """Mean of a pixel's value, 0 to 255; a list has one entry for each channel."""
-    std: PositiveFloat | list[PositiveFloat] = 255.0
-    """Divisor of the difference, in the same unit; a list has one entry for each channel."""
 
     def build(self) -> Transform:
-        """Build the function of a batch of examples.
-
-        Raises:
-          DataError: raised by that function, where a list does not have a number for each channel.
-        """
-        return partial(_scale, mean=self.mean, std=self.std)
+        """Return the function of a batch of examples."""
+        return self.scaled
 
 
 class ImportedTransformConfig(Config):
@@ -70,16 +63,25 @@ class ImportedTransformConfig(Config):
         return transform
 
 
-TransformConfig = Annotated[ScaleConfig | ImportedTransformConfig, Field(discriminator="type")]
+TransformConfig = Annotated[
+    ScaleConfig | AugmentConfig | ImportedTransformConfig, Field(discriminator="type")
+]
 
 
 def transformed(dataset: Dataset, config: TransformConfig | None) -> Dataset:
-    """Apply a transform to both splits of a data set; None returns the data set itself."""
+    """Apply a transform to both splits of a data set; None returns the data set itself.
+
+    Random changes are for training alone: they apply where the loader draws examples.
+    """
     if config is None:
         return dataset
-    transform = config.build()
+    if isinstance(config, AugmentConfig):
+        train, transform = _Augmented(dataset.train, config), config.evaluated
+    else:
+        transform = config.build()
+        train = _Transformed(dataset.train, transform)
     heldout = None if dataset.heldout is None else _Transformed(dataset.heldout, transform)
-    return replace(dataset, train=_Transformed(dataset.train, transform), heldout=heldout)
+    return replace(dataset, train=train, heldout=heldout)
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,21 @@ class _Transformed:
         return batch
 
 
-def _scale(batch: HostBatch, *, mean: float | list[float], std: float | list[float]) -> HostBatch:
-    image = batch["image"]
-    for name, values in (("mean", mean), ("std", std)):
-        if isinstance(values, list) and len(values) != image.shape[-1]:
-            raise DataError(
-                f"data.transform.{name} has {len(values)} numbers, but images have "
-                f"{image.shape[-1]} channels: give one number, or one for each channel"
-            )
-    centred = image.astype(np.float32) - np.asarray(mean, np.float32)
-    return {**batch, "image": centred / np.asarray(std, np.float32)}
+@dataclass(frozen=True)
+class _Augmented:
+    """A source whose examples are changed at random where they are drawn for training."""
+
+    source: Source
+    config: AugmentConfig
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Example:
+        return take_one(self, index)
+
+    def take(self, indices: np.ndarray) -> Example:
+        return self.config.evaluated(take(self.source, indices))
+
+    def draw(self, indices: np.ndarray, keys: np.ndarray) -> Example:
+        return self.config.changed(self.source, indices, keys)

@@ -243,13 +243,19 @@ def classification(
 
     Args:
       module: maps images `[B, height, width, channels]` to logits `[B, classes]`.
-      batch: image uint8 or float, label int32 `[B]`, weight float32 `[B]`.
+      batch: image uint8 or float, label int32 `[B]`, weight float32 `[B]`; after mixup also
+        mixed_label int32 `[B]` and mixed_share float32 `[B]`, of the image that was mixed in.
     """
     image, label, weight = batch["image"], batch["label"], batch["weight"]
     if image.dtype == jnp.uint8:
         image = image.astype(jnp.float32) / 255
     logits = module(image).astype(jnp.float32)
-    target = optax.smooth_labels(jax.nn.one_hot(label, logits.shape[-1]), label_smoothing)
+    target = jax.nn.one_hot(label, logits.shape[-1])
+    if "mixed_label" in batch:  # the image has a share of another one, as its label must
+        share = batch["mixed_share"][:, None]
+        other = jax.nn.one_hot(batch["mixed_label"], logits.shape[-1])
+        target = (1 - share) * target + share * other
+    target = optax.smooth_labels(target, label_smoothing)
     nats_B = optax.softmax_cross_entropy(logits, target)
     hit_B = (logits.argmax(-1) == label).astype(jnp.float32)
     count = weight.sum()

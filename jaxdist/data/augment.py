@@ -1,0 +1,156 @@
+"""Random changes of training images: crop, flip, cutout and mixup.
+
+Each change is a function of a key, a number that belongs to the seed, the example and its place in
+the run: a resumed run, and a run on other hosts, changes each example as before.
+
+Dims: N examples, H height, W width, C channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from pydantic import NonNegativeFloat, NonNegativeInt, model_validator
+
+from jaxdist.config.schema import Count
+from jaxdist.data.permutation import mix
+from jaxdist.data.scale import Scaled
+from jaxdist.data.source import HostBatch, Source, take
+from jaxdist.errors import DataError
+
+MIXED_LABEL = "mixed_label"
+"""The field of the label of the image that mixup adds."""
+MIXED_SHARE = "mixed_share"
+"""The field of that image's share of the pixels."""
+
+
+class AugmentConfig(Scaled):
+    """Change training images at random, and convert them as `scale` does.
+
+    Held-out images are only cropped, at their centre.
+    """
+
+    type: Literal["augment"]
+    """Selects this transform."""
+    crop: Count | None = None
+    """Side of the square that is cut out at random, in pixels; null keeps the image's size."""
+    pad: NonNegativeInt = 0
+    """Width of a border of zeros that is put around a training image before it is cropped."""
+    flip: bool = False
+    """Mirror half of the training images, left to right."""
+    cutout: NonNegativeInt = 0
+    """Side of a square at a random place that is replaced by the mean; 0 is none
+    (arXiv 1708.04552)."""
+    mixup: NonNegativeFloat = 0.0
+    """Each image and label is mixed with those of another example; the share is drawn from the
+    distribution Beta(mixup, mixup) (arXiv 1710.09412). 0 is none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> AugmentConfig:
+        if self.pad and self.crop is None:
+            raise ValueError(f"pad {self.pad} needs crop, the side of the image after cropping")
+        return self
+
+    def evaluated(self, batch: HostBatch) -> HostBatch:
+        """Crop images at their centre, and scale them.
+
+        Raises:
+          DataError: an image that is smaller than the crop.
+        """
+        image = batch["image"]
+        if self.crop is not None:
+            top, left = _room(image, self.crop)
+            across = slice(left // 2, left // 2 + self.crop)
+            image = image[:, top // 2 : top // 2 + self.crop, across]
+        found = self.scaled({**batch, "image": image})
+        if self.mixup:
+            nothing = np.zeros(len(image), np.float32)
+            found |= {MIXED_LABEL: batch["label"], MIXED_SHARE: nothing}
+        return found
+
+    def changed(self, source: Source, indices: np.ndarray, keys: np.ndarray) -> HostBatch:
+        """Read examples (int64 [N]) and change each at random by its key (uint64 [N])."""
+        draws = Draws(keys)
+        batch = take(source, indices)
+        found = self.scaled({**batch, "image": self._moved(batch["image"], draws)})
+        if self.cutout:
+            _cut_out(found["image"], self.cutout, draws)
+        if not self.mixup:
+            return found
+        # SciPy's import takes 0.1 s, and only mixup needs it.
+        from scipy.special import betaincinv
+
+        partners = draws.integers(len(source))
+        other = take(source, partners)
+        image = self.scaled({**other, "image": self._moved(other["image"], draws)})["image"]
+        # The larger share is the example's own: labels then are right on average at any strength.
+        drawn = betaincinv(self.mixup, self.mixup, draws.uniform())
+        share = np.minimum(drawn, 1 - drawn).astype(np.float32)
+        weight = share[:, None, None, None]
+        found["image"] = (1 - weight) * found["image"] + weight * image
+        return {**found, MIXED_LABEL: other["label"], MIXED_SHARE: share}
+
+    def _moved(self, image: np.ndarray, draws: Draws) -> np.ndarray:
+        """Cut and mirror images `[N, H, W, C]`, with a single gather of pixels."""
+        if self.crop is None and not self.flip:
+            return image
+        if self.pad:
+            sides = (self.pad, self.pad)
+            image = np.pad(image, ((0, 0), sides, sides, (0, 0)))
+        N, H, W, _ = image.shape
+        height, width = (H, W) if self.crop is None else (self.crop, self.crop)
+        top = left = np.zeros(N, np.int64)
+        if self.crop is not None:
+            rows, columns = _room(image, self.crop)
+            top, left = draws.integers(rows + 1), draws.integers(columns + 1)
+        down = top[:, None] + np.arange(height)
+        across = left[:, None] + np.arange(width)
+        if self.flip:
+            mirrored = draws.integers(2).astype(bool)
+            across = np.where(mirrored[:, None], across[:, ::-1], across)
+        return image[np.arange(N)[:, None, None], down[:, :, None], across[:, None, :]]
+
+
+@dataclass
+class Draws:
+    """Random numbers of N examples, one stream for each key; each call takes the next number."""
+
+    keys: np.ndarray
+    count: int = 0
+
+    def bits(self) -> np.ndarray:
+        """Draw uint64 [N]."""
+        self.count += 1
+        return mix(self.keys ^ mix(np.full(1, self.count, np.uint64)))
+
+    def integers(self, below: int) -> np.ndarray:
+        """Draw int64 [N] in 0 to `below` - 1."""
+        return (self.bits() % np.uint64(below)).astype(np.int64)
+
+    def uniform(self) -> np.ndarray:
+        """Draw float64 [N] in [0, 1)."""
+        return (self.bits() >> np.uint64(11)) * 2.0**-53
+
+
+def _room(image: np.ndarray, crop: int) -> tuple[int, int]:
+    """Return the rows and columns that a crop leaves out."""
+    height, width = image.shape[1:3]
+    if min(height, width) < crop:
+        raise DataError(
+            f"data.transform.crop {crop} exceeds images of {height} x {width} pixels (with pad): "
+            f"set crop to at most {min(height, width)}"
+        )
+    return height - crop, width - crop
+
+
+def _cut_out(image: np.ndarray, side: int, draws: Draws) -> None:
+    """Set a square around a random pixel of each scaled image to 0, the mean, in place."""
+    H, W = image.shape[1:3]
+    near = []
+    for size in (H, W):
+        start = draws.integers(size)[:, None] - side // 2
+        places = np.arange(size)
+        near.append((places >= start) & (places < start + side))
+    image[near[0][:, :, None] & near[1][:, None, :]] = 0

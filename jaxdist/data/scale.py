@@ -1,0 +1,35 @@
+"""The conversion of pixels to numbers around 0."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import PositiveFloat
+
+from jaxdist.config.schema import Config
+from jaxdist.data.source import HostBatch
+from jaxdist.errors import DataError
+
+
+class Scaled(Config):
+    """Convert the image to float32, (image - mean) / std; 0 to 1 by default."""
+
+    mean: float | list[float] = 0.0
+    """Mean of a pixel's value, 0 to 255; a list has one entry for each channel."""
+    std: PositiveFloat | list[PositiveFloat] = 255.0
+    """Divisor of the difference, in the same unit; a list has one entry for each channel."""
+
+    def scaled(self, batch: HostBatch) -> HostBatch:
+        """Scale the images of a batch.
+
+        Raises:
+          DataError: a list does not have a number for each channel.
+        """
+        image = batch["image"]
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if isinstance(values, list) and len(values) != image.shape[-1]:
+                raise DataError(
+                    f"data.transform.{name} has {len(values)} numbers, but images have "
+                    f"{image.shape[-1]} channels: give one number, or one for each channel"
+                )
+        centred = image.astype(np.float32) - np.asarray(self.mean, np.float32)
+        return {**batch, "image": centred / np.asarray(self.std, np.float32)}
