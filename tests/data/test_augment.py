@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -73,7 +74,8 @@ def test_cutout_sets_a_square_to_the_mean() -> None:
     keys = np.arange(40, dtype=np.uint64)
     image = data.train.draw(np.arange(40), keys)["image"]  # type: ignore[attr-defined]
     cut = (image == 0).sum((1, 2, 3))
-    assert set(cut) <= {1, 2, 4} and (cut == 4).any()
+    assert set(cut) <= {1, 2, 4}
+    assert (cut == 4).any()
     kept = image != 0
     np.testing.assert_array_equal(image[kept], (IMAGE + 1.0)[kept])
 
@@ -101,7 +103,8 @@ def test_mixup_mixes_labels_as_it_mixes_images() -> None:
     found = data.train.draw(indices, keys)  # type: ignore[attr-defined]
     share = found["mixed_share"]
     # Beta(1, 1) is uniform; the smaller of x and 1 - x is uniform up to a half.
-    assert 0 <= share.min() and share.max() <= 0.5
+    assert share.min() >= 0
+    assert share.max() <= 0.5
     assert abs(share.mean() - 0.25) < 0.01
     partner = next(
         i
@@ -112,15 +115,14 @@ def test_mixup_mixes_labels_as_it_mixes_images() -> None:
 
 
 def test_the_loss_of_a_mixed_image_is_that_of_its_labels_in_their_shares() -> None:
-    logits = np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32)
-    batch = {"image": np.zeros((3, 2, 2, 1), np.float32), "weight": np.ones(3, np.float32)}
+    logits = jax.random.normal(jax.random.key(0), (3, 7))
+    batch = {"image": jnp.zeros((3, 2, 2, 1)), "weight": jnp.ones(3)}
 
-    def nats(**fields: np.ndarray) -> float:
+    def nats(**fields: jax.Array) -> float:
         sums = classification(lambda image: logits, {**batch, **fields}, label_smoothing=0.0)
         return float(sums["loss"][0])
 
-    one, two = np.array([1, 2, 3]), np.array([4, 2, 0])
-    share = np.full(3, 0.25, np.float32)
+    one, two, share = jnp.array([1, 2, 3]), jnp.array([4, 2, 0]), jnp.full(3, 0.25)
     mixed = nats(label=one, mixed_label=two, mixed_share=share)
     np.testing.assert_allclose(mixed, 0.75 * nats(label=one) + 0.25 * nats(label=two), rtol=1e-6)
 
@@ -138,13 +140,15 @@ def test_numbers_of_different_keys_and_calls_are_unrelated() -> None:
     draws = Draws(np.arange(20_000, dtype=np.uint64))
     first, second = draws.uniform(), draws.uniform()
     for values in (first, second):
-        assert abs(values.mean() - 0.5) < 0.01 and 0 <= values.min() and values.max() < 1
+        assert abs(values.mean() - 0.5) < 0.01
+        assert values.min() >= 0
+        assert values.max() < 1
     for a, b in ((first, second), (first[1:], first[:-1])):
         assert abs(np.corrcoef(a, b)[0, 1]) < 0.03
 
 
 def test_a_crop_beyond_the_image_and_a_border_without_a_crop_are_refused() -> None:
-    with pytest.raises(DataError, match="crop 7 exceeds images of 6 x 5 pixels.*at most 5"):
+    with pytest.raises(DataError, match=r"crop 7 exceeds images of 6 x 5 pixels.*at most 5"):
         loader(dataset(crop=7))
     with pytest.raises(ValueError, match="pad 2 needs crop"):
         dataset(pad=2)

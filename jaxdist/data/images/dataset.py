@@ -1,18 +1,20 @@
-"""Labelled images from files: Fashion-MNIST, scikit-learn's digits, or any IDX files."""
+"""Labelled images: Fashion-MNIST, scikit-learn's digits, or files of the user's in five formats."""
 
 from __future__ import annotations
 
 import importlib.util
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from pydantic import model_validator
 
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, Count
+from jaxdist.data.images.arrays import CIFAR, Labelled, cifar, labelled, npz
 from jaxdist.data.images.fashion_mnist import fashion_mnist
+from jaxdist.data.images.files import image_files
 from jaxdist.data.images.idx import parse_idx, read_idx_content
 from jaxdist.data.source import ArraySource, Dataset
 from jaxdist.data.transform import TransformConfig, transformed
@@ -23,34 +25,43 @@ _DIGITS_SEED = 0
 _DIGITS_HELDOUT = 5  # one in five
 
 
-class Labelled(NamedTuple):
-    """Labelled images: `image` uint8 [N, H, W, C], 0 to 255; `label` int32 [N]."""
-
-    image: np.ndarray
-    label: np.ndarray
-
-
 class ImagesConfig(Config):
     """Images (uint8 [H, W, C], 0 to 255), each with a label."""
 
     type: Literal["images"] = "images"
     """Labelled images."""
-    source: Literal["fashion-mnist", "digits", "idx"]
-    """Fashion-MNIST (70,000, 28 x 28), handwritten digits (1,797, 8 x 8), or your own IDX files."""
+    source: Literal[
+        "fashion-mnist", "digits", "idx", "cifar10", "cifar100", "npz", "folder", "tars"
+    ]
+    """Fashion-MNIST (70,000, 28 x 28) or handwritten digits (1,797, 8 x 8), without a directory;
+    IDX files; the binary files of CIFAR; an npz archive (x_train, y_train, x_test, y_test); JPEG
+    and PNG files in a folder for each class (train/CLASS/*.jpg, val/CLASS/*.jpg); or tars of the
+    webdataset format (train-*.tar, val-*.tar, with NAME.jpg and NAME.cls)."""
     directory: str | None = None
-    """Folder of the IDX files (train-images*, train-labels*, t10k-*); only for source idx."""
+    """Folder of the files; the file itself for npz."""
+    size: Count | None = None
+    """Side of the square to which images of folder and tars are scaled and cropped; null keeps
+    their size, which must then be the same for all."""
+    skip_broken: bool = False
+    """Leave out image files that cannot be decoded (each is decoded once at the start); false ends
+    the run at the first."""
     transform: TransformConfig | None = None
     """Transform of each image; null passes on uint8, 0 to 255 (our own loss divides by 255)."""
 
     @model_validator(mode="after")
-    def _directory_belongs_to_idx(self) -> ImagesConfig:
-        if self.source == "idx" and self.directory is None:
-            raise ValueError("source 'idx' needs directory, the folder of the IDX files")
-        if self.source != "idx" and self.directory is not None:
+    def _check_directory(self) -> ImagesConfig:
+        built_in = self.source in ("fashion-mnist", "digits")
+        if not built_in and self.directory is None:
+            what = "the path of the archive" if self.source == "npz" else "the folder of its files"
+            raise ValueError(f"source {self.source!r} needs directory, {what}")
+        if built_in and self.directory is not None:
             raise ValueError(
                 f"directory {self.directory!r} is not read with source {self.source!r}: drop it, "
-                "or set source to 'idx'"
+                "or set source to 'idx', 'cifar10', 'cifar100', 'npz', 'folder' or 'tars'"
             )
+        if self.source not in ("folder", "tars") and (self.size or self.skip_broken):
+            name = "size" if self.size else "skip_broken"
+            raise ValueError(f"{name} is for the sources 'folder' and 'tars': drop it")
         return self
 
     def build(self) -> Dataset:
@@ -69,7 +80,48 @@ class ImagesConfig(Config):
             return _dataset("Fashion-MNIST", *_fashion_mnist())
         assert self.directory is not None
         folder = Path(self.directory).expanduser()
-        return _dataset(f"IDX files in {folder}", *_idx_folder(folder))
+        if self.source in CIFAR:
+            return _dataset(f"{self.source} in {folder}", *cifar(folder, self.source))
+        if self.source == "npz":
+            return _dataset(f"arrays of {folder}", *npz(folder))
+        if self.source == "idx":
+            return _dataset(f"IDX files in {folder}", *_idx_folder(folder))
+        return self._files(folder)
+
+    def _files(self, folder: Path) -> Dataset:
+        tars = self.source == "tars"
+        train, heldout, classes, note = image_files(
+            folder, self.size, skip_broken=self.skip_broken, tars=tars
+        )
+        shape = train[0]["image"].shape
+        examples = [len(split) for split in (train, heldout) if split is not None]
+        what = f"{'tars' if tars else 'files'} in {folder}"
+        return Dataset(
+            train=train,
+            heldout=heldout,
+            vocab_size=None,
+            classes=len(classes),
+            description=_description(what, examples, shape, len(classes)) + note,
+            facts=_facts(examples, shape),
+        )
+
+
+def _description(name: str, examples: Sequence[int], shape: tuple[int, ...], classes: int) -> str:
+    return (
+        f"images: {name}: {' + '.join(f'{n:,}' for n in examples)} of "
+        f"{' x '.join(map(str, shape))} in {classes} classes"
+    )
+
+
+def _facts(examples: Sequence[int], shape: tuple[int, ...]) -> dict[str, int]:
+    height, width, channels = shape
+    return {
+        "train_examples": examples[0],
+        "heldout_examples": sum(examples[1:]),
+        "height": height,
+        "width": width,
+        "channels": channels,
+    }
 
 
 def _dataset(name: str, train: Labelled, heldout: Labelled | None) -> Dataset:
@@ -81,20 +133,14 @@ def _dataset(name: str, train: Labelled, heldout: Labelled | None) -> Dataset:
         raise DataError(f"data: {name}: a split has no images")
     classes = 1 + max(int(split.label.max()) for split in splits)
     examples = [len(split.label) for split in splits]
-    height, width, channels = train.image.shape[1:]
     return Dataset(
         train=ArraySource(**train._asdict()),
         heldout=None if heldout is None else ArraySource(**heldout._asdict()),
         vocab_size=None,
         classes=classes,
-        description=f"images: {name}: {' + '.join(f'{n:,}' for n in examples)} of "
-        f"{height} x {width} x {channels} in {classes} classes",
+        description=_description(name, examples, train.image.shape[1:], classes),
         facts={
-            "train_examples": examples[0],
-            "heldout_examples": sum(examples[1:]),
-            "height": height,
-            "width": width,
-            "channels": channels,
+            **_facts(examples, train.image.shape[1:]),
             "bytes": sum(split.image.nbytes for split in splits),
         },
     )
@@ -132,7 +178,7 @@ def _digits_table() -> np.ndarray:
 def _fashion_mnist() -> tuple[Labelled, Labelled]:
     files = fashion_mnist()
     train, heldout = (
-        _labelled(
+        labelled(
             parse_idx(files[f"{split}-images-idx3-ubyte"], f"{split} images"),
             parse_idx(files[f"{split}-labels-idx1-ubyte"], f"{split} labels"),
             split,
@@ -160,7 +206,7 @@ def _idx_split(folder: Path, prefixes: Iterable[str]) -> Labelled | None:
         images = _only(folder, f"{prefix}-images*")
         labels = _only(folder, f"{prefix}-labels*")
         if images and labels:
-            return _labelled(_parse(images), _parse(labels), f"{folder}/{prefix}-*")
+            return labelled(_parse(images), _parse(labels), f"{folder}/{prefix}-*")
         if images or labels:
             raise DataError(
                 f"data.directory: {images or labels} has no partner: expected both "
@@ -179,13 +225,3 @@ def _only(folder: Path, pattern: str) -> Path | None:
         names = ", ".join(path.name for path in paths)
         raise DataError(f"data.directory: {folder} has several {pattern}: {names}; keep one")
     return paths[0] if paths else None
-
-
-def _labelled(image: np.ndarray, label: np.ndarray, name: str) -> Labelled:
-    if image.ndim not in (3, 4) or label.ndim != 1 or len(image) != len(label):
-        raise DataError(
-            f"data: {name}: images {image.shape} and labels {label.shape} do not belong together, "
-            "expected [N, H, W] or [N, H, W, C] and [N]"
-        )
-    image = image[..., None] if image.ndim == 3 else image
-    return Labelled(image, label.astype(np.int32))

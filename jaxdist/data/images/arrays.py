@@ -1,0 +1,161 @@
+"""Labelled images that are whole arrays in files: CIFAR's binary files, and npz archives."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxdist.config.files import read_regular
+from jaxdist.errors import DataError
+
+
+class Labelled(NamedTuple):
+    """Labelled images: `image` uint8 [N, H, W, C], 0 to 255; `label` int32 [N]."""
+
+    image: np.ndarray
+    label: np.ndarray
+
+
+class _Cifar(NamedTuple):
+    """The files of a data set of the CIFAR family.
+
+    Attributes:
+      labels: bytes of labels before the pixels; the last is the class.
+      classes: number of classes.
+    """
+
+    train: Sequence[str]
+    heldout: Sequence[str]
+    labels: int
+    classes: int
+
+
+CIFAR: Mapping[str, _Cifar] = {
+    "cifar10": _Cifar([f"data_batch_{i}.bin" for i in range(1, 6)], ["test_batch.bin"], 1, 10),
+    "cifar100": _Cifar(["train.bin"], ["test.bin"], 2, 100),
+}
+_SHAPE = (3, 32, 32)
+_SPLITS = {"train": ("train",), "heldout": ("test", "val", "heldout")}
+_FIELDS = {"image": ("x_{}", "{}_images", "{}_image"), "label": ("y_{}", "{}_labels", "{}_label")}
+
+
+def cifar(folder: Path, name: str) -> tuple[Labelled, Labelled]:
+    """Read the training and the test images of CIFAR-10 or CIFAR-100, "binary version".
+
+    An example is a byte for each label, then 3072 bytes: 32 rows of 32 red values, then green, then
+    blue (https://www.cs.toronto.edu/~kriz/cifar.html).
+
+    Raises:
+      DataError: a file is missing or damaged, or has labels out of range; the message names it.
+    """
+    files = CIFAR[name]
+    missing = [part for part in (*files.train, *files.heldout) if not (folder / part).is_file()]
+    if missing:
+        raise DataError(
+            f"data.directory: {folder} lacks {', '.join(missing)} of {name}: unpack the archive "
+            f"{name.replace('cifar', 'cifar-')}-binary.tar.gz, and name the folder of its files"
+        )
+    train, heldout = (
+        [_cifar_file(folder / part, files) for part in split]
+        for split in (files.train, files.heldout)
+    )
+    return _joined(train), _joined(heldout)
+
+
+def _joined(parts: Sequence[Labelled]) -> Labelled:
+    image, label = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return Labelled(image, label)
+
+
+def _cifar_file(path: Path, files: _Cifar) -> Labelled:
+    content = np.frombuffer(_read(path), np.uint8)
+    size = files.labels + int(np.prod(_SHAPE))
+    if not len(content) or len(content) % size:
+        raise DataError(
+            f"data: {path} is damaged: it has {len(content):,} bytes, not a multiple of {size:,}"
+        )
+    rows = content.reshape(-1, size)
+    label = rows[:, files.labels - 1].astype(np.int32)
+    if label.max() >= files.classes:
+        at = int(np.argmax(label >= files.classes))
+        raise DataError(
+            f"data: {path}: example {at} has the label {label[at]}, expected 0 to "
+            f"{files.classes - 1}: the file is damaged, or of another data set"
+        )
+    image = rows[:, files.labels :].reshape(-1, *_SHAPE).transpose(0, 2, 3, 1)
+    return Labelled(np.ascontiguousarray(image), label)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_regular(path)
+    except OSError as error:
+        raise DataError(f"data: {path} cannot be read: {error.strerror}") from error
+
+
+def npz(path: Path) -> tuple[Labelled, Labelled | None]:
+    """Read an npz archive with the arrays x_train, y_train, x_test, y_test, or names like these.
+
+    `train_images`, `train_labels`, `test_images` and `val_images` are known too (MedMNIST). Without
+    test arrays there is no held-out split. Nothing is unpickled.
+
+    Raises:
+      DataError: not such an archive; an array is missing or cannot be read.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise DataError(f"data.directory: {path} cannot be read as npz: {error}") from error
+    train, heldout = (_npz_split(arrays, split, path) for split in _SPLITS)
+    if train is None:
+        raise DataError(
+            f"data.directory: {path} holds {', '.join(sorted(arrays)) or 'nothing'}, expected "
+            "x_train and y_train (and x_test, y_test), or train_images and train_labels"
+        )
+    return train, heldout
+
+
+def _npz_split(arrays: Mapping[str, np.ndarray], split: str, path: Path) -> Labelled | None:
+    found: dict[str, np.ndarray] = {}
+    for field, patterns in _FIELDS.items():
+        names = [pattern.format(word) for word in _SPLITS[split] for pattern in patterns]
+        name = next((name for name in names if name in arrays), None)
+        if name is not None:
+            found[field] = arrays[name]
+    if len(found) == 1:
+        lacks = "labels" if "image" in found else "images"
+        raise DataError(f"data.directory: {path} has no {lacks} of the split {split}")
+    if not found:
+        return None
+    image, label = found["image"], found["label"]
+    if image.dtype != np.uint8:
+        raise DataError(
+            f"data.directory: images of {path} are {image.dtype}, expected uint8, 0 to 255"
+        )
+    if label.ndim == 2 and label.shape[1] == 1:
+        label = label[:, 0]
+    return labelled(image, label, f"{path}, {split}")
+
+
+def labelled(image: np.ndarray, label: np.ndarray, name: str) -> Labelled:
+    """Check that images and labels belong together, and give images a dim of channels.
+
+    Raises:
+      DataError: their dims or numbers differ from what is expected; labels that are no classes.
+    """
+    if image.ndim not in (3, 4) or label.ndim != 1 or len(image) != len(label):
+        raise DataError(
+            f"data: {name}: images {image.shape} and labels {label.shape} do not belong together, "
+            "expected [N, H, W] or [N, H, W, C] and [N]"
+        )
+    if label.dtype.kind not in "iu" or (len(label) and label.min() < 0):
+        raise DataError(
+            f"data: {name}: labels are {label.dtype} from {label.min()}, expected integers from 0"
+        )
+    image = image[..., None] if image.ndim == 3 else image
+    return Labelled(image, label.astype(np.int32))

@@ -1,0 +1,273 @@
+"""Labelled images that are files: folders of a class each, and tars of the webdataset format.
+
+Files are decoded when a batch is read, on the loader's threads; only names and labels are in
+memory.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxdist.data.source import Example, take_one
+from jaxdist.errors import DataError
+
+SUFFIXES = (".jpg", ".jpeg", ".png")
+TRAIN = ("train", "training")
+HELDOUT = ("val", "valid", "validation", "test", "heldout")
+_SHOWN = 5
+
+
+class Place(NamedTuple):
+    """The bytes of an image: a file, or a part of a tar; length -1 is the rest of the file."""
+
+    path: str
+    start: int = 0
+    length: int = -1
+
+    def read(self) -> bytes:
+        with Path(self.path).open("rb") as file:
+            file.seek(self.start)
+            return file.read(self.length)
+
+    def __str__(self) -> str:
+        return self.path if self.length < 0 else f"{self.path} at byte {self.start:,}"
+
+
+@dataclass(frozen=True)
+class EncodedImages:
+    """A source of images that are decoded when they are read.
+
+    Attributes:
+      places: where each image's file is.
+      labels: int32 [N].
+      size: side of the square to which images are scaled and cropped; None keeps their own size,
+        which must then be the same for all.
+    """
+
+    places: Sequence[Place]
+    labels: np.ndarray
+    size: int | None
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Example:
+        return take_one(self, index)
+
+    def take(self, indices: np.ndarray) -> Example:
+        first = self._first
+        images = list(_decoders().map(self._decoded, indices.tolist()))
+        for index, image in zip(indices.tolist(), images, strict=True):
+            if image.shape != first:
+                raise DataError(
+                    f"data: {self.places[index]} has {image.shape[1]} x {image.shape[0]} pixels, "
+                    f"and {self.places[0]} has {first[1]} x {first[0]}: set data.size, the side of "
+                    "the square to which images are scaled and cropped"
+                )
+        image = np.stack(images) if images else np.empty((0, *first), np.uint8)
+        return {"image": image, "label": self.labels[indices]}
+
+    @cached_property
+    def _first(self) -> tuple[int, ...]:
+        """The shape of the first image, [H, W, 3], which all must have."""
+        return self._decoded(0).shape
+
+    def _decoded(self, index: int) -> np.ndarray:
+        return decode(self.places[index], self.size)
+
+
+@cache
+def _decoders() -> ThreadPoolExecutor:
+    """Return the threads that decode; the decoders of JPEG and PNG leave the interpreter free."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="decode")
+
+
+def decode(place: Place, size: int | None) -> np.ndarray:
+    """Decode a JPEG or PNG to uint8 [H, W, 3].
+
+    Args:
+      size: the shorter side is scaled to this many pixels, and the longer side is cropped at its
+        ends; None keeps the image's size.
+
+    Raises:
+      DataError: the file is broken, or cannot be read.
+    """
+    from PIL import Image, ImageOps  # imported late: 40 ms that only users of image files need
+
+    try:
+        with Image.open(io.BytesIO(place.read())) as image:
+            if size is not None:
+                # A JPEG is decoded at an eighth, a quarter or half of its size in less time.
+                image.draft("RGB", (size, size))
+            pixels = image.convert("RGB")
+            if size is not None:
+                pixels = ImageOps.fit(pixels, (size, size), Image.Resampling.BILINEAR)
+            return np.asarray(pixels)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"data: {place} is not an image that can be read ({error}): remove it, or set "
+            "data.skip_broken: true"
+        ) from error
+
+
+class Listing(NamedTuple):
+    """Images of one split with the names of their classes."""
+
+    places: Sequence[Place]
+    names: Sequence[str]
+
+
+Split = Callable[[Path], Listing]
+
+
+def image_files(
+    folder: Path, size: int | None, *, skip_broken: bool, tars: bool
+) -> tuple[EncodedImages, EncodedImages | None, Sequence[str], str]:
+    """List the training and the held-out images in a folder.
+
+    Args:
+      tars: the folder holds tars of the webdataset format; else, a folder for each class.
+
+    Returns:
+      Both splits (held-out is None where there is none), the names of the classes in their order,
+      and a note on the broken files that were left out, or "".
+
+    Raises:
+      DataError: no images; classes that differ between the splits; broken files.
+    """
+    if not folder.is_dir():
+        raise DataError(f"data.directory: {folder} is not a folder")
+    listed = _tars(folder) if tars else _folders(folder)
+    train = listed["train"]
+    heldout = listed.get("heldout")
+    classes = sorted(set(train.names))
+    if all(name.isdecimal() for name in classes):  # the labels of tars, and of numbered folders
+        classes = sorted(classes, key=int)
+    if heldout is not None and (other := set(heldout.names) - set(classes)):
+        raise DataError(
+            f"data.directory: {folder}: the held-out images have classes that training lacks: "
+            f"{_some(sorted(other))}; training has {_some(classes)}"
+        )
+    numbers = {name: i for i, name in enumerate(classes)}
+    splits, broken = [], []
+    for listing in (train, heldout):
+        if listing is None:
+            splits.append(None)
+            continue
+        if skip_broken:
+            listing, lost = _whole(listing)
+            broken += lost
+        labels = np.array([numbers[name] for name in listing.names], np.int32)
+        splits.append(EncodedImages(listing.places, labels, size))
+    note = f"; {len(broken)} broken files left out: {_some(broken)}" if broken else ""
+    return splits[0], splits[1], classes, note
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _whole(listing: Listing) -> tuple[Listing, list[str]]:
+    """Decode every image once; return the listing without broken ones, and their names."""
+    kept, broken = [], []
+    for place, name in zip(listing.places, listing.names, strict=True):
+        try:
+            decode(place, 1)
+        except DataError:
+            broken.append(str(place))
+        else:
+            kept.append((place, name))
+    if not kept:
+        raise DataError(f"data: all {len(broken)} images are broken: {_some(broken)}")
+    places, names = zip(*kept, strict=True)
+    return Listing(places, names), broken
+
+
+def _folders(folder: Path) -> Mapping[str, Listing]:
+    """List images in folders of classes, below folders of splits if there are any."""
+    splits = {
+        split: next((folder / name for name in names if (folder / name).is_dir()), None)
+        for split, names in (("train", TRAIN), ("heldout", HELDOUT))
+    }
+    if splits["train"] is None:
+        if splits["heldout"] is not None:
+            raise DataError(
+                f"data.directory: {folder} has {splits['heldout'].name}/ and no train/: expected "
+                "train/CLASS/*.jpg, or CLASS/*.jpg without a held-out split"
+            )
+        return {"train": _folder(folder)}
+    return {split: _folder(path) for split, path in splits.items() if path is not None}
+
+
+def _folder(folder: Path) -> Listing:
+    places, names = [], []
+    for child in sorted(folder.iterdir()):
+        if child.is_dir():
+            # os.walk, unlike Path.rglob, follows links to folders, as data sets have them.
+            for root, _, files in sorted(os.walk(child, followlinks=True)):
+                for file in sorted(files):
+                    if file.lower().endswith(SUFFIXES):
+                        places.append(Place(f"{root}/{file}"))
+                        names.append(child.name)
+    if not places:
+        raise DataError(
+            f"data.directory: {folder} has no images: expected a folder for each class, with "
+            f"files that end in {', '.join(SUFFIXES)}"
+        )
+    return Listing(places, names)
+
+
+def _tars(folder: Path) -> Mapping[str, Listing]:
+    """List images in tars `train-*.tar` and `val-*.tar`: NAME.jpg beside NAME.cls, a number."""
+    found = {}
+    for split, names in (("train", TRAIN), ("heldout", HELDOUT)):
+        paths = sorted(path for path in folder.glob("*.tar") if path.name.lower().startswith(names))
+        if paths:
+            pairs = [pair for path in paths for pair in _tar(path)]
+            found[split] = Listing(*zip(*pairs, strict=True))
+    if "train" not in found:
+        held = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        raise DataError(
+            f"data.directory: {folder} has no train*.tar (it holds: {held}): expected train-*.tar "
+            "and val-*.tar of the webdataset format"
+        )
+    return found
+
+
+def _tar(path: Path) -> list[tuple[Place, str]]:
+    """List the images in a tar, with their labels, by a single pass over its headers."""
+    places: dict[str, Place] = {}
+    labels: dict[str, str] = {}
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                stem, dot, suffix = member.name.rpartition(".")
+                if not member.isfile() or not dot:
+                    continue
+                if f".{suffix.lower()}" in SUFFIXES:
+                    places[stem] = Place(str(path), member.offset_data, member.size)
+                elif suffix == "cls":
+                    content = tar.extractfile(member)
+                    labels[stem] = content.read().decode().strip() if content else ""
+    except (tarfile.TarError, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data: {path} is not a tar that can be read: {error}") from error
+    for stem in places:
+        label = labels.get(stem, "")
+        if not label.isdecimal():
+            raise DataError(
+                f"data: {path}: {stem} has the label {label!r}, expected a number in {stem}.cls"
+            )
+    if not places:
+        raise DataError(f"data: {path} has no images ({', '.join(SUFFIXES)})")
+    return [(place, str(int(labels[stem]))) for stem, place in places.items()]
