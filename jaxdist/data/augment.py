@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from pydantic import NonNegativeFloat, NonNegativeInt, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt
 
 from jaxdist.config.schema import Count
 from jaxdist.data.permutation import mix
@@ -35,9 +35,9 @@ class AugmentConfig(Scaled):
     type: Literal["augment"]
     """Selects this transform."""
     crop: Count | None = None
-    """Side of the square that is cut out at random, in pixels; null keeps the image's size."""
+    """Side of the square that is cut out at random, in pixels; null is the image's own size."""
     pad: NonNegativeInt = 0
-    """Width of a border of zeros that is put around a training image before it is cropped."""
+    """Width of a border of zeros that is put around a training image before it is cut."""
     flip: bool = False
     """Mirror half of the training images, left to right."""
     cutout: NonNegativeInt = 0
@@ -47,12 +47,6 @@ class AugmentConfig(Scaled):
     """Each image and label is mixed with those of another example; the share is drawn from the
     distribution Beta(mixup, mixup) (arXiv 1710.09412). 0 is none."""
 
-    @model_validator(mode="after")
-    def _check(self) -> AugmentConfig:
-        if self.pad and self.crop is None:
-            raise ValueError(f"pad {self.pad} needs crop, the side of the image after cropping")
-        return self
-
     def evaluated(self, batch: HostBatch) -> HostBatch:
         """Crop images at their centre, and scale them.
 
@@ -61,7 +55,7 @@ class AugmentConfig(Scaled):
         """
         image = batch["image"]
         if self.crop is not None:
-            top, left = _room(image, self.crop)
+            top, left = _room(image, self.crop, self.crop)
             across = slice(left // 2, left // 2 + self.crop)
             image = image[:, top // 2 : top // 2 + self.crop, across]
         found = self.scaled({**batch, "image": image})
@@ -94,23 +88,20 @@ class AugmentConfig(Scaled):
 
     def _moved(self, image: np.ndarray, draws: Draws) -> np.ndarray:
         """Cut and mirror images `[N, H, W, C]`, with a single gather of pixels."""
-        if self.crop is None and not self.flip:
+        if not (self.crop or self.pad or self.flip):
             return image
+        height, width = (self.crop, self.crop) if self.crop else image.shape[1:3]
         if self.pad:
             sides = (self.pad, self.pad)
             image = np.pad(image, ((0, 0), sides, sides, (0, 0)))
-        N, H, W, _ = image.shape
-        height, width = (H, W) if self.crop is None else (self.crop, self.crop)
-        top = left = np.zeros(N, np.int64)
-        if self.crop is not None:
-            rows, columns = _room(image, self.crop)
-            top, left = draws.integers(rows + 1), draws.integers(columns + 1)
+        rows, columns = _room(image, height, width)
+        top, left = draws.integers(rows + 1), draws.integers(columns + 1)
         down = top[:, None] + np.arange(height)
         across = left[:, None] + np.arange(width)
         if self.flip:
             mirrored = draws.integers(2).astype(bool)
             across = np.where(mirrored[:, None], across[:, ::-1], across)
-        return image[np.arange(N)[:, None, None], down[:, :, None], across[:, None, :]]
+        return image[np.arange(len(image))[:, None, None], down[:, :, None], across[:, None, :]]
 
 
 @dataclass
@@ -134,15 +125,15 @@ class Draws:
         return (self.bits() >> np.uint64(11)) * 2.0**-53
 
 
-def _room(image: np.ndarray, crop: int) -> tuple[int, int]:
-    """Return the rows and columns that a crop leaves out."""
-    height, width = image.shape[1:3]
-    if min(height, width) < crop:
+def _room(image: np.ndarray, height: int, width: int) -> tuple[int, int]:
+    """Return the rows and columns that a crop to height x width leaves out."""
+    H, W = image.shape[1:3]
+    if H < height or W < width:
         raise DataError(
-            f"data.transform.crop {crop} exceeds images of {height} x {width} pixels (with pad): "
-            f"set crop to at most {min(height, width)}"
+            f"data.transform.crop {height} exceeds images of {H} x {W} pixels (with pad): set crop "
+            f"to at most {min(H, W)}"
         )
-    return height - crop, width - crop
+    return H - height, W - width
 
 
 def _cut_out(image: np.ndarray, side: int, draws: Draws) -> None:

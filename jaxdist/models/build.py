@@ -10,19 +10,19 @@ from pydantic import Field
 
 from jaxdist.config.importing import call_object, load_object
 from jaxdist.errors import ConfigError
-from jaxdist.models.cnn import CnnConfig
 from jaxdist.models.gpt import GptConfig
 from jaxdist.models.hints import Hint
+from jaxdist.models.images.cnn import CnnConfig
+from jaxdist.models.images.mlp import MlpConfig
+from jaxdist.models.images.resnet import ResnetConfig
 from jaxdist.models.loss import (
     ClassificationConfig,
     LossConfig,
     NextTokenConfig,
     check_fields,
 )
-from jaxdist.models.mlp import MlpConfig
 from jaxdist.models.remat import check_memory, offloads
 from jaxdist.models.tuning.part import PartConfig
-from jaxdist.models.resnet import ResnetConfig
 from jaxdist.runtime.hardware import find_device
 from jaxdist.types import Kwargs
 

@@ -55,6 +55,16 @@ def test_a_crop_is_a_window_of_its_image_and_every_window_occurs() -> None:
     assert found == {(r, c) for r in range(3) for c in range(2)}
 
 
+def test_a_border_without_a_crop_moves_images_by_up_to_its_width() -> None:
+    data = dataset(pad=1)
+    keys = np.arange(40, dtype=np.uint64)
+    image = data.train.draw(np.full(40, 3), keys)["image"]  # type: ignore[attr-defined]
+    padded = np.pad(IMAGE[3], ((1, 1), (1, 1), (0, 0)))
+    moved = [padded[r : r + 6, c : c + 5] for r in range(3) for c in range(3)]
+    assert all(any((window == one).all() for window in moved) for one in image)
+    assert len(np.unique(image, axis=0)) > 5
+
+
 def test_a_flip_mirrors_about_half_of_the_images() -> None:
     data = dataset(flip=True)
     indices = np.arange(40)
@@ -147,8 +157,6 @@ def test_numbers_of_different_keys_and_calls_are_unrelated() -> None:
         assert abs(np.corrcoef(a, b)[0, 1]) < 0.03
 
 
-def test_a_crop_beyond_the_image_and_a_border_without_a_crop_are_refused() -> None:
+def test_a_crop_beyond_the_image_is_refused() -> None:
     with pytest.raises(DataError, match=r"crop 7 exceeds images of 6 x 5 pixels.*at most 5"):
         loader(dataset(crop=7))
-    with pytest.raises(ValueError, match="pad 2 needs crop"):
-        dataset(pad=2)

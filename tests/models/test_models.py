@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 import jaxdist.models
 from jaxdist.hlo import ledger
-from jaxdist.models.cnn import CnnConfig, max_pool
 from jaxdist.models.fences import fence
 from jaxdist.models.functional import functional
 from jaxdist.models.gpt import GptConfig
+from jaxdist.models.images.cnn import CnnConfig, max_pool
+from jaxdist.models.images.mlp import MlpConfig
 from jaxdist.models.layers import RMSNorm
-from jaxdist.models.mlp import MlpConfig
 from jaxdist.models.rotary import rotate
 from jaxdist.trees import tree_size
 

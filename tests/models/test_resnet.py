@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from jaxdist.models.functional import functional
-from jaxdist.models.resnet import ResnetConfig
+from jaxdist.models.images.resnet import ResnetConfig
 from jaxdist.trees import tree_size
 
 

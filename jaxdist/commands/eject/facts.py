@@ -17,7 +17,7 @@ from jaxdist.data.text.dataset import TextConfig
 from jaxdist.experiment import Experiment
 from jaxdist.mesh import axis_size
 from jaxdist.models.gpt import GptConfig
-from jaxdist.models.mlp import MlpConfig
+from jaxdist.models.images.mlp import MlpConfig
 from jaxdist.optim.batch_scaling import scale
 from jaxdist.optim.build import AdamWConfig, SgdConfig
 from jaxdist.optim.lamb import LambConfig

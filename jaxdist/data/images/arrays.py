@@ -146,7 +146,7 @@ def labelled(image: np.ndarray, label: np.ndarray, name: str) -> Labelled:
     """Check that images and labels belong together, and give images a dim of channels.
 
     Raises:
-      DataError: their dims or numbers differ from what is expected; labels that are no classes.
+      DataError: their dims or numbers differ from what is expected; negative or real labels.
     """
     if image.ndim not in (3, 4) or label.ndim != 1 or len(image) != len(label):
         raise DataError(

@@ -179,7 +179,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _whole(listing: Listing) -> tuple[Listing, list[str]]:
-    """Decode every image once; return the listing without broken ones, and their names."""
+    """Decode every image once; return the listing without broken images, and the names of those."""
     kept, broken = [], []
     for place, name in zip(listing.places, listing.names, strict=True):
         try:
@@ -229,7 +229,7 @@ def _folder(folder: Path) -> Listing:
 
 
 def _tars(folder: Path) -> Mapping[str, Listing]:
-    """List images in tars `train-*.tar` and `val-*.tar`: NAME.jpg beside NAME.cls, a number."""
+    """List images in tars `train-*.tar` and `val-*.tar`: NAME.jpg with NAME.cls, a number."""
     found = {}
     for split, names in (("train", TRAIN), ("heldout", HELDOUT)):
         paths = sorted(path for path in folder.glob("*.tar") if path.name.lower().startswith(names))

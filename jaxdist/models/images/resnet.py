@@ -14,8 +14,8 @@ from flax import nnx
 from pydantic import Field, model_validator
 
 from jaxdist.config.schema import Config, Count
-from jaxdist.models.cnn import Conv
 from jaxdist.models.hints import Hint, no_hint
+from jaxdist.models.images.cnn import Conv
 from jaxdist.models.layers import ComputeDtype, Linear
 
 _BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}

@@ -1,0 +1,1 @@
+"""Models for images: they share a contract, `build(rngs, shape=, classes=, hint=)`."""
