@@ -128,7 +128,7 @@ class Draws:
 def _room(image: np.ndarray, height: int, width: int) -> tuple[int, int]:
     """Return the rows and columns that a crop to height x width leaves out."""
     H, W = image.shape[1:3]
-    if H < height or W < width:
+    if height > H or width > W:
         raise DataError(
             f"data.transform.crop {height} exceeds images of {H} x {W} pixels (with pad): set crop "
             f"to at most {min(H, W)}"

@@ -13,17 +13,18 @@ import jax.numpy as jnp
 from flax import nnx
 from pydantic import Field, model_validator
 
-from jaxdist.config.schema import Config, Count
+from jaxdist.config.schema import Count
 from jaxdist.models.hints import Hint, no_hint
 from jaxdist.models.images.cnn import Conv
 from jaxdist.models.layers import ComputeDtype, Linear
+from jaxdist.models.tuning.part import PartConfig
 
 _BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
 _EXPANSION = 4
 """Output channels of a bottleneck block over those of its 3x3 convolution."""
 
 
-class ResnetConfig(Config):
+class ResnetConfig(PartConfig):
     """A residual network, version 1.5: the 3x3 convolution of a bottleneck has the stride."""
 
     type: Literal["resnet"]
