@@ -47,6 +47,8 @@ JsonFile = Annotated[
 ]
 
 SHOWN_RUNS = 5
+WIRE = ("grpc", "google_crc32c")
+"""Packages that only parameter servers need; `jaxdist replay` imports them too."""
 
 
 def console() -> Console:
@@ -171,6 +173,9 @@ def report(error: BaseException) -> int:
     if isinstance(error, JaxdistError):
         typer.echo(f"error: {error}", err=True)
         return error.exit_code
+    if isinstance(error, ModuleNotFoundError) and error.name in WIRE:
+        typer.echo(f"error: {error.name} is missing: pip install 'jaxdist[param-server]'", err=True)
+        return 3
     if isinstance(error, KeyboardInterrupt):
         typer.echo("interrupted", err=True)
         return 130

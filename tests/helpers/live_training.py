@@ -25,7 +25,7 @@ from jaxdist.param_server.live.server import Reached, Server
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.state import Sharded, ShardState
-from jaxdist.param_server.training.worker import Clocked, Measured, Worker, share_of
+from jaxdist.param_server.training.worker import Clocked, Measured, Worker
 from jaxdist.param_server.wire.frames import spec_for
 from jaxdist.param_server.wire.local import LocalWire
 from jaxdist.train.strategy.config import ParameterServer
@@ -103,7 +103,7 @@ class Training:
     def worker(self, slot: int, stop: int | None = None) -> Worker:
         shares = self.cluster.shares(32)
         loader = self.experiment.loader.part(sum(shares[:slot]), shares[slot])
-        program = share_of(self.sharded, loader, 1)
+        program = self.sharded.share(loader, 1)
         rack = self.cluster.rack_of(slot)
         wires = self._wires(self.servers if rack is None else self.racks[rack])
         given = (slot, self.cluster.of_workers, self.sharded.layouts, wires)

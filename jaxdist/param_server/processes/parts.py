@@ -5,7 +5,6 @@ from __future__ import annotations
 from jaxdist.data.loader import Loader
 from jaxdist.experiment.experiment import Experiment
 from jaxdist.param_server.training.state import Sharded
-from jaxdist.param_server.training.worker import share_of
 from jaxdist.train.step import Program
 from jaxdist.train.strategy.config import ParameterServer
 
@@ -24,4 +23,4 @@ def part_of(experiment: Experiment, sharded: Sharded, slot: int) -> tuple[Loader
     train = experiment.config.train
     shares = sharded.cluster.shares(train.batch_size)
     loader = experiment.loader.part(sum(shares[:slot]), shares[slot])
-    return loader, share_of(sharded, loader, train.microbatches_of(shares[slot]))
+    return loader, sharded.share(loader, train.microbatches_of(shares[slot]))

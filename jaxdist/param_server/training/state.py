@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdist.data.loader import Loader
 from jaxdist.optim.build import ImportedOptimizerConfig
 from jaxdist.optim.common import OptimizerConfig
 from jaxdist.param_server.cluster import Cluster
@@ -58,6 +59,16 @@ class Sharded:
     optim: OptimizerConfig
     placement: Placement
     seed: int = 0
+
+    def share(self, loader: Loader, microbatches: int) -> Program:
+        """Return the program of a worker: the same program for its part of a batch.
+
+        Args:
+          loader: the loader of that part.
+        """
+        # Not in `worker`: `jaxdist inspect` needs no packages of the wire.
+        compute = self.program.compute.resized(microbatches)
+        return replace(self.program, batch=loader.batch_shapes, compute=compute)
 
     @cached_property
     def codes(self) -> tuple[Codes, ...]:

@@ -63,17 +63,6 @@ class PushComputation(Protocol):
         ...
 
 
-def share_of(sharded: Sharded, loader: Loader, microbatches: int) -> Program:
-    """The program of a worker: the same on its part of a batch.
-
-    Args:
-      loader: loader of that part.
-    """
-    program = sharded.program
-    compute = program.compute.resized(microbatches)
-    return replace(program, batch=loader.batch_shapes, compute=compute)
-
-
 @dataclass
 class _OnDevices:
     """Flat arrays as a program's tree of parameters, and back.
