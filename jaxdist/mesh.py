@@ -100,10 +100,10 @@ class MeshConfig(Config):
         return {axis: getattr(self, axis) for axis in self._order} or {MeshAxis.DATA.value: -1}
 
 
-def describe(sizes: Mapping[str, int | Split]) -> str:
+def describe_mesh(sizes: Mapping[str, int | Split]) -> str:
     """Format a mesh as in a config.
 
-    >>> describe({"data": 4, "tensor": 2})
+    >>> describe_mesh({"data": 4, "tensor": 2})
     '{data: 4, tensor: 2}'
     """
     shown = (
@@ -138,7 +138,7 @@ def propose(sizes: Mapping[str, int | Split], device_count: int, most: int = 3) 
         return sum(abs(math.log2(a / b)) for a, b in zip(found, wanted, strict=True))
 
     best = sorted(factorings(device_count, len(axes)), key=distance)[:most]
-    return [describe(dict(zip(axes, found, strict=True))) for found in best]
+    return [describe_mesh(dict(zip(axes, found, strict=True))) for found in best]
 
 
 def resolve_sizes(config: MeshConfig, device_count: int) -> dict[str, int | Split]:
@@ -157,7 +157,7 @@ def resolve_sizes(config: MeshConfig, device_count: int) -> dict[str, int | Spli
         proposals = " or ".join(propose(sizes, device_count))
         needed = f"a multiple of {known}" if -1 in config.sizes().values() else str(known)
         raise MeshError(
-            f"mesh {describe(config.sizes())} needs {needed} devices, but there are "
+            f"mesh {describe_mesh(config.sizes())} needs {needed} devices, but there are "
             f"{device_count}; meshes that fit: {proposals}; or run on fake CPU devices "
             f"with --devices {known}"
         )
@@ -187,7 +187,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
     except NotImplementedError as error:  # jax's error for an axis on part of a dim
         dims = _torus(devices)
         raise MeshError(
-            f"mesh {describe(sizes)} does not lie on whole dims of a torus of "
+            f"mesh {describe_mesh(sizes)} does not lie on whole dims of a torus of "
             f"{'x'.join(map(str, dims))}, where alone its axes are rings; meshes that do: "
             f"{' or '.join(_on_whole_dims(sizes, dims))}"
         ) from error
@@ -236,7 +236,7 @@ def _on_whole_dims(
         made: dict[str, int | Split] = {}
         for (axis, size), count in zip(sizes.items(), one, strict=True):
             made[axis] = Split(dcn=size.dcn, ici=count) if isinstance(size, Split) else count
-        shown.append(describe(made))
+        shown.append(describe_mesh(made))
     return shown
 
 
@@ -276,6 +276,6 @@ def entry_names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
-def axis_size(mesh: Mesh, axis: str) -> int:
+def mesh_axis_size(mesh: Mesh, axis: str) -> int:
     """Return the number of devices along `axis`; 1 when the mesh does not have it."""
     return math.prod(mesh.shape[name] for name in axis_names(mesh, axis))

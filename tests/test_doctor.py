@@ -16,7 +16,7 @@ from jaxdist.doctor.facts import (
     Backend,
     Folder,
     MachineFacts,
-    gather,
+    gather_facts,
     look_at,
     probe_backend,
 )
@@ -223,7 +223,7 @@ def test_exit_code_and_json(monkeypatch, python, code):
 
 
 def test_this_machine_is_read_and_judged_with_fake_devices():
-    facts = gather(devices=4)
+    facts = gather_facts(devices=4)
     assert (facts.backend.platform, facts.backend.device_count) == ("cpu", 4)
     assert facts.backend.problem == ""
     assert facts.ranges["jax"] == "<0.13,>=0.10"

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from pydantic import ValidationError
 
 from jaxdist.errors import MeshError
-from jaxdist.mesh import MeshConfig, axis_names, axis_size, build_mesh, propose, resolve_sizes
+from jaxdist.mesh import MeshConfig, axis_names, build_mesh, mesh_axis_size, propose, resolve_sizes
 
 
 def mesh_config(**sizes):
@@ -38,9 +38,9 @@ def test_an_axis_over_two_networks():
     mesh = build_mesh(mesh_config(data={"dcn": 2, "ici": 2}, tensor=2))
     assert mesh.axis_names == ("data_dcn", "data_ici", "tensor")
     assert axis_names(mesh, "data") == ("data_dcn", "data_ici")
-    assert axis_size(mesh, "data") == 4
+    assert mesh_axis_size(mesh, "data") == 4
     assert axis_names(mesh, "stage") == ()
-    assert axis_size(mesh, "stage") == 1
+    assert mesh_axis_size(mesh, "stage") == 1
     fast = [{d.id for d in mesh.devices[i].ravel()} for i in range(2)]
     assert fast == [{0, 1, 2, 3}, {4, 5, 6, 7}]
 

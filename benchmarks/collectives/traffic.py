@@ -25,7 +25,7 @@ from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.contract import KINDS, Algorithm, Operation
 from jaxdist.hlo import Ledger, ledger
 from jaxdist.hlo.parse import Module, parse
-from jaxdist.hlo.schedule import kind_of
+from jaxdist.hlo.schedule import collective_kind
 from jaxdist.mesh import Device
 from jaxdist.runtime.topology import topology_devices
 
@@ -190,7 +190,7 @@ def longest_chain(module: Module) -> int:
         for instruction in module.computations[name].instructions:
             callees = (*instruction.called("calls"), *instruction.called("to_apply"))
             callees += instruction.called("body")
-            own = max(map(inside, callees), default=0) + (kind_of(instruction) is not None)
+            own = max(map(inside, callees), default=0) + (collective_kind(instruction) is not None)
             assert not own or instruction.opcode != "while", "a loop of collectives has no length"
             before = max((ends[operand] for operand in instruction.operands), default=0)
             ends[instruction.name] = before + own

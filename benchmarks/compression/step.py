@@ -27,7 +27,7 @@ from jaxdist.compression import (
     compressed_all_reduce,
     init_state,
 )
-from jaxdist.compression.cost import cut
+from jaxdist.compression.cost import shard_shapes
 from jaxdist.types import Json, Params, PyTree
 
 WIDTHS = (256, 1024, 1024, 256)
@@ -127,7 +127,7 @@ class Training:
         parties = self._mesh.shape[self._axes[0]] if self._contender.inside else self._mesh.size
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         if self._contender.inside:
-            like = cut(like, self._mesh.shape[self._axes[1]])
+            like = shard_shapes(like, self._mesh.shape[self._axes[1]])
         state = init_state(like, parties, codec=choice)
         return jax.tree.map(lambda x: self._placed(np.asarray(x[:1]), P(self._axes)), state)
 

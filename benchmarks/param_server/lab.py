@@ -19,7 +19,7 @@ from benchmarks.param_server import host
 from benchmarks.param_server.host import RING, Case, Task
 from jaxdist.collectives.cost import Level, predict_seconds
 from jaxdist.collectives.operations import XLA
-from jaxdist.param_server.scenario import LinkConfig, SimulationConfig
+from jaxdist.param_server.scenario import NetworkConfig, SimulationConfig
 from jaxdist.runtime import hardware
 from jaxdist.simulation.engine.pace import WARMUP
 from jaxdist.simulation.engine.pace import step_seconds as simulated_step_seconds
@@ -127,7 +127,7 @@ def step_seconds(times: Sequence[float], updates: int) -> float:
 def simulated(case: Case, link: LabLink, seconds: float, floats: int = FLOATS) -> float:
     """Seconds of a step in the simulator, on such links."""
     rate = link.payload_bytes_per_s
-    cards = LinkConfig(
+    cards = NetworkConfig(
         bytes_per_second=rate, server_bytes_per_second=rate, latency_seconds=MESSAGE_SECONDS
     )
     script = SimulationConfig(step_seconds=case.step_seconds, link=cards)

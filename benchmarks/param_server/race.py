@@ -21,7 +21,7 @@ from benchmarks.param_server.serving import central, listening, served, shard_of
 from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.client import Client
-from jaxdist.param_server.live.layout import joined
+from jaxdist.param_server.live.layout import joined_shards
 from jaxdist.runtime.environment import plan_tunables, python_module
 
 MODULE = "benchmarks.param_server.race"
@@ -108,7 +108,7 @@ def worker(number: int, port: int) -> None:
     x, labels = peer.batch(number)
     with Client(number, BSP(), [layout], [wire]) as client:
         while client.clock < peer.WARMUP + STEPS:
-            found = peer.gradient(joined([layout], client.read(), shapes), x, labels)
+            found = peer.gradient(joined_shards([layout], client.read(), shapes), x, labels)
             client.push([layout.flatten({n: np.asarray(g) for n, g in found.items()})])
         client.drain()
 

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from benchmarks.core.report import Figure, Sheet
-from jaxdist.pipeline_schedules.check import check
+from jaxdist.pipeline_schedules.check import check_schedule
 from jaxdist.pipeline_schedules.costs import Costs
 from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
 from jaxdist.pipeline_schedules.order import Dependency, key, needed
@@ -95,7 +95,7 @@ def play(
     Raises:
       ConfigError: the schedule breaks a rule, for then a thread could wait for ever.
     """
-    check(schedule)
+    check_schedule(schedule)
     costs = costs or Costs()
     stages = [_Stage(schedule, s, costs, unit_seconds) for s in range(schedule.stages)]
     with ThreadPoolExecutor(len(stages)) as threads:

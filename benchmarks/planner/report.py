@@ -22,7 +22,7 @@ from benchmarks.planner.ranking import (
     laid_out,
     ranked,
 )
-from jaxdist.planner.search import Judged, best, judge, search
+from jaxdist.planner.search import Judged, best, judge_plan, search
 from jaxdist.planner.target import Places, meshes, parse_target
 
 PROGRAMS = 60
@@ -76,7 +76,7 @@ def judged(row: Published) -> Judged:
     """The formulas' word on a published plan."""
     plan = row.plan
     places = places_of(row.topology, (plan.stage, plan.data, plan.tensor))
-    return judge(row.model, plan, places, parse_target(row.topology, row.slices))
+    return judge_plan(row.model, plan, places, parse_target(row.topology, row.slices))
 
 
 def published_figures() -> list[Figure]:
@@ -189,7 +189,7 @@ def error_of(one: Program) -> float:
     """Memory by formula over memory of the compiled program."""
     given, plan = one.drawn, one.drawn.plan
     places = places_of(given.topology, (plan.stage, plan.data, plan.tensor))
-    mine = judge(decoder(given), plan, places, parse_target(given.topology))
+    mine = judge_plan(decoder(given), plan, places, parse_target(given.topology))
     return mine.memory.total / one.compiled.peak_bytes
 
 

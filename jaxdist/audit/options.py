@@ -16,7 +16,7 @@ from jaxdist.experiment import load
 from jaxdist.hlo import Ledger, compile_with_text, ledger
 from jaxdist.hlo.parse import parse
 from jaxdist.inspect.program import InspectedExperiment, open_subject, predicted
-from jaxdist.inspect.text import digest
+from jaxdist.inspect.text import program_digest
 from jaxdist.metrics.report import write_json
 from jaxdist.parallel.compiler import PRESETS, Options, OptionValue, preset_options
 from jaxdist.run.directory import PACKAGES
@@ -109,7 +109,7 @@ def _effects(subject: InspectedExperiment, given: Options) -> Iterator[OptionEff
         time = predicted(subject, executable, module)
         return _Program(
             ledger(executable, mesh, module),
-            digest(text, lowered.as_text()),
+            program_digest(text, lowered.as_text()),
             time.seconds if time else 0.0,
         )
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxdist.audit.knobs import written
-from jaxdist.audit.step import AuditedStep, KnobEffect, judge
+from jaxdist.audit.step import AuditedStep, KnobEffect, judge_knob
 from jaxdist.config.importing import foreign_code
 from jaxdist.experiment import load
 from jaxdist.inspect.program import open_subject
@@ -56,7 +56,7 @@ def audit(
     console.print(f"audit of {step.subject.name}", soft_wrap=True, markup=False)
     findings: list[KnobEffect] = []
     for knob in written(document.values):
-        finding = judge(step, knob, full=full)
+        finding = judge_knob(step, knob, full=full)
         if finding is not None:
             findings.append(finding)
             _print(finding, console)

@@ -25,7 +25,7 @@ from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.inspect.diff import difference
 from jaxdist.inspect.program import InspectedExperiment, Inspection, inspect_step
 from jaxdist.inspect.rows import show_number
-from jaxdist.inspect.text import digest
+from jaxdist.inspect.text import program_digest
 from jaxdist.models.build import default_loss
 from jaxdist.parallel.compiler import OptionValue
 from jaxdist.types import Json
@@ -85,7 +85,7 @@ class AuditedStep:
     @property
     def structure(self) -> str:
         """The hash of the compiled step, and of all stages' large constants, which text elides."""
-        return self.inspection.program_sha256 + digest("", self.lowered)
+        return self.inspection.program_sha256 + program_digest("", self.lowered)
 
     @property
     def options(self) -> dict[str, OptionValue]:
@@ -99,7 +99,7 @@ class AuditedStep:
         return {axis: size for axis, size in shape.items() if size > 1}
 
 
-def judge(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | None:
+def judge_knob(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | None:
     """Judge whether the knob at `path` changes the step; None for a section that is not a knob.
 
     Args:

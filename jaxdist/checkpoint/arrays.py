@@ -107,7 +107,9 @@ class ArrayWriter:
         The caller may donate the arrays as soon as this returns.
         """
         packed = _pack(tree)
-        found = {name: pieces.cut(array, self._chunk_bytes) for name, (_, array) in packed.items()}
+        found = {
+            name: pieces.array_cuts(array, self._chunk_bytes) for name, (_, array) in packed.items()
+        }
         cuts = {name: ends for name, ends in found.items() if ends is not None}
         large = [(*packed.pop(name), ends) for name, ends in cuts.items()]
         self._begin(path / ARRAYS, dict(packed.values()))
@@ -177,7 +179,7 @@ def load_arrays(path: Path, manifest: Manifest, target: PyTree) -> PyTree:
     loaded = _load_packed(path / ARRAYS, packed, whole=whole) if packed else {}
     for number, leaf in stored.items():
         if number in large:
-            loaded[number] = pieces.load(path, number, large[number], leaf)
+            loaded[number] = pieces.load_array(path, number, large[number], leaf)
         elif not leaf.size:
             loaded[number] = jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
     leaves = [_unpack(pieces.owned(loaded.pop(numbers[name])), saved[name]) for name in wanted]

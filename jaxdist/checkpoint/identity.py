@@ -159,7 +159,7 @@ def has_begun(run: Path) -> bool:
     return os.path.exists(run / CONFIG)  # unlike Path.exists, False for names that are too long
 
 
-def candidates(base: Path) -> list[Path]:
+def run_directories(base: Path) -> list[Path]:
     """List the directories of the runs that have started when `base` was asked for.
 
     `gpt-2` is such a directory for `gpt`, unless its own identity has that name.

@@ -19,7 +19,7 @@ import jax
 from pydantic import AfterValidator, Field
 
 from jaxdist.checkpoint.layout import MANIFEST, fsync_directory
-from jaxdist.config.files import kind_of, read_regular
+from jaxdist.config.files import path_kind, read_regular
 from jaxdist.config.schema import Config
 
 DIGEST_BYTES = 32
@@ -97,7 +97,7 @@ _TAIL_BYTES = len(b"}\n")
 
 def record_of(path: Path, *, durable: bool = False) -> FileRecord:
     """Compute size and digest of a file, and make it survive a power failure if `durable`."""
-    kind = kind_of(path)
+    kind = path_kind(path)
     if kind is not None:  # a pipe would block, a device might have no end
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
     with path.open("rb") as file:

@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from jaxdist.checkpoint.manifest import LeafRecord
-from jaxdist.checkpoint.structure import differences
+from jaxdist.checkpoint.structure import structure_differences
 from jaxdist.config.schema import Config
 from jaxdist.errors import CheckpointError
 from jaxdist.types import PyTree
@@ -112,7 +112,11 @@ def check_part(saved: Mapping[str, LeafRecord], target: PyTree, *, where: str) -
     Raises:
       CheckpointError: some do not fit; the message lists the first, with both shapes and dtypes.
     """
-    lines = [line for line in differences(dict(saved), target) if not line.endswith(", not wanted")]
+    lines = [
+        line
+        for line in structure_differences(dict(saved), target)
+        if not line.endswith(", not wanted")
+    ]
     if lines:
         rest = len(lines) - _LISTED
         listed = lines[:_LISTED] + ([f"and {rest} more"] if rest > 0 else [])

@@ -44,13 +44,13 @@ class Piece(NamedTuple):
     block: np.ndarray
 
 
-def cut(array: jax.Array, chunk_bytes: int) -> Cuts | None:
+def array_cuts(array: jax.Array, chunk_bytes: int) -> Cuts | None:
     """Return the cuts of a large array, with at most two devices' shards a file; None if uncut.
 
     They are, for each dim, the starts of its blocks in ascending order, and finally its size. Rows
     that fit into a chunk are never cut.
 
-    >>> cut(jax.numpy.zeros((5, 4)), chunk_bytes=32)
+    >>> array_cuts(jax.numpy.zeros((5, 4)), chunk_bytes=32)
     ((0, 2, 4, 5), (0, 4))
     """
     shard = array.sharding.shard_shape(array.shape)
@@ -215,7 +215,7 @@ def _place(path: Path, block: np.ndarray, known: Known) -> FileRecord:
     return record
 
 
-def load(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+def load_array(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     """Load an array from its pieces, in the sharding of `wanted`; only local blocks are read.
 
     Elements of `wanted` beyond the saved array are zeros.

@@ -14,7 +14,7 @@ class Saved(NamedTuple):
     metric: float | None
 
 
-def best(saved: Sequence[Saved], *, lower_is_better: bool) -> int | None:
+def best_step(saved: Sequence[Saved], *, lower_is_better: bool) -> int | None:
     """Return the step with the best finite metric, the newest of equals; None without a metric."""
     sign = -1.0 if lower_is_better else 1.0
     ranked = [
@@ -34,5 +34,8 @@ def to_delete(
     """
     assert keep >= 1, keep
     steps = sorted(s.step for s in saved)
-    kept = {*steps[-keep:], best(saved, lower_is_better=lower_is_better) if keep_best else None}
+    kept = {
+        *steps[-keep:],
+        best_step(saved, lower_is_better=lower_is_better) if keep_best else None,
+    }
     return tuple(step for step in steps if step not in kept)

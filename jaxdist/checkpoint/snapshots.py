@@ -206,7 +206,7 @@ def _whole(folder: Path) -> dict[int, list[Path]]:
     return {step: files for (step, count), files in sorted(found.items()) if len(files) == count}
 
 
-def load(folder: Path, step: int, target: PyTree) -> tuple[PyTree, JsonObject]:
+def load_snapshot(folder: Path, step: int, target: PyTree) -> tuple[PyTree, JsonObject]:
     """Load the state of a step, on any mesh, and its metadata.
 
     Args:

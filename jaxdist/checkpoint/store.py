@@ -33,7 +33,7 @@ from jaxdist.checkpoint.restore import (
     valid_manifests,
 )
 from jaxdist.checkpoint.retention import Saved, to_delete
-from jaxdist.checkpoint.structure import describe
+from jaxdist.checkpoint.structure import describe_arrays
 from jaxdist.errors import CheckpointError, RunError
 from jaxdist.types import Json, PyTree
 
@@ -138,7 +138,7 @@ class CheckpointStore:
         self.wait()
         text = _encode(metadata)
         finite = float(metric) if metric is not None and math.isfinite(metric) else None
-        leaves = describe(state, shapes)
+        leaves = describe_arrays(state, shapes)
         self._check_fence()
         staging = self._staging(step)
         try:

@@ -36,7 +36,7 @@ def named_leaves(tree: PyTree) -> dict[str, Leaf]:
     return named
 
 
-def describe(tree: PyTree, shapes: PyTree = None) -> dict[str, LeafRecord]:
+def describe_arrays(tree: PyTree, shapes: PyTree = None) -> dict[str, LeafRecord]:
     """Return path -> shape and dtype of every array of a tree of arrays.
 
     Args:
@@ -59,7 +59,7 @@ def _text(shape: tuple[int, ...], dtype: str) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def differences(saved: dict[str, LeafRecord], target: PyTree) -> list[str]:
+def structure_differences(saved: dict[str, LeafRecord], target: PyTree) -> list[str]:
     """Describe, in a line each, paths whose array is missing, extra, or of another shape or dtype.
 
     `target` is a tree of arrays or `jax.ShapeDtypeStruct`.
@@ -83,7 +83,7 @@ def check_structure(saved: dict[str, LeafRecord], target: PyTree, *, where: str)
     Raises:
       CheckpointError: paths differ; the message lists the first, with both shapes and dtypes.
     """
-    lines = differences(saved, target)
+    lines = structure_differences(saved, target)
     if not lines:
         return
     if all(": not saved, " in line for line in lines):

@@ -80,7 +80,7 @@ def job(
 def explain(*, json_file: shared.JsonFile = None) -> None:
     """Print the schedulers and engines detected here, and the variables that reveal them."""
     from jaxdist.launch.explain import as_json
-    from jaxdist.launch.explain import explain as lines
+    from jaxdist.launch.explain import explain_launch as lines
 
     for line in lines(os.environ):
         typer.echo(line)

@@ -128,7 +128,7 @@ def compare(
     steps from the same parameters, seed by seed. An interrupted study resumes where it was.
     """
     extra = shared.prepare(config, overrides, devices)
-    from jaxdist.study.compare import compare as run
+    from jaxdist.study.compare import compare_variants as run
     from jaxdist.study.definition import VariantsStudy
 
     study = VariantsStudy(config=config, of=of, seeds=seeds)
@@ -206,7 +206,7 @@ def run_study(
 
         scale(study, extra, **given)
     else:
-        from jaxdist.study.compare import compare as run
+        from jaxdist.study.compare import compare_variants as run
 
         run(study, extra, **given)
 

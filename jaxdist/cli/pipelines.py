@@ -39,7 +39,7 @@ def show(
     json_file: shared.JsonFile = None,
 ) -> None:
     """Draw SCHEDULE, with its bubble, activations and messages. Nothing is run."""
-    from jaxdist.commands.pipelines import as_json
+    from jaxdist.commands.pipelines import schedule_json
     from jaxdist.commands.pipelines import show as look
 
     timeline = look(
@@ -53,7 +53,7 @@ def show(
         console=shared.console(),
     )
     shared.write_result(
-        json_file, "figures of the schedule", **as_json(timeline.schedule, timeline)
+        json_file, "figures of the schedule", **schedule_json(timeline.schedule, timeline)
     )
 
 
@@ -65,7 +65,7 @@ def compare(
     json_file: shared.JsonFile = None,
 ) -> None:
     """Print bubble, activations and messages of every schedule, at costs of a whole stage."""
-    from jaxdist.commands.compare_schedules import compare as judge
+    from jaxdist.commands.compare_schedules import compare_schedules as judge
 
     given = {"stages": stages, "microbatches": microbatches, "json_file": json_file}
     judge(settings or [], console=shared.console(), **given)
@@ -77,8 +77,8 @@ def check(
     json_file: shared.JsonFile = None,
 ) -> None:
     """Check a schedule of your own; print the first violation of a rule, and exit with code 2."""
-    from jaxdist.commands.pipelines import as_json
-    from jaxdist.commands.pipelines import check as judge
+    from jaxdist.commands.pipelines import check_csv as judge
+    from jaxdist.commands.pipelines import schedule_json
 
     schedule = judge(file, console=shared.console())
-    shared.write_result(json_file, "sizes of the schedule", **as_json(schedule))
+    shared.write_result(json_file, "sizes of the schedule", **schedule_json(schedule))

@@ -30,7 +30,7 @@ Blocks = list[np.ndarray]
 COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 
 
-def combined(blocks: Blocks, op: str = "sum") -> np.ndarray:
+def _combined(blocks: Blocks, op: str = "sum") -> np.ndarray:
     """Combine all blocks element by element, in their own dtype."""
     total = COMBINE[op].reduce(np.stack(blocks), axis=0, dtype=blocks[0].dtype)
     return total / total.dtype.type(len(blocks)) if op == "mean" else total
@@ -38,12 +38,12 @@ def combined(blocks: Blocks, op: str = "sum") -> np.ndarray:
 
 def all_reduce(blocks: Blocks, op: str = "sum") -> Blocks:
     """Give the combination to every device."""
-    return [combined(blocks, op) for _ in blocks]
+    return [_combined(blocks, op) for _ in blocks]
 
 
 def reduce_scatter(blocks: Blocks, op: str = "sum", dim: int = 0) -> Blocks:
     """Give part i of the combination to device i: ceil(n / N) elements, padded with zeros."""
-    total = np.moveaxis(combined(blocks, op), dim, 0)
+    total = np.moveaxis(_combined(blocks, op), dim, 0)
     width = -(-len(total) // len(blocks))
     padded = np.zeros((width * len(blocks), *total.shape[1:]), total.dtype)
     padded[: len(total)] = total
@@ -63,7 +63,7 @@ def broadcast(blocks: Blocks, root: int = 0) -> Blocks:
 
 def reduce(blocks: Blocks, root: int = 0, op: str = "sum") -> Blocks:
     """Give the combination to `root`, and zeros to the others."""
-    total = combined(blocks, op)
+    total = _combined(blocks, op)
     return [total if i == root else np.zeros_like(total) for i in range(len(blocks))]
 
 

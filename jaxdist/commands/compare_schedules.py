@@ -25,7 +25,7 @@ from jaxdist.pipeline_schedules.simulate import Timeline, simulate
 from jaxdist.types import JsonObject
 
 AUTO_MEMORY = (1.0, 2.0)
-"""Memory limits for which `compare` shows schedules that have a limit."""
+"""Memory limits for which `jaxdist pipeline compare` shows schedules that have a limit."""
 
 
 class StageCosts(Config):
@@ -92,7 +92,7 @@ class ScheduleEntry:
         }
 
 
-def compare(
+def compare_schedules(
     overrides: Iterable[str] = (),
     *,
     stages: int,

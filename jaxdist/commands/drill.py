@@ -7,10 +7,10 @@ from pathlib import Path
 
 from jaxdist.config import read
 from jaxdist.elastic.agent import Agent, AgentSettings
-from jaxdist.elastic.drill import Drilled, Striker, every_of, judge, recoveries_of, strikes_of
+from jaxdist.elastic.drill import Drilled, Striker, every_of, judge_drill, recoveries_of, strikes_of
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.heartbeat.journal import Journal, read_journal
-from jaxdist.metrics.goodput import joined
+from jaxdist.metrics.goodput import joined_lives
 from jaxdist.metrics.report import write_json
 from jaxdist.metrics.writer import read_metrics
 from jaxdist.types import JsonObject
@@ -65,12 +65,12 @@ def drill(
             "steps (train.steps), or fewer failures"
         )
     records = read_metrics(striker.run)
-    found = joined(records)
+    found = joined_lives(records)
     assert found is not None, "a run that has taken steps has written down its time"
     recoveries = recoveries_of(strikes, striker.struck, read_journal(striker.run), found)
     every = every_of(records, saves.get("memory_every", 10), saves.get("every", 500))
     silent = AgentSettings(args, processes).stuck_timeouts.silent_seconds
-    drilled = judge(recoveries, found, every, silent)
+    drilled = judge_drill(recoveries, found, every, silent)
     for line in drilled.lines():
         say(line)
     if json_file is not None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxdist.config.document import Document, Node, Origin
-from jaxdist.config.explain import explain
+from jaxdist.config.explain import explain_problems
 from jaxdist.config.override import apply_override
 from jaxdist.config.schema import problems_error
 from jaxdist.errors import ConfigError, RunError
@@ -70,7 +70,7 @@ def show(
       RunError: a file cannot be written.
     """
     request = read_request(schedule, overrides)
-    timeline = simulate(build(request, stages, microbatches), request.costs.costs())
+    timeline = simulate(build_schedule(request, stages, microbatches), request.costs.costs())
     picture = draw_text(timeline, console.width, colour=console.is_terminal)
     console.print(Text.from_ansi(picture))
     console.print(_together(timeline))
@@ -103,8 +103,8 @@ def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
     settings = dict(document.values)
     times = settings.pop("costs", {})
     problems = [
-        *explain(PipelineScheduleConfig, settings),
-        *explain(CostsConfig, times, ("costs",)),
+        *explain_problems(PipelineScheduleConfig, settings),
+        *explain_problems(CostsConfig, times, ("costs",)),
     ]
     if problems:
         raise problems_error(document, problems)
@@ -113,7 +113,7 @@ def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
     return Request(with_costs(config, costs), costs)
 
 
-def build(request: Request, stages: int | None, microbatches: int | None) -> Schedule:
+def build_schedule(request: Request, stages: int | None, microbatches: int | None) -> Schedule:
     """Build the requested schedule; a CSV file determines its own sizes.
 
     Raises:
@@ -131,7 +131,7 @@ def build(request: Request, stages: int | None, microbatches: int | None) -> Sch
     return config.build(stages, microbatches)
 
 
-def check(path: Path, *, console: Console) -> Schedule:
+def check_csv(path: Path, *, console: Console) -> Schedule:
     """Check a CSV file of a schedule, and print the ring buffers that it needs.
 
     Raises:
@@ -178,7 +178,7 @@ def _together(timeline: Timeline) -> str:
     )
 
 
-def as_json(schedule: Schedule, timeline: Timeline | None = None) -> JsonObject:
+def schedule_json(schedule: Schedule, timeline: Timeline | None = None) -> JsonObject:
     """Return what `show` and `check` print of a schedule, as plain data."""
     report: JsonObject = {
         "schedule": schedule.name,

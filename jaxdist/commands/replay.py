@@ -15,7 +15,12 @@ from jaxdist.config.importing import foreign_code
 from jaxdist.errors import CheckpointError, RunError
 from jaxdist.experiment import Experiment
 from jaxdist.metrics.report import write_json
-from jaxdist.param_server.processes.lives import RecordedLife, computed_again, differences, life_of
+from jaxdist.param_server.processes.lives import (
+    RecordedLife,
+    computed_again,
+    life_of,
+    shard_differences,
+)
 from jaxdist.param_server.processes.setup import sharded_run
 from jaxdist.param_server.training.files import read_shard
 from jaxdist.param_server.training.state import Sharded, ShardState
@@ -42,7 +47,7 @@ def replay(run: Path, console: Console, json_file: Path | None = None) -> bool:
     start = _start(run, experiment, sharded, life, console)
     wanted = [read_shard(run, sharded, one, life.last) for one in sharded.layouts]
     found = computed_again(run, experiment, sharded, life, start)
-    rows = [differences(*pair) for pair in zip(found, wanted, strict=True)]
+    rows = [shard_differences(*pair) for pair in zip(found, wanted, strict=True)]
     _print(rows, sharded, life, wanted, console)
     if json_file is not None:
         clocks = {"first_clock": life.first, "last_clock": life.last}

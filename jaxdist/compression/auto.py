@@ -39,7 +39,7 @@ class AutoCodec(Config):
     """The candidate with the least predicted time, chosen before the program is traced.
 
     The choice depends on the shapes, the sizes of the axes and their links, and on nothing
-    measured, so that all processes make the same choice. `explain` gives the reasons.
+    measured, so that all processes make the same choice. `explain_candidates` gives the reasons.
     """
 
     type: Literal["auto"] = "auto"
@@ -157,7 +157,7 @@ def candidates(
     return found
 
 
-def explain(
+def explain_candidates(
     choice: AutoCodec,
     leaves: Grads,
     sizes: Mapping[str, int],
@@ -172,7 +172,8 @@ def explain(
     >>> import jax
     >>> link = LinkConfig(latency_seconds=1e-3, bytes_per_second=1e7)
     >>> kernel = jax.ShapeDtypeStruct((1024, 1024), "float32")
-    >>> print(explain(AutoCodec(fast=link), kernel, {"data": 4}, "cpu"))  # doctest: +ELLIPSIS
+    >>> candidates = AutoCodec(fast=link), kernel, {"data": 4}, "cpu"
+    >>> print(explain_candidates(*candidates))  # doctest: +ELLIPSIS
     reduction of 1,048,576 gradients on {data: 4}
       data: 1000 us latency, 0.01 GB/s, switch
     ...

@@ -130,7 +130,7 @@ def predict(
         sizes = tuple(level.size for level in here)
         seconds += collective_seconds(algorithm, call.kind, call.payload_bytes, here)
         sent += algorithm.traffic(call.kind, call.payload_bytes, sizes).sent_bytes
-    own = cut(grads, levels[-1].size) if inside else grads
+    own = shard_shapes(grads, levels[-1].size) if inside else grads
     passed = coding_bytes(own, choice, bucket_bytes)
     return Prediction(seconds, passed / bytes_per_second, sent)
 
@@ -150,7 +150,7 @@ def calls(
     """
     if not inside:
         return _message_calls(grads, choice, math.prod(sizes), bucket_bytes, "all")
-    shards = cut(grads, sizes[-1])
+    shards = shard_shapes(grads, sizes[-1])
     whole = _bytes_alike(grads, shards)
     split = tree_bytes(grads) - whole
     before = [CollectiveCall("reduce_scatter", split, "inside")]
@@ -160,12 +160,12 @@ def calls(
     return [*before, *between, CollectiveCall("all_gather", split, "inside")]
 
 
-def cut(grads: Grads, count: int) -> Grads:
+def shard_shapes(grads: Grads, count: int) -> Grads:
     """Return the shapes of a device's shards: each leaf is cut along a dim that `count` divides.
 
     It is the first such dim; leaves without such a dim stay whole.
 
-    >>> cut({"w": jnp.zeros((3, 8)), "b": jnp.zeros(3)}, 4)["w"].shape
+    >>> shard_shapes({"w": jnp.zeros((3, 8)), "b": jnp.zeros(3)}, 4)["w"].shape
     (3, 2)
     """
 

@@ -139,7 +139,7 @@ def scatter(
     return value, held, BucketState(up, up_view, down, down_view, common)
 
 
-def gather(
+def gather_decoded(
     codec: Codec, gradient: jax.Array, held: CodecState, state: BucketState, party: Party
 ) -> Exchanged:
     """Decode all messages on every device."""

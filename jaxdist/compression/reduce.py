@@ -25,15 +25,15 @@ from jaxdist.collectives.contract import Algorithm
 from jaxdist.collectives.operations import XLA
 from jaxdist.compression.choice import Choice, Group, plan_groups
 from jaxdist.compression.contract import CodecState, first_round
-from jaxdist.compression.exchange import BucketState, Party, gather, scatter, sum_up
+from jaxdist.compression.exchange import BucketState, Party, gather_decoded, scatter, sum_up
 from jaxdist.compression.feedback.classic import CLASSIC
 from jaxdist.compression.feedback.contract import Feedback
-from jaxdist.compression.sender import all_finite, choose
+from jaxdist.compression.sender import array_is_finite, select_tree
 from jaxdist.errors import CompressionError
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Grads, Leaf, PyTree
 
-EXCHANGES = {"scatter": scatter, "gather": gather}
+EXCHANGES = {"scatter": scatter, "gather": gather_decoded}
 
 
 class GroupState(NamedTuple):
@@ -179,7 +179,7 @@ def compressed_all_reduce(
     # A sum of unencoded leaves shows by itself whether they are finite.
     encoded = [leaves[i] for group in groups if not group.lossless for i in group.positions]
     finite = _all_finite(encoded, results, axis)
-    moved = own._replace(groups=choose(finite, tuple(after), own.groups))
+    moved = own._replace(groups=select_tree(finite, tuple(after), own.groups))
     counted = moved._replace(step=own.step + 1, skipped=own.skipped + jnp.int32(~finite))
     marked = [jnp.where(finite, x, jnp.nan) for x in results]
     whole: PyTree = jax.tree.map(lambda x: x[None], counted)
@@ -190,10 +190,10 @@ def _all_finite(leaves: Sequence[jax.Array], results: Sequence[jax.Array], axis:
     """Return whether all leaves are finite, by a sum of one number; the same on all devices."""
     fine = jnp.bool_(True)
     if leaves:
-        bad = sum((jnp.int32(~all_finite(x)) for x in leaves), start=jnp.int32(0))
+        bad = sum((jnp.int32(~array_is_finite(x)) for x in leaves), start=jnp.int32(0))
         fine = jax.lax.psum(bad, axis) == 0
     for x in results:
-        fine = fine & all_finite(x)
+        fine = fine & array_is_finite(x)
     return fine
 
 

@@ -91,10 +91,10 @@ class Sender:
         message, codec = encode_once(self.codec, x, state.codec, round)
         decoded = self.codec.decode(message, x, round)
         memory = self.feedback.settle(x, decoded, memory)
-        finite = all_finite(gradient) & all_finite(decoded)
+        finite = array_is_finite(gradient) & array_is_finite(decoded)
         after = SenderState(codec, memory, state.skipped)
         before = state._replace(skipped=state.skipped + 1)
-        return Sent(message, decoded, choose(finite, after, before), finite)
+        return Sent(message, decoded, select_tree(finite, after, before), finite)
 
     def receive(
         self, message: Message, view: View, like: Leaf, round: Round
@@ -123,12 +123,12 @@ def encode_once(
     return jax.lax.cond(round.step >= 0, lambda: message, lambda: nothing), state
 
 
-def all_finite(x: jax.Array) -> jax.Array:
+def array_is_finite(x: jax.Array) -> jax.Array:
     """Return whether an array holds no NaN and no infinity, as a bool scalar."""
     return jnp.all(jnp.isfinite(x))
 
 
-def choose(condition: jax.Array, yes: T, no: T) -> T:
+def select_tree(condition: jax.Array, yes: T, no: T) -> T:
     """Choose between two trees of arrays, by a bool scalar."""
 
     def pick(a: jax.Array, b: jax.Array) -> jax.Array:

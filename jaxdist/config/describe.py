@@ -129,14 +129,14 @@ def choices(annotation: Annotation) -> list[Annotation]:
     return found
 
 
-def describe(annotation: Annotation) -> str:
+def describe_type(annotation: Annotation) -> str:
     """Describe the values that `annotation` accepts.
 
-    >>> describe(Annotated[int, annotated_types.Ge(1)] | None)
+    >>> describe_type(Annotated[int, annotated_types.Ge(1)] | None)
     'a whole number of at least 1, or null'
-    >>> describe(Literal["gelu", "relu"] | bool)
+    >>> describe_type(Literal["gelu", "relu"] | bool)
     "'gelu', 'relu', or true or false"
-    >>> describe(dict[str, list[float]])
+    >>> describe_type(dict[str, list[float]])
     'a mapping (each value: a list (each item: a number))'
     """
     words: list[str] = []
@@ -164,13 +164,13 @@ def _describe_one(annotation: Annotation, shared: tuple[object, ...]) -> str:
     bounds = _bounds((*metadata, *shared), counted=is_sequence(bare) or is_mapping(bare))
     if is_mapping(bare):
         inner = get_args(bare)
-        text = f" (each value: {describe(inner[1])})" if len(inner) == 2 else ""
+        text = f" (each value: {describe_type(inner[1])})" if len(inner) == 2 else ""
         return f"a mapping{bounds}{text}"
     if is_sequence(bare):
         inner = [arg for arg in get_args(bare) if arg is not Ellipsis]
         if get_origin(bare) is tuple and Ellipsis not in get_args(bare):
-            return f"a list of {len(inner)} ({'; '.join(describe(arg) for arg in inner)})"
-        text = f" (each item: {describe(inner[0])})" if inner else ""
+            return f"a list of {len(inner)} ({'; '.join(describe_type(arg) for arg in inner)})"
+        text = f" (each item: {describe_type(inner[0])})" if inner else ""
         return f"a list{bounds}{text}"
     try:
         word = _WORDS.get(bare)

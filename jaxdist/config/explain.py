@@ -19,7 +19,7 @@ from jaxdist.config.describe import (
     arms,
     child_type,
     choices,
-    describe,
+    describe_type,
     fields,
     is_mapping,
     is_model,
@@ -46,7 +46,7 @@ class Problem:
     """Whether the path is not a key of the schema."""
 
 
-def explain(schema: Annotation, values: Json, path: KeyPath = ()) -> list[Problem]:
+def explain_problems(schema: Annotation, values: Json, path: KeyPath = ()) -> list[Problem]:
     """List every problem of `values` (plain, as from JSON) under `schema`; empty when valid.
 
     Args:
@@ -106,7 +106,7 @@ def _explain(
         path = (*path, keys.pop(0))
     kind = detail["type"]
     if kind == "missing" and not keys:
-        return [Problem(path, f"required, but not set; expected {describe(schema)}")]
+        return [Problem(path, f"required, but not set; expected {describe_type(schema)}")]
     if kind not in _KNOWN_TYPES and (not keys or len(arms(schema)) == 1):
         return [Problem(path, _own_message(detail))]
     if len(arms(schema)) > 1:
@@ -128,8 +128,10 @@ def _explain_union(schema: Annotation, value: Json, path: KeyPath) -> list[Probl
         model = next((tagged[tag] for tag in tagged if tag == value[TAG]), None)
         if model is None:
             return [Problem((*path, TAG), did_you_mean(str(value[TAG]), map(str, tagged)))]
-        return explain(model, value, path) or [Problem(path, _expected(schema, value))]
-    attempts = [(arm, explain(arm, value, path)) for arm in arms(schema) if _fits(arm, value)]
+        return explain_problems(model, value, path) or [Problem(path, _expected(schema, value))]
+    attempts = [
+        (arm, explain_problems(arm, value, path)) for arm in arms(schema) if _fits(arm, value)
+    ]
     otherwise = [Problem(path, _expected(schema, value))]
     if isinstance(value, dict | list):
         return min((found for _, found in attempts if found), key=len, default=otherwise)
@@ -153,7 +155,9 @@ def _own_message(detail: ErrorDetails) -> str:
 def _unknown_key(schema: Annotation, path: KeyPath, key: Key) -> Problem:
     allowed = list(fields(schema)) if is_model(schema) else choices(get_args(schema)[0])
     if not allowed:
-        what = "no keys are allowed here" if is_model(schema) else describe(get_args(schema)[0])
+        what = (
+            "no keys are allowed here" if is_model(schema) else describe_type(get_args(schema)[0])
+        )
         return Problem((*path, key), f"unknown key; {what}", unknown=True)
     hint = did_you_mean(str(key), map(str, allowed))
     return Problem((*path, key), f"unknown key; {hint}", unknown=True)
@@ -165,4 +169,4 @@ def _expected(schema: Annotation, value: Json) -> str:
         return did_you_mean(value, listed)
     match = closest(value, listed) if isinstance(value, str) else None
     hint = f"; did you mean {match!r}?" if match else ""
-    return f"expected {describe(schema)}{hint}"
+    return f"expected {describe_type(schema)}{hint}"

@@ -23,7 +23,7 @@ _KINDS = {
 }
 
 
-def kind_of(path: str | os.PathLike[str]) -> str | None:
+def path_kind(path: str | os.PathLike[str]) -> str | None:
     """Describe what a path names if it is not a regular file; None for a regular file.
 
     Raises:
@@ -52,7 +52,7 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
     Raises:
       OSError: it is missing, of another kind, or unreadable; `strerror` says which.
     """
-    kind = kind_of(path)
+    kind = path_kind(path)
     if kind is not None:
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", os.fspath(path))
     return Path(path).read_bytes()

@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from jaxdist.config.document import Document, dotted, shown
-from jaxdist.config.explain import Problem, explain
+from jaxdist.config.explain import Problem, explain_problems
 from jaxdist.config.parse import MOST_PROBLEMS
 from jaxdist.config.places import with_places
 from jaxdist.errors import ConfigError
@@ -78,7 +78,7 @@ def validate(document: Document, schema_class: type[Schema]) -> Schema:
     try:
         return schema_class.model_validate_json(json.dumps(document.values))
     except ValidationError:
-        found = explain(schema_class, document.values)
+        found = explain_problems(schema_class, document.values)
         problems = with_places(found[:MOST_PROBLEMS], schema_class, document.values)
         problems = [*problems, *found[MOST_PROBLEMS:]]
         assert problems, "a failed validation explains itself"

@@ -28,7 +28,7 @@ def rows_needed(batch_size: int, indices: Iterable[Index]) -> np.ndarray:
     return np.unique(np.concatenate([rows[index[0]] for index in indices]))
 
 
-def block(local: np.ndarray, rows: np.ndarray, batch_size: int, index: Index) -> np.ndarray:
+def cut_block(local: np.ndarray, rows: np.ndarray, batch_size: int, index: Index) -> np.ndarray:
     """Cut the block `index` of a global array from the rows that were read.
 
     Args:
@@ -79,7 +79,7 @@ class BatchPlacement:
     def _place(self, name: str, local: np.ndarray) -> jax.Array:
         def local_block(index: Index | None) -> np.ndarray:
             assert index is not None
-            return block(local, self.rows, self._batch_size, index)
+            return cut_block(local, self.rows, self._batch_size, index)
 
         return jax.make_array_from_callback(self._shapes[name], self._shardings[name], local_block)
 

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxdist.doctor.checks import Check, checks
-from jaxdist.doctor.facts import MachineFacts, gather
+from jaxdist.doctor.facts import MachineFacts, gather_facts
 from jaxdist.metrics.report import SCHEMA
 
-__all__ = ["Check", "MachineFacts", "checks", "gather", "main", "show"]
+__all__ = ["Check", "MachineFacts", "checks", "gather_facts", "main", "show"]
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
@@ -31,7 +31,7 @@ def main(devices: int | None = None, as_json: bool = False, console: Console | N
       console: the output; standard output when None.
     """
     console = Console() if console is None else console
-    found = checks(gather(devices))
+    found = checks(gather_facts(devices))
     if as_json:
         told = {"schema": SCHEMA, "checks": [asdict(check) for check in found]}
         text = json.dumps(told, indent=2)

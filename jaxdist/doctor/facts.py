@@ -99,7 +99,7 @@ class MachineFacts:
     fashion_mnist: bool
 
 
-def gather(devices: int | None = None) -> MachineFacts:
+def gather_facts(devices: int | None = None) -> MachineFacts:
     """Read this machine, for a run on `devices` fake CPU devices or on the real devices (None)."""
     environ = dict(os.environ)
     planned = environ | environment.plan_environment(environ, fake_devices=devices)

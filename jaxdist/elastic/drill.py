@@ -205,7 +205,7 @@ class Drilled:
         return [*rows, verdict]
 
 
-def judge(
+def judge_drill(
     recoveries: Sequence[Recovery],
     found: Goodput,
     every: int,

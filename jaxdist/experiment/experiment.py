@@ -23,7 +23,7 @@ from jaxdist.train.plan import (
     TrainPlan,
     check_batch,
     check_stages,
-    explain,
+    explain_plan,
     plan_learning_rate,
     plan_stages,
 )
@@ -142,7 +142,7 @@ def build(
         total_steps=plan.total_steps,
         stages=stages,
         explained=(
-            *explain(plan, rate),
+            *explain_plan(plan, rate),
             *derived,
             *_explain_placement(config, program),
             *replica_check.explained(*replicas),

@@ -12,7 +12,7 @@ from jaxdist.data import DataConfig, Dataset
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment.config import At, ExperimentConfig, at_setting
 from jaxdist.experiment.program import chunks_of, loss_of, model_of
-from jaxdist.train.plan import explain, needs_examples, plan_learning_rate, plan_stages
+from jaxdist.train.plan import explain_plan, needs_examples, plan_learning_rate, plan_stages
 
 
 def explain_config(config: ExperimentConfig, document: Document | None = None) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def _explain_steps(config: ExperimentConfig, at: At) -> tuple[str, ...]:
     with at("train"):
         plan = plan_stages(train, examples)
     with at("optim"):
-        return explain(plan, plan_learning_rate(train, optim, plan, examples))
+        return explain_plan(plan, plan_learning_rate(train, optim, plan, examples))
 
 
 def _explain_pipeline(config: ExperimentConfig, at: At) -> tuple[str, ...]:

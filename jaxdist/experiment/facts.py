@@ -12,7 +12,7 @@ from jaxdist.models.build import offloads_of
 from jaxdist.models.functional import Functional
 from jaxdist.optim.common import OptimizerConfig
 from jaxdist.optim.lamb import LAMB_RULES, LambConfig
-from jaxdist.parallel.plan import ParallelConfig, facts_of
+from jaxdist.parallel.plan import ParallelConfig, plan_facts
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.strategy.config import ParameterServer
 from jaxdist.trees import flatten_with_names
@@ -46,7 +46,7 @@ def config_facts(
     offloads = offloads_of(config.model)
     strategy = config.strategy
     return replace(
-        facts_of(config.parallel, layout, dims or {}, offloads=offloads),
+        plan_facts(config.parallel, layout, dims or {}, offloads=offloads),
         microbatches=config.train.microbatches,
         workers=strategy.workers if isinstance(strategy, ParameterServer) else 1,
         strategy=strategy.type,

@@ -22,7 +22,7 @@ def check_strategy(strategy: StrategyConfig, given: RunSettings) -> tuple[str, .
 
 CHECKS: Mapping[str, Callable[[Any, RunSettings], tuple[str, ...]]] = {
     "synchronous": lambda strategy, given: (),
-    "lookahead": lookahead.check,
-    "parameter_server": servers.check,
+    "lookahead": lookahead.length_notices,
+    "parameter_server": servers.ineffective_settings,
 }
 """The function that checks a strategy, by `strategy.type`."""

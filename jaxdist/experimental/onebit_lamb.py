@@ -29,7 +29,7 @@ from jaxdist.optim.layers import (
     Squares,
     StepCount,
     add_shards,
-    describe,
+    describe_layers,
     wide_zeros,
 )
 from jaxdist.optim.layerwise import decays_and_adapts
@@ -168,7 +168,7 @@ def onebit_lamb(
     most = adam_bound(b1, b2) if rule.bounded else math.inf
 
     def init(params: Params) -> OptState:
-        leaves, structure = describe(params, layer_dims), jax.tree.structure(params)
+        leaves, structure = describe_layers(params, layer_dims), jax.tree.structure(params)
         pairs = zip(leaves, jax.tree.leaves(params), strict=True)
         shapes = [tuple(x.shape[i] for i in leaf.kept) for leaf, x in pairs]
         zeros, ones = (structure.unflatten(map(made, shapes)) for made in (jnp.zeros, jnp.ones))
@@ -180,7 +180,7 @@ def onebit_lamb(
     ) -> tuple[Updates, OptState]:
         del extra
         assert isinstance(state, OnebitLambState)
-        leaves = describe(need_params(params), layer_dims, specs)
+        leaves = describe_layers(need_params(params), layer_dims, specs)
         decays, adapts = decays_and_adapts(
             LambRule(), weight_decay, params, leaves, decay_mask, adapt_mask
         )

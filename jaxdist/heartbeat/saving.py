@@ -66,7 +66,7 @@ class Interval:
     def words(self, what: str) -> str:
         """Describe the interval in one line.
 
-        >>> print(choose(0.5, 0.1, Failures(3600, 10)).words("a checkpoint"))
+        >>> print(choose_interval(0.5, 0.1, Failures(3600, 10)).words("a checkpoint"))
         a checkpoint each 597 steps (59.7 s): it takes 500 ms, taken for granted a failure each 1 h
         """
         failures = self.failures
@@ -81,7 +81,7 @@ class Interval:
         )
 
 
-def choose(cost: float, step_seconds: float, failures: Failures) -> Interval:
+def choose_interval(cost: float, step_seconds: float, failures: Failures) -> Interval:
     """Return Daly's interval, rounded to whole steps, at least one.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from jaxdist.hlo.collective import CallerContext, describe
+from jaxdist.hlo.collective import CallerContext, describe_collective
 from jaxdist.hlo.flops import instruction_flops
 from jaxdist.hlo.groups import MeshLayout
 from jaxdist.hlo.loops import Frame
@@ -16,7 +16,7 @@ from jaxdist.hlo.schedule import (
     FUSED_DONE,
     FUSED_START,
     channels_in_flight,
-    kind_of,
+    collective_kind,
     launch_of,
 )
 
@@ -94,10 +94,10 @@ class _Walk:
         for instruction in computation.instructions:
             if flops := instruction_flops(instruction, computation):
                 yield Totals((flops, flops))
-            if kind_of(instruction) is not None:
+            if collective_kind(instruction) is not None:
                 if self._begins(instruction, computation, surroundings):
                     place = (instruction, computation, surroundings, self.module, self.layout)
-                    yield Totals(collectives=(describe(*place),))
+                    yield Totals(collectives=(describe_collective(*place),))
                 continue
             match instruction.opcode.removesuffix("-start"):
                 case "fusion" | "call" | "async":

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jaxdist.hlo.groups import MeshLayout, group_positions
 from jaxdist.hlo.parse import Computation, Instruction, Module
 from jaxdist.hlo.records import Collective, CollectiveKind
-from jaxdist.hlo.schedule import is_fused_reduce_scatter, is_overlapped, kind_of
+from jaxdist.hlo.schedule import collective_kind, is_fused_reduce_scatter, is_overlapped
 
 SENT: dict[CollectiveKind, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
@@ -32,7 +32,7 @@ class CallerContext:
     """The jax operation of the caller."""
 
 
-def describe(
+def describe_collective(
     instruction: Instruction,
     computation: Computation,
     surroundings: CallerContext,
@@ -40,7 +40,7 @@ def describe(
     layout: MeshLayout,
 ) -> Collective:
     """Build the record of a collective that is executed once."""
-    kind = kind_of(instruction)
+    kind = collective_kind(instruction)
     assert kind is not None, instruction.opcode
     if surroundings.is_fusion and is_fused_reduce_scatter(instruction, computation):
         kind = "reduce-scatter"

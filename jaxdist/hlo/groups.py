@@ -33,10 +33,10 @@ def _integers(text: str) -> list[int]:
     return [int(word) for word in text.split(",") if word]
 
 
-def iota(text: str) -> np.ndarray:
+def evaluate_iota(text: str) -> np.ndarray:
     """Evaluate `[shape]<=[source]T(order)`.
 
-    >>> iota("[4,2]<=[2,4]T(1,0)").tolist()
+    >>> evaluate_iota("[4,2]<=[2,4]T(1,0)").tolist()
     [[0, 4], [1, 5], [2, 6], [3, 7]]
     """
     found = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
@@ -54,7 +54,7 @@ def _mesh_groups(sizes_text: str, devices_text: str | None, axes_text: str) -> n
     if devices_text is None:
         devices = np.arange(count)
     elif devices_text.startswith("["):
-        devices = iota(f"[{count}]<={devices_text}")
+        devices = evaluate_iota(f"[{count}]<={devices_text}")
     else:
         devices = np.array(_integers(devices_text))
     parts: dict[str, set[tuple[int, int]]] = {name: set() for name in sizes}
@@ -98,7 +98,7 @@ def written_groups(attributes: str, everyone: int) -> Groups:
     if found := _MESH.search(attributes):
         array = _mesh_groups(*found.groups())
     elif found := _IOTA.search(attributes):
-        array = iota(found[1])
+        array = evaluate_iota(found[1])
     elif "replica_groups=" in attributes:
         start = attributes.index("replica_groups=")
         raise LedgerError(f"{attributes[start : start + 80]!r} is in no known spelling of groups")

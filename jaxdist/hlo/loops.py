@@ -14,7 +14,16 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 
 from jaxdist.hlo.parse import Computation, Instruction, Module
-from jaxdist.hlo.scalars import Holds, Moved, TuplePath, Value, compute, is_integer, line, wrapped
+from jaxdist.hlo.scalars import (
+    Holds,
+    Moved,
+    TuplePath,
+    Value,
+    compute,
+    is_integer,
+    scalar_line,
+    wrapped,
+)
 from jaxdist.hlo.schedule import CALLED
 
 ArgumentValues = Callable[[int, TuplePath], Value | None]
@@ -193,7 +202,7 @@ class Frame:
         for path, move in moves.items():
             if not isinstance(move, Moved) or move.path != path or path not in types:
                 return None
-            lines[path] = line(start[path], move.by, types[path])
+            lines[path] = scalar_line(start[path], move.by, types[path])
         holds = self.enter_loop(loop, "condition", lines.get).result
         if not isinstance(holds, Holds) or holds.turn > holds.until or math.isinf(holds.turn):
             return None

@@ -82,7 +82,7 @@ def limits(type_text: str) -> tuple[int, int]:
     return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if found[2] == "s" else (0, 2**bits - 1)
 
 
-def line(start: int, step: int, type_text: str, until: float = math.inf) -> Line:
+def scalar_line(start: int, step: int, type_text: str, until: float = math.inf) -> Line:
     """Return a line in a dtype, valid until it leaves that dtype's range."""
     low, high = limits(type_text)
     if not low <= start <= high:
@@ -125,7 +125,7 @@ def compute(
         case "compare", Line() as left, Line() as right:
             return _first_failure(direction, left, right)
         case "convert", Line(start, step, until):
-            return line(start, step, type_text, until)
+            return scalar_line(start, step, type_text, until)
         case _, Line() as left, Line() as right:
             return _combined(opcode, type_text, left, right)
     return None
@@ -202,12 +202,12 @@ def _combined(opcode: str, type_text: str, left: Line, right: Line) -> Line | No
     until = min(left.until, right.until)
     match opcode:
         case "add":
-            return line(left.start + right.start, left.step + right.step, type_text, until)
+            return scalar_line(left.start + right.start, left.step + right.step, type_text, until)
         case "subtract":
-            return line(left.start - right.start, left.step - right.step, type_text, until)
+            return scalar_line(left.start - right.start, left.step - right.step, type_text, until)
         case "multiply" if left.step == 0 or right.step == 0:
             step = left.start * right.step + right.start * left.step
-            return line(left.start * right.start, step, type_text, until)
+            return scalar_line(left.start * right.start, step, type_text, until)
     return None
 
 

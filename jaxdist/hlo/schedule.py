@@ -41,7 +41,7 @@ _IDLE = {
 }
 
 
-def kind_of(instruction: Instruction) -> CollectiveKind | None:
+def collective_kind(instruction: Instruction) -> CollectiveKind | None:
     """Return the kind of collective that an instruction begins; None for all others."""
     return KINDS.get(instruction.opcode.removesuffix("-start"))
 
@@ -51,7 +51,7 @@ def collective_in(
 ) -> tuple[Instruction, Computation] | None:
     """Return the first collective of a computation or its custom calls, with its computation."""
     for instruction in computation.instructions:
-        if kind_of(instruction) is not None:
+        if collective_kind(instruction) is not None:
             return instruction, computation
         if instruction.opcode == "custom-call" and (called := instruction.called(CALLED)):
             found = collective_in(module.computations[called[0]], module)
@@ -86,7 +86,8 @@ def channels_in_flight(module: Module) -> frozenset[int]:
         for computation in module.computations.values()
         if FUSED_START in computation.custom_call_targets
         for instruction in computation.instructions
-        if kind_of(instruction) and (channel := instruction.number("channel_id")) is not None
+        if collective_kind(instruction)
+        and (channel := instruction.number("channel_id")) is not None
     )
 
 
@@ -162,7 +163,7 @@ def _computes(instruction: Instruction, module: Module) -> bool:
     if instruction.opcode == "custom-call":
         return instruction.shapes != () and "AllocateBuffer" not in instruction.attributes
     moves = instruction.opcode.endswith(("-start", "-done", "-update"))
-    if instruction.opcode in _IDLE or moves or kind_of(instruction):
+    if instruction.opcode in _IDLE or moves or collective_kind(instruction):
         return False
     if {FUSED_START, FUSED_DONE} & targets_of(instruction, module):
         return False

@@ -21,7 +21,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from jaxdist.hlo.collective import CallerContext, describe
+from jaxdist.hlo.collective import CallerContext, describe_collective
 from jaxdist.hlo.entries import Basis, Entry, ProgramTimeline, Rates, Resource
 from jaxdist.hlo.estimates import (
     Effort,
@@ -41,8 +41,8 @@ from jaxdist.hlo.schedule import (
     FUSED_START,
     channels_in_flight,
     collective_in,
+    collective_kind,
     done_of,
-    kind_of,
     launch_of,
     targets_of,
 )
@@ -264,8 +264,10 @@ class _Run:
 
     def _described(self, instruction: Instruction) -> Collective | None:
         player = self.player
-        if kind_of(instruction) is not None:
-            return describe(instruction, self.body, CallerContext(), player.module, player.layout)
+        if collective_kind(instruction) is not None:
+            return describe_collective(
+                instruction, self.body, CallerContext(), player.module, player.layout
+            )
         launched = self._launched(instruction) or instruction
         if launched.opcode not in ("fusion", "async-start"):
             return None
@@ -281,7 +283,7 @@ class _Run:
             start=(instruction, self.body) if starts else None,
             source=instruction.source,
         )
-        return describe(inner, callee, around, player.module, player.layout)
+        return describe_collective(inner, callee, around, player.module, player.layout)
 
     def _starts(self, instruction: Instruction) -> bool:
         is_start = instruction.opcode.endswith("-start") or bool(self._launched(instruction))

@@ -10,7 +10,7 @@ from rich.console import Console
 from jaxdist.cost.step_time import StepTime
 from jaxdist.inspect.program import Inspection
 from jaxdist.inspect.rows import by_kind, show_bytes, show_number
-from jaxdist.mesh import describe
+from jaxdist.mesh import describe_mesh
 from jaxdist.metrics.columns import table
 from jaxdist.types import JsonObject
 
@@ -68,7 +68,7 @@ def difference(before: Inspection, after: Inspection) -> Difference:
 def _numbers(inspection: Inspection) -> dict[tuple[str, str], Value]:
     ledger = inspection.ledger
     found: dict[tuple[str, str], Value] = {
-        ("mesh", "axes"): describe(ledger.axes),
+        ("mesh", "axes"): describe_mesh(ledger.axes),
         ("mesh", "device"): f"{ledger.devices} x {inspection.device_kind}",
         ("FLOPs", "program"): ledger.flops_high,
         ("FLOPs", "ideal"): inspection.ideal_flops,

@@ -28,7 +28,7 @@ from jaxdist.hlo.parse import Module, parse
 from jaxdist.inspect.ideal import bound_notes, gradient_bound, masked_flops
 from jaxdist.inspect.rows import show_bytes
 from jaxdist.inspect.servers import WorkerPart, worker_part
-from jaxdist.inspect.text import digest
+from jaxdist.inspect.text import program_digest
 from jaxdist.mesh import Device
 from jaxdist.parallel.pipeline.executor.branches import lockstep
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline
@@ -165,7 +165,7 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
         step=_step(experiment, worker, units),
         device_kind=subject.device_kind,
         ledger=ledger(compiled, mesh, module),
-        program_sha256=digest(text, lowered.as_text()),
+        program_sha256=program_digest(text, lowered.as_text()),
         model_flops=model_flops(config, subject.devices[0]) * share,
         gradient_axes=axes,
         gradient_bound_bytes=bound_bytes,

@@ -14,7 +14,7 @@ from jaxdist.inspect.rows import (
     show_ratio,
 )
 from jaxdist.inspect.servers import WorkerPart
-from jaxdist.mesh import describe
+from jaxdist.mesh import describe_mesh
 from jaxdist.metrics.columns import table
 
 
@@ -33,7 +33,7 @@ def _print_head(inspection: Inspection, console: Console) -> None:
     for name, text in (
         ("config", inspection.config),
         ("model", inspection.model),
-        ("mesh", f"{describe(ledger.axes)} on {ledger.devices} x {inspection.device_kind}"),
+        ("mesh", f"{describe_mesh(ledger.axes)} on {ledger.devices} x {inspection.device_kind}"),
         ("step", f"{inspection.step}; compiled in {inspection.compile_seconds:.1f} s"),
     ):
         console.print(f"{name:<7}{text}", soft_wrap=True, markup=False)

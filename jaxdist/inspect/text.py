@@ -62,7 +62,7 @@ def structure(text: str) -> str:
     return _hash(*sorted(module))
 
 
-def digest(text: str, lowered: str) -> str:
+def program_digest(text: str, lowered: str) -> str:
     """Hash a program like `structure`, with its large constants.
 
     Args:

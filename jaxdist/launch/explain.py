@@ -12,7 +12,7 @@ from jaxdist.runtime.gpus import look
 from jaxdist.types import JsonObject
 
 
-def explain(environ: Mapping[str, str]) -> Iterator[str]:
+def explain_launch(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield lines on schedulers with a trace, variables read or ignored (and why), and engines."""
     seen = sightings(environ)
     used = next((one for one in seen if one.whole), None)

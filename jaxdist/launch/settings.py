@@ -41,16 +41,16 @@ def _as_yaml(kind: type[Engine], text: str) -> str:
         raw = is_mapping(types[0]) and not is_model(types[0])
         return f"{key}={json.dumps(value)}" if raw else text
     if is_sequence(types[0]):
-        return f"{key}={json.dumps(listed(value))}"
+        return f"{key}={json.dumps(_listed(value))}"
     if set(types) <= {str, NoneType} and value != "null":
         return f"{key}={json.dumps(value)}"
     return text
 
 
-def listed(text: str) -> list[str]:
+def _listed(text: str) -> list[str]:
     """Split a list that is written with commas.
 
-    >>> listed("a, b"), listed("--mem=0,--exclude=n1,n2")
+    >>> _listed("a, b"), _listed("--mem=0,--exclude=n1,n2")
     (['a', 'b'], ['--mem=0', '--exclude=n1,n2'])
     """
     comma = r",(?=\s*-)" if text.startswith("-") else ","

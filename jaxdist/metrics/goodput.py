@@ -156,7 +156,7 @@ class Goodput:
         }
 
 
-def joined(records: Iterable[Record]) -> Goodput | None:
+def joined_lives(records: Iterable[Record]) -> Goodput | None:
     """Join all lives of a run, from its records in order; None if none of them is of time.
 
     The time of a life after the step from which a later life resumed is lost work: steps, and

@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 
 from jaxdist.config.schema import Count
 from jaxdist.errors import ConfigError
-from jaxdist.models.attention.choose import Attend, KernelName, choose, refusal
+from jaxdist.models.attention.choose import Attend, KernelName, choose_kernel, refusal
 from jaxdist.models.attention.contract import AttentionRequest
 from jaxdist.models.fences import Pass, fence
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, SequenceRing, no_hint
@@ -170,7 +170,7 @@ class GptConfig(PartConfig):
             sequences longer than the learned positions; biases in a ring of products.
         """
         ask = self.ask(platform, hint, length, family)
-        choose(self.attention, ask)
+        choose_kernel(self.attention, ask)
         if self.positions is not None and (length or 0) > self.positions:
             raise ConfigError(
                 f"sequences have {length} tokens, and model.positions learns {self.positions}: "

@@ -134,7 +134,9 @@ def _automatic(x: jax.Array) -> bool:
     return any(mesh.shape[axis] > 1 for axis in (*mesh.auto_axes, *mesh.explicit_axes))
 
 
-def describe(params: Params, layer_dims: PyTree = None, specs: Specs = None) -> list[LayeredLeaf]:
+def describe_layers(
+    params: Params, layer_dims: PyTree = None, specs: Specs = None
+) -> list[LayeredLeaf]:
     """Describe the leaves of `params`, in order.
 
     Args:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxdist.errors import ConfigError, did_you_mean
-from jaxdist.optim.layers import LayeredLeaf, StepCount, describe, wide_zeros
+from jaxdist.optim.layers import LayeredLeaf, StepCount, describe_layers, wide_zeros
 from jaxdist.optim.trust_ratio import Mask, flags, need_params
 from jaxdist.types import OptState, Params, PyTree, Scalar, Specs, Updates
 
@@ -91,9 +91,9 @@ def layerwise(
       step: function that returns the updates and the new moments, leaf by leaf.
       state_type: a named tuple: `count`, then moments, which are trees like the parameters.
       layer_dims: for each parameter the names of its dims that count layers, None for the others:
-        `{"w1": ["layers", None, None], "head": None}`; see `jaxdist.optim.layers.describe`.
-      specs: see `jaxdist.optim.layers.describe`. Inside `jax.shard_map` all norms are reduced in
-        one all-reduce.
+        `{"w1": ["layers", None, None], "head": None}`; see `jaxdist.optim.layers.describe_layers`.
+      specs: see `jaxdist.optim.layers.describe_layers`. Inside `jax.shard_map` all norms are
+        reduced in one all-reduce.
       decay_mask: true where weights decay; None leaves it to the rule, which may exclude tensors
         with fewer than two dims besides the layers.
       adapt_mask: true where the ratio applies; None leaves it to the rule too.
@@ -108,7 +108,7 @@ def layerwise(
     ) -> tuple[Updates, OptState]:
         del extra
         assert isinstance(state, state_type)
-        leaves = describe(need_params(params), layer_dims, specs)
+        leaves = describe_layers(need_params(params), layer_dims, specs)
         p, structure = jax.tree.flatten(params)
         g, *moments = map(structure.flatten_up_to, (updates, *state[1:]))
         chosen = decays_and_adapts(rule, weight_decay, params, leaves, decay_mask, adapt_mask)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxdist.errors import ConfigError
-from jaxdist.optim.layers import LayeredLeaf, add_shards, describe, whole
+from jaxdist.optim.layers import LayeredLeaf, add_shards, describe_layers, whole
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Masks, OptState, Params, PyTree, Specs, Updates
 
@@ -101,7 +101,7 @@ def scale_by_layerwise_trust_ratio(
     """Scale each layer's update by ||w|| / ||update||, after any base transformation.
 
     Args:
-      layer_dims, specs: see `jaxdist.optim.layers.describe`.
+      layer_dims, specs: see `jaxdist.optim.layers.describe_layers`.
       mask: true where the ratio applies; elsewhere the update is unchanged.
 
     Raises:
@@ -120,7 +120,7 @@ def scale_by_layerwise_trust_ratio(
         updates: Updates, state: OptState, params: Params = None, **extra: object
     ) -> tuple[Updates, OptState]:
         del extra
-        leaves = describe(need_params(params), layer_dims, specs)
+        leaves = describe_layers(need_params(params), layer_dims, specs)
         weights, structure = jax.tree.flatten(params)
         moves = structure.flatten_up_to(updates)
         on = [i for i, flag in enumerate(flags(mask, params, "mask")) if flag]

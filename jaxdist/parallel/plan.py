@@ -91,7 +91,7 @@ def plan_exchange(
       ConfigError: settings that do not fit together, or not with the layout, all at once; a codec
         that cannot encode a parameter's gradient.
     """
-    facts = facts_of(config, layout, dims, offloads=offloads)
+    facts = plan_facts(config, layout, dims, offloads=offloads)
     check(facts)
     strict = config.deterministic
     if strict is not None:
@@ -213,7 +213,7 @@ def explicit_exchange(
     )
 
 
-def facts_of(
+def plan_facts(
     config: ParallelConfig, layout: Layout, dims: Mapping[str, Dims], *, offloads: bool = False
 ) -> Facts:
     """Collect the facts that the table of validity needs.

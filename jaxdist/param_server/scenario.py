@@ -49,7 +49,7 @@ class Pause(Config):
     """When the server continues; messages that arrived in between are sent again."""
 
 
-class LinkConfig(Config):
+class NetworkConfig(Config):
     """The network links between workers and servers."""
 
     bytes_per_second: PositiveFloat = 1.25e9
@@ -86,7 +86,7 @@ class SimulationConfig(Config):
     """Servers that stop for a time."""
     detect_seconds: NonNegativeFloat = 1.0
     """Time from a worker's death until the others no longer wait for it."""
-    link: LinkConfig = LinkConfig()
+    link: NetworkConfig = NetworkConfig()
     """The network."""
     seconds: PositiveFloat | None = None
     """Virtual time that ends the run; null ends it when all workers have taken their steps."""

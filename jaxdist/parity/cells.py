@@ -132,10 +132,10 @@ class Combination:
 
 
 @cache
-def kind_of(schedule: str) -> str:
+def placement_kind(schedule: str) -> str:
     """Return where the chunks of a schedule are, the only property that other parts of a plan see.
 
-    >>> kind_of("1f1b"), kind_of("interleaved"), kind_of("zb_v")
+    >>> placement_kind("1f1b"), placement_kind("interleaved"), placement_kind("zb_v")
     ('one chunk a stage', 'chunks in a loop', 'chunks in a V')
     """
     chosen = SCHEDULES[schedule]
@@ -147,7 +147,7 @@ def kind_of(schedule: str) -> str:
 
 
 @cache
-def facts_of(cell: Combination) -> Facts:
+def combination_facts(cell: Combination) -> Facts:
     """Return the facts of a combination for the table of validity."""
     reduce = None if cell.reduce is None else {"type": cell.reduce}
     return facts(MESHES[cell.mesh], reduce, ZeroConfig(stage=cell.stage, scope=cell.scope))
@@ -188,7 +188,7 @@ def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Combinatio
         # The scope without ZeRO would be the same program again.
         if scope != "all" and not stage:
             continue
-        if violations(facts_of(Combination(mesh, stage, scope, reduce, 1, "none"))):
+        if violations(combination_facts(Combination(mesh, stage, scope, reduce, 1, "none"))):
             continue
         stages = MESHES[mesh].get("stage", 1)
         counts = (2 * stages,) if stages > 1 else (1, 2)
@@ -234,7 +234,7 @@ def pairs(cell: Combination) -> SettingPairs:
         return frozenset(found)
     reduce = ("reduce", cell.reduce)
     found.remove((reduce, ("schedule", cell.schedule)))
-    found.add((reduce, ("kind", kind_of(cell.schedule))))
+    found.add((reduce, ("kind", placement_kind(cell.schedule))))
     return frozenset((*two, "pipeline") for two in found)
 
 

@@ -14,12 +14,12 @@ from jaxdist.experiment import load
 from jaxdist.metrics.report import write_json
 from jaxdist.parity.cells import Combination, cover, possible_cells, valid_cells
 from jaxdist.parity.children import Ended, answers
-from jaxdist.parity.report import HEADER, REMEDY, from_json, line, read_earlier, to_json
+from jaxdist.parity.report import HEADER, REMEDY, combination_line, from_json, read_earlier, to_json
 from jaxdist.parity.run import (
     BUILT_IN,
     ParityResult,
     ParitySubject,
-    compare,
+    compare_combination,
     open_subject,
     remats_of,
     sections_of,
@@ -80,7 +80,7 @@ def parity(
     told: dict[str, int] = {}
     for result in _compared(subject, [cell for cell in cells if cell not in done], jobs):
         style = "bold red" if result.verdict == "differs" else None
-        console.print(line(result, told), style=style, soft_wrap=True, markup=False)
+        console.print(combination_line(result, told), style=style, soft_wrap=True, markup=False)
         results.append(result)
         note()
     console.print(verdict(results))
@@ -116,10 +116,12 @@ def _compared(
 ) -> Iterator[ParityResult]:
     """Yield results in the order of `cells`, from `jobs` processes."""
     if jobs == 1:
-        yield from (compare(subject, cell) for cell in cells)
+        yield from (compare_combination(subject, cell) for cell in cells)
         return
     # No time limit: the size of the user's model is unknown.
-    with closing(answers(partial(compare, subject), cells, jobs, limit_seconds=None)) as found:
+    with closing(
+        answers(partial(compare_combination, subject), cells, jobs, limit_seconds=None)
+    ) as found:
         for answer in found:
             if isinstance(answer, Ended):
                 raise RunError(

@@ -33,10 +33,10 @@ HEADER = (
     f"{'mesh':<26}{'zero':<6}{'reduce':<13}{'parts':<6}{'remat':<5}"
     f"{'loss':>8}{'grad':>8}{'update':>8}"
 )
-"""The heading of `line`."""
+"""The heading of `combination_line`."""
 
 
-def line(result: ParityResult, told: dict[str, int] | None = None) -> str:
+def combination_line(result: ParityResult, told: dict[str, int] | None = None) -> str:
     """Format a combination in 80 columns, in more lines for a pipeline or a reason.
 
     Args:
@@ -44,11 +44,11 @@ def line(result: ParityResult, told: dict[str, int] | None = None) -> str:
         reason is added.
 
     >>> from jaxdist.parity.trace import Differences
-    >>> print(line(ParityResult(Combination("data 8", 2, "all", None, 1, "full"), "equal",
-    ...                   Differences(0, 1e-6, 2e-6))))
+    >>> cell = Combination("data 8", 2, "all", None, 1, "full")
+    >>> print(combination_line(ParityResult(cell, "equal", Differences(0, 1e-6, 2e-6))))
     data 8                    2     null         1     full  0.0e+00 1.0e-06 2.0e-06
     >>> cell = Combination("stage 4, tensor 2", 0, "all", None, 8, "none", "whole", "zb_v", "stash")
-    >>> print(line(ParityResult(cell, "skipped", reason="3 heads")))
+    >>> print(combination_line(ParityResult(cell, "skipped", reason="3 heads")))
     stage 4, tensor 2         0     null         8     none  skipped (1)
         zb_v, stash
         (1) 3 heads

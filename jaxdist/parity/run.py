@@ -25,10 +25,10 @@ from jaxdist.parity.trace import (
     STEPS,
     Differences,
     Trace,
-    differences,
     limit_of,
     noted,
     trace,
+    trace_differences,
 )
 from jaxdist.types import Json, JsonObject
 
@@ -161,7 +161,7 @@ def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:
     return ""
 
 
-def compare(subject: ParitySubject, cell: Combination) -> ParityResult:
+def compare_combination(subject: ParitySubject, cell: Combination) -> ParityResult:
     """Train a combination and judge it.
 
     A combination for which the model cannot be built (its heads do not divide over the mesh, for
@@ -178,7 +178,7 @@ def compare(subject: ParitySubject, cell: Combination) -> ParityResult:
         return ParityResult(cell, "skipped", reason=reason)
     begun = subject.reference.initial
     try:
-        found = differences(trace(experiment, begun), subject.reference)
+        found = trace_differences(trace(experiment, begun), subject.reference)
     except jax.errors.JaxRuntimeError as error:
         return ParityResult(cell, "differs", reason=str(error).splitlines()[0])
     limit = limit_of(cell.cuts, subject.terms)

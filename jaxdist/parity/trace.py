@@ -260,7 +260,9 @@ def distances(
     return {field: measured(field) for field in ("loss_of_step", "gradients", "updates")}
 
 
-def differences(found: Trace, reference: Trace, least: NormFloors | None = None) -> Differences:
+def trace_differences(
+    found: Trace, reference: Trace, least: NormFloors | None = None
+) -> Differences:
     """Compute the three differences; NaN or infinite where a number is.
 
     Args:

@@ -16,7 +16,7 @@ _SAME_WORK = {
 }
 
 
-def check(schedule: Schedule, slots: int | Sequence[int] | None = None) -> None:
+def check_schedule(schedule: Schedule, slots: int | Sequence[int] | None = None) -> None:
     """Raise ConfigError unless the schedule can be run.
 
     The order of checks: every chunk is on a stage; every task is known, occurs once and on its
@@ -32,7 +32,7 @@ def check(schedule: Schedule, slots: int | Sequence[int] | None = None) -> None:
       ConfigError: the first violation.
 
     >>> rows = ((Task(TaskKind.FULL, 0, 0),),)
-    >>> check(Schedule("half", microbatches=1, placement=(0,), rows=rows))
+    >>> check_schedule(Schedule("half", microbatches=1, placement=(0,), rows=rows))
     Traceback (most recent call last):
     jaxdist.errors.ConfigError: schedule half: task 0F0 is missing: stage 0 must do it for ...
     """
@@ -209,7 +209,7 @@ def live_microbatches(schedule: Schedule, chunk: int) -> list[tuple[Task, frozen
 
 
 def ring_sizes(schedule: Schedule) -> tuple[int, ...]:
-    """Return the fewest slots per chunk of a ring buffer without overwriting (see `check`).
+    """Return the fewest slots per chunk of a ring buffer that is never overwritten too early.
 
     >>> from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
     >>> ring_sizes(one_f_one_b(stages=4, microbatches=8))

@@ -23,7 +23,7 @@ from pydantic import Field
 from jaxdist.config.files import read_regular, why_unread
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
-from jaxdist.pipeline_schedules.check import check, missing_task
+from jaxdist.pipeline_schedules.check import check_schedule, missing_task
 from jaxdist.pipeline_schedules.schedule import Schedule, Slot, Task, TaskKind
 
 _TASK = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})")
@@ -133,7 +133,7 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
             f"{schedule.microbatches - 1} are used, so each chunk needs all of them: add {task}, "
             f"or take microbatch {microbatch} out everywhere"
         )
-    check(schedule)
+    check_schedule(schedule)
     return schedule
 
 

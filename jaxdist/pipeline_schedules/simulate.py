@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from jaxdist.pipeline_schedules.check import check
+from jaxdist.pipeline_schedules.check import check_schedule
 from jaxdist.pipeline_schedules.costs import Costs
 from jaxdist.pipeline_schedules.order import Walk, key, needed
 from jaxdist.pipeline_schedules.schedule import Schedule, Slot, Task, TaskKind
@@ -108,14 +108,14 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
       costs: times per chunk, by default 1 for each of F, I and W and none for messages.
 
     Raises:
-      ConfigError: the schedule breaks a rule (see `check`), or the costs do not fit its chunks.
+      ConfigError: the schedule breaks a rule (`check_schedule`), or the costs do not fit it.
 
     >>> from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
     >>> timeline = simulate(one_f_one_b(stages=4, microbatches=8))
     >>> timeline.makespan, timeline.bubble, timeline.peak_activations
     (33.0, 9.0, (4.0, 3.0, 2.0, 1.0))
     """
-    check(schedule)
+    check_schedule(schedule)
     costs = costs or Costs()
     spans = _spans(schedule, costs)
     sent, received = _messages(schedule)
@@ -185,7 +185,7 @@ def in_ticks(schedule: Schedule) -> Schedule:
     """Insert None where a stage waits: each row is then a timeline with a unit per task.
 
     Raises:
-      ConfigError: the schedule breaks a rule (see `check`).
+      ConfigError: the schedule breaks a rule (see `check_schedule`).
 
     >>> from jaxdist.pipeline_schedules.gpipe import gpipe
     >>> [" ".join(str(t or "-") for t in row) for row in in_ticks(gpipe(2, 1)).rows]

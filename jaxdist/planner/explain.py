@@ -103,7 +103,7 @@ _TIMES = ((1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"))
 """Units of a picture: the first that is not longer than a step is used."""
 
 
-def draw(one: Judged, directory: Path) -> Path:
+def draw_plan(one: Judged, directory: Path) -> Path:
     """Draw both as stacked bars, `plan.svg`, with a line at the chip's memory.
 
     A part has the same colour in every plan's picture, and no colour is in both bars. The legends

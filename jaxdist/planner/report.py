@@ -21,7 +21,7 @@ from jaxdist.metrics.columns import table
 from jaxdist.metrics.report import write_json
 from jaxdist.planner.compare import energy_kwh, print_comparison
 from jaxdist.planner.confirm import Confirmed, confirm, lay_out
-from jaxdist.planner.explain import draw, energy_lines, print_explained
+from jaxdist.planner.explain import draw_plan, energy_lines, print_explained
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.result import Result, first_numbers, in_order, numbered
 from jaxdist.planner.search import Model, best, model_of, search
@@ -99,7 +99,7 @@ def plan(
     if asked.write is not None:
         _write(document, results, asked.write, console)
     if asked.json_file is not None:
-        write_json(asked.json_file, to_json(results, config), what="plans")
+        write_json(asked.json_file, _to_json(results, config), what="plans")
     return results
 
 
@@ -234,10 +234,10 @@ def _explain(
     for line in energy_lines(one, result.model, result.target, config):
         console.print(line, style="dim", soft_wrap=True)
     if plot is not None:
-        console.print(f"drawn in {escape(str(draw(one, plot)))}", soft_wrap=True)
+        console.print(f"drawn in {escape(str(draw_plan(one, plot)))}", soft_wrap=True)
 
 
-def to_json(results: Sequence[Result], config: ExperimentConfig) -> JsonObject:
+def _to_json(results: Sequence[Result], config: ExperimentConfig) -> JsonObject:
     """Convert everything that the tables show to plain data."""
     model = results[0].model
     return {

@@ -103,7 +103,7 @@ def search(model: Model, target: Target) -> SearchResults:
             if why is not None:
                 refused[why] += 1
                 continue
-            judged = judge(model, plan, places, target)
+            judged = judge_plan(model, plan, places, target)
             if judged.fits:
                 valid.append(judged)
             else:
@@ -114,7 +114,7 @@ def search(model: Model, target: Target) -> SearchResults:
     return SearchResults(tuple(valid), tuple(too_large), dict(refused.most_common()))
 
 
-def judge(model: Model, plan: Plan, places: Places, target: Target) -> Judged:
+def judge_plan(model: Model, plan: Plan, places: Places, target: Target) -> Judged:
     """Compute memory and time of a valid plan."""
     formulas = formulas_of(model)
     limit = target.device.memory_bytes
@@ -156,7 +156,7 @@ def _smallest(model: Model, places: Places, target: Target) -> bool:
     plan = dataclasses.replace(plan, microbatches=rows, zero=3 if plan.replicas > 1 else 0)
     if stage > 1 or formulas_of(model).refusal(plan) is not None:
         return False
-    return judge(model, plan, places, target).fits
+    return judge_plan(model, plan, places, target).fits
 
 
 def best(found: SearchResults, top: int) -> tuple[Judged, ...]:

@@ -105,7 +105,7 @@ class Seconds:
         }
 
 
-def gather(target: Target, dims: Dims, size: int, total_bytes: float) -> float:
+def gather_seconds(target: Target, dims: Dims, size: int, total_bytes: float) -> float:
     """Return the seconds of a gather of `total_bytes` over whole dims, or a reduce-scatter."""
     if size == 1:
         return 0.0
@@ -256,7 +256,7 @@ def _tensor_waits(model: Decoder, plan: Plan, places: Places, target: Target, to
     if plan.tensor == 1:
         return 0.0
     again = "attention_out" not in plan.kept
-    once = gather(target, places.dims[2], plan.tensor, tokens * model.embed * model.width)
+    once = gather_seconds(target, places.dims[2], plan.tensor, tokens * model.embed * model.width)
     # Forwards in and out, the same for gradients, and the input once more for those of weights.
     return (7 if again else 5) * once + _ring_waits(model, plan, places, target, tokens)
 
@@ -305,8 +305,8 @@ def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> 
     if plan.zero < 2:
         # XLA sums the gradients of each microbatch; an explicit reduction sums their total, once.
         explicit = plan.bfloat16_reduction or plan.schedule is not None
-        return 0.0 if explicit else 2 * gather(target, places.dims[1], plan.data, layer)
-    once = gather(target, places.dims[1], plan.data, layer)
+        return 0.0 if explicit else 2 * gather_seconds(target, places.dims[1], plan.data, layer)
+    once = gather_seconds(target, places.dims[1], plan.data, layer)
     family, spread = target.device.name, len(target.far(places.dims[1]))
     sums = once * (2 if spread >= WHOLE_SUMS.get(family, 3) else 1)
     waited = WAITED_GATHERS.get(family, 1.0) if plan.tensor == 1 else 1.0
@@ -320,9 +320,9 @@ def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> t
     dims = places.dims[1]
     fast = 0.0
     if plan.zero < 2 and (plan.bfloat16_reduction or plan.schedule is not None):
-        fast += 2 * gather(target, dims, plan.data, mine.whole * sum_bytes)
+        fast += 2 * gather_seconds(target, dims, plan.data, mine.whole * sum_bytes)
     if plan.zero in (1, 2):
-        fast += gather(target, dims, plan.data, mine.whole * model.param_bytes)
+        fast += gather_seconds(target, dims, plan.data, mine.whole * model.param_bytes)
     # Traffic across the slow network is first split inside the slice.
     part = mine.whole / plan.data
     slow = across(target, part * sum_bytes)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdist.checkpoint.manifest import LeafRecord
 from jaxdist.checkpoint.restore import Adapt, Restored, Wanted
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.checkpoint.structure import describe
+from jaxdist.checkpoint.structure import describe_arrays
 from jaxdist.errors import CompressionError
 from jaxdist.optim.safety import SkipState
 from jaxdist.train.parts import only, part_names
@@ -78,7 +78,7 @@ def adapted(program: Program, say: Callable[[str], None]) -> Adapt:
 def _adapted(
     program: Program, say: Callable[[str], None], saved: Mapping[str, LeafRecord]
 ) -> Wanted:
-    own, given, ignored = describe(program.own_shapes), {}, frozenset()
+    own, given, ignored = describe_arrays(program.own_shapes), {}, frozenset()
     remake, begins = None, False
     wanted, found = _part(own, "exchange"), _part(saved, "exchange")
     kept = _as_saved(program, wanted, found) if wanted != found else None

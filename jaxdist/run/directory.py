@@ -14,13 +14,13 @@ from typing import NamedTuple
 from jaxdist.checkpoint.identity import (
     CONFIG,
     Identity,
-    candidates,
     check_identity,
     family,
     given_identity,
     has_begun,
     new_id,
     read_identity,
+    run_directories,
     with_id,
     write_identity,
 )
@@ -142,7 +142,7 @@ def take(
         if path is not None:
             return _take_this(path, run, say)
     if resume:
-        path = find(base, exact=exact, say=say)
+        path = _find(base, exact=exact, say=say)
         if path is not None:
             return _take_this(path, None, say)
     identity = Identity(new_id() if run is None else run.id, asked=base.name)
@@ -185,7 +185,7 @@ def _take_this(path: Path, run: Identity | None, say: Callable[[str], None]) -> 
     return LockedDirectory(replace(directory, identity=found), lock, goes_on=True)
 
 
-def find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None:
+def _find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None:
     """Find the directory of the run that `--resume` means; None if no run has begun.
 
     Args:
@@ -195,8 +195,8 @@ def find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None:
     Raises:
       RunError: several have begun, and it is not known which is meant; or a run is just beginning.
     """
-    begun = candidates(base)
-    others = "; ".join(described(path) for path in begun if path != base)
+    begun = run_directories(base)
+    others = "; ".join(_described(path) for path in begun if path != base)
     if exact and RunDirectory(base).occupied:
         if others:
             say(f"resume {base}, as run.directory says; beside it stays {others}")
@@ -207,7 +207,7 @@ def find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None:
             "that with run.directory=PATH, or begin anew without --resume"
         )
     if len(begun) > 1:
-        listed = "; ".join(map(described, begun))
+        listed = "; ".join(map(_described, begun))
         raise RunError(
             f"--resume: {len(begun)} runs have begun under the name {base}, and nothing says which "
             f"is to go on: {listed}. Choose one with run.directory=PATH on the command line"
@@ -219,10 +219,10 @@ def find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None:
     return begun[0] if begun else None
 
 
-def described(path: Path) -> str:
+def _described(path: Path) -> str:
     """Describe a run to a user who has to choose among several.
 
-    >>> described(Path("/nowhere/gpt"))
+    >>> _described(Path("/nowhere/gpt"))
     '/nowhere/gpt (no checkpoint)'
     """
     directory = RunDirectory(path)

@@ -13,7 +13,7 @@ from rich.markup import escape
 from jaxdist.checkpoint.agree import any_process, broadcast_json
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.checkpoint.local import claim
-from jaxdist.checkpoint.snapshots import Snapshots, load, whole_steps
+from jaxdist.checkpoint.snapshots import Snapshots, load_snapshot, whole_steps
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.errors import CheckpointError
 from jaxdist.run.directory import identity_of
@@ -71,7 +71,7 @@ class Tiers:
         for step, at in broadcast_json(sorted(found, reverse=True)):
             tier, loaded = self.snapshots[-at], None
             try:
-                loaded = load(tier.snapshots.folder, step, shapes)
+                loaded = load_snapshot(tier.snapshots.folder, step, shapes)
             except CheckpointError as error:
                 say(f"[bold red]passed over {tier.where}:[/] {escape(str(error))}")
             if not any_process(loaded is None):

@@ -20,7 +20,7 @@ from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, Source, load
 from jaxdist.heartbeat.run_folder import run_folder_of
 from jaxdist.mesh import Device
-from jaxdist.metrics.goodput import joined
+from jaxdist.metrics.goodput import joined_lives
 from jaxdist.metrics.report import plain, write_json
 from jaxdist.metrics.writer import read_metrics
 from jaxdist.run.agent_link import leaving, watched
@@ -64,7 +64,7 @@ class Trained:
         if jax.process_index() != 0:
             return
         records = read_metrics(self.directory.path)
-        spent = joined(records)
+        spent = joined_lives(records)
         report = {
             "run": str(self.directory.path),
             "id": identity_of(self.directory).id,

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 
 from jaxdist.config.schema import Config
 from jaxdist.errors import ShardingError, did_you_mean
-from jaxdist.mesh import AXES, axis_names, axis_size
+from jaxdist.mesh import AXES, axis_names, mesh_axis_size
 from jaxdist.sharding.collective_matmul import AxisRing
 from jaxdist.trees import flatten_with_names, pattern_of
 from jaxdist.types import Dims, Params, PyTree
@@ -129,13 +129,13 @@ class Layout:
     def parts(self, dim: str) -> int:
         """Return the number of parts into which the mesh splits a dim."""
         axis = self.axis_of(dim)
-        return axis_size(self.mesh, axis) if axis else 1
+        return mesh_axis_size(self.mesh, axis) if axis else 1
 
     @property
     def ring(self) -> AxisRing | None:
         """The ring of collective matmuls; None without them."""
         axis = self.axis_of("residual_seq") if self.collective_matmul else None
-        return AxisRing(axis) if axis and axis_size(self.mesh, axis) > 1 else None
+        return AxisRing(axis) if axis and mesh_axis_size(self.mesh, axis) > 1 else None
 
     def __call__(self, x: jax.Array, *dims: str | None, was: Dims | None = None) -> jax.Array:
         """Constrain an activation's layout; for use under jit.
@@ -238,7 +238,7 @@ class Layout:
                 axis = self.axis_of(dim)
             except ShardingError as error:
                 return f"{shown}: {error}"
-            parts = axis_size(self.mesh, axis) if axis else 1
+            parts = mesh_axis_size(self.mesh, axis) if axis else 1
             if axis is None or parts == 1:
                 continue
             if axis in taken:

@@ -19,7 +19,7 @@ from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.build import ConsistencyConfig
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.scenario import LinkConfig, SimulationConfig
+from jaxdist.param_server.scenario import NetworkConfig, SimulationConfig
 from jaxdist.runtime import hardware
 from jaxdist.simulation.engine.pace import step_seconds
 from jaxdist.study.files import check_writable, read_settings, write_json
@@ -119,7 +119,7 @@ def run(
     """
     config = read_settings(settings, ChoiceConfig)
     check_writable(None, json_file)
-    found = list(choices(config))
+    found = list(choice_rows(config))
     console.print(text(config, found), soft_wrap=True, markup=False)
     if json_file is not None:
         rows = [{**asdict(row), "take": row.take} for row in found]
@@ -127,7 +127,7 @@ def run(
     return found
 
 
-def choices(config: ChoiceConfig) -> Iterator[Choice]:
+def choice_rows(config: ChoiceConfig) -> Iterator[Choice]:
     """Yield a row for each sparsity, link and kind of straggler."""
     for touched, gbits, speeds in product(config.touched, config.gbits, config.speeds()):
         found = {RING: ring_seconds(config, touched, gbits, speeds)}
@@ -161,7 +161,7 @@ def server_seconds(
     size = touched * config.parameter_bytes
     scale = min(1.0, PLAYED_BYTES / size)
     rate = gbits * 1e9 / 8
-    card = LinkConfig(
+    card = NetworkConfig(
         bytes_per_second=scale * rate,
         server_bytes_per_second=scale * rate,
         latency_seconds=config.latency_seconds,

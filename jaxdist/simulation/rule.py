@@ -14,7 +14,7 @@ import optax
 from jaxdist.optim.build import ImportedOptimizerConfig
 from jaxdist.optim.common import OptimizerConfig
 from jaxdist.param_server.contract import RuleState
-from jaxdist.param_server.placement.ranges import elementwise
+from jaxdist.param_server.placement.ranges import updates_elementwise
 from jaxdist.param_server.training.separable import server_transform
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, Params, PyTree
@@ -60,7 +60,7 @@ class ServerRule:
           updates_per_step: updates of a range in a step of all workers.
         """
         self.learning_rate = learning_rate
-        self.divisible = elementwise(optim)
+        self.divisible = updates_elementwise(optim)
         self._optim, self._params, self._dims = optim, params, dims
         self._schedule = schedule
         if updates_per_step > 1:

@@ -53,7 +53,7 @@ class Comparison:
         }
 
 
-def compare(
+def compare_variants(
     study: VariantsStudy,
     overrides: Sequence[str],
     *,

@@ -218,7 +218,7 @@ def plan_learning_rate(
     return rescaled(rate, scaled, train.full_batch_size, plan.sizes)
 
 
-def explain(plan: TrainPlan, rate: Rate) -> tuple[str, ...]:
+def explain_plan(plan: TrainPlan, rate: Rate) -> tuple[str, ...]:
     """Explain each derived value in a line; nothing if a run follows its config directly."""
     if len(plan.stages) == 1 or plan.rate is not None:
         return rate.explained

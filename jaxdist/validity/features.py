@@ -12,7 +12,7 @@ from jaxdist.collectives.contract import Algorithm
 from jaxdist.compression import NoFeedback
 from jaxdist.compression.codecs.build import CodecConfig
 from jaxdist.compression.config import Compression
-from jaxdist.mesh import ICI, describe
+from jaxdist.mesh import ICI, describe_mesh
 
 
 class ZeroSettings(Protocol):
@@ -161,7 +161,7 @@ class Feature:
 
 
 def shown_mesh(facts: Facts) -> str:
-    return f"mesh {describe(facts.mesh)}"
+    return f"mesh {describe_mesh(facts.mesh)}"
 
 
 def _kind(facts: Facts) -> str | None:

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.restore import restore
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.checkpoint.structure import check_structure, describe
+from jaxdist.checkpoint.structure import check_structure, describe_arrays
 from jaxdist.errors import CheckpointError
 
 P = PartitionSpec
@@ -385,7 +385,7 @@ def test_the_config_refuses_zero() -> None:
 
 def test_arrays_that_do_not_fit_are_counted_among_saved_and_wanted() -> None:
     """Saved and wanted ones that lack each other count together: more than either has."""
-    saved = describe({"a": jnp.zeros(2), "b": jnp.zeros(2)})
+    saved = describe_arrays({"a": jnp.zeros(2), "b": jnp.zeros(2)})
     wanted = {"c": jnp.zeros(2), "d": jnp.zeros(2), "e": jnp.zeros(2)}
     with pytest.raises(CheckpointError, match="of 2 saved and 3 wanted arrays 5 do not fit:\n"):
         check_structure(saved, wanted, where="here")

@@ -78,13 +78,13 @@ def bytes_of(directory: Path, number: int) -> tuple[int, int]:
 )
 def test_where_arrays_are_cut(shape: tuple[int, ...], axes: Any, cuts: Any) -> None:
     array = jax.device_put(jnp.zeros(shape, jnp.float32), on_mesh(*axes))
-    assert pieces.cut(array, 4096) == cuts
+    assert pieces.array_cuts(array, 4096) == cuts
 
 
 def test_shards_much_smaller_than_a_chunk_are_left_to_orbax() -> None:
     array = jax.device_put(jnp.zeros(4096), on_mesh(("data", "tensor")))
-    assert pieces.cut(array, 1 << 14) is not None
-    assert pieces.cut(array[:2048], 1 << 14) is None
+    assert pieces.array_cuts(array, 1 << 14) is not None
+    assert pieces.array_cuts(array[:2048], 1 << 14) is None
 
 
 LAYOUTS: tuple[tuple[Any, ...], ...] = ((), ("data",), (None, "data"), ("tensor", "data"))

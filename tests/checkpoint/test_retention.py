@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxdist.checkpoint.retention import Saved, best, to_delete
+from jaxdist.checkpoint.retention import Saved, best_step, to_delete
 
 METRICS = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True))
 SAVED = st.dictionaries(st.integers(0, 10**9), METRICS, max_size=12).map(
@@ -35,7 +35,7 @@ def test_worked_cases(
 
 def test_of_equal_metrics_the_newest_is_best() -> None:
     saved = [Saved(1, 0.5), Saved(2, 0.5), Saved(3, 0.7)]
-    assert best(saved, lower_is_better=True) == 2
+    assert best_step(saved, lower_is_better=True) == 2
 
 
 @given(SAVED, st.integers(1, 5), st.booleans(), st.booleans())

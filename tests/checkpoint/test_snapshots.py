@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.checkpoint.snapshots import Snapshots, load, whole_steps
+from jaxdist.checkpoint.snapshots import Snapshots, load_snapshot, whole_steps
 from jaxdist.errors import CheckpointError
 
 SPECS = {
@@ -59,7 +59,7 @@ def taken(folder: Path, *steps: int) -> None:
 def test_a_snapshot_is_loaded_on_any_mesh_to_the_bit(tmp_path: Path):
     taken(tmp_path, 10)
     for mesh in ((4, 2), (2, 4), (1, 8), (1, 1), (2, 1)):
-        found, metadata = load(tmp_path, 10, shapes(*mesh))
+        found, metadata = load_snapshot(tmp_path, 10, shapes(*mesh))
         assert metadata == {"best": 0.5, "step": 10}
         for name, wanted in arrays().items():
             assert found[name].sharding == shardings(*mesh)[name]
@@ -82,7 +82,7 @@ def test_what_a_step_does_to_the_state_does_not_reach_a_snapshot(tmp_path: Path)
         snapshots.take(1, state, {})
         for _ in range(5):
             state = double(state)
-    found, _ = load(tmp_path, 1, spec)
+    found, _ = load_snapshot(tmp_path, 1, spec)
     assert float(found["w"].sum()) == 2**16
 
 
@@ -105,7 +105,7 @@ def test_a_bit_that_flips_is_found(tmp_path: Path):
         damaged[at] ^= 1 << bit
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"step_00000010.0_of_1"):
-            load(tmp_path, 10, shapes(1, 1))
+            load_snapshot(tmp_path, 10, shapes(1, 1))
 
 
 def test_another_state_is_refused(tmp_path: Path):
@@ -113,7 +113,7 @@ def test_another_state_is_refused(tmp_path: Path):
     wanted = shapes(1, 1)
     wanted["w"] = jax.ShapeDtypeStruct((8, 32), np.float32, sharding=wanted["w"].sharding)
     with pytest.raises(CheckpointError, match=r"another w than float32\[8, 32\]"):
-        load(tmp_path, 10, wanted)
+        load_snapshot(tmp_path, 10, wanted)
 
 
 def test_no_room_ends_nothing(tmp_path: Path):

@@ -199,7 +199,7 @@ def test_compare_shows_every_schedule():
 
 def test_costs_of_a_comparison_are_those_of_a_stage(console):
     """Work is the same whatever the number of chunks: a stage's 8 microbatches of 4 + 1 + 1."""
-    entries = compare_schedules.compare(
+    entries = compare_schedules.compare_schedules(
         ["costs.forward=4", "chunks=4"], stages=4, microbatches=8, console=console
     )
     assert "interleaved, breadth_first: 4 chunks a stage" in " ".join(text(console).split())
@@ -209,10 +209,10 @@ def test_costs_of_a_comparison_are_those_of_a_stage(console):
     found = {entry.label: entry.timeline for entry in entries if entry.timeline}
     assert found["interleaved"].bubble == pytest.approx(found["1f1b"].bubble / 4)
     assert found["zb_auto 1x"].peak <= 4 < found["zb_auto 2x"].peak <= 8
-    slower = compare_schedules.compare(
+    slower = compare_schedules.compare_schedules(
         ["costs.transfer=1"], stages=4, microbatches=8, console=console
     )
-    plain = compare_schedules.compare([], stages=4, microbatches=8, console=console)
+    plain = compare_schedules.compare_schedules([], stages=4, microbatches=8, console=console)
     for slow, fast in zip(slower, plain, strict=True):
         assert slow.timeline
         assert fast.timeline
@@ -221,7 +221,7 @@ def test_costs_of_a_comparison_are_those_of_a_stage(console):
 
 def test_automatic_schedules_are_compared_under_the_given_costs(console):
     costs = ["costs.forward=3", "costs.backward_input=4", "costs.backward_weight=2"]
-    entries = compare_schedules.compare(costs, stages=4, microbatches=16, console=console)
+    entries = compare_schedules.compare_schedules(costs, stages=4, microbatches=16, console=console)
     found = {entry.label: entry.timeline.period for entry in entries if entry.timeline}
     assert found["zb_auto 1x"] <= found["zb_h1"]
     assert found["zb_auto 2x"] <= found["zb_h2"]
@@ -237,7 +237,7 @@ def test_automatic_schedules_are_compared_under_the_given_costs(console):
 )
 def test_what_compare_refuses(console, settings, message):
     with pytest.raises(ConfigError, match=message):
-        compare_schedules.compare(settings, stages=2, microbatches=4, console=console)
+        compare_schedules.compare_schedules(settings, stages=2, microbatches=4, console=console)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_the_first_violation(console, tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(VIOLATION)
     with pytest.raises(ConfigError, match=r"mine.csv: stage 1, place 0: 1B0 needs 1F0, which"):
-        pipelines.check(path, console=console)
+        pipelines.check_csv(path, console=console)
     with pytest.raises(ConfigError, match=r"mine.csv: stage 1, place 0: 1B0 needs 1F0, which"):
         pipelines.show(str(path), console=console)
 

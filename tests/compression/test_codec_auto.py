@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from jaxdist.collectives.algorithms.auto import LinkConfig
 from jaxdist.compression import Cast, LowRank, PerParameter, Quantize, Sign, TopK, WholeCodec
-from jaxdist.compression.auto import AutoCodec, candidates, explain, resolve
+from jaxdist.compression.auto import AutoCodec, candidates, explain_candidates, resolve
 from jaxdist.config.document import Document
 from jaxdist.config.schema import validate
 from jaxdist.errors import CollectiveError, CompressionError
@@ -82,7 +82,7 @@ def test_what_no_candidate_encodes():
 
 
 def test_the_table():
-    table = explain(AutoCodec(fast=SLOW), LEAVES, {"data": 8}, "cpu").splitlines()
+    table = explain_candidates(AutoCodec(fast=SLOW), LEAVES, {"data": 8}, "cpu").splitlines()
     assert table[0] == "reduction of 524,800 gradients on {data: 8}"
     assert table[1] == "  data: 100 us latency, 0.001 GB/s, switch"
     assert table[3].endswith("{type: quantize, bits: 4}")

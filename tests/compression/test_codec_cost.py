@@ -27,7 +27,7 @@ from jaxdist.compression import (
     compressed_all_reduce,
     init_state,
 )
-from jaxdist.compression.cost import coding_bytes, coding_bytes_per_second, cut, predict
+from jaxdist.compression.cost import coding_bytes, coding_bytes_per_second, predict, shard_shapes
 from jaxdist.compression.feedback.none import NoFeedback
 from jaxdist.errors import CompressionError, JaxdistError
 from jaxdist.hlo import ledger
@@ -55,7 +55,7 @@ def sent_bytes(leaves, choice, sizes, inside=False, bucket_bytes=2**20):
     mesh = mesh_of(sizes)
     axes = tuple(sizes)
     fast = axes[-1]
-    own = cut(leaves, sizes[fast]) if inside else leaves
+    own = shard_shapes(leaves, sizes[fast]) if inside else leaves
     parties = mesh.size // sizes[fast] if inside else mesh.size
     options = {"codec": choice, "feedback": NONE, "bucket_bytes": bucket_bytes}
 
@@ -94,7 +94,7 @@ def test_bytes_of_the_form_of_two_levels(devices):
     sizes, choice = {"slow": 2, "fast": 4}, PerParameter(otherwise=Sign(block=8))
     found = predicted(leaves, choice, sizes, inside=True)
     assert found.sent_bytes == pytest.approx(sent_bytes(leaves, choice, sizes, inside=True))
-    assert cut({"odd": jax.ShapeDtypeStruct((3, 5), "float32")}, 4)["odd"].shape == (3, 5)
+    assert shard_shapes({"odd": jax.ShapeDtypeStruct((3, 5), "float32")}, 4)["odd"].shape == (3, 5)
 
 
 def test_time_is_the_collectives_and_the_passes():

@@ -10,8 +10,8 @@ from pydantic import AfterValidator, Field, RootModel, ValidationError
 from sample_schema import BASE, AdamW, Data, Run, Split
 
 from jaxdist.config import Config, Document, Problem, problems_error, read, validate
-from jaxdist.config.describe import describe
-from jaxdist.config.explain import explain
+from jaxdist.config.describe import describe_type
+from jaxdist.config.explain import explain_problems
 from jaxdist.errors import ConfigError
 
 JARGON = re.compile(
@@ -268,8 +268,10 @@ WHOLE = "expected a whole number"
     ],
 )
 def test_other_annotations(schema: Any, value: Any, expected: dict):
-    assert {problem.path: problem.message for problem in explain(schema, value)} == expected
-    assert len(explain(schema, value)) == len(expected)
+    assert {
+        problem.path: problem.message for problem in explain_problems(schema, value)
+    } == expected
+    assert len(explain_problems(schema, value)) == len(expected)
 
 
 def test_a_tag_that_is_also_a_key_does_not_confuse_the_path():
@@ -321,4 +323,4 @@ def test_a_section_without_keys_says_so():
     ],
 )
 def test_describe(annotation: Any, words: str):
-    assert describe(annotation) == words
+    assert describe_type(annotation) == words

@@ -17,7 +17,7 @@ from jaxdist.models.hints import no_hint
 from jaxdist.parallel.compiler import ONLY_ON, SCOPED_VMEM
 from jaxdist.planner.model import decoder_of
 from jaxdist.planner.plan import Plan
-from jaxdist.planner.search import judge
+from jaxdist.planner.search import judge_plan
 from jaxdist.planner.target import meshes, parse_target
 from jaxdist.runtime.topology import topology_devices
 
@@ -56,7 +56,7 @@ def test_products_of_a_plan_are_compiled_as_the_config_says(xla, scoped):
     for_64 = replace(decoder_of(config, document), batch=64)
     by_default = replace(for_64, scoped=True)
     seconds, default = (
-        judge(model, Plan(data=8), places, target).seconds.products
+        judge_plan(model, Plan(data=8), places, target).seconds.products
         for model in (for_64, by_default)
     )
     assert (seconds == default) is scoped
@@ -130,5 +130,5 @@ def test_the_published_step_of_llama_2_70b_on_v6e_is_met_within_the_goal():
     """9.052 s with 2 sequences of 4,096 a chip (AI-Hypercomputer/tpu-recipes)."""
     target = parse_target("v6e:16x16")
     places = next(one for one in meshes(target) if one.sizes == (1, 256, 1))
-    step = judge(llama_70b(512), Plan(data=256), places, target).seconds.total
+    step = judge_plan(llama_70b(512), Plan(data=256), places, target).seconds.total
     assert step == pytest.approx(9.052, rel=0.12)

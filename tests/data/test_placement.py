@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdist.data.placement import BatchPlacement, block, rows_needed
+from jaxdist.data.placement import BatchPlacement, cut_block, rows_needed
 from jaxdist.errors import DataError, ShardingError
 
 
@@ -37,7 +37,7 @@ def test_each_of_two_processes_reads_what_its_devices_need(
     for (indices, rows), wanted in zip(_halves(sharding, values.shape), expected, strict=True):
         assert rows.tolist() == list(wanted)
         for index in indices:
-            np.testing.assert_array_equal(block(values[rows], rows, 16, index), values[index])
+            np.testing.assert_array_equal(cut_block(values[rows], rows, 16, index), values[index])
 
 
 def test_one_name_may_need_more_rows_than_another() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxdist.checkpoint.identity import Identity
-from jaxdist.elastic.drill import Strike, Striker, every_of, judge, recoveries_of, strikes_of
+from jaxdist.elastic.drill import Strike, Striker, every_of, judge_drill, recoveries_of, strikes_of
 from jaxdist.heartbeat.journal import Journal
 from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.saving import RECOVERY
@@ -102,7 +102,7 @@ def test_what_a_run_should_keep():
     assert [one.seconds for one in recoveries] == [5.0, 16.0]
     assert [one.detect for one in recoveries] == [1.0, 12.0]
     assert [one.lost_steps for one in recoveries] == [5, 5]
-    drilled = judge(recoveries, found, every=10, silent_seconds=10.0)
+    drilled = judge_drill(recoveries, found, every=10, silent_seconds=10.0)
     # 20 s of work, 0.2 s of saves, two failures of 4.5 s and half an interval, one silent for 10 s
     assert drilled.predicted == pytest.approx(20 / (20 + 0.2 + 2 * (4.5 + 0.5) + 10))
     # What it did: 20 s of work; saves, work lost, restarts, and the gaps between lives

@@ -21,7 +21,7 @@ from jaxdist.elastic.hosts.join import LOOK_SECONDS, Here
 from jaxdist.elastic.hosts.leader_election import boot_clock
 from jaxdist.elastic.hosts.multi_host import MultiHost
 from jaxdist.elastic.hosts.places.address import open_rendezvous
-from jaxdist.elastic.hosts.start import agent_of, devices_of, read_token, split_host
+from jaxdist.elastic.hosts.start import agent_of, local_device_count, read_token, split_host
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.heartbeat.config import MembershipConfig
 from jaxdist.heartbeat.run_folder import RunFolder
@@ -231,7 +231,7 @@ def test_a_host_of_a_rendezvous_that_was_deleted_is_told_so_and_not_of_a_token()
     here, there = (identity.compatibility({}, {}, host, host, host.encode()) for host in "ab")
     words = r"joined before the rendezvous meet was deleted .*: stop all agents.*--resume"
     with pytest.raises(ConfigError, match=words):
-        identity.check(here, there, "meet")
+        identity.check_compatibility(here, there, "meet")
 
 
 def test_hosts_that_ask_for_another_directory_are_not_given_the_run_of_the_ones_before(
@@ -355,15 +355,15 @@ def test_names_tokens_and_devices(tmp_path: Path, monkeypatch):
     (tmp_path / "token").write_bytes(TOKEN + b"\n")
     assert read_token(tmp_path / "token") == TOKEN
     monkeypatch.setattr(start.os, "listdir", lambda path: ["accel0", "accel1", "null"])
-    assert devices_of({}, {}, 1) == 2
-    assert devices_of({}, {"JAX_PLATFORMS": "cpu"}, 1) == 1
+    assert local_device_count({}, {}, 1) == 2
+    assert local_device_count({}, {"JAX_PLATFORMS": "cpu"}, 1) == 1
     monkeypatch.setattr(start.os, "listdir", lambda path: ["null"])
-    assert devices_of({"mesh": {"data": 2}}, {}, 1) == 1
+    assert local_device_count({"mesh": {"data": 2}}, {}, 1) == 1
 
 
 def test_the_processes_of_a_machine_divide_its_gpus(monkeypatch):
     monkeypatch.setattr(start, "look", lambda *_: Seen("n1", ("a", "b", "c", "d")))
-    assert [devices_of({}, {}, processes) for processes in (1, 2, 4)] == [4, 2, 1]
-    assert devices_of({"mesh": {"fake_devices": 3}}, {}, 2) == 3
+    assert [local_device_count({}, {}, processes) for processes in (1, 2, 4)] == [4, 2, 1]
+    assert local_device_count({"mesh": {"fake_devices": 3}}, {}, 2) == 3
     with pytest.raises(RunError, match=r"3 processes on n1 .* see the same 4 GPUs"):
-        devices_of({}, {}, 3)
+        local_device_count({}, {}, 3)

@@ -105,7 +105,7 @@ def test_others_are_asked_only_where_processes_wait_for_long():
 def test_ages_go_from_host_to_host():
     """The clock of the one that tells shows something else; a message ages while it lies there."""
     theirs = [replace(status(3, 8, Activity.STEP, 60.0, silent=2.0), waiting=True)]
-    facts = {"progress": remote_progress.encode(5, theirs, NOW)}
+    facts = {"progress": remote_progress.encode_progress(5, theirs, NOW)}
     said = {"own-1": {"number": 1, "facts": {}}, "b-1": {"number": 7, "facts": facts}}
     remote = remote_progress.RemoteProgress("own-1", 5, 1)
     assert remote.statuses is None
@@ -121,7 +121,9 @@ def test_ages_go_from_host_to_host():
 
 @pytest.mark.parametrize(("generation", "processes"), [(6, 1), (5, 2)])
 def test_what_is_of_another_generation_or_not_all_tells_nothing(generation, processes):
-    facts = {"progress": remote_progress.encode(5, [status(3, 8, Activity.STEP, 60.0)], NOW)}
+    facts = {
+        "progress": remote_progress.encode_progress(5, [status(3, 8, Activity.STEP, 60.0)], NOW)
+    }
     remote = remote_progress.RemoteProgress("own-1", generation, processes)
     remote.read({"b-1": {"number": 1, "facts": facts}}, 0.0)
     assert remote.statuses is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxdist.heartbeat import intervals
-from jaxdist.heartbeat.saving import MOST_STEPS, Failures, choose, failures_of, interval
+from jaxdist.heartbeat.saving import MOST_STEPS, Failures, choose_interval, failures_of, interval
 
 PRIOR = Failures(mttf=86_400, recovery=7.0)
 PARTS = ("stop", "restart", "restore", "first_step")
@@ -35,7 +35,7 @@ def test_failures_are_those_of_the_journal():
 
 
 def test_daly_in_whole_steps():
-    chosen = choose(0.5, 0.1, Failures(3600, 10))
+    chosen = choose_interval(0.5, 0.1, Failures(3600, 10))
     assert chosen.steps == round(intervals.daly(0.5, 3600) / 0.1)
     assert chosen.predicted == intervals.goodput(chosen.work, 0.5, 3600, 10)
     # No other number of steps is predicted to keep more.
@@ -54,11 +54,11 @@ def test_daly_in_whole_steps():
     ids=["free", "no_time", "fails_all_the_time", "one_step_is_too_long"],
 )
 def test_extremes_are_whole_steps_too(cost, step_seconds, failures):
-    assert 1 <= choose(cost, step_seconds, failures).steps <= MOST_STEPS
+    assert 1 <= choose_interval(cost, step_seconds, failures).steps <= MOST_STEPS
 
 
 def test_what_is_told():
-    seen = choose(0.004, 0.05, Failures(39.3, 8.3, 1)).words("a snapshot")
+    seen = choose_interval(0.004, 0.05, Failures(39.3, 8.3, 1)).words("a snapshot")
     assert seen == "a snapshot each 11 steps (0.55 s): it takes 4 ms, 1 failure seen, " + (
         "a failure each 39.3 s"
     )

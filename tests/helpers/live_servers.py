@@ -15,7 +15,7 @@ import optax
 from benchmarks.param_server.receivers import TOKEN
 from jaxdist.param_server.consistency.contract import Clocks, Consistency
 from jaxdist.param_server.live.client import Client, Patience
-from jaxdist.param_server.live.layout import joined, layouts
+from jaxdist.param_server.live.layout import joined_shards, layouts
 from jaxdist.param_server.live.order import OrderLog
 from jaxdist.param_server.live.server import Server
 from jaxdist.param_server.live.shard import ServerShard
@@ -81,7 +81,7 @@ class Servers:
 
     def params_now(self) -> dict[str, np.ndarray]:
         shapes = {name: array.shape for name, array in self.params.items()}
-        return joined(self.layouts, [one.shard.params for one in self.servers], shapes)
+        return joined_shards(self.layouts, [one.shard.params for one in self.servers], shapes)
 
     def __enter__(self) -> Servers:
         return self

@@ -66,8 +66,10 @@ class Team:
         """The range moves: a new epoch, which clients hear of by other ways."""
         epoch = self.state.epoch + 1
         self.log.append(("moved", epoch, self.now))
-        self.state = server.moved(self.state, epoch)
-        self.clients = {n: worker.moved(state, epoch) for n, state in self.clients.items()}
+        self.state = server.range_in_epoch(self.state, epoch)
+        self.clients = {
+            n: worker.client_in_epoch(state, epoch) for n, state in self.clients.items()
+        }
 
     def do(self, step):
         """What the server's edge does."""
@@ -192,7 +194,7 @@ def replayed(team):
         if kind == "message":
             twin.do(server.receive(twin.model, twin.state, thing, now))
         elif kind == "moved":
-            twin.state = server.moved(twin.state, thing)
+            twin.state = server.range_in_epoch(twin.state, thing)
         elif kind == "tick":
             twin.do(server.tick(twin.model, twin.state, now))
         else:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxdist.hlo import LedgerError, ledger_of_text
-from jaxdist.hlo.groups import MeshLayout, group_positions, iota, written_groups
+from jaxdist.hlo.groups import MeshLayout, evaluate_iota, group_positions, written_groups
 from jaxdist.hlo.parse import parse
 
 NAMES = ("data", "stage", "tensor", "expert")
@@ -68,7 +68,7 @@ def test_iotas_are_transposed_ranges(shape, data):
     count = math.prod(shape)
     words = [",".join(map(str, numbers)) for numbers in ([count], shape, order)]
     expected = np.arange(count).reshape(shape).transpose(order).ravel()
-    assert (iota(f"[{words[0]}]<=[{words[1]}]T({words[2]})") == expected).all()
+    assert (evaluate_iota(f"[{words[0]}]<=[{words[1]}]T({words[2]})") == expected).all()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_an_unknown_spelling_is_refused():
     with pytest.raises(LedgerError, match=r"replica_groups=ring\(8\).*no known spelling"):
         written_groups(", replica_groups=ring(8), dimensions={0}", 8)
     with pytest.raises(LedgerError, match=r"\[2,4\]<=8"):
-        iota("[2,4]<=8")
+        evaluate_iota("[2,4]<=8")
 
 
 REPLICATED = """HloModule replicated, replica_count=2, num_partitions=2

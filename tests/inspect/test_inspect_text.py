@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.inspect.text import canonical_text, digest
+from jaxdist.inspect.text import canonical_text, program_digest
 
 SHAPE = jax.ShapeDtypeStruct((256,), "float32")
 
 
 def compiled_digest(function: object) -> str:
     lowered = jax.jit(function).lower(SHAPE)
-    return digest(lowered.compile().as_text(), lowered.as_text())
+    return program_digest(lowered.compile().as_text(), lowered.as_text())
 
 
 def test_names_and_positions_do_not_count() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist.metrics.account import Account, Activity
-from jaxdist.metrics.goodput import SPLIT, WORK, joined, next_life, table, values_of
+from jaxdist.metrics.goodput import SPLIT, WORK, joined_lives, next_life, table, values_of
 from jaxdist.metrics.writer import MetricsWriter, append, read_metrics
 
 
@@ -55,7 +55,7 @@ def test_what_had_to_be_done_again_is_lost_work():
     run.live(6, every=4)  # from 4: saves 8, takes 9 and 10
     run.now += 20
     run.live(4, every=4)  # from 8 to 12
-    found = joined(run.records)
+    found = joined_lives(run.records)
     assert found is not None
     assert [(life.first_step, life.last_step, life.kept_step) for life in found.lives] == [
         (0, 7, 4),
@@ -78,7 +78,7 @@ def test_a_save_that_was_not_committed_keeps_nothing():
     run = FakeRun()
     run.live(9, every=4)  # 4 and 8 are begun
     run.live(9, every=4, restores=False)  # and neither was whole
-    found = joined(run.records)
+    found = joined_lives(run.records)
     assert [life.kept_step for life in found.lives] == [0, 9]
     assert seconds(found, Activity.LOST_WORK) == 9 + 2 * 2
 
@@ -89,7 +89,7 @@ def test_going_back_behind_the_life_before():
     run.live(3, every=4)  # from 8
     run.saved = 4  # that of step 8 turns out to be damaged
     run.live(6, every=4)
-    found = joined(run.records)
+    found = joined_lives(run.records)
     assert [life.kept_step for life in found.lives] == [4, 4, 10]
     assert [life.seconds[Activity.LOST_WORK] for life in found.lives] == [pytest.approx(6), 3, 0]
     assert seconds(found, Activity.STEP) == 10
@@ -107,7 +107,7 @@ def test_kinds_add_up_over_any_lives(lives, every):
         run.live(steps, every=every, restores=restores)
         ended = run.now
         run.now += gap
-    found = joined(run.records)
+    found = joined_lives(run.records)
     assert found.wall_seconds == pytest.approx(ended - began)
     assert sum(found.seconds.values()) == pytest.approx(found.wall_seconds)
     assert min(found.seconds.values()) >= 0
@@ -132,8 +132,11 @@ def test_records_of_time_stay_where_a_run_goes_back(tmp_path):
         *((0, "train"), (0, SPLIT), (4, "train"), (4, SPLIT)),
         *((7, SPLIT), (4, SPLIT), (9, SPLIT)),
     ]
-    assert [(life.last_step, life.kept_step) for life in joined(records).lives] == [(7, 4), (9, 9)]
+    assert [(life.last_step, life.kept_step) for life in joined_lives(records).lives] == [
+        (7, 4),
+        (9, 9),
+    ]
 
 
 def test_no_records_of_time():
-    assert joined([{"step": 1, "split": "train", "time": 1.0, "loss": 2.0}]) is None
+    assert joined_lives([{"step": 1, "split": "train", "time": 1.0, "loss": 2.0}]) is None

@@ -15,7 +15,7 @@ import pytest
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.attention.blockwise import Blockwise
-from jaxdist.models.attention.choose import Attend, choose
+from jaxdist.models.attention.choose import Attend, choose_kernel
 from jaxdist.models.attention.contract import AttentionRequest
 from jaxdist.models.attention.plain import Plain
 from jaxdist.models.attention.splash import Splash
@@ -140,7 +140,7 @@ ASK = AttentionRequest("cpu", "bfloat16", heads=8, kv_heads=2, head_dim=64, leng
     ],
 )
 def test_the_kernel_that_is_chosen(name, changes, kernel):
-    assert choose(name, replace(ASK, **changes)) == kernel
+    assert choose_kernel(name, replace(ASK, **changes)) == kernel
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_the_kernel_that_is_chosen(name, changes, kernel):
 )  # fmt: skip
 def test_a_kernel_that_does_not_fit_is_refused_with_those_that_do(name, changes, message):
     with pytest.raises(ConfigError) as refused:
-        choose(name, replace(ASK, **changes))
+        choose_kernel(name, replace(ASK, **changes))
     assert message in str(refused.value)
 
 

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxdist.hlo import ledger
 from jaxdist.optim.lamb import lamb
-from jaxdist.optim.layers import describe
+from jaxdist.optim.layers import describe_layers
 
 
 @pytest.mark.parametrize("shape", [(30, 7), (48, 5), (3, 3, 32, 4), (13,), (17, 3), (), (1, 4)])
@@ -20,7 +20,7 @@ def test_sums_in_one_pass_are_the_sums(shape, kept):
     rng = np.random.default_rng(0)
     first, second = (rng.normal(size=shape).astype(np.float32) for _ in range(2))
     dims = [*("layers",) * kept, *(None,) * (len(shape) - kept)]
-    (leaf,) = describe(jnp.asarray(first), dims)
+    (leaf,) = describe_layers(jnp.asarray(first), dims)
     found = leaf.squares_in_one_pass(jnp.asarray(first), jnp.asarray(second))
     for got, x in zip(found, (first, second), strict=True):
         wanted = np.sum(np.square(x, dtype=np.float64), axis=leaf.summed, keepdims=True)

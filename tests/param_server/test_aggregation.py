@@ -44,9 +44,9 @@ class Hierarchy:
         self.workers = {worker: client.ClientState(worker) for worker in self.rack_of}
         self.racks, self.payloads = {}, {}
         for number, team in enumerate(racks):
-            self.racks[number] = rack.begin(number, len(team))
+            self.racks[number] = rack.begin_rack(number, len(team))
             for worker in team:
-                self.racks[number] = rack.join(model, self.racks[number], worker).state
+                self.racks[number] = rack.join_rack(model, self.racks[number], worker).state
             self.root = server.join(model, self.root, number).state
         self.applied = []
 
@@ -198,9 +198,9 @@ def test_racks_are_bounded_by_the_model_of_the_root(seed):
 
 
 def started():
-    state = rack.begin(7, 2)
+    state = rack.begin_rack(7, 2)
     for worker in 0, 1:
-        state = rack.join(BSP(), state, worker).state
+        state = rack.join_rack(BSP(), state, worker).state
     return state
 
 
@@ -246,7 +246,7 @@ def test_a_worker_that_leaves_holds_its_rack_up_no_more_and_a_drop_is_told():
         state = rack.from_worker(BSP(), state, Pull(Stamp(0, worker, 0)), 0.0).state
     state = rack.from_root(BSP(), state, Answer(7, 0, clock=0, version=0, floor=0)).state
     state = rack.from_worker(BSP(), state, Push(Stamp(0, 0, 1), 0, 0, tokens=3.0), 0.0).state
-    step = rack.leave(BSP(), state, 1)
+    step = rack.leave_rack(BSP(), state, 1)
     (forward,) = step.effects
     assert forward.message == Push(Stamp(0, 7, 1), 0, 0, tokens=3.0)
     told = rack.from_root(BSP(), step.state, Acknowledge(7, 1, None)).effects

@@ -18,7 +18,7 @@ from jaxdist.param_server.aggregation import Racks
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import Asynchronous
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.live.layout import joined
+from jaxdist.param_server.live.layout import joined_shards
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.training.replay import Replay
 from jaxdist.param_server.training.state import Sharded
@@ -216,7 +216,7 @@ def test_rounds_have_the_bits_of_the_simulated_run(workers, size):
         def work(number):
             with racked.client(number) as client:
                 while client.clock < STEPS:
-                    now = joined(racked.layouts, client.read(), shapes)
+                    now = joined_shards(racked.layouts, client.read(), shapes)
                     found = problem.gradient(now, number, client.clock).gradient
                     client.push([layout.flatten(found) for layout in racked.layouts])
                 client.drain()

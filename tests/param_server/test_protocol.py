@@ -451,11 +451,11 @@ def test_a_client_keeps_the_newest_copy_and_hears_an_answer_once():
 def test_a_client_sends_again_in_the_new_epoch_what_is_under_way():
     model, range_state = SSP(), joined(SSP())
     state, first = worker.pull(worker.ClientState(0))
-    range_state = server.moved(range_state, 1)
+    range_state = server.range_in_epoch(range_state, 1)
     _, (refusal,) = server.receive(model, range_state, first)
     heard = worker.hear(state, refusal)
     assert heard.refused == "epoch 0 is not the range's, 1: ask for the placement"
-    state = worker.moved(heard.state, refusal.epoch)
+    state = worker.client_in_epoch(heard.state, refusal.epoch)
     (again,) = worker.retries(state)
     assert again == Pull(Stamp(1, 0, 0))
     range_state, effects = server.receive(model, range_state, again)

@@ -16,7 +16,7 @@ from jaxdist.param_server.placement.build import PlacementConfig
 from jaxdist.param_server.placement.central import Central
 from jaxdist.param_server.placement.contract import least_bytes, moved_bytes
 from jaxdist.param_server.placement.hashed import Hashed
-from jaxdist.param_server.placement.ranges import PlaceableTensor, cut, tensors_of
+from jaxdist.param_server.placement.ranges import PlaceableTensor, cut_ranges, tensors_of
 
 
 def tensors(*sizes):
@@ -37,7 +37,7 @@ def trees(draw):
 
 @given(trees(), st.integers(1, 300) | st.none())
 def test_ranges_are_the_rows_of_each_tensor_once_and_in_order(given, range_bytes):
-    ranges = cut(given, range_bytes)
+    ranges = cut_ranges(given, range_bytes)
     for tensor in given:
         own = [found for found in ranges if found.name == tensor.name]
         assert [row for found in own for row in range(found.start, found.stop)] == [
@@ -55,7 +55,7 @@ def test_ranges_are_the_rows_of_each_tensor_once_and_in_order(given, range_bytes
 
 
 def test_a_tensor_whose_update_needs_all_of_it_stays_whole():
-    (found,) = cut([PlaceableTensor("w", 100, 400, divisible=False)], 4)
+    (found,) = cut_ranges([PlaceableTensor("w", 100, 400, divisible=False)], 4)
     assert found.key == "w[0:100]"
 
 
@@ -183,11 +183,11 @@ REFUSED = {
     "a server twice": (lambda: Hashed().place(tensors(3), [1, 1]), r"\[1, 1\]: .* each once"),
     "central on two": (lambda: Central().place(tensors(3, 2), [0, 1]), r"and 2 are given: set one"),
     "one name twice": (
-        lambda: cut([*tensors(1), *tensors(1)], 4),
+        lambda: cut_ranges([*tensors(1), *tensors(1)], 4),
         r"two parameters are named 't0'",
     ),
     "empty": (
-        lambda: cut([PlaceableTensor("w", 0, 0)], 4),
+        lambda: cut_ranges([PlaceableTensor("w", 0, 0)], 4),
         r"'w' has 0 rows, 0 bytes: .* leave it out",
     ),
 }

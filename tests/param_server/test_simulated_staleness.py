@@ -12,7 +12,7 @@ from jaxdist.param_server.aggregation import Direct, Racks
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import SSP, AdaptiveSSP, Asynchronous
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.scenario import LinkConfig, SimulationConfig, Straggler
+from jaxdist.param_server.scenario import NetworkConfig, SimulationConfig, Straggler
 from jaxdist.simulation.engine.problem import Sgd
 from jaxdist.simulation.engine.run import simulate
 
@@ -60,7 +60,7 @@ class Counting:
         return new, state
 
 
-JITTER = LinkConfig(latency_seconds=0.01, jitter_seconds=0.2)
+JITTER = NetworkConfig(latency_seconds=0.01, jitter_seconds=0.2)
 MODELS = {
     "eager": SSP(bound=3, reads="eager"),
     "lazy": SSP(bound=3, reads="lazy"),

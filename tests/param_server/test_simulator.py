@@ -23,7 +23,7 @@ from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.central import Central
 from jaxdist.param_server.scenario import (
     Crash,
-    LinkConfig,
+    NetworkConfig,
     Pause,
     SimulationConfig,
     Straggler,
@@ -40,8 +40,10 @@ from jaxdist.simulation.engine.run import simulate
 from jaxdist.simulation.engine.table import table
 
 RATE = 0.1
-INSTANT = LinkConfig(bytes_per_second=1e300, server_bytes_per_second=1e300, latency_seconds=0.0)
-BAD = LinkConfig(latency_seconds=0.01, jitter_seconds=0.2, loss=0.1, copies=0.2, retry_seconds=0.3)
+INSTANT = NetworkConfig(bytes_per_second=1e300, server_bytes_per_second=1e300, latency_seconds=0.0)
+BAD = NetworkConfig(
+    latency_seconds=0.01, jitter_seconds=0.2, loss=0.1, copies=0.2, retry_seconds=0.3
+)
 
 
 class Quadratic:
@@ -201,7 +203,7 @@ def test_servers_receive_what_workers_push_and_no_more():
 def test_a_servers_card_bounds_a_round_and_two_servers_halve_it():
     """A round sends N S out, to all at a time, and then N S in: 2 N S."""
     card = 1e4
-    link = LinkConfig(
+    link = NetworkConfig(
         bytes_per_second=1e9, server_bytes_per_second=card, latency_seconds=0.0, unevenness=0.0
     )
     problem = Quadratic()
@@ -332,7 +334,7 @@ def test_local_updates_send_less():
 
 def test_reads_ahead_hide_the_link():
     """A step takes as long as the link's way there and back: it hides, but for the first time."""
-    link = LinkConfig(bytes_per_second=1e300, server_bytes_per_second=1e300, latency_seconds=0.5)
+    link = NetworkConfig(bytes_per_second=1e300, server_bytes_per_second=1e300, latency_seconds=0.5)
 
     def run(reads):
         return simulated(Asynchronous(reads=reads), link=link, step_seconds=1.0, steps=6)
@@ -348,7 +350,7 @@ def test_a_value_bound_holds_workers_back():
 
     def run(bound):
         model = Asynchronous(reads="ahead", value_bound=bound)
-        link = LinkConfig(latency_seconds=5.0)
+        link = NetworkConfig(latency_seconds=5.0)
         return simulated(model, link=link, steps=8, workers=2, step_seconds=1.0)
 
     free, held, one = run(1e9), run(0.5), run(1e-9)
@@ -446,13 +448,13 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r"backups 3 of 3 workers"):
         simulated(BSP(backups=3))
     with pytest.raises(ValidationError, match="less than 1"):
-        LinkConfig(loss=1.0)
+        NetworkConfig(loss=1.0)
 
 
 def test_a_message_that_comes_later_has_the_less_of_a_card_the_more_was_sent():
     """Two that begin together end together; beside those nearly done a third begins slowly."""
     timeline, done = EventQueue(), {}
-    link = LinkConfig(server_bytes_per_second=1e5, latency_seconds=0.0, unevenness=0.0)
+    link = NetworkConfig(server_bytes_per_second=1e5, latency_seconds=0.0, unevenness=0.0)
     network = Network(link, timeline, 0)
 
     def send(worker):

@@ -44,7 +44,7 @@ def assembler(direction: shared.Direction | None) -> Assembler:
 
 
 def test_an_envelope_comes_out_as_it_went_in(memory):
-    found = shared.find(memory.place)
+    found = shared.open_shared(memory.place)
     into = assembler(found.to_server)
     for number in range(5):  # slots are used again
         sent = push(sequence=number)
@@ -93,9 +93,9 @@ def test_a_place_opens_nothing_but_what_was_made_for_it(memory, tmp_path):
             f"{pid}:{number}:no hex",
             "", "1", "a:b:c", f"{pid}:-1:{nonce}",
         ):  # fmt: skip
-            assert shared.find(place) is None, place
+            assert shared.open_shared(place) is None, place
         os.close(unsealed)
-    assert shared.find(memory.place) is not None
+    assert shared.open_shared(memory.place) is not None
 
 
 def test_nobody_can_cut_it_off_under_a_reader(memory):
@@ -117,7 +117,7 @@ def test_it_is_gone_with_its_processes():
     )
     place = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert place.count(":") == 2
-    assert shared.find(place.strip()) is None
+    assert shared.open_shared(place.strip()) is None
 
 
 def test_where_there_is_none_to_be_had(monkeypatch):

@@ -30,16 +30,16 @@ from jaxdist.parity.cells import (
     REMATS,
     SCHEDULES,
     Combination,
+    combination_facts,
     cover,
-    facts_of,
-    kind_of,
     pairs,
+    placement_kind,
     possible_cells,
     valid_cells,
 )
-from jaxdist.parity.report import from_json, line, markdown, to_json
-from jaxdist.parity.run import BUILT_IN, ParityResult, compare, open_subject
-from jaxdist.parity.trace import Differences, differences, limit_of
+from jaxdist.parity.report import combination_line, from_json, markdown, to_json
+from jaxdist.parity.run import BUILT_IN, ParityResult, compare_combination, open_subject
+from jaxdist.parity.trace import Differences, limit_of, trace_differences
 from jaxdist.validity.table import violations
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -86,7 +86,7 @@ def placed(cell: Combination) -> dict[str, object]:
         "mesh": cell.mesh,
         "zero": cell.stage,
         "activations": cell.activations,
-        "moves": cell.schedule and kind_of(cell.schedule) != "one chunk a stage",
+        "moves": cell.schedule and placement_kind(cell.schedule) != "one chunk a stage",
     }
 
 
@@ -120,8 +120,8 @@ def subject(devices):
     "cell", [*QUICK, *(pytest.param(cell, marks=pytest.mark.full) for cell in PAIRED)], ids=str
 )
 def test_a_combination_equals_one_device(cell, subject):
-    result = compare(subject, cell)
-    assert result.verdict == "equal", line(result)
+    result = compare_combination(subject, cell)
+    assert result.verdict == "equal", combination_line(result)
 
 
 def test_what_runs_beside_a_loop_does_not_meet_its_collectives(subject):
@@ -173,14 +173,14 @@ def test_the_quick_tests_have_every_setting():
 
 
 def test_the_combinations_are_those_that_the_table_allows():
-    assert not any(violations(facts_of(cell)) for cell in POSSIBLE)
+    assert not any(violations(combination_facts(cell)) for cell in POSSIBLE)
     assert set(ELSEWHERE) <= set(POSSIBLE)
     assert len(VALID) == len(set(VALID)) > 900
     for refused in (
         Combination("data 4, tensor 2", 2, "all", "hierarchical", 1, "none"),
         Combination("data 4, stage 2", 3, "all", None, 4, "none", "whole", "1f1b", "stash"),
     ):
-        assert violations(facts_of(refused))
+        assert violations(combination_facts(refused))
         assert refused not in POSSIBLE
 
 
@@ -209,7 +209,7 @@ def test_layers_fill_the_chunks_of_every_schedule_with_its_microbatches():
         schedule = section.schedule.build(stages, cell.microbatches)
         assert (schedule.name, schedule.stages) == (cell.schedule, stages)
         assert BUILT_IN["model"]["layers"] % schedule.chunks == 0
-        assert (schedule.chunks > stages) == (kind_of(cell.schedule) != "one chunk a stage")
+        assert (schedule.chunks > stages) == (placement_kind(cell.schedule) != "one chunk a stage")
 
 
 @pytest.mark.parametrize(
@@ -238,9 +238,9 @@ def test_what_xla_refuses_is_told_and_differs(subject, monkeypatch):
         raise jax.errors.JaxRuntimeError("INTERNAL: inconsistent sharding\nmore")
 
     monkeypatch.setattr(parity_run, "trace", refuse)
-    result = compare(subject, Combination("data 8", 0, "all", None, 1, "none"))
+    result = compare_combination(subject, Combination("data 8", 0, "all", None, 1, "none"))
     assert (result.verdict, result.reason) == ("differs", "INTERNAL: inconsistent sharding")
-    assert line(result).splitlines()[0].endswith("none  differs")
+    assert combination_line(result).splitlines()[0].endswith("none  differs")
 
 
 def test_options_that_this_xla_has_not_are_left_out(monkeypatch, devices):
@@ -256,15 +256,15 @@ def test_another_computation_is_not_taken_for_the_same(subject, monkeypatch):
     cell = Combination("data 8", 1, "all", "ring", 1, "none")
     model = {**BUILT_IN["model"], "compute_dtype": "bfloat16"}
     narrow = dataclasses.replace(subject, sections={**BUILT_IN, "model": model})
-    result = compare(narrow, cell)
+    result = compare_combination(narrow, cell)
     assert result.verdict == "differs"
     assert result.differences.gradient > 100 * result.limit.gradient
-    assert "DIFFERS: loss" in line(result)
+    assert "DIFFERS: loss" in combination_line(result)
     monkeypatch.setattr(parity_run, "OPTIM", {**parity_run.OPTIM, "weight_decay": 0.11})
-    result = compare(subject, cell)
+    result = compare_combination(subject, cell)
     assert result.verdict == "differs"
     assert result.differences.gradient <= result.limit.gradient
-    assert line(result).splitlines()[1].startswith("    DIFFERS: update")
+    assert combination_line(result).splitlines()[1].startswith("    DIFFERS: update")
 
 
 def test_what_is_not_a_number_is_no_equality(subject):
@@ -274,8 +274,8 @@ def test_what_is_not_a_number_is_no_equality(subject):
         reference, updates={**reference.updates, name: reference.updates[name] * math.nan}
     )
     limit = limit_of(CELLS[0].cuts, 512)
-    assert differences(reference, reference) == Differences(0, 0, 0)
-    assert not differences(lost, reference).within(limit)
+    assert trace_differences(reference, reference) == Differences(0, 0, 0)
+    assert not trace_differences(lost, reference).within(limit)
 
 
 MINE = """
@@ -409,7 +409,7 @@ def test_resumed_it_compares_what_is_left_in_as_many_processes_as_jobs(
     assert "2 equal, 0 differ, 0 skipped" in found.output
     kept, new = from_json(json.loads(file.read_text()))
     assert kept == known
-    here = compare(subject, new.cell)
+    here = compare_combination(subject, new.cell)
     # The other process compiles with flags of its own: it rounds otherwise.
     assert new == dataclasses.replace(here, differences=new.differences)
     assert 0 < new.differences.gradient <= here.limit.gradient
@@ -521,20 +521,22 @@ def test_a_reason_is_told_once_and_then_by_its_number():
     first, second = (Combination(mesh, 0, "all", None, 1, "none") for mesh in ("data 8", "stage 4"))
     told: dict[str, int] = {}
     lines = [
-        line(ParityResult(cell, "skipped", reason=reason), told)
+        combination_line(ParityResult(cell, "skipped", reason=reason), told)
         for cell, reason in ((first, "3 heads"), (second, "odd"), (second, "3 heads"))
     ]
     assert [text.count("\n") for text in lines] == [1, 1, 0]
     assert lines[0].endswith("skipped (1)\n    (1) 3 heads")
     assert lines[1].endswith("skipped (2)\n    (2) odd")
     assert lines[2].endswith("skipped (1)")
-    refused = [line(ParityResult(first, "differs", reason="INTERNAL"), told) for _ in range(2)]
+    refused = [
+        combination_line(ParityResult(first, "differs", reason="INTERNAL"), told) for _ in range(2)
+    ]
     assert all("INTERNAL" in text for text in refused)
 
 
 def test_every_line_of_a_run_fits_80_columns():
     for cell in POSSIBLE:
-        text = line(ParityResult(cell, "equal", Differences(1e-7, 1e-6, 1e-5)))
+        text = combination_line(ParityResult(cell, "equal", Differences(1e-7, 1e-6, 1e-5)))
         assert max(map(len, text.splitlines())) <= 80
         assert (f"{cell.schedule}, {cell.activations}" in text) == (cell.schedule is not None)
         assert ("sequence split" in text) == (cell.sequence == "split")

@@ -30,10 +30,10 @@ from jaxdist.parity.draw import compare as parity_draws
 from jaxdist.parity.draw import run as parity_draw_run
 from jaxdist.parity.draw.draw import draw, seeds_of, single_device
 from jaxdist.parity.draw.model import MODELS, OPTIMIZERS, name_of
-from jaxdist.parity.draw.report import features_of, from_json, markdown, to_json
-from jaxdist.parity.draw.run import DrawOutcome, judge
+from jaxdist.parity.draw.report import features_of, markdown, outcomes_from_json, outcomes_to_json
+from jaxdist.parity.draw.run import DrawOutcome, judge_draw
 from jaxdist.parity.draw.settings import SETTINGS
-from jaxdist.parity.trace import Differences, Trace, differences
+from jaxdist.parity.trace import Differences, Trace, trace_differences
 
 DOCS = Path(__file__).parents[2] / "docs"
 SEEDS = seeds_of(500, 0)
@@ -128,11 +128,11 @@ def test_what_goes_wrong_is_told_with_its_config_and_the_rest_goes_on(answered, 
         assert Path(file).read_text() in found.output
     report = json.loads(Path("d.json").read_text())
     assert (report["count"], report["seed"]) == (4, 0)
-    outcomes = from_json(report)
+    outcomes = outcomes_from_json(report)
     assert outcomes[0] == outcome_of(0)
     assert (outcomes[1].verdict, outcomes[1].reason) == ("failed", ended.reason)
     assert outcomes[1].sections == draw(1).sections
-    assert {"schema": 1, **to_json(outcomes, count=4, seed=0)} == report
+    assert {"schema": 1, **outcomes_to_json(outcomes, count=4, seed=0)} == report
 
 
 def test_a_refusal_is_told_and_no_failure(answered):
@@ -208,7 +208,7 @@ def test_a_reduction_that_loses_a_part_is_found(monkeypatch, devices):
         return whole(self, flat, axis, combine) - flat
 
     monkeypatch.setattr(Ring, "all_reduce", losing)
-    wrong = judge(seed)
+    wrong = judge_draw(seed)
     assert wrong.verdict == "differs"
     assert wrong.differences is not None
     assert wrong.limit is not None
@@ -217,7 +217,7 @@ def test_a_reduction_that_loses_a_part_is_found(monkeypatch, devices):
 
 def test_shards_that_another_plan_reads_in_another_order_are_found(monkeypatch, devices):
     seed = seed_of(("ZeRO", "3"), ("axes", "data"), ("whole_below", "0"))
-    right = judge(seed)
+    right = judge_draw(seed)
     assert (right.verdict, right.checkpoint) == ("equal", "equal"), right.reason
     restore = CheckpointStore.restore_as
 
@@ -226,7 +226,7 @@ def test_shards_that_another_plan_reads_in_another_order_are_found(monkeypatch, 
         return replace(found, state=jax.tree.map(lambda x: x[::-1] if x.ndim else x, found.state))
 
     monkeypatch.setattr(CheckpointStore, "restore_as", other)
-    wrong = judge(seed)
+    wrong = judge_draw(seed)
     assert (wrong.verdict, wrong.checkpoint) == ("differs", "differs")
     assert wrong.differences == right.differences
     assert "tensors were not loaded as saved: params/layers" in wrong.reason
@@ -249,7 +249,7 @@ def test_a_number_that_is_none_is_equal_in_losses_of_both_alone(field, ours, the
         named = {name: {"w": np.array(given[name]["w"])} for name in ("gradients", "updates")}
         return Trace(None, np.array(given["losses"]), **named, evaluation={})
 
-    found = differences(trace(ours), trace(theirs))
+    found = trace_differences(trace(ours), trace(theirs))
     assert found.within(Differences(1e-6, 1e-6, 1e-6)) is equal
 
 
@@ -284,16 +284,16 @@ def test_a_crash_that_is_told_as_the_users_is_no_refusal(monkeypatch, devices):
 
     monkeypatch.setattr(parity_draw_run, "_built", broken)
     seed = seed_of(("axes", "data"))
-    assert judge(seed).reason == "ValueError: odd sharding"
-    assert judge(seed).verdict == "failed"
+    assert judge_draw(seed).reason == "ValueError: odd sharding"
+    assert judge_draw(seed).verdict == "failed"
 
 
 def test_an_error_that_is_not_ours_is_a_failure(monkeypatch):
     def broken(drawn):
         raise ZeroDivisionError("division by zero\nmore")
 
-    monkeypatch.setattr(parity_draw_run, "compare", broken)
-    found = judge(0)
+    monkeypatch.setattr(parity_draw_run, "_compare", broken)
+    found = judge_draw(0)
     assert (found.verdict, found.good) == ("failed", False)
     assert found.reason == "ZeroDivisionError: division by zero"
     assert found.sections == draw(0).sections
@@ -322,7 +322,7 @@ def test_a_process_that_a_busy_machine_starves_still_answers():
 
 def test_a_page_counts_what_was_drawn():
     outcomes = [outcome_of(0), outcome_of(1, "differs"), outcome_of(2, "refused", reason="odd")]
-    page = markdown(to_json(outcomes, count=3, seed=0))
+    page = markdown(outcomes_to_json(outcomes, count=3, seed=0))
     assert "- 1 equal, 1 refused, 1 differs, 0 failed" in page
     assert "- seed 2: odd" in page
     assert "jaxdist parity --json docs/parity_draw.json --draw 3 --seed 0`" in page
@@ -334,7 +334,7 @@ def test_a_page_counts_what_was_drawn():
 def test_the_published_page_is_that_of_its_figures():
     report = json.loads((DOCS / "parity_draw.json").read_text())
     assert (DOCS / "parity_draw.md").read_text() == markdown(report), "run what its header says"
-    outcomes = from_json(report)
+    outcomes = outcomes_from_json(report)
     assert len(outcomes) == report["count"] == 500
     assert all(outcome.good for outcome in outcomes)
     assert sum(outcome.verdict == outcome.checkpoint == "equal" for outcome in outcomes) > 480

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxdist.errors import ConfigError
-from jaxdist.pipeline_schedules.check import check, ring_sizes
+from jaxdist.pipeline_schedules.check import check_schedule, ring_sizes
 from jaxdist.pipeline_schedules.derived import forward_only
 from jaxdist.pipeline_schedules.gpipe import gpipe
 from jaxdist.pipeline_schedules.interleaved import breadth_first, interleaved
@@ -34,8 +34,8 @@ def schedule(*texts: str, microbatches=1, placement=(0, 1)) -> Schedule:
 
 
 def test_a_right_one_passes():
-    check(schedule("0F0 . . 0B0", ". 1F0 1I0 1W0"))
-    check(schedule("0F0", "1F0"))
+    check_schedule(schedule("0F0 . . 0B0", ". 1F0 1I0 1W0"))
+    check_schedule(schedule("0F0", "1F0"))
 
 
 BROKEN = {
@@ -69,7 +69,7 @@ def test_first_violation_is_named(case):
     right = schedule("0F0 0B0", "1F0 1B0")
     wrong = replace(right, **change) if isinstance(change, dict) else schedule(*change)
     with pytest.raises(ConfigError, match=message):
-        check(wrong)
+        check_schedule(wrong)
 
 
 def test_deadlock_names_the_circle():
@@ -80,7 +80,7 @@ def test_deadlock_names_the_circle():
         r"stage 1 waits at place 0 \(1F1\) for 0F1, at place 2 of stage 0$"
     )
     with pytest.raises(ConfigError, match=message):
-        check(wrong)
+        check_schedule(wrong)
 
 
 def test_needs_are_those_of_the_contract():
@@ -100,14 +100,14 @@ def test_ring_buffers(build):
     made = build(4, 8)
     sizes = ring_sizes(made)
     assert sizes == simulate(made).peak_activations
-    check(made, slots=sizes)
+    check_schedule(made, slots=sizes)
     for chunk, size in enumerate(sizes):
         if size == 1:
             continue
         short = [n - (c == chunk) for c, n in enumerate(sizes)]
         message = rf"stage {chunk}, place \d+: {chunk}F\d overwrites microbatch \d of chunk {chunk}"
         with pytest.raises(ConfigError, match=message):
-            check(made, slots=short)
+            check_schedule(made, slots=short)
 
 
 def test_slots_of_a_violation():
@@ -116,14 +116,14 @@ def test_slots_of_a_violation():
         match=r"stage 0, place 3: 0F3 overwrites microbatch 0 of chunk 0, still needed, in slot 0 "
         r"of 3: chunk 0 needs 4 slots",
     ):
-        check(gpipe(2, 4), slots=3)
-    check(forward_only((0, 1), 4), slots=1)
+        check_schedule(gpipe(2, 4), slots=3)
+    check_schedule(forward_only((0, 1), 4), slots=1)
 
 
 @pytest.mark.parametrize("slots", [0, [1], [4, 0]])
 def test_slots_that_are_none(slots):
     with pytest.raises(ConfigError, match=r"for 2 chunks: give one number of at least 1"):
-        check(gpipe(2, 4), slots=slots)
+        check_schedule(gpipe(2, 4), slots=slots)
 
 
 def test_walk_meets_every_need():
@@ -171,7 +171,7 @@ def test_mutations_are_caught(made, data):
         row[at], row[place] = row[place], row[at]
     broken = replace(made, rows=(*made.rows[:stage], tuple(row), *made.rows[stage + 1 :]))
     with pytest.raises(ConfigError, match=str(task.chunk)):
-        check(broken)
+        check_schedule(broken)
 
 
 @settings(max_examples=100, deadline=None)
@@ -198,9 +198,9 @@ def test_any_order_is_judged_rightly(made, data):
         done |= {r.pop(0) for r in ready}
     if any(left):
         with pytest.raises(ConfigError, match="needs"):
-            check(swapped)
+            check_schedule(swapped)
     else:
-        check(swapped)
+        check_schedule(swapped)
 
 
 def wants(task, made):

@@ -7,7 +7,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxdist.errors import ConfigError
 from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
-from jaxdist.pipeline_schedules.check import check
+from jaxdist.pipeline_schedules.check import check_schedule
 from jaxdist.pipeline_schedules.csv_form import write_csv
 from jaxdist.pipeline_schedules.derived import forward_only
 from jaxdist.pipeline_schedules.dual_pipe_v import dual_pipe_v
@@ -41,7 +41,7 @@ CONFIG = TypeAdapter(PipelineScheduleConfig)
 @given(st.sampled_from(sorted(ANY)), stages, st.integers(1, 24))
 def test_any_number_of_microbatches(name, p, m):
     made = ANY[name](p, m)
-    check(made)
+    check_schedule(made)
     assert (made.name, made.stages, made.microbatches) == (name, p, m)
 
 
@@ -50,7 +50,7 @@ def test_any_number_of_microbatches(name, p, m):
 def test_from_the_least_number_on(name, p, more):
     build, least = LEAST[name]
     made = build(p, least(p) + more)
-    check(made)
+    check_schedule(made)
     assert (made.name, made.stages, made.microbatches) == (name, p, least(p) + more)
 
 
@@ -58,7 +58,7 @@ def test_from_the_least_number_on(name, p, more):
 @given(stages, st.integers(1, 4), st.integers(2, 4))
 def test_chunks(p, rounds, v):
     for made in (interleaved(p, rounds * p, v), breadth_first(p, rounds * p, v)):
-        check(made)
+        check_schedule(made)
         assert made.placement == loop(p, p * v)
 
 
@@ -67,7 +67,7 @@ def test_chunks(p, rounds, v):
 def test_forward_only(p, m, v):
     for placement in (loop(p, p * v), v_shape(p)):
         made = forward_only(placement, m)
-        check(made)
+        check_schedule(made)
         assert made.placement == placement
         assert {task.kind for row in made.rows for task in row} == {TaskKind.FORWARD}
 
@@ -140,7 +140,7 @@ CONFIGS = [
 def test_config(section):
     made = CONFIG.validate_json(CONFIG.dump_json(CONFIG.validate_python(section, strict=False)))
     schedule = made.build(stages=4, microbatches=8)
-    check(schedule)
+    check_schedule(schedule)
     assert (schedule.name, schedule.stages, schedule.microbatches) == (section["type"], 4, 8)
 
 

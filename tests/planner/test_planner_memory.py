@@ -17,7 +17,7 @@ from jaxdist.planner.formulas.decoder import refusal, ticks_of
 from jaxdist.planner.memory import kept_bytes, memory, share
 from jaxdist.planner.model import Decoder, decoder_of
 from jaxdist.planner.plan import KEPT, Plan
-from jaxdist.planner.search import judge
+from jaxdist.planner.search import judge_plan
 from jaxdist.planner.target import meshes, parse_target
 from jaxdist.planner.write import planned
 from jaxdist.run.memory import bytes_per_device
@@ -143,6 +143,6 @@ def test_a_remedy_is_one() -> None:
     model = dataclasses.replace(MODEL, layers=144, embed=1024, mlp=4096)
     places = next(one for one in meshes(target) if one.sizes == (1, 8, 1))
     for zero, further in ((0, 1), (1, 3)):
-        one = judge(model, Plan(data=8, zero=zero), places, target)
+        one = judge_plan(model, Plan(data=8, zero=zero), places, target)
         assert not one.fits
         assert any(line.startswith(f"ZeRO {further} splits more") for line in remedies(one, model))

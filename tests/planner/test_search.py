@@ -20,14 +20,14 @@ from jaxdist.planner.plan import KEPT, Plan
 from jaxdist.planner.search import (
     MEMORY,
     best,
-    judge,
+    judge_plan,
     judged_of,
     least_chips,
     no_plan,
     search,
 )
 from jaxdist.planner.target import meshes, parse_target
-from jaxdist.planner.time import gather
+from jaxdist.planner.time import gather_seconds
 
 SMALL = Decoder(8, 1024, 8, 8, 128, 4096, vocab=32000, window=1024, batch=32, tied=False)
 LARGE = Decoder(80, 8192, 64, 8, 128, 28672, vocab=32000, window=4096, batch=64, tied=False)
@@ -85,7 +85,7 @@ def test_attention_that_is_kept_is_not_computed_again() -> None:
     target = parse_target("v6e:2x4")
     places = next(one for one in meshes(target) if one.sizes == (1, 8, 1))
     again, kept = (
-        judge(SMALL, Plan(data=8, remat=remat), places, target).seconds
+        judge_plan(SMALL, Plan(data=8, remat=remat), places, target).seconds
         for remat in ("full", "save_attention")
     )
     assert kept.recomputed < again.recomputed
@@ -102,8 +102,8 @@ def test_gathers_and_sums_of_a_layer_are_waited_for_as_libtpu_makes_them(on, pas
     count = target.devices
     places = next(one for one in meshes(target) if one.sizes == (1, count, 1))
     model = dataclasses.replace(LARGE, batch=count)
-    once = gather(target, places.dims[1], count, share(model, Plan(data=count)).layer * 2)
-    waits = judge(model, Plan(data=count), places, target).seconds.data
+    once = gather_seconds(target, places.dims[1], count, share(model, Plan(data=count)).layer * 2)
+    waits = judge_plan(model, Plan(data=count), places, target).seconds.data
     assert waits == pytest.approx(model.layers * passes * once)
 
 
@@ -111,7 +111,7 @@ def test_a_ring_costs_what_its_sums_pass_through_memory() -> None:
     """A device multiplies as much with axis tensor as without, as fast where no table says."""
     target = parse_target("h100:1x8")
     alone, ring = (
-        judge(
+        judge_plan(
             LARGE, Plan(data=8 // tensor, tensor=tensor),
             next(one for one in meshes(target) if one.sizes == (1, 8 // tensor, tensor)), target,
         ).seconds
@@ -136,8 +136,8 @@ def test_a_slower_network_is_never_faster(remat: str, count: int) -> None:
     )
     slower = dataclasses.replace(target, device=slow)
     assert (
-        judge(SMALL, plan, places, target).seconds.slow
-        < judge(SMALL, plan, places, slower).seconds.slow
+        judge_plan(SMALL, plan, places, target).seconds.slow
+        < judge_plan(SMALL, plan, places, slower).seconds.slow
     )
 
 
@@ -145,8 +145,8 @@ def test_state_in_a_slice_spares_the_slow_network() -> None:
     target = parse_target("v5e:16x16", 4)
     places = next(one for one in meshes(target) if one.sizes == (1, 256, 1))
     model = dataclasses.replace(LARGE, batch=1024)
-    apart = judge(model, Plan(slices=4, data=256, scope="ici"), places, target)
-    over = judge(model, Plan(slices=4, data=256), places, target)
+    apart = judge_plan(model, Plan(slices=4, data=256, scope="ici"), places, target)
+    over = judge_plan(model, Plan(slices=4, data=256), places, target)
     assert apart.seconds.slow < over.seconds.slow
     assert apart.memory.total > over.memory.total
 
@@ -156,7 +156,9 @@ def test_a_window_of_attention_takes_less_of_its_time() -> None:
     places = next(one for one in meshes(target) if one.sizes == (1, 8, 1))
     long = dataclasses.replace(SMALL, window=8192)
     times = [
-        judge(dataclasses.replace(long, span=span), Plan(data=8), places, target).seconds.attention
+        judge_plan(
+            dataclasses.replace(long, span=span), Plan(data=8), places, target
+        ).seconds.attention
         for span in (1, 1024, 4096, 8192, None)
     ]
     assert times == sorted(times)
@@ -171,7 +173,7 @@ def test_products_of_float32_are_those_of_bfloat16_on_tpus_alone(on: str, slower
     target = parse_target(on)
     places = next(one for one in meshes(target) if one.sizes == (1, 8, 1))
     wide = dataclasses.replace(SMALL, narrow=False)
-    narrow, other = (judge(m, Plan(data=8), places, target).seconds for m in (SMALL, wide))
+    narrow, other = (judge_plan(m, Plan(data=8), places, target).seconds for m in (SMALL, wide))
     assert other.products == pytest.approx(slower * narrow.products)
     assert other.elements > narrow.elements
 
@@ -183,7 +185,7 @@ def test_a_pipeline_waits_less_with_more_microbatches() -> None:
     for count in (4, 8, 16):
         plan = Plan(stage=4, data=2, zero=1, microbatches=count, schedule="1f1b")
         assert ticks_of(plan) is not None
-        seconds = judge(SMALL, plan, places, target).seconds
+        seconds = judge_plan(SMALL, plan, places, target).seconds
         share.append(seconds.bubble / seconds.total)
     assert share == sorted(share, reverse=True)
 

@@ -8,7 +8,7 @@ import pytest
 from runs import RUN, Jaxdist, kill_at_step
 
 from jaxdist.metrics.account import Activity
-from jaxdist.metrics.goodput import SPLIT, joined
+from jaxdist.metrics.goodput import SPLIT, joined_lives
 from jaxdist.metrics.writer import read_metrics
 
 
@@ -93,7 +93,7 @@ def test_nothing_to_report(trained: Jaxdist) -> None:
 
 
 def test_kinds_have_names_of_their_own(trained: Jaxdist) -> None:
-    found = joined(read_metrics(trained.run))
+    found = joined_lives(read_metrics(trained.run))
     assert found is not None
     assert set(found.as_json()["seconds"]) == set(Activity)
 

@@ -12,7 +12,7 @@ from runs import DIGITS, Jaxdist, checkpoint, metrics, steps
 
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.metrics.goodput import joined
+from jaxdist.metrics.goodput import joined_lives
 from jaxdist.metrics.writer import read_metrics
 
 MESH = {"data": 8}
@@ -65,7 +65,7 @@ def test_a_flipped_bit_is_found_and_the_run_goes_on_to_the_same_bits(jaxdist, cl
     assert_same_bits(jaxdist.run, clean)
     (told,) = [record for record in metrics(jaxdist.run) if record["split"] == "replicas"]
     assert (told["step"], told["differing_devices"], told["device"]) == (16, 1, 5)
-    found = joined(read_metrics(jaxdist.run))
+    found = joined_lives(read_metrics(jaxdist.run))
     assert found is not None
     assert [(life.first_step, life.last_step) for life in found.lives] == [(0, 16), (8, 24)]
     assert found.lost_steps == 8

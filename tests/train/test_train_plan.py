@@ -10,7 +10,7 @@ from jaxdist.data.images.dataset import ImagesConfig
 from jaxdist.errors import ConfigError, DataError
 from jaxdist.experiment import ExperimentConfig, build, explain_config
 from jaxdist.optim.batch_scaling import BatchPhase
-from jaxdist.train.plan import TrainConfig, explain, plan_learning_rate, plan_stages
+from jaxdist.train.plan import TrainConfig, explain_plan, plan_learning_rate, plan_stages
 
 RAMP = {"start_batch_size": 16, "increment": 16, "ramp_examples": 160}
 PHASES = [
@@ -113,7 +113,7 @@ def test_a_schedule_may_bring_the_warmup_of_a_scaled_rate():
     plan = plan_stages(found.train, None)
     rate = plan_learning_rate(found.train, found.optim, plan, None)
     assert [round(float(rate.schedule(s)), 4) for s in range(5)] == [0.005, 0.01, 0.015, 0.02, 0.02]
-    assert explain(plan, rate) == ("learning rate 0.02 = 0.01 x sqrt(64 / 16), rule lamb",)
+    assert explain_plan(plan, rate) == ("learning rate 0.02 = 0.01 x sqrt(64 / 16), rule lamb",)
 
 
 def test_stages_of_one_size_share_a_program_and_microbatches_stay_small():

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from benchmarks.elastic.scoreboard.row import Row, of
-from jaxdist.checkpoint.snapshots import Snapshots, load
+from jaxdist.checkpoint.snapshots import Snapshots, load_snapshot
 from jaxdist.config import Document, validate
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.mesh import Device
@@ -88,7 +88,7 @@ def _moved(state: TrainState | None, experiment: Experiment, folder: Path, step:
         return experiment.program.init()
     with Snapshots(folder, 0, 1, print) as snapshots:
         snapshots.take(step, state, {})
-    return load(folder, step, experiment.program.state_shapes)[0]
+    return load_snapshot(folder, step, experiment.program.state_shapes)[0]
 
 
 def changed_workers(trials: int, seed: int) -> Row:

@@ -28,7 +28,7 @@ from jaxdist.elastic.watch import StuckTimeouts
 from jaxdist.errors import RunError
 from jaxdist.heartbeat.journal import read_journal
 from jaxdist.heartbeat.run_folder import left_behind
-from jaxdist.metrics.goodput import joined
+from jaxdist.metrics.goodput import joined_lives
 from jaxdist.metrics.writer import read_metrics
 from jaxdist.runtime.environment import python_module
 from jaxdist.types import JsonObject
@@ -248,7 +248,7 @@ def timed(
             after = size_of(process.pid)
             process.send_signal(signal.SIGTERM)
             process.wait(WAIT_SECONDS)
-        found = joined(read_metrics(run))
+        found = joined_lives(read_metrics(run))
         assert found is not None, "a run that has taken steps has written down its time"
         return found.goodput, hits, [(after[0] - before[0], after[1] - before[1])]
 

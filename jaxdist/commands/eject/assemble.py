@@ -43,7 +43,7 @@ class FilePiece:
     body: str
 
 
-def assemble(
+def assemble_file(
     docstring: str,
     names: Iterable[str],
     flags: Collection[str],
@@ -79,7 +79,7 @@ def comment(text: str) -> str:
 
 def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> FilePiece:
     """Return the piece of a module, with the lines that the flags select."""
-    text = chosen((FOLDER / f"{name}.py").read_text(), flags)
+    text = selected_lines((FOLDER / f"{name}.py").read_text(), flags)
     lines, tree = text.splitlines(), ast.parse(text)
     imports: list[str] = []
     constants: list[str] = []
@@ -99,10 +99,10 @@ def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> FileP
     return FilePiece(title, tuple(imports), tuple(constants), "\n".join(lines[first - 1 :]).strip())
 
 
-def chosen(text: str, flags: Collection[str]) -> str:
+def selected_lines(text: str, flags: Collection[str]) -> str:
     """Return the text without marks, and without the lines and statements of other configs.
 
-    >>> print(chosen("a = 1  #: fast\\nif b:  #: not fast\\n    c = 2\\n", {"fast"}))
+    >>> print(selected_lines("a = 1  #: fast\\nif b:  #: not fast\\n    c = 2\\n", {"fast"}))
     a = 1
     """
     ends = {

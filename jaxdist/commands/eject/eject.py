@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from jaxdist.commands.eject.assemble import assemble
-from jaxdist.commands.eject.facts import facts_of
-from jaxdist.commands.eject.refuse import check, check_built
+from jaxdist.commands.eject.assemble import assemble_file
+from jaxdist.commands.eject.facts import contents_of
+from jaxdist.commands.eject.refuse import check_built, check_ejectable
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import build, load
 
@@ -39,7 +39,7 @@ def eject(
         written. Errors of `load` and `build` are passed on.
     """
     document, config = load(path, overrides)
-    check(config, keeps_data=keep is Keep.DATA)
+    check_ejectable(config, keeps_data=keep is Keep.DATA)
     experiment = build(config, document)
     check_built(experiment)
     kept = [] if keep is None else ["--keep", str(keep)]
@@ -52,8 +52,8 @@ def eject(
     )
     text = ""
     for held in (experiment.heldout is not None, False):
-        facts = facts_of(experiment, held=held, keeps_data=keep is Keep.DATA)
-        text = assemble(docstring, facts.pieces, facts.flags, facts.values)
+        facts = contents_of(experiment, held=held, keeps_data=keep is Keep.DATA)
+        text = assemble_file(docstring, facts.pieces, facts.flags, facts.values)
         if len(text.splitlines()) <= MOST_LINES:
             break
     if out is not None:

@@ -15,7 +15,7 @@ from jaxdist.commands.eject.timeline import slots_of, timeline
 from jaxdist.data.images.dataset import ImagesConfig
 from jaxdist.data.text.dataset import TextConfig
 from jaxdist.experiment import Experiment
-from jaxdist.mesh import axis_size
+from jaxdist.mesh import mesh_axis_size
 from jaxdist.models.gpt import GptConfig
 from jaxdist.models.images.mlp import MlpConfig
 from jaxdist.optim.batch_scaling import scale
@@ -37,7 +37,7 @@ class FileContents:
         self.flags |= {name for name, value in given.items() if value}
 
 
-def facts_of(experiment: Experiment, *, held: bool, keeps_data: bool) -> FileContents:
+def contents_of(experiment: Experiment, *, held: bool, keeps_data: bool) -> FileContents:
     """Return the contents of the file for a config whose settings are all supported.
 
     Args:
@@ -103,7 +103,7 @@ def _model(facts: FileContents, experiment: Experiment) -> None:
         remat=model.remat == "full",
         unroll=model.scan_unroll > 1,
         stacked=True,
-        tensor=axis_size(experiment.layout.mesh, "tensor") > 1,
+        tensor=mesh_axis_size(experiment.layout.mesh, "tensor") > 1,
     )
 
 
@@ -170,7 +170,7 @@ def _step(facts: FileContents, experiment: Experiment) -> None:
     facts.values["MOMENTS"] = Name(moments)
     facts.flag(fake=config.mesh.fake_devices, zero=stage, apart=stage in (1, 2))
     facts.flag(**{f"zero{stage}": True}, whole=zero is None and layout.data_size > 1)
-    if axis_size(layout.mesh, "stage") > 1:
+    if mesh_axis_size(layout.mesh, "stage") > 1:
         _pipeline(facts, experiment)
     elif isinstance(config.parallel.reduce, Ring):
         _ring(facts, experiment)
@@ -192,7 +192,7 @@ def _ring(facts: FileContents, experiment: Experiment) -> None:
 
 
 def _pipeline(facts: FileContents, experiment: Experiment) -> None:
-    config, stages = experiment.config, axis_size(experiment.layout.mesh, "stage")
+    config, stages = experiment.config, mesh_axis_size(experiment.layout.mesh, "stage")
     schedule = config.parallel.pipeline.schedule.build(stages, config.train.microbatches)
     rows = timeline(schedule)
     names = own_tree(experiment.program.model.params)

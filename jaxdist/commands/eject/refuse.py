@@ -9,7 +9,7 @@ from typing import Any
 from jaxdist.config import Config
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, ExperimentConfig
-from jaxdist.mesh import axis_size
+from jaxdist.mesh import mesh_axis_size
 
 WRITTEN = (
     "seed", "mesh.data", "mesh.tensor", "mesh.stage", "mesh.fake_devices",
@@ -45,7 +45,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
 """Supported choices, in addition to the defaults."""
 
 
-def check(config: ExperimentConfig, *, keeps_data: bool) -> None:
+def check_ejectable(config: ExperimentConfig, *, keeps_data: bool) -> None:
     """Refuse a config with unsupported settings.
 
     Args:
@@ -54,7 +54,11 @@ def check(config: ExperimentConfig, *, keeps_data: bool) -> None:
     Raises:
       ConfigError: there are unsupported settings; the message lists all, with the remedy.
     """
-    given = [(path, value) for path, value in chosen(config) if not keeps_data or not _kept(path)]
+    given = [
+        (path, value)
+        for path, value in changed_settings(config)
+        if not keeps_data or not _kept(path)
+    ]
     problems = [line for path, value in given if (line := _problem(path, value))]
     problems += [f"  {text}" for text in _together(config)]
     if keeps_data and config.data.type == "import":
@@ -100,7 +104,7 @@ def check_built(experiment: Experiment) -> None:
       ConfigError: a setting is not supported; the message has the remedy.
     """
     config, zero = experiment.config, experiment.program.exchange.zero
-    stages = axis_size(experiment.layout.mesh, "stage")
+    stages = mesh_axis_size(experiment.layout.mesh, "stage")
     if zero is not None and zero.padded:
         raise ConfigError(
             f"eject: {', '.join(zero.padded)} would be filled up to divide over the devices "
@@ -127,11 +131,11 @@ def _problem(path: str, value: Any) -> str | None:
     return f"  {path}: {value}"
 
 
-def chosen(config: Config, path: str = "") -> Iterator[tuple[str, Any]]:
+def changed_settings(config: Config, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each setting that is not the default, by dotted path, with the types of alternatives.
 
     >>> from jaxdist.mesh import MeshConfig
-    >>> dict(chosen(MeshConfig(data=2), "mesh"))
+    >>> dict(changed_settings(MeshConfig(data=2), "mesh"))
     {'mesh.data': 2}
     """
     for name, field in type(config).model_fields.items():
@@ -144,6 +148,6 @@ def chosen(config: Config, path: str = "") -> Iterator[tuple[str, Any]]:
             # values.
             if default is None and "type" not in type(value).model_fields:
                 yield below, "set"
-            yield from chosen(value, below)
+            yield from changed_settings(value, below)
         else:
             yield below, value

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jaxdist.config.files import kind_of, read_regular
+from jaxdist.config.files import path_kind, read_regular
 from jaxdist.errors import DataError
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
@@ -235,7 +235,7 @@ def _instead(paths: Sequence[Path], root: Path) -> str:
     """Describe what exists where a glob matched no regular file."""
     for path in paths:
         try:
-            kind = kind_of(path)
+            kind = path_kind(path)
         except OSError as error:  # a link to nothing
             return f"{path} cannot be read: {error.strerror}"
         remedy = f"; name the files in it: {path}/*.txt" if path.is_dir() else ""

@@ -49,7 +49,7 @@ def digest_of(name: str) -> str:
     return hashlib.sha256(b"rendezvous " + name.encode()).hexdigest()[:16]
 
 
-def check(own: Mapping[str, Any], leader: Mapping[str, Any], address: str) -> None:
+def check_compatibility(own: Mapping[str, Any], leader: Mapping[str, Any], address: str) -> None:
     """Compare the compatibility of this host with that of the leader.
 
     Raises:

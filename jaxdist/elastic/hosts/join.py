@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jaxdist.elastic.hosts.copies import CopyServer, address_of, parts_in, seed
-from jaxdist.elastic.hosts.identity import check, digest_of
+from jaxdist.elastic.hosts.identity import check_compatibility, digest_of
 from jaxdist.elastic.hosts.leader_election import STRANGER_TIMEOUT_LEASES, compatibility_of
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.hosts.places.contract import LostError, Token
@@ -38,7 +38,7 @@ class Here:
     token: bytes
 
 
-def join(
+def join_hosts(
     members: Membership,
     here: Here,
     compatibility: JsonObject,
@@ -80,7 +80,7 @@ def meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
         found = compatibility_of(members.rendezvous)
         # the token has changed meanwhile, so the leader is alive
         if found is not None and first not in (None, found[0]):
-            check(compatibility, found[1], members.rendezvous.address)
+            check_compatibility(compatibility, found[1], members.rendezvous.address)
             return
         first = first if found is None or first is not None else found[0]
         time.sleep(LOOK_SECONDS)

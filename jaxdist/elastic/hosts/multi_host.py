@@ -24,14 +24,14 @@ from typing import Any
 from jaxdist.checkpoint.identity import Identity
 from jaxdist.elastic.assignment import Assignment
 from jaxdist.elastic.hosts.copies import CopyServer, parts_in
-from jaxdist.elastic.hosts.join import LOOK_SECONDS, Here, join
+from jaxdist.elastic.hosts.join import LOOK_SECONDS, Here, join_hosts
 from jaxdist.elastic.hosts.leader_election import LeaderElection, boot_clock
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.hosts.messages import HostMessages
 from jaxdist.elastic.hosts.places.contract import Rendezvous, RendezvousError
 from jaxdist.elastic.hosts.plan import GenerationPlan
 from jaxdist.elastic.hosts.prepare import Preparing
-from jaxdist.elastic.hosts.remote_progress import RemoteProgress, encode
+from jaxdist.elastic.hosts.remote_progress import RemoteProgress, encode_progress
 from jaxdist.elastic.hosts.run import (
     asked_of,
     command_of,
@@ -108,7 +108,9 @@ class MultiHost:
             if self._has_finished():
                 return None
             folders = run_folder.snapshots, self._local_folder()
-            self._server = join(self.members, self.here, self.compatibility, *folders, standby.wait)
+            self._server = join_hosts(
+                self.members, self.here, self.compatibility, *folders, standby.wait
+            )
         while not stopped():
             over = self.members.over
             if over is not None:
@@ -177,7 +179,7 @@ class MultiHost:
 
     def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:
         """Publish the progress with this host's next message."""
-        self.members.note(progress=encode(assignment.generation, statuses, now))
+        self.members.note(progress=encode_progress(assignment.generation, statuses, now))
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status] | None:
         """Return the progress that the other hosts have published; it is read once a second."""

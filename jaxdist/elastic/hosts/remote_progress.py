@@ -18,7 +18,7 @@ READ_SECONDS = 1.0
 """Seconds between two reads of what other hosts have published."""
 
 
-def encode(generation: int, statuses: Sequence[Status], now: float) -> JsonObject:
+def encode_progress(generation: int, statuses: Sequence[Status], now: float) -> JsonObject:
     """Return the progress of a host's processes as JSON.
 
     Args:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from secrets import token_hex
 
-from jaxdist.checkpoint.identity import Identity, base_of, candidates, read_identity
+from jaxdist.checkpoint.identity import Identity, base_of, read_identity, run_directories
 from jaxdist.checkpoint.local import local_folder
 from jaxdist.config import Document, read, validate
 from jaxdist.elastic.agent import Agent, AgentSettings
@@ -77,7 +77,7 @@ def agent_of(
         name,
         address,
         processes,
-        devices_of(values, os.environ, processes),
+        local_device_count(values, os.environ, processes),
         shared,
     )
     directory = (values.get("run") or {}).get("directory")
@@ -123,7 +123,7 @@ def local_of(
     if "directory" not in local:
         return None
     if run is None or run.path is None:
-        begun = [path for path in candidates(base) if path == base or not exact]
+        begun = [path for path in run_directories(base) if path == base or not exact]
         run = read_identity(begun[0]) if len(begun) == 1 else None
     return None if run is None else local_folder(Path(local["directory"]), run)
 
@@ -164,12 +164,12 @@ def read_token(path: Path) -> bytes:
     return token
 
 
-def devices_of(values: JsonObject, environ: Mapping[str, str], processes: int) -> int:
+def local_device_count(values: JsonObject, environ: Mapping[str, str], processes: int) -> int:
     """Return the number of devices of each process of this machine, without starting JAX.
 
     The processes divide the visible GPUs among themselves when they start.
 
-    >>> devices_of({"mesh": {"fake_devices": 4}}, {}, 2)
+    >>> local_device_count({"mesh": {"fake_devices": 4}}, {}, 2)
     4
 
     Raises:

@@ -96,7 +96,7 @@ class Energy:
         }
 
 
-def joined(records: Iterable[Mapping[str, Json]]) -> Energy | None:
+def joined_energy(records: Iterable[Mapping[str, Json]]) -> Energy | None:
     """Sum the energy of all lives of a run, from its metrics; None if there are no such records."""
     ours = (record for record in records if record["split"] == SPLIT)
     last = [[*group][-1] for _, group in groupby(ours, key=lambda record: record["life"])]

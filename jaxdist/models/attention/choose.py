@@ -30,7 +30,7 @@ SPLASH_FROM, BLOCKWISE_FROM = 1024, 2048
 with a model's block, and programs without loops or custom kernels compile faster."""
 
 
-def choose(name: KernelName, ask: AttentionRequest) -> str:
+def choose_kernel(name: KernelName, ask: AttentionRequest) -> str:
     """Choose a kernel: the named kernel, or for auto the best of those that fit.
 
     Auto is cuDNN's kernel or splash where they run, blockwise for other long sequences, else plain.
@@ -70,7 +70,7 @@ def _runs(name: str, ask: AttentionRequest) -> bool:
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention by the kernel that `choose` returns for each shape of a call.
+    """Attention by the kernel that `choose_kernel` returns for each shape of a call.
 
     Attributes:
       ask: the request common to all calls; each call adds its length and whether it has segments.
@@ -94,7 +94,7 @@ class Attend:
           ConfigError: the named kernel cannot do this.
         """
         ask = replace(self.ask, length=q_BLHd.shape[1], segments=segments_BL is not None)
-        kernel = KERNELS[choose(self.name, ask)]
+        kernel = KERNELS[choose_kernel(self.name, ask)]
         if isinstance(kernel, Splash):
             kernel = replace(kernel, family=ask.family)
         return kernel(q_BLHd, k_BLKd, v_BLKd, segments_BL, window=ask.window, hint=self.hint)

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import describe
+from jaxdist.mesh import describe_mesh
 from jaxdist.types import Params
 
 OTHER_AXES = ("tensor",)
@@ -67,8 +67,9 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
     for axis in others:
         if not axis.startswith(OTHER_AXES):
             raise ConfigError(
-                f"strict with mesh {describe(sizes)}: what a logical shard computes is split over "
-                f"{axis}, and whether its bits stay is not known; keep data and tensor alone",
+                f"strict with mesh {describe_mesh(sizes)}: a logical shard is computed "
+                f"by devices along {axis}, and whether its bits stay is not known; "
+                "keep data and tensor alone",
                 setting=("deterministic",),
             )
     places = [mesh.axis_names.index(axis) for axis in batch_axes]
@@ -77,9 +78,9 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
     ).reshape(count, -1)
     if any(len({device.process_index for device in row}) > 1 for row in by_shard):
         raise ConfigError(
-            f"strict with mesh {describe(sizes)}: devices along {', '.join(others)} lie on several "
-            "processes, which add up partial sums in another order than one process does; put "
-            "data first in mesh, and as many devices on a process as those axes have",
+            f"strict with mesh {describe_mesh(sizes)}: devices along {', '.join(others)} are in "
+            "several processes, which add up partial sums in another order than one process does; "
+            "put data first in mesh, and as many devices on a process as those axes have",
             setting=("deterministic",),
         )
 

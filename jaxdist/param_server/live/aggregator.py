@@ -73,7 +73,7 @@ class Aggregator(Reception):
     def _begin(self) -> None:
         """Start as a client that is new to the server."""
         number = next(self._numbers)
-        self.state = rack.begin(number, self._workers)
+        self.state = rack.begin_rack(number, self._workers)
         self._encoder = None if self._codes is None else Encoder(self._codes, number)
 
     @property
@@ -100,7 +100,7 @@ class Aggregator(Reception):
         """Remove a worker permanently, so that the rest of its rack no longer waits for it."""
         with self._changed:
             if worker in self.state.inner.members:
-                self._do(rack.leave(self.model, self.state, worker))
+                self._do(rack.leave_rack(self.model, self.state, worker))
                 if not self.state.inner.members:
                     self._leave_server()
             peer = self._dismissed(worker)
@@ -117,7 +117,7 @@ class Aggregator(Reception):
         self._gone(before)
 
     def _join(self, client: int) -> None:
-        self._do(rack.join(self.model, self.state, client))
+        self._do(rack.join_rack(self.model, self.state, client))
         if self._link.idle:
             self._link.idle = False
             self._exchange.wake()

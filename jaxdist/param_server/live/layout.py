@@ -98,7 +98,7 @@ def layouts(placement: Placement, params: Params) -> tuple[ShardLayout, ...]:
     return tuple(found)
 
 
-def joined(
+def joined_shards(
     shards: Sequence[ShardLayout],
     flats: Sequence[np.ndarray],
     shapes: Mapping[str, tuple[int, ...]],

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from jaxdist.config.schema import LARGEST, Config
 from jaxdist.errors import ConfigError
-from jaxdist.param_server.placement.ranges import PlaceableTensor, Range, cut
+from jaxdist.param_server.placement.ranges import PlaceableTensor, Range, cut_ranges
 
 RANGE_BYTES = 4 * 2**20
 
@@ -104,9 +104,9 @@ class PlacementRule(Config):
 
         Raises:
             ConfigError: there is no server, a server twice, or more servers than ranges; also the
-              errors of `cut`.
+              errors of `cut_ranges`.
         """
-        ranges, numbers = cut(tensors, self.range_bytes), tuple(sorted(servers))
+        ranges, numbers = cut_ranges(tensors, self.range_bytes), tuple(sorted(servers))
         if not numbers or len(set(numbers)) < len(numbers):
             raise ConfigError(f"placement: servers {list(servers)}: give at least one, each once")
         if len(ranges) < len(numbers):

@@ -52,7 +52,7 @@ class Range:
         return f"{self.name}[{self.start}:{self.stop}]"
 
 
-def elementwise(optim: OptimizerConfig) -> bool:
+def updates_elementwise(optim: OptimizerConfig) -> bool:
     """Return whether an optimizer updates elements independently, so servers may share a tensor."""
     return isinstance(optim, AdamWConfig | SgdConfig)
 
@@ -70,7 +70,7 @@ def tensors_of(params: Params, *, divisible: bool = True) -> tuple[PlaceableTens
     )
 
 
-def cut(tensors: Sequence[PlaceableTensor], range_bytes: int | None) -> tuple[Range, ...]:
+def cut_ranges(tensors: Sequence[PlaceableTensor], range_bytes: int | None) -> tuple[Range, ...]:
     """Cut tensors by rows into ranges of at most `range_bytes`, of nearly equal numbers of rows.
 
     Rows and indivisible tensors are never cut, so their ranges may be larger. The ranges of a
@@ -82,7 +82,7 @@ def cut(tensors: Sequence[PlaceableTensor], range_bytes: int | None) -> tuple[Ra
     Raises:
       ConfigError: two tensors have the same name, or a tensor is empty.
 
-    >>> [range.key for range in cut([PlaceableTensor("w", 5, 40)], 16)]
+    >>> [range.key for range in cut_ranges([PlaceableTensor("w", 5, 40)], 16)]
     ['w[0:1]', 'w[1:3]', 'w[3:5]']
     """
     seen: set[str] = set()

@@ -25,7 +25,7 @@ from jaxdist.param_server.live.server import Reached, Server
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.processes.aggregator import AggregatorProcess
 from jaxdist.param_server.processes.parts import part_of
-from jaxdist.param_server.processes.setup import experiment_of, listening, run_of, wires_to
+from jaxdist.param_server.processes.setup import listening, run_experiment, run_of, wires_to
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.files import read_shard, write_shard
 from jaxdist.param_server.training.state import ShardState
@@ -44,7 +44,7 @@ class ServerProcess:
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.run, self.number, self.parent = run_of(setup), setup["number"], parent
-        _, sharded = experiment_of(setup)
+        _, sharded = run_experiment(setup)
         cluster = sharded.cluster
         self.layout = next(one for one in sharded.layouts if one.server == self.number)
         start = read_shard(self.run, sharded, self.layout, setup["clock"])
@@ -132,7 +132,7 @@ class WorkerProcess:
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.setup, self.parent = setup, parent
-        experiment, sharded = experiment_of(setup)
+        experiment, sharded = run_experiment(setup)
         cluster, slot = sharded.cluster, setup["slot"]
         rack = cluster.rack_of(slot)
         loader, program = part_of(experiment, sharded, slot)

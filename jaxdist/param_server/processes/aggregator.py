@@ -8,7 +8,7 @@ from functools import partial
 from itertools import count
 
 from jaxdist.param_server.live.aggregator import Aggregator
-from jaxdist.param_server.processes.setup import experiment_of, listening, wires_to
+from jaxdist.param_server.processes.setup import listening, run_experiment, wires_to
 from jaxdist.runtime.children import Parent
 from jaxdist.types import JsonObject
 
@@ -24,7 +24,7 @@ class AggregatorProcess:
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.number, self.parent = setup["number"], parent
-        _, sharded = experiment_of(setup)
+        _, sharded = run_experiment(setup)
         cluster = sharded.cluster
         codes = sharded.codes or (None,) * cluster.servers
         given = zip(sharded.layouts, wires_to(sharded, setup), codes, strict=True)

@@ -111,7 +111,7 @@ def _work_of(
     return work, batches
 
 
-def differences(found: ShardState, wanted: ShardState) -> list[str]:
+def shard_differences(found: ShardState, wanted: ShardState) -> list[str]:
     """List the differences by name."""
     differs = [] if found.version == wanted.version else ["version"]
     pairs = zip(

@@ -9,7 +9,7 @@ from jaxdist.checkpoint.identity import Identity, check_identity
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.param_server.processes.parts import sharded_of
 from jaxdist.param_server.training.state import Sharded
-from jaxdist.param_server.wire.config import is_loopback
+from jaxdist.param_server.wire.config import stays_on_machine
 from jaxdist.param_server.wire.contract import Service
 from jaxdist.param_server.wire.frames import spec_for
 from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
@@ -29,7 +29,7 @@ def run_of(setup: JsonObject) -> Path:
     return run.path
 
 
-def experiment_of(setup: JsonObject) -> tuple[Experiment, Sharded]:
+def run_experiment(setup: JsonObject) -> tuple[Experiment, Sharded]:
     """Return the experiment of a setup's run, and the distribution of its state over servers.
 
     Raises:
@@ -51,7 +51,7 @@ def wires_to(sharded: Sharded, setup: JsonObject) -> list[RpcWire]:
     processes = sharded.cluster.processes
     token = read_token(Path(setup["token"]))
     tls = processes.tls and read_tls(processes.tls)
-    shares_memory = processes.shared_memory and is_loopback(processes.host)
+    shares_memory = processes.shared_memory and stays_on_machine(processes.host)
     return [
         RpcWire(
             f"{processes.host}:{port}",

@@ -155,7 +155,7 @@ def retries(state: ClientState) -> tuple[Message, ...]:
     return tuple(state.under_way[number] for number in sorted(state.under_way))
 
 
-def moved(state: ClientState, epoch: int) -> ClientState:
+def client_in_epoch(state: ClientState, epoch: int) -> ClientState:
     """Move to a new epoch, in which all pending messages are to be sent again."""
     under_way = {
         number: replace(message, stamp=replace(message.stamp, epoch=epoch))

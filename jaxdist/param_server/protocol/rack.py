@@ -85,7 +85,7 @@ class RackStep(NamedTuple):
     takes: bool = False
 
 
-def begin(number: int, workers: int, *, epoch: int = 0) -> RackState:
+def begin_rack(number: int, workers: int, *, epoch: int = 0) -> RackState:
     """Return an aggregator without workers.
 
     Args:
@@ -95,12 +95,12 @@ def begin(number: int, workers: int, *, epoch: int = 0) -> RackState:
     return RackState(server.begin(workers, epoch=epoch), ClientState(number, epoch))
 
 
-def join(model: Consistency, state: RackState, worker: int) -> RackStep:
+def join_rack(model: Consistency, state: RackState, worker: int) -> RackStep:
     """Add a worker to the rack."""
     return _heard(model, state, server.join(WITHIN, state.inner, worker))
 
 
-def leave(model: Consistency, state: RackState, worker: int) -> RackStep:
+def leave_rack(model: Consistency, state: RackState, worker: int) -> RackStep:
     """Remove a worker: the rack's round no longer waits for it."""
     answers = tuple(one for one in state.answers if one.client != worker)
     state = replace(state, answers=answers)

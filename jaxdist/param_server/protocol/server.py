@@ -89,7 +89,7 @@ def leave(model: Consistency, state: RangeState, client: int, now: float = 0.0) 
     return _decided(model, replace(state, clocks=state.clocks.left(client), reads=reads), now)
 
 
-def moved(state: RangeState, epoch: int) -> RangeState:
+def range_in_epoch(state: RangeState, epoch: int) -> RangeState:
     """Move to a new epoch: messages of older epochs are refused, and clients send them again.
 
     Delivered and settled messages are remembered, so that nothing counts twice.

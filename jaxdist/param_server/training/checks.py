@@ -25,7 +25,7 @@ from jaxdist.train.strategy.contract import RunSettings
 from jaxdist.trees import flatten_with_names
 
 
-def check(cluster: Cluster, given: RunSettings) -> tuple[str, ...]:
+def ineffective_settings(cluster: Cluster, given: RunSettings) -> tuple[str, ...]:
     """Return the settings that do nothing with parameter servers, a sentence each.
 
     Raises:

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxdist.checkpoint import layout as names
 from jaxdist.checkpoint.manifest import DamageError, check_files, read_manifest, seal
-from jaxdist.checkpoint.structure import describe
+from jaxdist.checkpoint.structure import describe_arrays
 from jaxdist.config.files import read_json
 from jaxdist.errors import CheckpointError
 from jaxdist.param_server.live.layout import ShardLayout
@@ -51,7 +51,7 @@ def write_shard(run: Path, server: int, shard: ShardState) -> None:
             path.write_bytes(np.asarray(leaf).tobytes())
         text = json.dumps({"floor": shard.floor, "version": shard.version})
         (staging / names.METADATA).write_text(text, encoding="utf-8")
-        seal(staging, step=shard.floor, metric=None, leaves=describe(tree))
+        seal(staging, step=shard.floor, metric=None, leaves=describe_arrays(tree))
         names.commit(staging, names.step_directory(directory, shard.floor))
     except OSError as error:
         raise CheckpointError(
@@ -76,7 +76,7 @@ def read_shard(run: Path, sharded: Sharded, layout: ShardLayout, clock: int) -> 
         check_files(path, manifest)
     except DamageError as error:
         raise CheckpointError(f"{path} cannot be trusted: {error}") from error
-    if manifest.leaves != describe(wanted):
+    if manifest.leaves != describe_arrays(wanted):
         raise CheckpointError(f"{path} is of other ranges, or of another optimizer")
     leaves: list[np.ndarray] = []
     for number, leaf in enumerate(jax.tree.leaves(wanted)):

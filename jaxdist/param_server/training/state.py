@@ -18,7 +18,7 @@ from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.contract import vectors
 from jaxdist.param_server.live.codes import Codes
-from jaxdist.param_server.live.layout import ShardLayout, joined, layouts
+from jaxdist.param_server.live.layout import ShardLayout, joined_shards, layouts
 from jaxdist.param_server.live.shard import shapes, split
 from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.training.separable import server_transform
@@ -168,7 +168,7 @@ class Sharded:
           state: one of the program's, for what servers do not have.
         """
         wanted = self.program.state_shapes
-        arrays = joined(self.layouts, [shard.params for shard in shards], self.shapes)
+        arrays = joined_shards(self.layouts, [shard.params for shard in shards], self.shapes)
         params = _placed(wanted.params, arrays)
         new = replace(
             state, step=jax.device_put(np.int32(step), wanted.step.sharding), params=params

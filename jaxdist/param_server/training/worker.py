@@ -19,7 +19,7 @@ from jaxdist.param_server.consistency.arrival import OnArrival
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.live.client import Client
-from jaxdist.param_server.live.layout import joined
+from jaxdist.param_server.live.layout import joined_shards
 from jaxdist.param_server.training.state import Sharded
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
@@ -80,7 +80,7 @@ class _OnDevices:
         return np.int32(step * self.sharded.cluster.workers + self.slot)
 
     def tree(self, flats: Flats) -> PyTree:
-        arrays = joined(self.sharded.layouts, flats, self.sharded.shapes)
+        arrays = joined_shards(self.sharded.layouts, flats, self.sharded.shapes)
         shapes = self.program.state_shapes.params
         leaves = [
             jax.device_put(arrays[name], shape.sharding)

@@ -49,7 +49,7 @@ class ProcessesConfig(Config):
 
     @model_validator(mode="after")
     def _stays_here(self) -> ProcessesConfig:
-        if self.tls is None and not is_loopback(self.host):
+        if self.tls is None and not stays_on_machine(self.host):
             raise ValueError(
                 f"host {self.host} is reached over a network, where anyone on the way could read "
                 "the token and change gradients: give certificates (tls: {authority, certificate, "
@@ -58,11 +58,11 @@ class ProcessesConfig(Config):
         return self
 
 
-def is_loopback(host: str) -> bool:
+def stays_on_machine(host: str) -> bool:
     """Return whether an address is reachable from this machine only, as no name is.
 
-    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")]
-    [True, True, True, False, False]
+    >>> [stays_on_machine(host) for host in ("127.0.0.1", "::1", "localhost", "10.0.0.1")]
+    [True, True, True, False]
     """
     if host == "localhost":
         return True

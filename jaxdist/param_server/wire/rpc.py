@@ -134,7 +134,7 @@ class RpcServer:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions")
         try:
             place = str(metadata.get(SHARED_KEY, ""))
-            memory = shared.find(place) if place else None
+            memory = shared.open_shared(place) if place else None
             context.send_initial_metadata(((SHARED_KEY, "no" if memory is None else "yes"),))
             yield from self._answered(given, context, memory)
         finally:

@@ -126,7 +126,7 @@ def make(most_bytes: int) -> Shared | None:
     return Shared(to_server, to_worker, f"{os.getpid()}:{fd}:{nonce.hex()}", fd)
 
 
-def find(place: str) -> Shared | None:
+def open_shared(place: str) -> Shared | None:
     """Open the memory that a worker of this user created on this machine, or return None.
 
     A forged location opens nothing else: the descriptor must be sealed memory of this user that

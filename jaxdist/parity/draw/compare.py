@@ -14,13 +14,13 @@ from jaxdist.parity.children import Ended, answers
 from jaxdist.parity.draw.draw import draw, seeds_of
 from jaxdist.parity.draw.report import (
     HEADER,
+    draw_line,
     failure_text,
-    from_json,
-    line,
-    to_json,
+    outcomes_from_json,
+    outcomes_to_json,
     verdict,
 )
-from jaxdist.parity.draw.run import DrawOutcome, judge
+from jaxdist.parity.draw.run import DrawOutcome, judge_draw
 from jaxdist.parity.report import REMEDY, read_earlier
 from jaxdist.parity.trace import compiled_at
 
@@ -61,16 +61,16 @@ def parity_draws(
         soft_wrap=True,
     )
     console.print(HEADER, style="bold")
-    for own, answer in zip(left, answers(judge, left, jobs), strict=True):
+    for own, answer in zip(left, answers(judge_draw, left, jobs), strict=True):
         outcome = _ended(own, answer) if isinstance(answer, Ended) else answer
         outcomes.append(outcome)
         style = None if outcome.good else "bold red"
-        console.print(line(outcome), style=style, soft_wrap=True, markup=False)
+        console.print(draw_line(outcome), style=style, soft_wrap=True, markup=False)
         if not outcome.good:
             text = failure_text(outcome, _written(outcome))
             console.print(text, soft_wrap=True, markup=False)
         if json_file is not None:
-            report = to_json(outcomes, count=count, seed=seed)
+            report = outcomes_to_json(outcomes, count=count, seed=seed)
             write_json(json_file, report, what="draws", indent=1, allow_nan=True)
     console.print(verdict(outcomes), soft_wrap=True)
     return outcomes
@@ -82,7 +82,7 @@ def _earlier(file: Path, seeds: Sequence[int]) -> list[DrawOutcome]:
     Raises:
       ConfigError: a file that is not a report of draws, or whose draws have changed since.
     """
-    found = read_earlier(file, from_json) or []
+    found = read_earlier(file, outcomes_from_json) or []
     own = [outcome for outcome in found if outcome.seed in seeds]
     for outcome in own:
         drawn = draw(outcome.seed)

@@ -22,10 +22,10 @@ from jaxdist.runtime import environment
 from jaxdist.types import Json, JsonObject
 
 HEADER = f"{'seed':>6} {'verdict':<9}{'loss':>8}{'grad':>8}{'update':>8}  {'loaded':<8} what"
-"""The heading of `line`."""
+"""The heading of `draw_line`."""
 
 
-def line(outcome: DrawOutcome) -> str:
+def draw_line(outcome: DrawOutcome) -> str:
     """Format a draw in lines of 80 columns, except for reasons."""
     sections, found = outcome.sections, outcome.differences
     values = asdict(found).values() if found else ()
@@ -128,7 +128,7 @@ def verdict(outcomes: Sequence[DrawOutcome]) -> str:
     return "\n".join(lines)
 
 
-def to_json(outcomes: Sequence[DrawOutcome], *, count: int, seed: int) -> JsonObject:
+def outcomes_to_json(outcomes: Sequence[DrawOutcome], *, count: int, seed: int) -> JsonObject:
     """Convert all outcomes to plain data.
 
     Args:
@@ -150,8 +150,8 @@ def _row(outcome: DrawOutcome) -> JsonObject:
     return row
 
 
-def from_json(report: Mapping[str, Json]) -> list[DrawOutcome]:
-    """Convert back the outcomes of `to_json`."""
+def outcomes_from_json(report: Mapping[str, Json]) -> list[DrawOutcome]:
+    """Convert back the outcomes of `outcomes_to_json`."""
 
     def outcome(row: Mapping[str, Json]) -> DrawOutcome:
         common: Sections = {
@@ -169,7 +169,7 @@ PAGE = "python -m jaxdist.parity.draw.report docs/parity_draw.json > docs/parity
 
 def markdown(report: Mapping[str, Json]) -> str:
     """Format a run as a page: the verdicts, by every drawn feature."""
-    outcomes = from_json(report)
+    outcomes = outcomes_from_json(report)
     count, seed, versions = report["count"], report["seed"], report["versions"]
     lines = [
         "# The same numbers on plans drawn at random",

@@ -26,12 +26,12 @@ from jaxdist.parity.trace import (
     NUDGES,
     Differences,
     FirstSteps,
-    differences,
     half_limit_of,
     limit_of,
     norms_at_least,
     noted,
     nudged,
+    trace_differences,
 )
 from jaxdist.run.checkpoints import restore
 from jaxdist.train.state import TrainState
@@ -69,12 +69,12 @@ class DrawOutcome:
         return self.verdict in ("equal", "refused")
 
 
-def judge(seed: int) -> DrawOutcome:
+def judge_draw(seed: int) -> DrawOutcome:
     """Train a draw and its reference, save and load; errors are part of the outcome."""
     drawn, begun = draw(seed), time.perf_counter()
     found: JsonObject = {}
     try:
-        found = compare(drawn)
+        found = _compare(drawn)
     except Exception as error:
         found = {"verdict": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
     jax.clear_caches()  # its programs are used by no other draw
@@ -82,7 +82,7 @@ def judge(seed: int) -> DrawOutcome:
     return DrawOutcome(seed, **found, seconds=seconds, sections=drawn.sections, reader=drawn.reader)
 
 
-def compare(drawn: Draw) -> JsonObject:
+def _compare(drawn: Draw) -> JsonObject:
     """Return the fields of an `DrawOutcome` that come from running a draw.
 
     Raises:
@@ -105,7 +105,7 @@ def compare(drawn: Draw) -> JsonObject:
     found, state = FirstSteps(experiment).run(initial)
     cuts = _cuts(drawn.sections)
     limit = half_limit_of(cuts) if half else limit_of(cuts, experiment.units_per_step)
-    off = differences(
+    off = trace_differences(
         found, expected, norms_at_least(expected, limit, *moved, times=2 if half else 1)
     )
     apart, name = replicas_apart(state)

@@ -29,7 +29,7 @@ from jaxdist.planner.model import Tensor
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.products import peak_of
 from jaxdist.planner.target import Places, Target
-from jaxdist.planner.time import RATES, Seconds, across, gather
+from jaxdist.planner.time import RATES, Seconds, across, gather_seconds
 from jaxdist.trees import flatten_with_names
 
 OTHER_AXES = "what axes tensor and stage would send is known of gpt alone"
@@ -190,7 +190,7 @@ class TracedFormulas:
         model, count, size = self.model, plan.microbatches, self.model.elements()
 
         def once(number_bytes: float) -> float:
-            return gather(target, places.dims[1], plan.data, size * number_bytes)
+            return gather_seconds(target, places.dims[1], plan.data, size * number_bytes)
 
         sent = model.sent_bytes if plan.zero or count == 1 else model.param_bytes
         crossing = across(target, size * sent / plan.data)

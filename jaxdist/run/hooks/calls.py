@@ -152,7 +152,7 @@ def _with_metrics(outcome: Outcome, directory: Path) -> Outcome:
     if not (directory / FILE_NAME).exists():
         return outcome
     records = read_metrics(directory)
-    spent = goodput.joined(records)
+    spent = goodput.joined_lives(records)
     return replace(
         outcome,
         metrics=last_of(records, "train"),

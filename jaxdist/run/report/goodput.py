@@ -13,7 +13,7 @@ from jaxdist.errors import RunError
 from jaxdist.heartbeat.flight.slow import Slow
 from jaxdist.heartbeat.journal import read_journal
 from jaxdist.metrics.energy import tally
-from jaxdist.metrics.goodput import Goodput, joined, predicted, table
+from jaxdist.metrics.goodput import Goodput, joined_lives, predicted, table
 from jaxdist.metrics.report import write_json
 from jaxdist.metrics.writer import FILE_NAME, read_metrics
 from jaxdist.run.directory import RunDirectory
@@ -40,7 +40,7 @@ def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goo
             "`jaxdist train` printed after the word run"
         )
     records = read_metrics(run)
-    found = joined(records)
+    found = joined_lives(records)
     if found is None:
         raise RunError(
             f"{run / FILE_NAME} has no records of time (split goodput): the run is of an older "
@@ -55,7 +55,7 @@ def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goo
         console.print(line, soft_wrap=True, markup=False)
     if json_file is not None:
         slow = [event for event in events if event["event"] == "slow"]
-        energy = tally.joined(records)
+        energy = tally.joined_energy(records)
         drawn = None if energy is None else energy.as_json()
         more = {
             "kept": found.kept,
@@ -71,7 +71,7 @@ def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goo
 
 def print_goodput(records: Sequence[JsonObject], console: Console) -> None:
     """Print the use of a run's time, if its records contain it."""
-    found = joined(records)
+    found = joined_lives(records)
     if found is not None:
         _print(found, records, console)
 
@@ -82,7 +82,7 @@ def _print(found: Goodput, records: Sequence[JsonObject], console: Console) -> N
     if share is not None:
         told = f"kept   {found.kept:.1%} of the time after the first start; predicted {share:.1%}"
         console.print(told, soft_wrap=True)
-    energy = tally.joined(records)
+    energy = tally.joined_energy(records)
     if energy is not None:
         console.print(tally.table(energy), soft_wrap=True, markup=False)
     shares = waiting_shares(records)

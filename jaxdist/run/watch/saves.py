@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jaxdist.checkpoint.agree import broadcast_int
 from jaxdist.heartbeat.journal import read_journal
-from jaxdist.heartbeat.saving import MOST_STEPS, Failures, Interval, choose, failures_of
+from jaxdist.heartbeat.saving import MOST_STEPS, Failures, Interval, choose_interval, failures_of
 from jaxdist.metrics.account import Account, Activity
 from jaxdist.metrics.goodput import INTERVALS
 from jaxdist.metrics.writer import Records
@@ -82,7 +82,7 @@ class Chooser:
         events = [] if self.run is None else read_journal(self.run)
         failures = failures_of(events, time.time(), prior)
         cost = statistics.median(self._costs) if self._costs else 0.0
-        chosen = choose(cost, step_seconds, failures)
+        chosen = choose_interval(cost, step_seconds, failures)
         self._tell(step, chosen)
         return chosen.steps
 

@@ -12,7 +12,7 @@ from jaxdist.simulation.engine.report import Point
 from jaxdist.simulation.engine.shard import Shard, ShardNode
 
 
-def joined(
+def joined_parameters(
     problem: TrainingProblem, nodes: Sequence[ShardNode], shards: Sequence[Shard]
 ) -> dict[str, np.ndarray]:
     """Join the parameters by name from each server's part."""
@@ -58,7 +58,7 @@ class LossCurve:
 
     def measure(self, now: float) -> None:
         """Add a point at this time, unless the last point has the same state."""
-        params = joined(self.problem, self.nodes, [node.arrays for node in self.nodes])
+        params = joined_parameters(self.problem, self.nodes, [node.arrays for node in self.nodes])
         gradients = self._gradients()
         steps = gradients / self.cluster.workers
         updates = self.nodes[0].state.clocks.version

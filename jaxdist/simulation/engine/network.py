@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from jaxdist.param_server.scenario import LinkConfig
+from jaxdist.param_server.scenario import NetworkConfig
 
 Action = Callable[[], None]
 Node = tuple[str, int]
@@ -82,7 +82,7 @@ class Network:
       sent_bytes: bytes by sender, lost messages included.
     """
 
-    link: LinkConfig
+    link: NetworkConfig
     timeline: EventQueue
     seed: int
     received_bytes: Counter[Node] = field(default_factory=Counter)

@@ -41,18 +41,18 @@ class RackNode:
         if not self.states:
             self.client = self.run.begin_rack(self)
             servers = range(len(self.run.shards))
-            self.states = [rack.begin(self.client, len(self.workers)) for _ in servers]
+            self.states = [rack.begin_rack(self.client, len(self.workers)) for _ in servers]
             self.copies: list[Shard | None] = [None for _ in servers]
             self._payloads: dict[tuple[int, int, int], Shard] = {}
             self.encoder = self.run.encoder(self.client)
             self._sent: dict[tuple[int, int], Shard] = {}
         for server, state in enumerate(self.states):
-            self._do(server, rack.join(self.run.model, state, worker))
+            self._do(server, rack.join_rack(self.run.model, state, worker))
 
     def leave(self, worker: int) -> None:
         """Remove a client; with the last client the rack leaves the servers."""
         for server, state in enumerate(self.states):
-            self._do(server, rack.leave(self.run.model, state, worker))
+            self._do(server, rack.leave_rack(self.run.model, state, worker))
         if self.states and not self.states[0].inner.members:
             self.states = []
             self.run.end_rack(self)

@@ -11,7 +11,7 @@ from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Message, Reply
 from jaxdist.param_server.protocol.rack import WITHIN
 from jaxdist.simulation.engine.checks import Reads, Values
-from jaxdist.simulation.engine.curve import LossCurve, joined
+from jaxdist.simulation.engine.curve import LossCurve, joined_parameters
 from jaxdist.simulation.engine.encoder import ClientEncoder, Encoding
 from jaxdist.simulation.engine.network import Action, EventQueue, Network, Node
 from jaxdist.simulation.engine.problem import TrainingProblem, UpdateRule
@@ -286,7 +286,9 @@ class Simulation:
         books = [shard.book for shard in self.shards]
         received, sent = self.network.received_bytes, self.network.sent_bytes
         return Report(
-            params=joined(self.problem, self.shards, [shard.arrays for shard in self.shards]),
+            params=joined_parameters(
+                self.problem, self.shards, [shard.arrays for shard in self.shards]
+            ),
             seconds=end,
             curve=tuple(self.curve.points),
             work=tuple(

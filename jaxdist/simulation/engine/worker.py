@@ -11,7 +11,7 @@ from jaxdist.param_server.consistency.arrival import OnArrival
 from jaxdist.param_server.protocol import client
 from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Message, Publish, Push, Reply
-from jaxdist.simulation.engine.curve import joined
+from jaxdist.simulation.engine.curve import joined_parameters
 from jaxdist.simulation.engine.network import Node
 from jaxdist.simulation.engine.problem import Computed
 from jaxdist.simulation.engine.shard import Shard, slices
@@ -102,7 +102,7 @@ class WorkerNode:
             self.run.pool -= 1
         self.idle_seconds += self.run.now - self.waits_since
         self._read = [link.version for link in self.links]
-        copy = joined(
+        copy = joined_parameters(
             self.run.problem, self.run.shards, [one for one in self.copies if one is not None]
         )
         first = self.trainer.read(copy)

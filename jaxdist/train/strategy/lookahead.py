@@ -53,7 +53,7 @@ class Lookahead(Config):
         return SlowWeights(self.steps, sgd)
 
 
-def check(strategy: Lookahead, given: RunSettings) -> tuple[str, ...]:
+def length_notices(strategy: Lookahead, given: RunSettings) -> tuple[str, ...]:
     """Return notices about a run whose length is not a multiple of `strategy.steps`."""
     total_steps = given.total_steps
     left = total_steps % strategy.steps

@@ -72,7 +72,7 @@ def run(
     return GradientsAndSums(state.chunk_grads, shared_grads, sums)
 
 
-def evaluate(
+def evaluate_pipeline(
     ticks: Ticks,
     model: ModelFns,
     chunk_params: Params,

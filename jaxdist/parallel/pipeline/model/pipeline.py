@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import axis_names, axis_size, entry_names
+from jaxdist.mesh import axis_names, entry_names, mesh_axis_size
 from jaxdist.models.functional import Functional
 from jaxdist.models.hints import RESIDUAL
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
@@ -21,7 +21,7 @@ from jaxdist.parallel.compute import over_weight
 from jaxdist.parallel.contract import BatchContext, Gradients, Held
 from jaxdist.parallel.microbatch import split_rows
 from jaxdist.parallel.pipeline.called import inputs_of
-from jaxdist.parallel.pipeline.executor.execute import evaluate, run
+from jaxdist.parallel.pipeline.executor.execute import evaluate_pipeline, run
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.model_fns import (
     GradientsAndSums,
@@ -150,7 +150,7 @@ class Pipeline:
         def local(chunks: PyTree, shared: PyTree, frozen: PyTree, rows: PyTree) -> Sums:
             settings = {"axis": AXIS, "specs": self._specs, "frozen": frozen}
             parts = self._parts(training=False)
-            found = evaluate(self.forward, parts, chunks, shared, rows, **settings)
+            found = evaluate_pipeline(self.forward, parts, chunks, shared, rows, **settings)
             return jax.lax.psum(found, data)
 
         inside = (here, everywhere, (here, everywhere), PartitionSpec(None, data))
@@ -315,7 +315,11 @@ def plan_pipeline(
       ConfigError: sequence parallelism on CPU.
     """
     axis = layout.axis_of(RESIDUAL[1])
-    if axis and axis_size(layout.mesh, axis) > 1 and layout.mesh.devices.flat[0].platform == "cpu":
+    if (
+        axis
+        and mesh_axis_size(layout.mesh, axis) > 1
+        and layout.mesh.devices.flat[0].platform == "cpu"
+    ):
         raise ConfigError(
             f"sharding.rules.{RESIDUAL[1]} {axis} with mesh.stage would wait for ever on CPU: XLA "
             "permutes sequences within a stage's task, and here a permute waits for the devices of "

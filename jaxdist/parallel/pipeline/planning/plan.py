@@ -14,7 +14,7 @@ from pydantic import Field
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import axis_size
+from jaxdist.mesh import mesh_axis_size
 from jaxdist.models.functional import Functional
 from jaxdist.models.loss import Loss, Model
 from jaxdist.parallel.pipeline.executor.ticks import Activations
@@ -27,7 +27,7 @@ from jaxdist.parallel.pipeline.planning.partition import (
     weigh,
 )
 from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
-from jaxdist.pipeline_schedules.check import check
+from jaxdist.pipeline_schedules.check import check_schedule
 from jaxdist.pipeline_schedules.one_f_one_b import OneFOneB
 from jaxdist.pipeline_schedules.schedule import Schedule
 from jaxdist.sharding import Dims, Layout
@@ -126,7 +126,7 @@ def plan_chunks(
     layers, parted = _layers(model, stages)
     what = "parts" if parted else "layers"
     schedule = config.schedule.build(stages, microbatches)
-    check(schedule)
+    check_schedule(schedule)
     _check_counts(config.layers, layers, what, schedule)
     shown = f"pipeline {schedule.name}: {layers} {what} in {schedule.chunks} chunks"
     if config.layers is None and layers % schedule.chunks == 0 and not parted:
@@ -147,9 +147,9 @@ def stages_of(mesh: Mesh) -> int:
     Raises:
       ConfigError: the axis spans two networks.
     """
-    if axis_size(mesh, AXIS) > 1 and AXIS not in mesh.shape:
+    if mesh_axis_size(mesh, AXIS) > 1 and AXIS not in mesh.shape:
         raise ConfigError("mesh.stage lies over two networks, and stages are one axis: give a size")
-    return axis_size(mesh, AXIS)
+    return mesh_axis_size(mesh, AXIS)
 
 
 def _cut(config: PipelineConfig, costs: LayerCosts, schedule: Schedule) -> tuple[Partition, str]:

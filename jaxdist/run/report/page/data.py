@@ -15,7 +15,7 @@ from jaxdist.errors import JaxdistError, RunError
 from jaxdist.experiment import load
 from jaxdist.heartbeat.journal import read_journal
 from jaxdist.metrics.energy import tally
-from jaxdist.metrics.goodput import joined, predicted
+from jaxdist.metrics.goodput import joined_lives, predicted
 from jaxdist.metrics.writer import FILE_NAME, iterate_metrics
 from jaxdist.pipeline_schedules.draw.text import summary
 from jaxdist.pipeline_schedules.simulate import Timeline, simulate
@@ -56,7 +56,7 @@ def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, RunRecords
     records = RunRecords()
     if (run / FILE_NAME).exists():
         records = collect(iterate_metrics(run))
-    time, energy = joined(records.others), tally.joined(records.others)
+    time, energy = joined_lives(records.others), tally.joined_energy(records.others)
     events = read_journal(run)
     found = {
         "path": str(run),
@@ -163,10 +163,10 @@ def _shown(inspection: Json) -> JsonObject:
     return found | {"time": None if found["time"] is None else found["time"].get("seconds")}
 
 
-def differences(runs: Sequence[JsonObject]) -> list[Json]:
+def setting_differences(runs: Sequence[JsonObject]) -> list[Json]:
     """Return rows with a setting's path and its value in each run, for settings that differ.
 
-    >>> differences([{"config": {"a": "1", "b": "2"}}, {"config": {"a": "1", "b": "3"}}])
+    >>> setting_differences([{"config": {"a": "1", "b": "2"}}, {"config": {"a": "1", "b": "3"}}])
     [['b', '2', '3']]
     """
     paths = dict.fromkeys(path for run in runs for path in run["config"])

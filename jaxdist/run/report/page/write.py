@@ -12,7 +12,13 @@ from pathlib import Path
 
 from jaxdist.errors import RunError
 from jaxdist.run.lock import BEAT_SECONDS, FILE_NAME, PATIENCE_SECONDS
-from jaxdist.run.report.page.data import Compile, curves, differences, program_data, run_data
+from jaxdist.run.report.page.data import (
+    Compile,
+    curves,
+    program_data,
+    run_data,
+    setting_differences,
+)
 from jaxdist.types import JsonObject
 
 MOST_BYTES = 1_000_000
@@ -32,7 +38,7 @@ def render(runs: Sequence[JsonObject], *, reload_seconds: float | None, now: flo
     title = " and ".join(run["path"] for run in runs)
     data = {
         "runs": list(runs),
-        "differences": differences(runs),
+        "differences": setting_differences(runs),
         "written": now,
         "reload_seconds": reload_seconds,
     }
