@@ -216,6 +216,8 @@ def _of_rank(eqn: Any, kinds: Sequence[Kind]) -> Kind:
         return ZERO  # an index is never negative: what jnp asks before it counts from the end
     if name in ("add", "sub") and isinstance(kinds[0], Rank) and isinstance(kinds[1], Zero):
         return kinds[0]
+    if name == "add" and isinstance(kinds[0], Zero) and isinstance(kinds[1], Rank):
+        return kinds[1]
     return OWN
 
 

@@ -74,7 +74,14 @@ class Terms(Kind):
 
 @dataclass(frozen=True)
 class Owed(Kind):
-    """A term: the value is the sum of the devices' values, which is still owed."""
+    """A term: the value is the sum of the devices' values, which is still owed.
+
+    Attributes:
+      sure: false where the sum may be over another dim than the sharded dim, of which the program
+        does not say enough: then an error that would follow is undecided.
+    """
+
+    sure: bool = True
 
     def __str__(self) -> str:
         return "a partial sum"
@@ -188,6 +195,7 @@ class Wrong(Kind):
 
 
 ZERO, WHOLE, COUNT, OWED, OWN, PART = Zero(), Whole(), Count(), Owed(), Own(), Part()
+DOUBTFUL = Owed(sure=False)
 
 
 @dataclass(frozen=True)
@@ -209,6 +217,20 @@ class Value:
 def shard(*dims: int, inner: int = 1) -> Shard:
     """A shard along one of these dims."""
     return Shard(frozenset(dims), inner)
+
+
+def doubtful(kind: Kind) -> bool:
+    """Whether a partial sum, or one that is part of it, is doubtful."""
+    if isinstance(kind, Joined):
+        return any(doubtful(part) for _, part in kind.parts)
+    return kind == DOUBTFUL
+
+
+def doubted(kind: Kind) -> Kind:
+    """The same kind, where each partial sum is doubtful."""
+    if isinstance(kind, Joined):
+        return Joined(kind.dim, tuple((size, doubted(part)) for size, part in kind.parts))
+    return DOUBTFUL if isinstance(kind, Owed) else kind
 
 
 def spoiled(kinds: Iterable[Kind]) -> Kind | None:
@@ -235,6 +257,8 @@ def joined(first: Value, second: Value, reason: str) -> Value:
         return Value(a, constant)
     if isinstance(a, Zero):
         return Value(b, constant)
+    if isinstance(a, Owed) and isinstance(b, Owed):
+        return Value(DOUBTFUL, constant)
     if isinstance(a, Shard) and isinstance(b, Shard) and a.dims & b.dims:
         return Value(Shard(a.dims & b.dims, a.inner if a.inner == b.inner else 1), constant)
     if {a, b} == {COUNT, WHOLE} or {a, b} == {COUNT, OWED}:

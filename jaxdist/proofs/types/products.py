@@ -36,7 +36,9 @@ def dot_general(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     if any(isinstance(kind, Zero) for kind in kinds):
         return [Value(ZERO, all_constant(eqn.outvars[0].aval))]
     if any(isinstance(kind, Owed) for kind in kinds):
-        if all(isinstance(kind, Owed | Whole) for kind in kinds) and kinds[0] != kinds[1]:
+        if all(isinstance(kind, Owed | Whole) for kind in kinds) and type(kinds[0]) is not type(
+            kinds[1]
+        ):
             return [Value(OWED)]
         return [Value(at.wrong(eqn, f"multiplies a partial sum over {at.axis!r} by another value "
                                "that differs between devices"))]  # fmt: skip

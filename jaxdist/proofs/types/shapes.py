@@ -9,6 +9,7 @@ from typing import Any
 from jaxdist.proofs.types.elementwise import Context, Rule, merged
 from jaxdist.proofs.types.kinds import (
     COUNT,
+    DOUBTFUL,
     OWED,
     OWN,
     PART,
@@ -179,14 +180,14 @@ def reduction(name: str) -> Rule:
         if isinstance(kind, Shard):
             left, shape = kind.dims - set(axes), eqn.invars[0].aval.shape
             held = any(shape[dim] != 1 for dim in kind.dims)
-            if held and all(shape[dim] == 1 for dim in left):
-                left = frozenset()
+            doubtful = bool(held and left) and all(shape[dim] == 1 for dim in left)
+            left = frozenset() if doubtful else left
             if left:
                 kind = moved(Shard(left, kind.inner), to)
             elif name == "sum" and not held:
                 kind = PART  # jax writes the removal of a dim of size 1 as a sum too
             elif name == "sum":
-                kind = OWED
+                kind = DOUBTFUL if doubtful else OWED
             elif name in ("max", "min"):
                 kind = Extreme(name)
             elif name in ("and", "or"):

@@ -11,6 +11,7 @@ from jax.extend import core
 from jaxdist.proofs.types.collectives import COLLECTIVES, named, on_other_axes, parted
 from jaxdist.proofs.types.elementwise import ELEMENTWISE, all_constant
 from jaxdist.proofs.types.kinds import (
+    DOUBTFUL,
     WHOLE,
     ZERO,
     Count,
@@ -29,12 +30,16 @@ from jaxdist.proofs.types.kinds import (
     Whole,
     Wrong,
     Zero,
+    doubted,
+    doubtful,
     joined,
     shard,
     spoiled,
 )
 from jaxdist.proofs.types.rules import RULES, by_default, label_of
 
+LIBRARY = "in a library"
+"""The place of code that has no line outside of libraries."""
 PASSES = 8
 """Rounds after which a loop whose kinds still change is left undecided."""
 
@@ -69,13 +74,17 @@ class Pass:
         self._recording = True
         self._overwrites = False
         self._errors = 0
+        self._calls: list[str] = []
+        self._doubts = False
         self._seen: dict[Any, tuple[list[Value], bool]] = {}
 
     def wrong(self, eqn: Any, message: str) -> Kind:
         """Report an error at an equation; the kind of what it spoils."""
+        if self._doubts:
+            return self.undecided(eqn, "sums over a dim that may be sharded, or may not be")
         if LOSSY in str(eqn.source_info.name_stack):
             return self.undecided(eqn, "a lossy message takes the place of a sum, by the config")
-        return self.wrong_at(line_of(eqn), message)
+        return self.wrong_at(self.place(eqn), message)
 
     def wrong_at(self, where: str, message: str) -> Kind:
         """Report an error at a place."""
@@ -86,8 +95,10 @@ class Pass:
         return Wrong(frozenset([(where, message)]))
 
     def place(self, eqn: Any) -> str:
-        """File and line of an equation."""
-        return line_of(eqn)
+        """File and line of an equation, or of the call that it is part of."""
+        return next(
+            (line for line in (line_of(eqn), *self._calls[::-1]) if line != LIBRARY), LIBRARY
+        )
 
     def too_large(self, where: str) -> Kind:
         """Report that the sum at a place adds what is whole already."""
@@ -99,7 +110,7 @@ class Pass:
 
     def undecided(self, eqn: Any, message: str) -> Unknown:
         """The kind of a result that no rule decides."""
-        return Unknown(frozenset([f"{self.axis}: {line_of(eqn)}: {message}"]))
+        return Unknown(frozenset([f"{self.axis}: {self.place(eqn)}: {message}"]))
 
     def run(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
         """The kinds of a program's results, from those of its operands.
@@ -156,7 +167,10 @@ class Pass:
                 other = on_other_axes(function_name(eqn, called), self, eqn, values[-1])
                 if other is not None:
                     return [other]
-            return self.run(called, values)
+            self._calls.append(line_of(eqn))
+            found = self.run(called, values)
+            self._calls.pop()
+            return found
         if name == "dynamic_update_slice" and self._overwrites:
             return [values[1]]
         if not eqn.outvars:
@@ -172,8 +186,12 @@ class Pass:
             kind = parted(self, eqn, values)
             return [Value(kind)] * len(eqn.outvars)
         rule = COLLECTIVES.get(name) or RULES.get(label_of(eqn)) or RULES.get(name, by_default)
+        self._doubts = any(doubtful(value.kind) for value in values)
         found = rule(self, eqn, values)
         assert len(found) == len(eqn.outvars), name
+        if self._doubts:
+            found = [value.of_kind(doubted(value.kind)) for value in found]
+        self._doubts = False
         return [
             value
             if fits(value.kind, var.aval)
@@ -254,7 +272,7 @@ class Pass:
         rows: Sequence[Value],
     ) -> tuple[list[Value], list[Value]]:
         """Run a loop's body until the kinds that it carries do not change any more."""
-        reason = f"{self.axis}: {line_of(eqn)}: a value changes its kind in each pass of a loop"
+        reason = f"{self.axis}: {self.place(eqn)}: a value changes its kind in each pass of a loop"
         recording, self._recording = self._recording, False
         # The first passes meet the zeros that buffers start from, and judge nothing.
         for judges in (False, True):
@@ -290,7 +308,7 @@ class Pass:
 
     def _cond(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
         index, operands = values[0], values[1:]
-        reason = f"{self.axis}: {line_of(eqn)}: the branches give values of unlike kinds"
+        reason = f"{self.axis}: {self.place(eqn)}: the branches give values of unlike kinds"
         found: list[Value] | None = None
         for branch in eqn.params["branches"]:
             out = self.run(branch.jaxpr, operands)
@@ -372,7 +390,7 @@ def line_of(eqn: Any) -> str:
     for frame in traceback.frames if traceback is not None else ():
         if not any(part in frame.file_name for part in LIBRARIES):
             return f"{PurePath(frame.file_name).name}:{frame.line_num}"
-    return "in a library"
+    return LIBRARY
 
 
 def regions_of(jaxpr: Any) -> Iterator[Any]:
@@ -415,13 +433,12 @@ def check_leaving(at: Pass, value: Value, spec: Any, where: str) -> Kind:
     if not dims:
         if isinstance(kind, Whole | Count):
             return kind
-        if isinstance(kind, Part):
+        if isinstance(kind, Part | Own) or kind == DOUBTFUL:
             return Unknown(frozenset([f"{axis}: {where}: {kind} leaves as a whole value"]))
         remedy = {
             Owed: f"a psum over {axis!r} is missing",
             Shard: f"an all-gather over {axis!r} is missing, or {axis!r} in out_specs",
             Extreme: f"a pmax or pmin over {axis!r} is missing",
-            Own: "each device keeps another value",
             Rank: "each device keeps another value",
             Terms: f"a psum over {axis!r} is missing",
         }.get(type(kind), "each part of it needs what it is owed")
