@@ -149,6 +149,7 @@ EVERY += [
     with_settings(strategy__aggregation__type="racks", strategy__consistency__value_bound="1"),
     with_settings("lookahead", optim__master_weights="bfloat16"),
     with_settings(model__freeze="['blocks/*']"),
+    with_settings(model__lora="{}"),
     replace(
         with_settings("synchronous", model__freeze="['blocks/*']"),
         zero=ZeroConfig(stage=3, prefetch=True),

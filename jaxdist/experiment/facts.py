@@ -20,6 +20,7 @@ from jaxdist.validity.features import Facts, OptimFacts
 
 OFF: Mapping[str, object] = {
     "model.freeze": [],
+    "model.lora": None,
     "parallel.zero": ParallelConfig().model_dump(mode="json")["zero"],
     "train.batch_ramp": None,
     "train.phases": None,

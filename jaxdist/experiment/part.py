@@ -8,18 +8,21 @@ from dataclasses import replace
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.functional import Functional
-from jaxdist.models.tuning.part import PartConfig
+from jaxdist.models.tuning.lora import PREFIX, Adapter, adapter_of
+from jaxdist.models.tuning.part import LoraConfig, PartConfig
 from jaxdist.sharding.dims import near_names
 from jaxdist.trees import flatten_with_names
 
 
 def trained_part(config: PartConfig, model: Functional) -> Functional:
-    """Return the model with the parameters that the config freezes.
+    """Return the model with the parameters that the config freezes, and its adapters.
 
     Raises:
       ConfigError: a pattern that matches no parameter; no parameter is left to train.
     """
     names = [name for name, _ in flatten_with_names(model.params)]
+    if config.lora is not None:
+        return model.adapted(_adapters(config.lora, model))
     frozen = matched(config.freeze, names, "freeze")
     if frozen and len(frozen) == len(names):
         raise ConfigError(
@@ -30,7 +33,35 @@ def trained_part(config: PartConfig, model: Functional) -> Functional:
     return replace(model, frozen=frozen)
 
 
-def matched(patterns: Sequence[str], names: Collection[str], setting: str) -> frozenset[str]:
+def _adapters(config: LoraConfig, model: Functional) -> list[Adapter]:
+    """Return the adapters of the kernels that the config targets.
+
+    Raises:
+      ConfigError: a pattern that matches no parameter, or no kernel; a name that is taken.
+    """
+    shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}
+    if PREFIX in model.params:
+        raise ConfigError(
+            f"the model has parameters {PREFIX}/... of its own, where adapters would be kept: give "
+            "them another name",
+            setting=("lora",),
+        )
+    adapters = []
+    for pattern in config.targets:
+        names = sorted(matched([pattern], shapes, "lora", "targets"))
+        given = [(name, shapes[name], model.dims[name] or ()) for name in names]
+        made = [adapter_of(config, *one, stacked=one[0] in model.stacked) for one in given]
+        if not any(made):
+            raise ConfigError(
+                f"{pattern!r} matches no kernel, but {names[0]} {list(shapes[names[0]])}, which "
+                "has no inputs and outputs: name parameters with two dims or more",
+                setting=("lora", "targets"),
+            )
+        adapters += filter(None, made)
+    return [*{adapter.name: adapter for adapter in adapters}.values()]
+
+
+def matched(patterns: Sequence[str], names: Collection[str], *setting: str) -> frozenset[str]:
     """Return the names that any pattern matches.
 
     Raises:
@@ -39,5 +70,5 @@ def matched(patterns: Sequence[str], names: Collection[str], setting: str) -> fr
     idle = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
     if idle:
         lines = [f"{p!r} matches no parameter: {near_names(p, names)}" for p in idle]
-        raise ConfigError("\n".join(lines), setting=(setting,))
+        raise ConfigError("\n".join(lines), setting=setting)
     return frozenset(n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns))

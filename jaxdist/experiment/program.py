@@ -198,7 +198,8 @@ def _what_is_trained(
     with at("sharding"):
         dims = resolve_dims(config.sharding, shapes, model.dims, model.stacked, layout)
     with at("model"):
-        return trained_part(config.model, model.with_dims(dims)), dims, loss
+        model = trained_part(config.model, model.with_dims(dims))
+        return model, {**dims, **{n: d for n, d in model.dims.items() if d is not None}}, loss
 
 
 def model_of(

@@ -16,6 +16,8 @@ from flax import nnx
 
 from jaxdist.models.layers import Deferred, Stacked, dims_of, whole
 from jaxdist.models.scans import sliced
+from jaxdist.models.tuning import lora
+from jaxdist.models.tuning.lora import Adapter
 from jaxdist.trees import divide, flatten_with_names
 from jaxdist.types import Dims, Leaf, PyTree
 
@@ -63,6 +65,7 @@ class Functional:
       scanned: names of the parameters that `scan_blocks` reads layer by layer.
       stacked: names of the parameters whose first dim counts layers, however they are read.
       frozen: names of the parameters that are not trained.
+      adapters: low-rank adapters of kernels, whose parameters are among `params`.
       in_parts: whether the module has `parts()`, a list of dissimilar parts.
     """
 
@@ -80,6 +83,7 @@ class Functional:
     _rng_types: tuple[type, ...]
     _rng_shapes: tuple[tuple[int, ...], ...]
     frozen: frozenset[str] = frozenset()
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def trained(self) -> NestedDict:
@@ -95,7 +99,11 @@ class Functional:
         with nnx.use_eager_sharding(False):
             module = self.make(nnx.Rngs(key))
         _, params, _, buffers = nnx.split(module, nnx.Param, nnx.RngState, ...)
-        return _values(params, self._param_paths), _values(buffers, self._buffer_paths)
+        own = _values(params, self._param_paths)
+        if self.adapters:
+            drawn = lora.init(self.adapters, jax.random.fold_in(key, len(self._param_paths)))
+            own |= nest([tuple(name.split("/")) for name in drawn], [*drawn.values()])
+        return own, _values(buffers, self._buffer_paths)
 
     def bind(
         self,
@@ -114,11 +122,12 @@ class Functional:
           statistics_over: manual mesh axes over which batch norms average their statistics, unless
             they have axes of their own.
         """
+        given = dict(zip(self._names, pick(self._param_paths, params), strict=True))
+        if self.adapters:
+            own = {name: pick([tuple(name.split("/"))], params)[0] for name in self._adapter_names}
+            given |= lora.bound(self.adapters, given | own, key)
         key = jax.random.key(0) if key is None else key
-        values = [
-            value if _name(path) in self.scanned else whole(value)
-            for path, value in zip(self._param_paths, pick(self._param_paths, params), strict=True)
-        ]
+        values = [x if name in self.scanned else whole(x) for name, x in given.items()]
         flat = [
             *zip(self._param_paths, values, strict=True),
             *zip(self._buffer_paths, pick(self._buffer_paths, buffers), strict=True),
@@ -128,6 +137,31 @@ class Functional:
         if statistics_over:
             _average(module, statistics_over)
         return module
+
+    @property
+    def _names(self) -> list[str]:
+        """The names of the module's own parameters."""
+        return [_name(path) for path in self._param_paths]
+
+    @property
+    def _adapter_names(self) -> list[str]:
+        return [name for adapter in self.adapters for name in adapter.names]
+
+    def adapted(self, adapters: Sequence[Adapter]) -> Functional:
+        """Return the model with adapters, which alone are trained."""
+        names = [name for adapter in adapters for name in adapter.names]
+        shapes = [shape for adapter in adapters for shape in adapter.shapes]
+        dims = [found for adapter in adapters for found in adapter.all_dims]
+        structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        stacked = {name for adapter in adapters if adapter.layers for name in adapter.names}
+        return replace(
+            self,
+            params=self.params | nest([tuple(name.split("/")) for name in names], structs),
+            dims={**self.dims, **dict(zip(names, dims, strict=True))},
+            stacked=self.stacked | stacked,
+            frozen=frozenset(self._names),
+            adapters=tuple(adapters),
+        )
 
     def _lengths(self, values: Sequence[Leaf]) -> dict[int, int]:
         """Map the model's layer counts to those of `values` (a pipeline's chunk has fewer)."""

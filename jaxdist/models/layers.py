@@ -25,6 +25,8 @@ ComputeDtype = Literal["float32", "bfloat16"]
 Initializer = Callable[..., jax.Array]
 
 
+MERGED = "merged"
+"""The name of parameters that are computed from others, for `jax.checkpoint`."""
 _LECUN = nnx.initializers.lecun_normal()
 
 
@@ -47,6 +49,11 @@ class Deferred(ABC):
     @property
     def ahead(self) -> bool:
         """Whether `scan_blocks` gathers the next layer's parameters while a layer computes."""
+        return False
+
+    @property
+    def merges(self) -> bool:
+        """Whether the parameter is computed from others, and so is not kept for a backward pass."""
         return False
 
 
@@ -208,6 +215,10 @@ def scan_blocks(
     def block(x: jax.Array, layer: Params) -> jax.Array:
         return _run(graph, whole(layer), x, operands)
 
+    if any(leaf.merges for leaf in _deferred(state)):
+        # Else the backward pass would have kept the parameters that all layers are computed with.
+        keep = jax.checkpoint_policies.save_anything_except_these_names(MERGED)
+        block = jax.checkpoint(block, policy=keep, prevent_cse=unroll > 1)
     check_names(remat, lambda x, state: block(x, _first(state)), x, state)
     policy, *more = listed(remat)
     if more:
@@ -273,8 +284,11 @@ def _scan_lists(
 
 
 def _fetches_ahead(state: nnx.State) -> bool:
-    leaves = jax.tree.leaves(state, is_leaf=_is_deferred)
-    return any(leaf.ahead for leaf in leaves if _is_deferred(leaf))
+    return any(leaf.ahead for leaf in _deferred(state))
+
+
+def _deferred(state: nnx.State) -> list[Deferred]:
+    return [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_deferred) if _is_deferred(leaf)]
 
 
 def _scan_ahead(

@@ -8,7 +8,7 @@ from jaxdist.validity.features import FEATURES, FLAT, Facts, Feature
 from jaxdist.validity.sections import EVERY
 
 COMPRESSION = tuple(name for name in FEATURES if name.startswith("compression over"))
-FROZEN = ("model.freeze",)
+FROZEN = ("model.freeze", "model.lora")
 SCOPES = ("parallel.zero.scope: all", "parallel.zero.scope: ici")
 ZERO_STAGES = ("zero 1", "zero 2", "zero 3")
 REDUCTIONS = ("reduce: xla", f"reduce: {', '.join(FLAT)}", "reduce: hierarchical")

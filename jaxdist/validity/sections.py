@@ -79,6 +79,7 @@ _PATHS = (
     "train.batch_ramp",
     "train.phases",
     "model.freeze",
+    "model.lora",
     "train.check_replicas",
     "optim.clip_norm",
     "optim.skip_spikes",

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat, model_validator
 
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, Count
 
 Pattern = Annotated[str, Field(min_length=1)]
 """A pattern for names of parameters, in which `*` matches any characters, `/` too."""
+
+
+class LoraConfig(Config):
+    """Low-rank adapters, which are trained in place of the model's own parameters."""
+
+    rank: Count
+    """Rank of an adapter."""
+    alpha: PositiveFloat
+    """Size of an adapter: it counts alpha / rank times."""
+    targets: Annotated[tuple[Pattern, ...], Field(min_length=1)]
+    """Patterns for names of the kernels that have adapters, such as `blocks/attention/*`."""
+    rslora: bool = False
+    """Count adapters alpha / sqrt(rank) times (Kalajdzievski 2023, arXiv 2312.03732)."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of a kernel's input features that its adapter does not see in a step; a layer draws
+    them once for all rows of a device's batch."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class PartConfig(Config):
@@ -18,3 +40,11 @@ class PartConfig(Config):
     freeze: tuple[Pattern, ...] = ()
     """Patterns for names of parameters that are not trained, such as `blocks/*`: they have neither
     gradients nor optimizer state."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters, which alone are trained; null trains the model's own parameters."""
+
+    @model_validator(mode="after")
+    def _check_part(self) -> PartConfig:
+        if self.lora is not None and self.freeze:
+            raise ValueError("freeze has no effect with lora, which trains adapters alone")
+        return self

@@ -266,6 +266,15 @@ def _freeze(random: Random, config: Sections) -> Sections | None:
     return _with(config, "model", freeze=[random.choice(FREEZABLE[config["model"]["type"]])])
 
 
+def _lora(random: Random, config: Sections) -> Sections | None:
+    model = config["model"]
+    if model["type"] not in ADAPTED or _fetched_ahead(config) or "freeze" in model:
+        return None
+    adapters = {"rank": random.choice((1, 2, 3)), "alpha": random.choice((4.0, 16.0))}
+    adapters["targets"] = [random.choice(ADAPTED[model["type"]])]
+    return _with(config, "model", lora={**adapters, "rslora": random.random() < 0.5})
+
+
 def _fetched_ahead(config: Sections) -> bool:
     return bool(config["parallel"]["zero"].get("prefetch"))
 
@@ -330,6 +339,13 @@ FREEZABLE: Mapping[str, tuple[str, ...]] = {
     "import": ("*bias",),
 }
 """Patterns of parameters that models of each type have, and not alone."""
+ADAPTED: Mapping[str, tuple[str, ...]] = {
+    "gpt": ("blocks/*", "*", "blocks/attention/*"),
+    "mlp": ("*kernel",),
+    "cnn": ("*kernel",),
+    "import": ("*",),
+}
+"""Patterns of kernels that models of each type have."""
 TOWER = "jaxdist.parity.tower:Tower"
 SETTINGS: Mapping[str, Setting] = {
     "compute dtype": Setting(0.25, True, _compute_dtype, _value("model", "compute_dtype")),
@@ -349,6 +365,7 @@ SETTINGS: Mapping[str, Setting] = {
         0.8, False, _collective_matmul, _value("sharding", "collective_matmul")
     ),
     "frozen parameters": Setting(0.2, True, _freeze, _value("model", "freeze")),
+    "adapters": Setting(0.2, True, _lora, _value("model", "lora")),
     "strict bits": Setting(0.12, False, _strict, _value("parallel", "deterministic")),
     "reduce dtype": Setting(0.15, False, _reduce_dtype, _value("parallel", "reduce_dtype")),
     "gather dtype": Setting(0.3, False, _gather_dtype, _value("parallel.zero", "gather_dtype")),

@@ -14,6 +14,7 @@ from jaxdist.checkpoint.manifest import LeafRecord
 from jaxdist.checkpoint.parts import BeginWith, check_part
 from jaxdist.checkpoint.restore import Adapt, Restored, Wanted, restore_as, valid_manifests
 from jaxdist.errors import CheckpointError
+from jaxdist.models.tuning.lora import PREFIX
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.loading.misordered import check_order
 from jaxdist.train.parts import only, part_names
@@ -21,6 +22,9 @@ from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import PyTree
+
+ADAPTERS = f"params/{PREFIX}/"
+"""The beginning of the paths of adapters in a state."""
 
 
 def begin_with(
@@ -61,6 +65,9 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
         raise CheckpointError(
             f"no checkpoint of step {step} in {directory}; there are: {list(manifests)}"
         )
+    saved = manifests[step].leaves
+    # Adapters of a model that has none yet begin like those of an initial state.
+    names = [name for name in names if name in saved or not name.startswith(ADAPTERS)]
     where = str(step_directory(directory, step))
     check_part(manifests[step].leaves, only(program.own_shapes, names), where=where)
     return names
