@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxdist.models.adapters import from_linen as from_linen
     from jaxdist.models.functional import functional as functional
     from jaxdist.models.mean import Mean as Mean
+    from jaxdist.proofs.foreign import prove as prove
     from jaxdist.run.checkpoints import restore as restore
     from jaxdist.run.checkpoints import save as save
     from jaxdist.run.fit import FitResult as FitResult
@@ -56,6 +57,7 @@ _HOME = {
     "from_linen": "models.adapters",
     "functional": "models.functional",
     "load": "experiment",
+    "prove": "proofs.foreign",
     "prepare": "runtime.environment",
     "restore": "run.checkpoints",
     "save": "run.checkpoints",

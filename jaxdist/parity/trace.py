@@ -350,13 +350,20 @@ NUDGES = range(3)
 
 def nudged(state: TrainState, size: float = FULL, seed: int = 0) -> TrainState:
     """Return a state on the host with each parameter changed by at most this fraction."""
+    return replace(state, params=nudged_tree(state.params, size, seed))
+
+
+def nudged_tree(tree: PyTree, size: float, seed: int) -> PyTree:
+    """Return arrays on the host, with each floating-point element changed by at most `size`."""
     random = np.random.default_rng(seed)
 
     def nudge(leaf: np.ndarray) -> np.ndarray:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
         noise = random.uniform(-size, size, np.shape(leaf))
         return np.asarray(leaf * (1 + noise), leaf.dtype)
 
-    return replace(state, params=jax.tree.map(nudge, state.params))
+    return jax.tree.map(nudge, tree)
 
 
 def limit_of(cuts: Sequence[str], terms: int) -> Differences:

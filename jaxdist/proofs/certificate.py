@@ -16,6 +16,7 @@ from jaxdist.mesh import resolve_sizes
 from jaxdist.metrics.report import PACKAGES, plain, write_json
 from jaxdist.proofs.numbers import Compared
 from jaxdist.proofs.sent import Sent
+from jaxdist.proofs.table import table
 from jaxdist.proofs.types.check import Typed
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.hooks.contract import Hook, Run
@@ -53,6 +54,8 @@ class Proof:
       undecided: everything of which nothing was shown.
       seed: the seed of weights and neighbours.
       notes: what the reduced size leaves out or changes.
+      reduced: the sections of the reduced size.
+      leaves: names of the parameters.
     """
 
     types: Typed | None
@@ -63,6 +66,10 @@ class Proof:
     seed: int = 0
     notes: tuple[str, ...] = ()
     reduced: JsonObject = field(default_factory=dict)
+    leaves: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(table(self))
 
     @property
     def wrong(self) -> bool:

@@ -51,7 +51,8 @@ def prove(experiment: Experiment, *, near: int, seed: int, say: Say) -> Proof:
         say("bytes    the compiled step against its code")
         sent, more = _sent(steps)
         undecided += more
-    proof = Proof(typed, tuple(found), (), sent, tuple(undecided), seed, notes, sections)
+    leaves = tuple(name for name, _ in flatten_with_names(experiment.program.own_shapes.params))
+    proof = Proof(typed, tuple(found), (), sent, tuple(undecided), seed, notes, sections, leaves)
     if any(one.undecided for one in found[1:]):
         return proof  # Its neighbours would have no comparison either.
     return replace(proof, near=tuple(_near(weighted, sections, near, seed, say)))

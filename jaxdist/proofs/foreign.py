@@ -1,0 +1,278 @@
+"""`jaxdist.prove`: the proof of a step that knows nothing of jaxdist."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxdist.errors import JaxdistError, RunError
+from jaxdist.metrics.report import PACKAGES, write_json
+from jaxdist.parity.draw.run import replicas_apart
+from jaxdist.parity.trace import FULL, NUDGES, Trace, limit_of, nudged_tree
+from jaxdist.proofs.certificate import Proof, Undecided, to_json
+from jaxdist.proofs.numbers import Compared, Scene, scenes, worst_of
+from jaxdist.proofs.sent import Sent, compare
+from jaxdist.proofs.types.check import check_types
+from jaxdist.proofs.types.walk import regions_of
+from jaxdist.runtime import environment
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import PyTree
+
+Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+INPUTS = "pass the whole state of training as the first argument, and return it first"
+MUTABLE = f"{INPUTS}; a step that changes flax.nnx objects in place needs nnx.split and nnx.merge"
+UNKNOWN_SCALE = (
+    "no step on one device was given (one_device=), so that only another order of the rows was "
+    "compared: a factor that is the same for every batch shows in the types alone"
+)
+
+
+def prove(
+    step: Step,
+    mesh: Mesh,
+    state: PyTree,
+    batch: PyTree,
+    *,
+    one_device: Step | None = None,
+    weight: str | None = None,
+    seed: int = 0,
+    json_file: str | os.PathLike[str] | None = None,
+) -> Proof:
+    """Prove that a step on a mesh computes what one device would; `print` shows the result.
+
+    The arguments are copied, so that a step may donate them.
+
+    Args:
+      step: a function (state, batch) -> (state, outputs), jitted or not.
+      mesh: the mesh that it is written for.
+      state: its first argument, arrays with the shardings in which training stores them.
+      batch: its second argument; the leading dim of each array is that of the examples.
+      one_device: the same step, made for one device: the source of the right numbers.
+      weight: name of the leaf of `batch` that weighs examples, float `[B]`, if there is one:
+        unequal weights, a shard without weight and a batch without weight are then compared.
+      seed: seed of weights and of the order of examples.
+      json_file: where to write the certificate.
+
+    Raises:
+      RunError: a step that cannot be traced, or does not return its state; a batch or a mesh that
+        does not fit it.
+    """
+    closed, names = _traced(step, mesh, state, batch)
+    typed = check_types(closed, names)
+    undecided = [Undecided("types", leaf, "; ".join(why)) for leaf, why in typed.undecided.items()]
+    jitted = _jitted(step)
+    runner = _Runner(mesh, state, batch, weight, seed)
+    found = runner.compare(jitted, one_device and _jitted(one_device))
+    if found.undecided:
+        undecided.append(Undecided("numbers", found.plan, found.undecided))
+    elif one_device is None:
+        undecided.append(Undecided("numbers", "the scale", UNKNOWN_SCALE))
+    sent: Sent | None = None
+    try:
+        sent = compare(closed, jitted.lower(state, batch).compile(), mesh, state)
+    except JaxdistError as error:
+        undecided.append(Undecided("bytes", "the step", str(error)))
+    leaves = tuple(name for name, _ in flatten_with_names(state))
+    proof = Proof(typed, (found,), (), sent, tuple(undecided), seed, leaves=leaves)
+    if json_file is not None:
+        identity = {
+            "digest": hashlib.sha256(str(closed).encode()).hexdigest(),
+            "mesh": dict(mesh.shape),
+            "versions": environment.versions(PACKAGES),
+        }
+        name = str(getattr(step, "__name__", step))
+        write_json(Path(json_file), to_json(proof, identity, name), what="certificate")
+    return proof
+
+
+def _jitted(step: Step) -> Any:
+    return step if hasattr(step, "lower") else jax.jit(step)
+
+
+def _traced(step: Step, mesh: Mesh, state: PyTree, batch: PyTree) -> tuple[Any, Sequence[str]]:
+    """Trace a step; return its program and the names of its outputs."""
+    for name, leaf in [*flatten_with_names(state), *flatten_with_names(batch)]:
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
+            raise RunError(f"prove: {name} is {type(leaf).__name__}, not an array: {MUTABLE}")
+    try:
+        closed, out = jax.make_jaxpr(step, return_shape=True)(state, batch)
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise RunError(
+            f"prove: the step cannot be traced ({type(error).__name__}: {first}): call it as "
+            f"step(state, batch) with these arguments first; {INPUTS}"
+        ) from error
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise RunError(f"prove: the step returns {type(out).__name__}, not two values: {MUTABLE}")
+    if jax.tree.structure(out[0]) != jax.tree.structure(state):
+        raise RunError(f"prove: the step returns another tree than the state: {MUTABLE}")
+    for (name, old), new in zip(flatten_with_names(state), jax.tree.leaves(out[0]), strict=True):
+        if np.shape(old) != new.shape:
+            raise RunError(f"prove: {name} is {np.shape(old)}, and the step returns {new.shape}")
+    used = _meshes(closed.jaxpr)
+    if not used and mesh.size > 1 and not _spread(mesh, (state, batch)):
+        raise RunError(
+            f"prove: neither state nor batch is on the {mesh.size} devices of the mesh, so that "
+            "the step would run on one: place them as training does (jax.device_put with a "
+            "NamedSharding)"
+        )
+    for shape in used:
+        if shape != dict(mesh.shape):
+            raise RunError(
+                f"prove: the step's shard_map is for the mesh {shape}, but mesh is "
+                f"{dict(mesh.shape)}: give the mesh that the step is written for"
+            )
+    outputs = [f"outputs/{name}" for name, _ in flatten_with_names(out[1])]
+    return closed, [*(f"state/{name}" for name, _ in flatten_with_names(out[0])), *outputs]
+
+
+def _spread(mesh: Mesh, tree: PyTree) -> bool:
+    """Return whether any array is on all devices of a mesh."""
+    devices = set(mesh.devices.flat)
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return any(leaf.sharding.device_set == devices for leaf in leaves)
+
+
+def _meshes(jaxpr: Any) -> list[dict[str, int]]:
+    return [dict(region.params["mesh"].shape) for region in regions_of(jaxpr)]
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """The steps of a comparison, from the same state and batches."""
+
+    mesh: Mesh
+    state: PyTree
+    batch: PyTree
+    weight: str | None
+    seed: int
+
+    def compare(self, step: Step, one_device: Step | None) -> Compared:
+        """Compare a step with that of one device, or with itself on rows in another order."""
+        batches = self._batches()
+        if isinstance(batches, str):
+            return Compared("the given batch", undecided=batches)
+        plan = "one device" if one_device else "rows in another order"
+        if one_device is None:
+            order = np.random.default_rng(self.seed).permutation(self._rows)
+            other = [(name, self._ordered(host, order)) for name, host in batches]
+            reference, theirs = step, other
+        else:
+            reference, theirs = one_device, batches
+        whole = one_device is not None
+        host = jax.tree.map(_host, self.state)
+        try:
+            found = self._run(step, host, batches, alone=False)
+            expected, *moved = (
+                self._run(reference, begun, theirs, alone=whole)
+                for begun in (host, *(nudged_tree(host, FULL, seed) for seed in NUDGES))
+            )
+        except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
+            return Compared(plan, undecided=f"a step failed: {str(error).splitlines()[0]}")
+        cuts = ["over devices", *(axis for axis, size in self.mesh.shape.items() if size > 1)]
+        names = [name for name, _ in batches]
+        worst = worst_of(names, found, expected, moved, limit_of(cuts, self._rows))
+        return Compared(plan, worst, steps=tuple(names))
+
+    @property
+    def _rows(self) -> int:
+        return min(np.shape(leaf)[0] for leaf in jax.tree.leaves(self.batch) if np.ndim(leaf))
+
+    def _batches(self) -> list[tuple[str, PyTree]] | str:
+        """Return a batch for each step with its name, or why there are none."""
+        host = jax.tree.map(_host, self.batch)
+        named = dict(flatten_with_names(host))
+        if any(np.ndim(leaf) == 0 or len(leaf) != self._rows for leaf in named.values()):
+            return "the arrays of the batch differ in their leading dim"
+        taken = [Scene(name) for name in ("first step", "second step", "third step")]
+        if self.weight is not None:
+            if self.weight not in named:
+                raise RunError(f"prove: the batch has no {self.weight!r}, but {sorted(named)}")
+            shards = next(n for n in range(self.mesh.size, 0, -1) if self._rows % n == 0)
+            given = {"weighted": True, "skips": False, "seed": self.seed}
+            taken = [*taken[:1], *scenes(self._rows, shards, **given)]
+        random = np.random.default_rng(self.seed)
+        found = []
+        for index, scene in enumerate(taken):
+            rows = random.permutation(self._rows) if index else np.arange(self._rows)
+            batch = self._ordered(host, rows)
+            if scene.weights is not None:
+                batch = self._weighted(batch, scene.weights)
+            found.append((scene.name, batch))
+        return found
+
+    def _weighted(self, batch: PyTree, weights: np.ndarray) -> PyTree:
+        leaves, tree = jax.tree.flatten(batch)
+        names = [name for name, _ in flatten_with_names(batch)]
+        at = names.index(str(self.weight))
+        leaves[at] = np.broadcast_to(
+            weights.reshape(-1, *(1,) * (leaves[at].ndim - 1)), leaves[at].shape
+        ).astype(leaves[at].dtype)
+        return jax.tree.unflatten(tree, leaves)
+
+    def _ordered(self, batch: PyTree, order: np.ndarray) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf[order], batch)
+
+    def _run(
+        self, step: Step, begun: PyTree, batches: Sequence[tuple[str, PyTree]], *, alone: bool
+    ) -> list[Trace]:
+        """Take a step with each batch.
+
+        Args:
+          alone: on one device, so that the arguments have no shardings.
+        """
+        state, before, traces = _like(begun, self.state, alone=alone), _numbers(begun), []
+        for _, batch in batches:
+            state, outputs = step(state, _like(batch, self.batch, alone=alone))
+            after, values = _numbers(state), _numbers(outputs)
+            apart, leaf = (0.0, "") if alone else replicas_apart(_floats(state))
+            extra = {f"replicas of {leaf}": np.asarray(apart)} if apart else {}
+            updates = {name: after[name] - before[name] for name in after}
+            traces.append(Trace(begun, np.zeros(0), {}, updates, {**values, **extra}))
+            before = after
+        return traces
+
+
+def _host(leaf: Any) -> Any:
+    if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+        return leaf
+    return np.array(leaf)
+
+
+def _like(tree: PyTree, given: PyTree, *, alone: bool) -> PyTree:
+    """Return copies of arrays, with the shardings of those that were given."""
+
+    def placed(leaf: Any, like: Any) -> Any:
+        whole = jnp.copy(leaf) if isinstance(leaf, jax.Array) else jnp.asarray(np.array(leaf))
+        # An array on one device stays free to go wherever a step needs it.
+        if alone or not isinstance(like, jax.Array) or len(like.sharding.device_set) == 1:
+            return whole
+        return jax.device_put(whole, like.sharding)
+
+    return jax.tree.map(placed, tree, given)
+
+
+def _floats(tree: PyTree) -> Mapping[str, Any]:
+    return {
+        name: leaf
+        for name, leaf in flatten_with_names(tree)
+        if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    }
+
+
+def _numbers(tree: PyTree) -> dict[str, np.ndarray]:
+    """Return the leaves of a tree on the host, in float64; keys as the numbers that they hold."""
+    found = {}
+    for name, leaf in flatten_with_names(tree):
+        key = jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
+        found[name] = np.asarray(jax.random.key_data(leaf) if key else leaf, np.float64)
+    return found

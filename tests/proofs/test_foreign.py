@@ -1,0 +1,155 @@
+"""`jaxdist.prove`: steps in other people's style, right and with faults, and what it refuses."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from strangers import (
+    FSDP_FAULTS,
+    NNX_FAULTS,
+    batch_on,
+    fsdp_state,
+    fsdp_step,
+    mesh_of,
+    nnx_pair,
+    nnx_step,
+)
+
+import jaxdist
+from jaxdist.errors import RunError
+from jaxdist.proofs.certificate import Proof
+
+MESH = mesh_of(4)
+
+
+@cache
+def alone(trainer: str) -> Any:
+    return fsdp_step(mesh_of(1)) if trainer == "fsdp" else jax.jit(nnx_step(mesh_of(1)))
+
+
+def proof_of(trainer: str, fault: str = "") -> Proof:
+    step = (fsdp_step if trainer == "fsdp" else nnx_step)(MESH, fault)
+    state = fsdp_state(MESH) if trainer == "fsdp" else nnx_pair(MESH)[1]
+    more = {"one_device": alone(trainer), "weight": "weight"}
+    return jaxdist.prove(step, MESH, state, batch_on(MESH), **more)
+
+
+@pytest.mark.parametrize("trainer", ["fsdp", "nnx"])
+def test_a_right_trainer_is_proved(trainer, tmp_path):
+    proof = proof_of(trainer)
+    assert proof.verdict == "proved", str(proof)
+    assert not proof.sent.unasked
+
+
+PLANTED = [*(("fsdp", fault) for fault in FSDP_FAULTS), *(("nnx", fault) for fault in NNX_FAULTS)]
+QUICK = (FSDP_FAULTS[0], FSDP_FAULTS[3])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "fault"),
+    [
+        pytest.param(*one, marks=() if one[1] in QUICK else pytest.mark.full, id=one[1])
+        for one in PLANTED
+    ],
+)
+def test_planted_faults_are_found(trainer, fault):
+    proof = proof_of(trainer, fault)
+    assert proof.verdict == "wrong", str(proof)
+
+
+def simple(state: Any, batch: Any) -> Any:
+    grad = jax.grad(lambda w: jnp.mean((batch["x"] @ w) ** 2))(state["w"])
+    return {"w": state["w"] - grad}, {"norm": jnp.linalg.norm(grad)}
+
+
+STATE, BATCH = {"w": jnp.ones(3)}, {"x": np.ones((8, 3), np.float32)}
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "a step that cannot be traced": (
+        lambda state, batch: (state, float(batch["x"].sum())),
+        STATE,
+        "the step cannot be traced .*ConcretizationTypeError",
+    ),
+    "a step that returns one value": (
+        lambda state, batch: state,
+        STATE,
+        "returns dict, not two values: .* first; a step that changes flax.nnx objects",
+    ),
+    "a step that changes its state in place": (
+        lambda state, batch: (None, batch["x"].sum()),
+        STATE,
+        "returns another tree than the state: .*nnx.split",
+    ),
+    "an object in the state": (simple, {"w": object()}, "w is object, not an array"),
+    "arrays that are not on the mesh": (
+        lambda state, batch: (state, batch["x"].sum()),
+        STATE,
+        "neither state nor batch is on the 4 devices of the mesh",
+    ),
+    "a state of another shape": (
+        lambda state, batch: ({"w": state["w"][:2]}, {}),
+        STATE,
+        r"w is \(3,\), and the step returns \(2,\)",
+    ),
+    "another mesh": (
+        lambda state, batch: (
+            state,
+            jax.shard_map(
+                lambda x: jax.lax.psum(x.sum(), "data"),
+                mesh=mesh_of(2),
+                in_specs=P("data"),
+                out_specs=P(),
+            )(batch["x"]),
+        ),
+        STATE,
+        "shard_map is for the mesh {'data': 2}, but mesh is {'data': 4}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_proved_is_refused_by_name(name):
+    step, state, message = REFUSED[name]
+    with pytest.raises(RunError, match=message):
+        jaxdist.prove(step, MESH, state, BATCH)
+
+
+@pytest.fixture
+def rows() -> Any:
+    return {"x": jax.device_put(BATCH["x"], NamedSharding(MESH, P("data")))}
+
+
+def test_without_a_step_on_one_device_the_scale_is_undecided(rows):
+    proof = jaxdist.prove(simple, MESH, STATE, rows)
+    assert proof.verdict == "undecided"
+    assert [(one.part, one.what) for one in proof.undecided] == [("numbers", "the scale")]
+    assert "rows in another order" in {one.plan for one in proof.numbers}
+
+
+def test_donated_arguments_stay_the_caller_s(rows):
+    state = {"w": jnp.ones(3)}
+    step = jax.jit(simple, donate_argnums=0)
+    assert jaxdist.prove(step, MESH, state, rows, one_device=simple).verdict == "proved"
+    assert float(state["w"].sum()) == 3
+
+
+def test_a_kernel_without_a_rule_is_undecided_and_named():
+    def local(x: jax.Array) -> jax.Array:
+        shape = jax.ShapeDtypeStruct((x.shape[1],), x.dtype)
+        return jax.pure_callback(lambda x: np.asarray(x).sum(0), shape, x)
+
+    def step(state: Any, batch: Any) -> Any:
+        whole = jax.shard_map(local, mesh=MESH, in_specs=P("data"), out_specs=P(), check_vma=False)
+        return {"w": whole(batch["x"])}, {}
+
+    proof = jaxdist.prove(step, MESH, STATE, BATCH, one_device=lambda s, b: (
+        {"w": b["x"].sum(0)}, {}
+    ))  # fmt: skip
+    assert proof.verdict != "proved"
+    assert any("pure_callback" in one.why for one in proof.undecided), proof.undecided
