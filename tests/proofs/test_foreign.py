@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from documents import ROOT, blocks
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from strangers import (
     FSDP_FAULTS,
@@ -153,3 +154,18 @@ def test_a_kernel_without_a_rule_is_undecided_and_named():
     ))  # fmt: skip
     assert proof.verdict != "proved"
     assert any("pure_callback" in one.why for one in proof.undecided), proof.undecided
+
+
+def test_the_guide_s_example_runs():
+    """It names the leaf of weights "mask"."""
+    (text,) = blocks(ROOT / "docs/guides/prove.md", "python")
+    renamed = {"x": "x", "y": "y", "weight": "mask"}
+
+    def make_step(mesh: Mesh) -> Any:
+        inner = fsdp_step(MESH) if mesh.size > 1 else alone("fsdp")
+        return jax.jit(lambda state, batch: inner(state, {n: batch[o] for n, o in renamed.items()}))
+
+    batch = {renamed[name]: leaf for name, leaf in batch_on(MESH).items()}
+    given = {"make_step": make_step, "mesh": MESH, "state": fsdp_state(MESH), "batch": batch}
+    exec(text, given)
+    assert given["proof"].verdict == "proved"
