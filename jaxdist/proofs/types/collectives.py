@@ -144,7 +144,7 @@ def all_to_all(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     split, joined = eqn.params["split_axis"], eqn.params["concat_axis"]
     if spoiled([kind]):
         return [Value(kind)]
-    if isinstance(kind, Shard) and joined in kind.dims and eqn.params.get("tiled", False):
+    if kind == shard(joined) and split != joined and eqn.params.get("tiled", False):
         return [Value(shard(split))]
     return [Value(at.undecided(eqn, f"an all-to-all of a value that is {kind}"))]
 

@@ -256,6 +256,9 @@ def _of_owed(at: Context, eqn: Any, kinds: Sequence[Kind]) -> Kind:
         return OWED
     if name == "is_finite":
         return OWN
+    if name in ("eq", "ne") and any(zero):
+        # A device without weight divides by 1 instead, which is right where it is multiplied again.
+        return at.undecided(eqn, "asks whether the weight of this device's rows is zero")
     return at.wrong(
         eqn,
         f"takes {name} of a partial sum over {at.axis!r}, which is not linear: sum it over the "
