@@ -5,15 +5,16 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from signal import Signals
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 from jaxdist.types import Json, JsonObject
 
@@ -34,11 +35,22 @@ class Event(NamedTuple):
     code: int | None = None
 
 
+class Process(Protocol):
+    """The part of `subprocess.Popen` that a child needs of its process."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None, /) -> int: ...
+
+    def kill(self) -> None: ...
+
+
 class Child:
-    """A process with JSON lines on its standard input and output.
+    """A process with JSON lines both ways on its standard input, which is a socket.
 
     Args:
       name: its name in messages.
+      begin: starts the process with two descriptors, its standard input and its standard error.
       log: the file to which its standard error is appended.
       events: receives its messages and its end, from a thread.
     """
@@ -46,24 +58,16 @@ class Child:
     def __init__(
         self,
         name: str,
-        command: Sequence[str],
+        begin: Callable[[int, int], Process],
         *,
-        environ: Mapping[str, str],
         log: Path,
         events: SimpleQueue[Event],
     ) -> None:
         self.name, self.log, self._events = name, log, events
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as errors:
-            # A session of its own: only its parent answers the signals of the terminal.
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env={**environ},
-                start_new_session=True,
-            )
+        self._socket, theirs = socket.socketpair()
+        with log.open("ab") as errors, theirs:
+            self.process = begin(theirs.fileno(), errors.fileno())
         self._reader = threading.Thread(target=self._read, name=name, daemon=True)
         self._reader.start()
 
@@ -72,8 +76,8 @@ class Child:
 
     def say(self, what: Json) -> None:
         """Send it a message; do nothing if it has ended, since its end comes as an event."""
-        assert self.process.stdin is not None
-        send(self.process.stdin, what)
+        with suppress(OSError):
+            self._socket.sendall(json.dumps(what).encode() + b"\n")
 
     def last_words(self) -> str:
         """Return the last lines of its standard error."""
@@ -81,9 +85,8 @@ class Child:
 
     def close_input(self) -> None:
         """Close its input, which tells it to end."""
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     def end(self, deadline: float) -> None:
         """Wait until it has ended; kill it at the deadline, of `time.monotonic`."""
@@ -100,10 +103,8 @@ class Child:
         self.close_input()
 
     def _read(self) -> None:
-        stdout = self.process.stdout
-        assert stdout is not None
-        with stdout:
-            for line in stdout:
+        with self._socket, self._socket.makefile("rb") as lines, suppress(ConnectionResetError):
+            for line in lines:
                 self._events.put(Event(self, json.loads(line)))
         self._events.put(Event(self, {}, self.process.wait()))
 
@@ -120,12 +121,12 @@ def end_together(children: Sequence[Child]) -> None:
 class Parent:
     """The parent, as a child sees it.
 
-    Whatever else the child prints goes to its standard error: its output is for messages.
+    Whatever else the child prints goes to its standard error.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._out: IO[str] = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        self._out: IO[str] = os.fdopen(os.dup(0), "w", encoding="utf-8")
         os.dup2(2, 1)
 
     def say(self, event: str, **what: object) -> None:
@@ -134,7 +135,7 @@ class Parent:
             try:
                 self._out.write(json.dumps({"event": event, **what}) + "\n")
                 self._out.flush()
-            except BrokenPipeError:
+            except ConnectionError:
                 os._exit(1)  # without a parent there is no work
 
     def hear(self) -> Iterator[JsonObject]:
@@ -149,7 +150,8 @@ def input_lines() -> Iterator[bytes]:
     `sys.stdin` has a lock, which a thread holds while it waits for a line; Python aborts a process
     that ends meanwhile. This reader has none.
     """
-    yield from io.FileIO(0, closefd=False)
+    with suppress(ConnectionResetError):  # the other end has died with lines unread
+        yield from io.FileIO(0, closefd=False)
 
 
 def wait_for_input_end() -> None:
@@ -161,7 +163,7 @@ def wait_for_input_end() -> None:
 
 def send(stream: IO[bytes], what: Json) -> None:
     """Write a JSON line; do nothing if the other end, or the stream, is closed."""
-    with suppress(BrokenPipeError, ValueError):
+    with suppress(ConnectionError, ValueError):
         stream.write(json.dumps(what).encode() + b"\n")
         stream.flush()
 

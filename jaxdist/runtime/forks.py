@@ -15,7 +15,9 @@ import select
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +30,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a scheduler sends to all processes of a job: for the agent and the forked
 processes."""
 MOST_FILES = 8
+POLL_SECONDS = 0.01
 
 
 class ForkServer:
@@ -36,14 +39,16 @@ class ForkServer:
     Args:
       module: a module that calls `hold_signals`, imports, and then calls `await_fork`.
       log: file for the server's own standard error.
+      environ: the server's environment; None means that of this process.
     """
 
-    def __init__(self, module: str, log: Path) -> None:
-        self._module, self._log = module, log
+    def __init__(self, module: str, log: Path, environ: Mapping[str, str] | None = None) -> None:
+        self._module, self._log, self._environ = module, log, environ
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._rest, self._forked = b"", list[int]()
         self._codes: dict[int, int] = {}
+        self.lock = threading.Lock()
 
     def start(self) -> None:
         """Start the server, which imports while the caller continues."""
@@ -55,6 +60,7 @@ class ForkServer:
                 python_module(self._module),
                 stdin=theirs.fileno(),
                 stderr=errors,
+                env=None if self._environ is None else {**self._environ},
                 start_new_session=True,
             )
 
@@ -81,6 +87,15 @@ class ForkServer:
                     return self._forked.pop()
         words = last_lines(self._log, 1)
         raise RunError(f"what is to start this run's processes has ended itself: {words}")
+
+    def begin(self, stdin: int, stderr: int) -> Forked:
+        """Fork a process that threads may wait for.
+
+        Raises:
+          RunError: see `fork`.
+        """
+        with self.lock:
+            return Forked(self, self.fork([stdin, stderr]))
 
     def ended(self, pid: int, *, wait: bool = False) -> int | None:
         """Return the exit code of a process, once; None while it is alive.
@@ -126,6 +141,44 @@ class ForkServer:
             else:
                 self._forked.append(one["pid"])
         return True
+
+
+class Forked:
+    """A forked process, with what `subprocess.Popen` has of it; threads may share it."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid, self._server = pid, server
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return its exit code; None while it lives."""
+        with self._server.lock:
+            if self.returncode is None:
+                self.returncode = self._server.ended(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit code when it has ended.
+
+        Raises:
+          subprocess.TimeoutExpired: it has not ended in so many seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and timeout is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(POLL_SECONDS)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it lives."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send it SIGKILL."""
+        self.send_signal(signal.SIGKILL)
 
 
 def hold_signals() -> None:

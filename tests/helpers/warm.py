@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 from unittest.mock import patch
 
 from jaxdist.runtime.environment import plan_tunables
-from jaxdist.runtime.forks import ForkServer, await_fork, hold_signals
+from jaxdist.runtime.forks import Forked, ForkServer, await_fork, hold_signals
 
 HELPERS = Path(__file__).parent
 MOST_BYTES = 1 << 24
@@ -50,13 +47,13 @@ class Warm(ForkServer):
 
     def begin(
         self, args: Sequence[str], folder: Path, environ: Mapping[str, str], stdout: int | None
-    ) -> Forked:
+    ) -> Command:
         """Begin `jaxdist args...` in a folder.
 
         Args:
           stdout: a descriptor; None keeps the output until the process ends.
         """
-        out, err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 (Forked closes)
+        out, err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 (Command closes)
         ours, theirs = socket.socketpair()
         with ours, theirs:
             pid = self.fork([theirs.fileno(), err.fileno()])
@@ -64,38 +61,18 @@ class Warm(ForkServer):
             line = json.dumps(order).encode()
             socket.send_fds(ours, [b"."], [out.fileno() if stdout is None else stdout])
             ours.sendall(line)
-        return Forked(self, pid, list(args), (out, err))
+        return Command(self, pid, list(args), (out, err))
 
 
-class Forked:
-    """A process, with what `subprocess.Popen` has of it."""
+class Command(Forked):
+    """A forked process, and what it prints."""
 
     def __init__(
         self, server: Warm, pid: int, args: list[str], files: tuple[IO[bytes], IO[bytes]]
     ) -> None:
-        self.pid, self.args = pid, args
-        self.returncode: int | None = None
-        self._server, self._files = server, files
+        super().__init__(server, pid)
+        self.args, self._files = args, files
         self._said: tuple[str, str] | None = None
-
-    def poll(self) -> int | None:
-        """Its exit code; None while it lives."""
-        if self.returncode is None:
-            self.returncode = self._server.ended(self.pid)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, when it has ended.
-
-        Raises:
-          subprocess.TimeoutExpired: it has not ended in so many seconds.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and timeout is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            time.sleep(0.01)
-        return code
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """What it has printed, when it has ended: standard output and error."""
@@ -111,22 +88,12 @@ class Forked:
         """What it has printed so far on standard output."""
         return self._said[0] if self._said else _text(self._files[0])
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal, if it lives."""
-        if self.poll() is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """End it at once."""
-        self.send_signal(signal.SIGKILL)
-
 
 def _text(file: IO[bytes]) -> str:
     return os.pread(file.fileno(), MOST_BYTES, 0).decode()
 
 
-Process = subprocess.Popen[str] | Forked
+Process = subprocess.Popen[str] | Command
 
 
 def main() -> None:

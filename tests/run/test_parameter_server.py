@@ -27,19 +27,19 @@ def of_steps(run: Path) -> list[dict[str, object]]:
     return [one for one in metrics(run) if one["split"] != "servers"]
 
 
-def pid_of(run: Path, role: str, number: int, parent: int) -> int:
-    """The process of a child, by its place among those that its supervisor has started."""
+def pid_of(role: str, number: int, parent: int) -> int:
+    """The process of a child, by the name that it has given itself."""
     deadline = time.monotonic() + 60
-    wanted = f"jaxdist.param_server.processes\0{role}"
     while time.monotonic() < deadline:
-        found = []
-        for pid in map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()):
-            if wanted in Path(f"/proc/{pid}/cmdline").read_text():
-                found.append(pid)
-        if len(found) > number:
-            return sorted(found)[number]
+        for pid in (pid for forks in children_of(parent) for pid in children_of(forks)):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == f"{role} {number}":
+                return pid
         time.sleep(0.01)
     raise AssertionError(f"no {role} {number}")
+
+
+def children_of(pid: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 def test_a_run_whose_worker_is_killed(jaxdist: Jaxdist):
@@ -49,7 +49,7 @@ def test_a_run_whose_worker_is_killed(jaxdist: Jaxdist):
                    strategy=strategy(consistency={"type": "ssp"}, servers=1))  # fmt: skip
     process = jaxdist.start("train", "config.yaml")
     wait_for_step(process, jaxdist.run, 20)
-    os.kill(pid_of(jaxdist.run, "worker", 1, process.pid), signal.SIGKILL)
+    os.kill(pid_of("worker", 1, process.pid), signal.SIGKILL)
     done = finish(process)
     assert (done.code, done.err) == (0, ""), done
     assert "worker 1 ended (signal SIGKILL): worker 2 takes its place" in done.out
@@ -88,7 +88,7 @@ def test_racks_halve_what_the_server_receives_and_bear_a_killed_worker(jaxdist: 
                    eval={"every": None}, checkpoint={"every": 600}, strategy=RACKS)  # fmt: skip
     process = jaxdist.start("train", "config.yaml")
     wait_for_step(process, jaxdist.run, 20)
-    os.kill(pid_of(jaxdist.run, "worker", 1, process.pid), signal.SIGKILL)
+    os.kill(pid_of("worker", 1, process.pid), signal.SIGKILL)
     done = finish(process)
     assert (done.code, done.err) == (0, ""), done
     assert "worker 1 ended (signal SIGKILL): worker 4 takes its place" in done.out
@@ -131,7 +131,7 @@ def test_who_cannot_be_lost_ends_the_run_which_then_resumes(
     jaxdist.config(train=LONG, eval={"every": None}, checkpoint={"every": 10}, strategy=strategy)
     process = jaxdist.start("train", "config.yaml")
     wait_for_step(process, jaxdist.run, 25)
-    os.kill(pid_of(jaxdist.run, role, number, process.pid), signal.SIGKILL)
+    os.kill(pid_of(role, number, process.pid), signal.SIGKILL)
     ended = finish(process)
     assert ended.code == 3
     assert f"{role} {number} ended (signal SIGKILL) and with it what it held" in ended.message
@@ -148,7 +148,7 @@ def test_a_worker_that_is_stuck_is_ended_and_replaced(jaxdist: Jaxdist):
     jaxdist.config(train={**LONG, "steps": 60}, eval={"every": None}, strategy=patient)
     process = jaxdist.start("train", "config.yaml")
     wait_for_step(process, jaxdist.run, 5)
-    os.kill(pid_of(jaxdist.run, "worker", 0, process.pid), signal.SIGSTOP)
+    os.kill(pid_of("worker", 0, process.pid), signal.SIGSTOP)
     done = finish(process)
     assert (done.code, done.err) == (0, ""), done
     assert "worker 0 is ended, as nobody gets on" in done.out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
 import sys
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,8 +25,10 @@ STUCK = "import time; time.sleep(60)"
 
 
 def begun(program: str, folder: Path, events: SimpleQueue[Event], name: str = "child") -> Child:
-    command = [sys.executable, "-c", program]
-    return Child(name, command, environ=os.environ, log=folder / "logs" / name, events=events)
+    def begin(stdin: int, stderr: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", program], stdin=stdin, stderr=stderr)
+
+    return Child(name, begin, log=folder / "logs" / name, events=events)
 
 
 def test_messages_and_the_end_come_as_events(tmp_path: Path):

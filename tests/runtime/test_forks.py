@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -101,9 +102,30 @@ def test_a_server_that_ends_before_it_can_fork_says_why(start, tmp_path: Path):
         Forked(server, tmp_path / "log")
 
 
+@pytest.mark.parametrize("number", [3, -signal.SIGKILL])
+def test_threads_may_wait_for_one_while_another_is_forked(start, tmp_path: Path, number: int):
+    server = start(SCRIPT)
+    (reader, writer), log = os.pipe(), tmp_path / "log"
+    with log.open("ab") as errors, ThreadPoolExecutor(2) as threads:
+        one = server.begin(reader, errors.fileno())
+        waiting = [threads.submit(one.wait, 60) for _ in range(2)]
+        with pytest.raises(subprocess.TimeoutExpired):
+            one.wait(0.02)
+        Forked(server, log)
+        assert one.poll() is None
+        if number < 0:
+            one.kill()
+        os.write(writer, f"{number}\n".encode())
+        assert [each.result() for each in waiting] == [number] * 2
+    one.kill()  # nothing happens
+    for end in (reader, writer):
+        os.close(end)
+
+
 THREADS = """
 import os
 from jaxdist.cli import runs
+from jaxdist.param_server.processes import __main__
 runs.import_all()
 print(*(open(f"/proc/self/task/{name}/comm").read() for name in os.listdir("/proc/self/task")))
 """

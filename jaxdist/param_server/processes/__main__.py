@@ -1,9 +1,8 @@
-"""The entry point of a run's process: a server, an aggregator or a worker.
+"""The entry point of a run's processes: servers, aggregators and workers.
 
-The supervisor starts it as `python -m` this module with the role.
-
-The first line of its input is the setup and later lines are orders. The process ends when its input
-ends.
+The supervisor starts `python -m` this module, which imports everything and forks them. The first
+line of a process's input is its role and setup, and later lines are orders. The process ends when
+its input ends.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from jaxdist.data.cache import cache_directory
 from jaxdist.errors import JaxdistError, RunError
@@ -32,6 +33,7 @@ from jaxdist.param_server.training.state import ShardState
 from jaxdist.param_server.training.worker import Clocked, Measured, Worker
 from jaxdist.runtime import compilation_cache
 from jaxdist.runtime.children import Parent
+from jaxdist.runtime.forks import await_fork, hold_signals
 from jaxdist.types import JsonObject
 
 STATS_SECONDS = 1.0
@@ -197,11 +199,20 @@ ROLES: dict[str, Callable[[JsonObject, Parent], None]] = {
 
 
 def main() -> None:
-    """Run the role on the command line, with the setup that comes first."""
+    """Fork processes; in a forked one, be in the role that comes first, with its setup."""
+    hold_signals()
+    if not await_fork():
+        return
     parent = Parent()
+    setup = next(parent.hear(), None)
+    if setup is None:
+        return
+    role = setup["role"]
+    with suppress(OSError):  # for `ps` and `top`, on Linux
+        Path("/proc/self/comm").write_text(f"{role} {setup['number']}")
     compilation_cache.enable(cache_directory() / "compiled")
     try:
-        ROLES[sys.argv[1]](next(parent.hear()), parent)
+        ROLES[role](setup, parent)
     except RunError as error:
         parent.say("failed", error=str(error))
         print(f"error: {error}", file=sys.stderr)

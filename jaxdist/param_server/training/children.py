@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -11,7 +10,7 @@ from typing import Literal
 
 from jaxdist.runtime import children
 from jaxdist.runtime.children import Event
-from jaxdist.runtime.environment import python_module
+from jaxdist.runtime.forks import ForkServer
 from jaxdist.types import JsonObject
 
 Role = Literal["server", "aggregator", "worker"]
@@ -22,8 +21,8 @@ class RunProcess(children.Child):
 
     Args:
       number: the number of the server, the rack, or the client.
-      setup: its first message.
-      module: the Python module that it runs, with its role as the argument.
+      setup: its first message, which gains its role.
+      forks: the process that it is forked from.
     """
 
     def __init__(
@@ -32,15 +31,13 @@ class RunProcess(children.Child):
         number: int,
         setup: JsonObject,
         *,
-        module: str,
-        environ: Mapping[str, str],
+        forks: ForkServer,
         log: Path,
         events: SimpleQueue[Event],
     ) -> None:
         self.role, self.number = role, number
-        command = python_module(module, role)
-        super().__init__(f"{role} {number}", command, environ=environ, log=log, events=events)
-        self.say(setup)
+        super().__init__(f"{role} {number}", forks.begin, log=log, events=events)
+        self.say({"role": role, **setup})
 
 
 @dataclass

@@ -26,6 +26,7 @@ from jaxdist.param_server.training.state import Sharded
 from jaxdist.param_server.wire.security import make_token, read_tls, read_token
 from jaxdist.runtime.children import Event, end_together, how_ended
 from jaxdist.runtime.environment import plan_environment
+from jaxdist.runtime.forks import ForkServer
 from jaxdist.train.state import TrainState
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.types import JsonObject
@@ -46,7 +47,7 @@ class Supervisor:
     Args:
       prepared: the run.
       token: the file of the token that its processes share.
-      module: the Python module that a process runs, with its role as the argument.
+      module: the Python module whose process forks those of the run, see `jaxdist.runtime.forks`.
       config: the file that processes build the run from.
     """
 
@@ -57,6 +58,7 @@ class Supervisor:
         self.sharded, self.cluster, self.prepared = sharded, sharded.cluster, prepared
         self.directory, self.token = prepared.directory, token
         self.module, self.config = module, config
+        self.forks: dict[bool, ForkServer] = {}
         self.id = given_identity(self.directory).id
         self.events: SimpleQueue[Event] = SimpleQueue()
         self.fleet = EssentialProcesses(self.cluster, self._child, self._next)
@@ -81,8 +83,11 @@ class Supervisor:
         if self.first >= self.last:
             return state
         due = {self.cluster.clocks(step) for step in self._due_steps()}
-        self._shards(state)
+        self.forks = self._forks()
         try:
+            for forks in {*self.forks.values()}:
+                forks.start()  # its imports take seconds, during which files are written
+            self._shards(state)
             self.fleet.begin(sorted(due))
             for number in range(self.cluster.workers):
                 self._worker(number, number)
@@ -119,18 +124,23 @@ class Supervisor:
             "stop": self.stop,
         }
 
+    def _forks(self) -> dict[bool, ForkServer]:
+        """Return what forks servers (False) and workers (True): one process where that will do."""
+        log, mesh = self.directory / LOGS / "forks.log", self.sharded.program.layout.mesh
+        log.parent.mkdir(exist_ok=True)
+        workers = servers = ForkServer(self.module, log)
+        if mesh.devices.flat[0].platform != "cpu":
+            # A server computes on the host, in a mesh of the workers' shape.
+            planned = plan_environment(dict(os.environ), fake_devices=mesh.devices.size)
+            servers = ForkServer(self.module, log, {**os.environ, **planned})
+        return {False: servers, True: workers}
+
     def _child(self, role: Role, number: int, /, **more: object) -> RunProcess:
-        mesh = self.sharded.program.layout.mesh
-        environ = dict(os.environ)
-        if role != "worker" and mesh.devices.flat[0].platform != "cpu":
-            # It computes on the host, in a mesh of the workers' shape.
-            environ |= plan_environment(environ, fake_devices=mesh.devices.size)
         return RunProcess(
             role,
             number,
             {**self._setup(), "number": number, **more},
-            module=self.module,
-            environ=environ,
+            forks=self.forks[role == "worker"],
             log=self.directory / LOGS / f"{role}_{number}.log",
             events=self.events,
         )
@@ -299,6 +309,8 @@ class Supervisor:
         """No process outlives the run."""
         end_together([*self.team.workers.values()])
         self.fleet.end()
+        for forks in self.forks.values():
+            forks.close()
 
 
 def supervise(sharded: Sharded, prepared: Prepared, *, module: str, config: Path) -> TrainState:
