@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from benchmarks.core.harness import REPEATS, interleave
 from benchmarks.core.report import Figure, Report
-from jaxdist.hlo import memory
+from jaxdist.hlo import program_memory
 from jaxdist.models.attention.blockwise import Blockwise
 from jaxdist.models.attention.contract import Kernel
 from jaxdist.models.attention.plain import Plain
@@ -71,7 +71,7 @@ def gradient(kernel: Kernel) -> jax.stages.Wrapped:
 
 def temp_bytes(kernel: Kernel, length: int) -> int:
     """Return the temporary bytes of one row's compiled gradients; nothing is run."""
-    return memory(gradient(kernel).lower(*shapes_of(1, length)).compile()).temp_bytes
+    return program_memory(gradient(kernel).lower(*shapes_of(1, length)).compile()).temp_bytes
 
 
 def linear(length: int) -> Figure:

@@ -200,7 +200,7 @@ def test_a_missing_extra_is_no_warning_but_says_how_to_get_it():
 def test_printed_lines_fit_80_columns_with_the_remedy_below():
     console = Console(file=io.StringIO(), width=80)
     broken = dataclasses.replace(HEALTHY, python="3.10.4", open_files=256, **flags(MANY))
-    doctor.show(checks(broken), console)
+    doctor.show_checks(checks(broken), console)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80

@@ -65,5 +65,5 @@ def test_only_parameter_servers_need_more_than_an_install_brings() -> None:
 def test_a_command_that_needs_them_says_what_to_install(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert shared.report(ModuleNotFoundError(f"No module named {name!r}", name=name)) == 3
+    assert shared.print_error(ModuleNotFoundError(f"No module named {name!r}", name=name)) == 3
     assert "pip install 'jaxdist[param-server]'" in capsys.readouterr().err

@@ -33,7 +33,7 @@ from jaxdist.parallel.zero import ZeroConfig
 from jaxdist.sharding import ShardingConfig, make_layout
 from jaxdist.validity import sections
 from jaxdist.validity.features import FEATURES, Facts, OptimFacts
-from jaxdist.validity.page import footnotes, markdown
+from jaxdist.validity.page import footnotes, validity_page
 from jaxdist.validity.table import ROWS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -358,7 +358,7 @@ def test_what_no_device_has_less_of_is_noticed(devices):
 
 def test_the_page_is_up_to_date():
     page = (DOCS / "validity.md").read_text()
-    assert page == markdown(), "run the command in its header"
+    assert page == validity_page(), "run the command in its header"
     assert "| 13 reduce: " in page
 
 

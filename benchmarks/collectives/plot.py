@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.core.report import show
-from jaxdist.metrics.figure import new_figure, save
+from jaxdist.metrics.figure import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,13 +26,15 @@ def plot_time_over_size(
     *,
     title: str,
 ) -> list[Path]:
-    """Draw one line an algorithm on logarithmic scales, as `jaxdist.metrics.figure.save` writes it.
+    """Draw a line per algorithm on logarithmic scales, with `jaxdist.metrics.figure.save_figure`.
 
     Args:
       seconds: algorithm to bytes to seconds.
       title: what stands above the axes.
     """
-    return save(time_over_size(seconds, title=title), directory, NAME, what="bench collectives")
+    return save_figure(
+        time_over_size(seconds, title=title), directory, NAME, what="bench collectives"
+    )
 
 
 def time_over_size(seconds: Mapping[str, Mapping[int, float]], *, title: str) -> Figure:

@@ -20,7 +20,7 @@ from benchmarks.pipeline.program import (
     parts,
     stage_mesh,
 )
-from jaxdist.hlo import memory
+from jaxdist.hlo import program_memory
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.ticks import Activations
 from jaxdist.pipeline_schedules.derived import eager
@@ -83,7 +83,7 @@ def cell(name: str, activations: Activations, stages: int, microbatches: int) ->
     ticks = lower(BUILDS[name](stages, microbatches), activations=activations)
     given = arguments(SIZE, stages, microbatches)
     made = compile_step(executor(ticks, parts()), stage_mesh(stages), given, ticks.placement)
-    return MemoryCell(name, activations, stages, microbatches, memory(made.step).temp_bytes)
+    return MemoryCell(name, activations, stages, microbatches, program_memory(made.step).temp_bytes)
 
 
 def cells() -> Iterator[MemoryCell]:

@@ -18,7 +18,7 @@ import jax
 from benchmarks.core import child
 from benchmarks.core.report import Figure, Listing, lacking
 from jaxdist.experiment import build, load
-from jaxdist.hlo import compile_with_text, ledger, memory, refused_bytes
+from jaxdist.hlo import compile_with_text, ledger, program_memory, refused_bytes
 from jaxdist.mesh import Device
 from jaxdist.runtime.hardware import find_device
 from jaxdist.runtime.topology import topology_devices
@@ -79,7 +79,7 @@ def compile_pod(devices: Sequence[Device], overrides: Sequence[str] = ()) -> Pod
         fits, (peak_bytes, memory_bytes) = False, sizes
     else:
         known = find_device(devices[0].device_kind)
-        fits, peak_bytes = True, memory(compiled).peak_bytes
+        fits, peak_bytes = True, program_memory(compiled).peak_bytes
         memory_bytes = known.memory_bytes if known else None
         found = ledger(compiled, mesh, text)
         sent_bytes = {axis: found.sent_bytes(axis) for axis in found.axes}

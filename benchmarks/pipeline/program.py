@@ -17,7 +17,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.mesh import MeshConfig, build_mesh
-from jaxdist.parallel.pipeline.executor.execute import run
+from jaxdist.parallel.pipeline.executor.execute import run_pipeline
 from jaxdist.parallel.pipeline.executor.model_fns import GradientsAndSums, ModelFns, Visit
 from jaxdist.parallel.pipeline.executor.ticks import Activations, Ticks
 from jaxdist.parallel.pipeline.model.chunks import to_stages
@@ -148,7 +148,7 @@ Local = Callable[[Params, Params, PyTree], GradientsAndSums]
 
 def executor(ticks: Ticks, model: ModelFns) -> Local:
     """The package's own."""
-    return partial(run, ticks, model, axis=AXIS)
+    return partial(run_pipeline, ticks, model, axis=AXIS)
 
 
 def compile_step(

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from jaxdist.planner.formulas.decoder import refusal
+from jaxdist.planner.formulas.decoder import plan_refusal
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import KEPT, Plan, Schedule
 from jaxdist.planner.target import parse_target
@@ -199,7 +199,7 @@ def drawn(seed: int) -> Iterator[Drawn]:
     rng = random.Random(seed)
     while True:
         one = _draw(rng)
-        if refusal(decoder(one), one.plan) is None:
+        if plan_refusal(decoder(one), one.plan) is None:
             yield one
 
 

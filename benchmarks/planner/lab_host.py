@@ -23,7 +23,7 @@ from jaxdist.hlo.lockstep import Lockstep
 from jaxdist.hlo.parse import Module, parse
 from jaxdist.hlo.records import Collective
 from jaxdist.hlo.timeline import play
-from jaxdist.inspect.program import ticks_of
+from jaxdist.inspect.program import branch_ticks
 from jaxdist.mesh import Device
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.write import planned
@@ -142,7 +142,9 @@ def step_of(values: Mapping[str, object], plan: Plan, devices: Sequence[Device])
     compiled = program.train.lower(program.state_shapes, program.batch).compile()
     module = parse(program_text(compiled))
     order = device_order(compiled, mesh) or tuple(range(module.devices))
-    return Step(program, compiled, module, MeshLayout(dict(mesh.shape), order), ticks_of(program))
+    return Step(
+        program, compiled, module, MeshLayout(dict(mesh.shape), order), branch_ticks(program)
+    )
 
 
 def measure(task: Task) -> list[Found]:

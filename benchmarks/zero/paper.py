@@ -15,7 +15,7 @@ import jax
 
 from benchmarks.core import child
 from benchmarks.zero.program import MIXED, STAGES, Form, experiment, formula_bytes
-from jaxdist.hlo import memory, refused_bytes
+from jaxdist.hlo import program_memory, refused_bytes
 from jaxdist.mesh import Device
 from jaxdist.runtime.topology import topology_devices
 from jaxdist.trees import tree_size
@@ -66,7 +66,7 @@ def row(stage: int, form: Form, devices: Sequence[Device], model: JsonObject) ->
 def compiled_bytes(lowered: jax.stages.Lowered) -> tuple[float, float | None]:
     """A program's peak; where XLA refuses it, what it would take and what a device has."""
     try:
-        return memory(lowered.compile()).peak_bytes, None
+        return program_memory(lowered.compile()).peak_bytes, None
     except jax.errors.JaxRuntimeError as error:
         sizes = refused_bytes(str(error))
         if sizes is None:

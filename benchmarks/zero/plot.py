@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.zero.paper import PaperRow
-from jaxdist.metrics.figure import new_figure, save
+from jaxdist.metrics.figure import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,12 +26,12 @@ _STAGES = {0: "0: replicas", 1: "1: optimizer", 2: "2: + gradients", 3: "3: + pa
 
 
 def plot_memory(rows: Sequence[PaperRow], directory: str | os.PathLike[str]) -> Path:
-    """Draw the peak of each stage beside the formula; the SVG of `jaxdist.metrics.figure.save`.
+    """Draw the peak of each stage and the formula's, and return the SVG file.
 
     Args:
       rows: at least one.
     """
-    return save(memory(rows), directory, NAME, formats=("svg",), what="bench zero")[0]
+    return save_figure(memory(rows), directory, NAME, formats=("svg",), what="bench zero")[0]
 
 
 def memory(rows: Sequence[PaperRow]) -> Figure:

@@ -96,10 +96,10 @@ def neighbours(value: Json) -> tuple[Json, ...]:
     return (value / 2, value * 2) if isinstance(value, float) else ()
 
 
-def refusal(error: ConfigError) -> str:
+def config_refusal(error: ConfigError) -> str:
     """Return why a configuration is refused: its first problem, in a line, without its place.
 
-    >>> refusal(ConfigError("1 problem in a.yaml:\\n  optim.b2 = 1 (a.yaml:3): below 1"))
+    >>> config_refusal(ConfigError("1 problem in a.yaml:\\n  optim.b2 = 1 (a.yaml:3): below 1"))
     'below 1'
     """
     first, *problems = str(error).splitlines()

@@ -15,7 +15,7 @@ from jaxdist.audit.step import change
 from jaxdist.experiment import load
 from jaxdist.hlo import Ledger, compile_with_text, ledger
 from jaxdist.hlo.parse import parse
-from jaxdist.inspect.program import InspectedExperiment, open_subject, predicted
+from jaxdist.inspect.program import InspectedExperiment, open_subject, predicted_step_time
 from jaxdist.inspect.text import program_digest
 from jaxdist.metrics.report import write_json
 from jaxdist.parallel.compiler import PRESETS, Options, OptionValue, preset_options
@@ -106,7 +106,7 @@ def _effects(subject: InspectedExperiment, given: Options) -> Iterator[OptionEff
     def compiled(options: Options) -> _Program:
         executable, text = compile_with_text(lowered, options)
         module = parse(text)
-        time = predicted(subject, executable, module)
+        time = predicted_step_time(subject, executable, module)
         return _Program(
             ledger(executable, mesh, module),
             program_digest(text, lowered.as_text()),

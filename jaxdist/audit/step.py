@@ -11,9 +11,9 @@ from typing import Literal
 import jax
 
 from jaxdist.audit.knobs import (
+    config_refusal,
     neighbours,
     reason_not_in_the_step,
-    refusal,
     value_at,
     with_value,
     without,
@@ -126,7 +126,7 @@ def judge_knob(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | 
             return found("default", "")
         other = _step(step, document, config, f"without {dotted(path)}")
     except ConfigError as error:
-        return None if section else found("required", refusal(error))
+        return None if section else found("required", config_refusal(error))
     if other.mesh == step.mesh and _same_but_mesh(config, step.config):
         return found("default", "")
     effect = _effect(other, step, compile_both=full or path[0] in LAYOUT)

@@ -140,4 +140,4 @@ def main() -> None:
         try:
             app()
         except (Exception, KeyboardInterrupt) as error:
-            sys.exit(shared.report(error))
+            sys.exit(shared.print_error(error))

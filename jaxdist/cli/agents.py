@@ -51,7 +51,7 @@ def agent(
     json_file: shared.JsonFile = None,
 ) -> None:
     """Train CONFIG on all hosts that run this command, which may join and leave."""
-    extra = shared.prepare(config, overrides, devices)
+    extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.cli import fork_server
     from jaxdist.elastic.hosts.start import agent_of
 

@@ -39,7 +39,7 @@ def main() -> None:
         try:
             code = runs.train_process(**order["args"], begun=begun)
         except (Exception, KeyboardInterrupt) as error:
-            code = shared.report(error)
+            code = shared.print_error(error)
         sys.exit(code)
 
 

@@ -127,7 +127,7 @@ def compare(
     The first variant is CONFIG itself (with --of compression, without any); the others take equal
     steps from the same parameters, seed by seed. An interrupted study resumes where it was.
     """
-    extra = shared.prepare(config, overrides, devices)
+    extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.study.compare import compare_variants as run
     from jaxdist.study.definition import VariantsStudy
 
@@ -163,7 +163,7 @@ def batch_scaling(
     where it was.
     """
     # First, so that the fake devices of the config's own mesh are not requested.
-    extra = shared.prepare(config, ["mesh={data: -1}", *(overrides or [])], devices)
+    extra = shared.prepare_devices(config, ["mesh={data: -1}", *(overrides or [])], devices)
     from jaxdist.study.batch_scaling import batch_scaling as compare
     from jaxdist.study.definition import BatchScalingStudy
     from jaxdist.study.plan import parse_batches, parse_optimizers
@@ -199,7 +199,7 @@ def run_study(
     study = read_study(file, settings or [])
     of_all = list(overrides_of(study.set))
     scaling = isinstance(study, BatchScalingStudy)
-    extra = shared.prepare(study.config, ["mesh={data: -1}"] * scaling + of_all, devices)
+    extra = shared.prepare_devices(study.config, ["mesh={data: -1}"] * scaling + of_all, devices)
     given = {"json_file": json_file, "plot": plot, "console": shared.console()}
     if isinstance(study, BatchScalingStudy):
         from jaxdist.study.batch_scaling import batch_scaling as scale
@@ -233,10 +233,10 @@ def servers(
     CONFIG's strategy.simulation describes workers, network and faults. The same command gives the
     same bits.
     """
-    extra = shared.prepare(config, overrides, devices)
-    from jaxdist.simulation.command import run
+    extra = shared.prepare_devices(config, overrides, devices)
+    from jaxdist.simulation.command import run_simulation
 
-    run(
+    run_simulation(
         config,
         extra,
         variants=variant or [],
@@ -270,9 +270,9 @@ def fleet(
     checkpoint_seconds, snapshot_seconds, both_copies_lost,
     checkpoint_every_seconds, runs, seed.
     """
-    from jaxdist.simulation.fleet import run
+    from jaxdist.simulation.fleet import run_fleet
 
-    run(settings or [], json_file=json_file, plot=plot, console=shared.console())
+    run_fleet(settings or [], json_file=json_file, plot=plot, console=shared.console())
 
 
 def choice(
@@ -289,6 +289,6 @@ def choice(
     Keys: parameter_bytes, touched, step_seconds, gbits, latency_seconds,
     workers, servers, slower, noise.
     """
-    from jaxdist.simulation.choice import run
+    from jaxdist.simulation.choice import run_choice
 
-    run(settings or [], json_file=json_file, console=shared.console())
+    run_choice(settings or [], json_file=json_file, console=shared.console())

@@ -40,7 +40,7 @@ def show(
 ) -> None:
     """Draw SCHEDULE, with its bubble, activations and messages. Nothing is run."""
     from jaxdist.commands.pipelines import schedule_json
-    from jaxdist.commands.pipelines import show as look
+    from jaxdist.commands.pipelines import show_schedule as look
 
     timeline = look(
         schedule,

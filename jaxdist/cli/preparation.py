@@ -18,15 +18,15 @@ def show(
     json_file: shared.JsonFile = None,
 ) -> None:
     """Print the resolved tree, with the origin of each value, and derived values."""
-    shared.prepare(config, overrides, None)
-    from jaxdist.config import dotted, provenance, render
+    shared.prepare_devices(config, overrides, None)
+    from jaxdist.config import dotted, provenance, render_rows
     from jaxdist.experiment import explain_config, load
     from jaxdist.metrics.report import write_json
 
     console = shared.console()
     document, instance = load(config, overrides or [])
     rows = provenance(document, instance)
-    typer.echo(render(rows, console.width))
+    typer.echo(render_rows(rows, console.width))
     derived = [*explain_config(instance, document)]
     for line in derived:
         typer.echo(f"derived: {line}")
@@ -68,7 +68,7 @@ def eject(
     Model, loss, optimizer, shardings and communication of this config alone, to
     read and to change. It trains to the same losses.
     """
-    extra = shared.prepare(config, overrides, devices)
+    extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.commands.eject.eject import Keep
     from jaxdist.commands.eject.eject import eject as write
 

@@ -72,7 +72,7 @@ def train(
     json_file: shared.JsonFile = None,
 ) -> None:
     """Train the experiment of a config file."""
-    extra = shared.prepare(config, overrides, devices)
+    extra = shared.prepare_devices(config, overrides, devices)
     if elastic:
         shared.alone(
             "--elastic", coordinator=coordinator, num_processes=num_processes,
@@ -142,7 +142,7 @@ def drill(
     Prints each recovery, and the fraction of time kept, next to the predicted fraction; exits with
     code 3 if it is less than nine tenths of that.
     """
-    extra = shared.prepare(config, overrides, devices)
+    extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.cli import fork_server
     from jaxdist.commands.drill import drill as run
 
@@ -209,7 +209,7 @@ def train_process(
         index=process_id,
         detect=distributed,
     )
-    with connected(processes, shared.report, seconds=join_timeout):
+    with connected(processes, shared.print_error, seconds=join_timeout):
         hooks: list[Hook] = []
         if proved:
             import jax

@@ -58,7 +58,7 @@ def console() -> Console:
     return Console(highlight=False, emoji=False)
 
 
-def prepare(path: Path, overrides: list[str] | None, devices: int | None) -> list[str]:
+def prepare_devices(path: Path, overrides: list[str] | None, devices: int | None) -> list[str]:
     """Return the overrides with `devices`; set the environment for the fake devices."""
     extra = list(overrides or [])
     if devices is not None:
@@ -68,7 +68,7 @@ def prepare(path: Path, overrides: list[str] | None, devices: int | None) -> lis
 
 
 def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> list[str]:
-    """Prepare for the run in a directory as `prepare` does for a config.
+    """Prepare for the run in a directory as `prepare_devices` does for a config.
 
     Raises:
       RunError: there is no run in the directory; the message names runs in it or next to it.
@@ -85,7 +85,7 @@ def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> 
             f"{run} is no run directory, for it has no {config.name}: give the one that "
             f"`jaxdist train` printed after the word run{there}"
         )
-    return prepare(config, overrides, devices)
+    return prepare_devices(config, overrides, devices)
 
 
 def set_environment(
@@ -166,7 +166,7 @@ def devices_of(run: Path) -> int | None:
     return count if count > 0 else fake
 
 
-def report(error: BaseException) -> int:
+def print_error(error: BaseException) -> int:
     """Print an error, as a message if the user can fix it; return the exit code."""
     from jaxdist.errors import JaxdistError
 

@@ -130,7 +130,7 @@ class Algorithm(Config):
         """Compute `traffic` for at least two devices on a single axis."""
 
 
-def split(flat: jax.Array, count: int) -> jax.Array:
+def split_padded(flat: jax.Array, count: int) -> jax.Array:
     """Split [n] -> [count, ceil(n / count)], padded with zeros."""
     width = -(-flat.size // count)
     padding = width * count - flat.size

@@ -22,7 +22,7 @@ from jaxdist.interchange.stream import Streamed, write_streamed
 from jaxdist.interchange.tokenizers import from_gguf, tokenizer_config, tokenizer_section
 from jaxdist.models.functional import functional
 from jaxdist.models.gpt import GptConfig
-from jaxdist.run.directory import RunDirectory, prepare
+from jaxdist.run.directory import RunDirectory, prepare_directory
 from jaxdist.types import JsonObject
 
 SOURCE = "source"
@@ -65,7 +65,7 @@ def import_model(
     document, _ = load(values, overrides)
     metadata: JsonObject = {"imported": str(path)}
     write_streamed(directory.checkpoints, 0, _streamed(leaves), metadata)
-    prepare(directory, plain_yaml(document.values))
+    prepare_directory(directory, plain_yaml(document.values))
     family, tensors = source.family.name, len(source.tensors)
     count = sum(math.prod(leaf.filled) for leaf in leaves)
     console.print(f"model  {family}, {count:,} parameters in {tensors:,} tensors", soft_wrap=True)

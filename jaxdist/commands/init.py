@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxdist.config import read
-from jaxdist.config.shipped import FOLDER, name_of, shipped
+from jaxdist.config.shipped import FOLDER, shipped, shipped_name
 from jaxdist.errors import ConfigError, did_you_mean
 
 FIRST = FOLDER / "gpt/quickstart.yaml"
@@ -36,8 +36,8 @@ def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
             not target.is_file() or target.read_bytes() != source.read_bytes()
         ):
             raise ConfigError(
-                f"{target} is there already, and differs from the shipped {name_of(source)}: move "
-                "it away, or give another folder with --to"
+                f"{target} is there already, and differs from the shipped "
+                f"{shipped_name(source)}: move it away, or give another folder with --to"
             )
     for source in needed:
         _write(source, _target(source, folder), console)
@@ -50,7 +50,7 @@ def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
 def _command(source: Path, target: Path) -> str:
     """Return the command in a config's first line, with the path of the written file."""
     named = source.read_text().splitlines()[0].removeprefix("# command:").strip()
-    return named.replace(f"configs/{name_of(source)}.yaml", shlex.quote(str(target)))
+    return named.replace(f"configs/{shipped_name(source)}.yaml", shlex.quote(str(target)))
 
 
 def _asked(name: str | None) -> list[Path]:

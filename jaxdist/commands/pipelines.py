@@ -45,7 +45,7 @@ class Request(NamedTuple):
     costs: CostsConfig
 
 
-def show(
+def show_schedule(
     schedule: str,
     overrides: Iterable[str] = (),
     *,
@@ -88,7 +88,7 @@ def show(
 
 
 def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
-    """Parse the schedule and costs for `show`.
+    """Parse the schedule and costs for `show_schedule`.
 
     Raises:
       ConfigError: settings are invalid; the message has a line for each.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxdist.collectives.axis import Axis, axis_size, rank
 from jaxdist.collectives.bucket import reduce_tree, sends_apart
-from jaxdist.collectives.contract import Algorithm, split
+from jaxdist.collectives.contract import Algorithm, split_padded
 from jaxdist.collectives.operations import all_gather, all_to_all
 from jaxdist.compression.contract import Codec, CodecState, LinearCodec, Message, Round, in_lockstep
 from jaxdist.compression.feedback.contract import Feedback, Memory, View
@@ -99,7 +99,7 @@ def scatter(
     feedback, back, round = party.feedback, party.feedback.back, party.round
     count, mine = axis_size(party.axis), rank(party.axis)
     x, up = feedback.correct(feedback.carried(gradient, state.common, count), state.up)
-    shards = split(x, count)
+    shards = split_padded(x, count)
     numbers = jnp.arange(count, dtype=jnp.int32)
 
     # Both directions share the common draws (randomk's positions); each has its own for a device.

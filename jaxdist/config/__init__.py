@@ -9,7 +9,7 @@ from jaxdist.config.show import (
     json_schema,
     plain_yaml,
     provenance,
-    render,
+    render_rows,
     resolved_yaml,
 )
 
@@ -27,7 +27,7 @@ __all__ = [
     "problems_error",
     "provenance",
     "read",
-    "render",
+    "render_rows",
     "resolved_yaml",
     "validate",
 ]

@@ -32,10 +32,10 @@ _WORDS: dict[Annotation, str] = {
 }
 
 
-def split(annotation: Annotation) -> tuple[Annotation, tuple[object, ...]]:
+def split_annotation(annotation: Annotation) -> tuple[Annotation, tuple[object, ...]]:
     """Return the bare type and its metadata, with every `Annotated` and type alias removed.
 
-    >>> split(Annotated[int, "a", "b"])
+    >>> split_annotation(Annotated[int, "a", "b"])
     (<class 'int'>, ('a', 'b'))
     """
     metadata: tuple[object, ...] = ()
@@ -81,7 +81,7 @@ def is_sequence(bare: Annotation) -> bool:
 
 def arms(annotation: Annotation) -> list[Annotation]:
     """Return the alternatives of a union, nested unions flattened; other types are alone."""
-    bare, metadata = split(annotation)
+    bare, metadata = split_annotation(annotation)
     if get_origin(bare) in (Union, types.UnionType):
         return [arm for child in get_args(bare) for arm in arms(child)]
     return [Annotated[(bare, *metadata)] if metadata else bare]
@@ -91,10 +91,10 @@ def tags(annotation: Annotation) -> dict[Json, Annotation]:
     """Return the models of a tagged union by the value of `type:`; empty for other annotations."""
     found: dict[Json, Annotation] = {}
     for arm in arms(annotation):
-        model, _ = split(arm)
+        model, _ = split_annotation(arm)
         if is_mapping(model):
             info = fields(model).get(TAG) if is_model(model) else None
-            literal = split(info.annotation)[0] if info is not None else None
+            literal = split_annotation(info.annotation)[0] if info is not None else None
             if get_origin(literal) is not Literal:
                 return {}
             found |= dict.fromkeys(get_args(literal), model)
@@ -103,7 +103,7 @@ def tags(annotation: Annotation) -> dict[Json, Annotation]:
 
 def child_type(annotation: Annotation, key: Any) -> Annotation | None:
     """Return the annotation of the value under `key`, or None where none is declared."""
-    bare, _ = split(annotation)
+    bare, _ = split_annotation(annotation)
     if is_model(bare):
         info = fields(bare).get(key)
         return None if info is None else field_type(info)
@@ -121,7 +121,7 @@ def choices(annotation: Annotation) -> list[Annotation]:
     """List the literal values of `annotation`, through unions and enums."""
     found: list[Json] = []
     for arm in arms(annotation):
-        bare, _ = split(arm)
+        bare, _ = split_annotation(arm)
         if get_origin(bare) is Literal:
             found += get_args(bare)
         elif isinstance(bare, type) and issubclass(bare, enum.Enum):
@@ -144,9 +144,9 @@ def describe_type(annotation: Annotation) -> str:
     if len(tagged) > 1:
         words.append(f"a mapping with `{TAG}:` one of {_listed(list(tagged))}")
     alternatives = arms(annotation)
-    shared = split(annotation)[1] if len(alternatives) > 1 else ()
+    shared = split_annotation(annotation)[1] if len(alternatives) > 1 else ()
     for arm in alternatives:
-        if not (len(tagged) > 1 and is_model(split(arm)[0])):
+        if not (len(tagged) > 1 and is_model(split_annotation(arm)[0])):
             words.append(_describe_one(arm, shared))
     unique = list(dict.fromkeys(words))
     return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])}, or {unique[-1]}"
@@ -157,7 +157,7 @@ def _listed(values: list[Json]) -> str:
 
 
 def _describe_one(annotation: Annotation, shared: tuple[object, ...]) -> str:
-    bare, metadata = split(annotation)
+    bare, metadata = split_annotation(annotation)
     listed = choices(bare)
     if listed or bare is type(None):
         return _listed(listed) or "null"

@@ -24,7 +24,7 @@ from jaxdist.config.describe import (
     is_mapping,
     is_model,
     is_sequence,
-    split,
+    split_annotation,
     tags,
 )
 from jaxdist.config.document import Key, KeyPath, keys_of
@@ -99,8 +99,8 @@ def _explain(
 ) -> list[Problem]:
     keys = list(detail["loc"])
     while keys and len(arms(schema)) == 1 and (child := child_type(schema, keys[0])) is not None:
-        if is_mapping(split(schema)[0]) and keys[1:] == ["[key]"]:
-            return [_unknown_key(split(schema)[0], path, keys[0])]
+        if is_mapping(split_annotation(schema)[0]) and keys[1:] == ["[key]"]:
+            return [_unknown_key(split_annotation(schema)[0], path, keys[0])]
         schema = child
         value = value[keys[0]] if keys[0] in keys_of(value) else None
         path = (*path, keys.pop(0))
@@ -115,7 +115,7 @@ def _explain(
         unions.add(path)
         return _explain_union(schema, value, path)
     if kind == "extra_forbidden" and len(keys) == 1:
-        return [_unknown_key(split(schema)[0], path, keys[0])]
+        return [_unknown_key(split_annotation(schema)[0], path, keys[0])]
     return [Problem(path, _expected(schema, value))]
 
 
@@ -142,7 +142,7 @@ def _explain_union(schema: Annotation, value: Json, path: KeyPath) -> list[Probl
 
 
 def _fits(arm: Annotation, value: Json) -> bool:
-    bare, _ = split(arm)
+    bare, _ = split_annotation(arm)
     shapes = is_mapping(bare), is_sequence(bare)
     return shapes == (isinstance(value, dict), isinstance(value, list))
 

@@ -19,8 +19,8 @@ from typing import Any
 from jaxdist.config.document import Document, KeyPath, Node, Origin, dotted, shown
 from jaxdist.config.given import node_of
 from jaxdist.config.override import apply_override
-from jaxdist.config.parse import MAX_BYTES, parse
-from jaxdist.config.shipped import name_of, shipped
+from jaxdist.config.parse import MAX_BYTES, parse_yaml
+from jaxdist.config.shipped import shipped, shipped_name
 from jaxdist.errors import ConfigError, closest
 
 MAX_FILES = 64
@@ -84,7 +84,7 @@ class _Loader:
         self.files.append(file)
         if len(self.files) > MAX_FILES:
             raise ConfigError(f"{place}more than {MAX_FILES} files included in all")
-        root = parse(text, lambda line: Origin(name, line))
+        root = parse_yaml(text, lambda line: Origin(name, line))
         if root.value is None:
             root = Node({}, Origin(name))
         if not isinstance(root.value, dict):
@@ -163,8 +163,8 @@ def _decoded(data: bytes, name: str) -> str:
 
 
 def _suggestion(file: Path, place: str) -> str:
-    if not place and name_of(file) in shipped():
-        return f"; `jaxdist init {name_of(file)}` writes it, or into another folder with --to"
+    if not place and shipped_name(file) in shipped():
+        return f"; `jaxdist init {shipped_name(file)}` writes it, or into another folder with --to"
     here = not place and (len(file.parts) == 1 or file.parts[0] == "configs")
     init = "; `jaxdist init` writes the shipped ones to configs" if here else ""
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxdist.config.document import OVERRIDE, KeyPath, Node, Origin, dotted, shown
-from jaxdist.config.parse import MAX_DEPTH, parse
+from jaxdist.config.parse import MAX_DEPTH, parse_yaml
 from jaxdist.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def apply_override(root: Node, text: str, origin: Origin | None = None) -> Node:
         raise ConfigError(f"{origin}: {len(parts)} keys deep; at most {MAX_DEPTH}")
     if parts[0] in ("include", "replace"):
         raise ConfigError(f"{origin}: {parts[0]!r} belongs in a file and cannot be overridden")
-    return _set(root, parts, parse(value, lambda line: origin), ())
+    return _set(root, parts, parse_yaml(value, lambda line: origin), ())
 
 
 def _set(node: Node, parts: list[str], value: Node, done: KeyPath) -> Node:

@@ -39,7 +39,7 @@ Locate = Callable[[int], Origin]
 _SCALARS = YAML(typ="safe", pure=True)  # never parses, so that no %YAML line can change it
 
 
-def parse(text: str, locate: Locate) -> Node:
+def parse_yaml(text: str, locate: Locate) -> Node:
     """Parse the only document in `text`; empty text is null.
 
     Args:
@@ -50,7 +50,7 @@ def parse(text: str, locate: Locate) -> Node:
       ConfigError: broken YAML, duplicate or non-text keys, tags, directives, a second document,
         or more than MAX_BYTES characters, MAX_DEPTH levels, MAX_VALUES values or MAX_DIGITS digits.
 
-    >>> parse("{lr: 1e-3, on: [true, 0x10]}", lambda line: Origin("x.yaml", line)).plain()
+    >>> parse_yaml("{lr: 1e-3, on: [true, 0x10]}", lambda line: Origin("x.yaml", line)).plain()
     {'lr': 0.001, 'on': [True, 16]}
     """
     if len(text) > MAX_BYTES:  # the other limits apply while reading, at 0.1 MB per second

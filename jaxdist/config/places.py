@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from jaxdist.config.describe import TAG, arms, field_type, fields, is_model, split, tags
+from jaxdist.config.describe import TAG, arms, field_type, fields, is_model, split_annotation, tags
 from jaxdist.config.document import KeyPath, dotted
 from jaxdist.config.explain import Problem
 from jaxdist.types import Annotation, Json
@@ -60,7 +60,7 @@ def _settings(schema: Annotation, value: Json, path: KeyPath) -> Iterator[KeyPat
     chosen = value.get(TAG) if isinstance(value, dict) else None
     tagged = tags(schema)
     for arm in arms(schema):
-        model, _ = split(arm)
+        model, _ = split_annotation(arm)
         if not is_model(model) or (
             isinstance(chosen, str) and tagged.get(chosen, model) is not model
         ):

@@ -17,10 +17,10 @@ def shipped() -> dict[str, Path]:
     return {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in files}
 
 
-def name_of(path: Path) -> str:
+def shipped_name(path: Path) -> str:
     """Return the name of a file, in the form of a shipped configuration's name.
 
-    >>> name_of(Path("configs/gpt/quickstart.yaml"))
+    >>> shipped_name(Path("configs/gpt/quickstart.yaml"))
     'gpt/quickstart'
     """
     return Path(*path.parts[-2:]).with_suffix("").as_posix()

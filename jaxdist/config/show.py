@@ -45,7 +45,7 @@ def provenance(document: Document, instance: BaseModel) -> list[ResolvedValue]:
     return list(_rows(document, _plain(instance), ()))
 
 
-def render(rows: Iterable[ResolvedValue], width: int = 80) -> str:
+def render_rows(rows: Iterable[ResolvedValue], width: int = 80) -> str:
     """Format aligned lines `path  value  origin`, none wider than `width` terminal cells.
 
     Longer lines are cut with an ellipsis at the end; a file's path is cut at its start, since its

@@ -21,7 +21,7 @@ def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(base) / "jaxdist"
 
 
-def publish(target: Path, write: Callable[[Path], None]) -> None:
+def publish_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary folder, then rename it to `target`.
 
     If several processes publish the same target, the first wins; the others drop their equal

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxdist.data.permutation import mix, permuted
+from jaxdist.data.permutation import mix, permuted_examples
 from jaxdist.data.placement import BatchPlacement, Shardings
 from jaxdist.data.source import RandomSource, Source, length, narrowed, take
 from jaxdist.data.values import Allowed
@@ -151,7 +151,7 @@ class Loader:
         """Return the examples (int64) of the training batch of `step`."""
         positions = self._positions(step)
         if self._shuffle:
-            return permuted(positions, length=len(self._source), seed=self._seed)
+            return permuted_examples(positions, length=len(self._source), seed=self._seed)
         return positions % len(self._source)
 
     def batches(self, start_step: int = 0) -> Batches:

@@ -9,7 +9,7 @@ import numpy as np
 _ROUNDS = 8
 
 
-def permuted(positions: np.ndarray, *, length: int, seed: int) -> np.ndarray:
+def permuted_examples(positions: np.ndarray, *, length: int, seed: int) -> np.ndarray:
     """Return the examples at `positions` of an endless shuffled reading of `length` examples.
 
     Position p is in epoch p // length; every epoch visits each example once, in a different order.
@@ -24,7 +24,7 @@ def permuted(positions: np.ndarray, *, length: int, seed: int) -> np.ndarray:
       length: examples in an epoch, 1 to 2**62.
       seed: any integer >= 0.
 
-    >>> permuted(np.arange(6), length=3, seed=0).tolist()
+    >>> permuted_examples(np.arange(6), length=3, seed=0).tolist()
     [2, 1, 0, 0, 1, 2]
     """
     epochs, inside = np.divmod(positions.astype(np.uint64), np.uint64(length))

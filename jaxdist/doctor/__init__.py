@@ -15,7 +15,7 @@ from jaxdist.doctor.checks import Check, checks
 from jaxdist.doctor.facts import MachineFacts, gather_facts
 from jaxdist.metrics.report import SCHEMA
 
-__all__ = ["Check", "MachineFacts", "checks", "gather_facts", "main", "show"]
+__all__ = ["Check", "MachineFacts", "checks", "gather_facts", "main", "show_checks"]
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
@@ -37,11 +37,11 @@ def main(devices: int | None = None, as_json: bool = False, console: Console | N
         text = json.dumps(told, indent=2)
         console.print(text, soft_wrap=True, markup=False, highlight=False)
     else:
-        show(found, console)
+        show_checks(found, console)
     return int(any(check.status == "error" for check in found))
 
 
-def show(found: Sequence[Check], console: Console) -> None:
+def show_checks(found: Sequence[Check], console: Console) -> None:
     """Print a line per check, the remedy indented below it, and a count at the end."""
     name_width = max(len(check.name) for check in found)
     indent = " " * (len("warning") + name_width + 4)

@@ -230,7 +230,7 @@ def judge_drill(
     recovery = again.seconds - again.lost_steps * step_seconds
     recovery += silent_seconds * sum(one.strike.stops for one in recoveries) / len(recoveries)
     between = total * step_seconds / len(recoveries)
-    predicted = intervals.planned(every * step_seconds, cost, between, max(recovery, 0.0))
+    predicted = intervals.planned_share(every * step_seconds, cost, between, max(recovery, 0.0))
     return Drilled(recoveries, predicted, found.kept)
 
 

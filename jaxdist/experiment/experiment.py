@@ -147,7 +147,7 @@ def build(
             *_explain_placement(config, program),
             *replica_check.explained(*replicas),
         ),
-        notices=(*notices, *replica_check.notices(*replicas)),
+        notices=(*notices, *replica_check.replica_notices(*replicas)),
     )
 
 

@@ -11,7 +11,7 @@ from jaxdist.config import Document
 from jaxdist.data import DataConfig, Dataset
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment.config import At, ExperimentConfig, at_setting
-from jaxdist.experiment.program import chunks_of, loss_of, model_of
+from jaxdist.experiment.program import build_model, chunks_of, loss_of
 from jaxdist.train.plan import explain_plan, needs_examples, plan_learning_rate, plan_stages
 
 
@@ -54,7 +54,7 @@ def _explain_pipeline(config: ExperimentConfig, at: At) -> tuple[str, ...]:
         for name, value in data.train[0].items()
     }
     with at("model"):
-        model = model_of(config, data, batch)
+        model = build_model(config, data, batch)
     with at("loss"):
         loss = loss_of(config, batch)
     with at("parallel", "pipeline"):

@@ -17,7 +17,7 @@ from jaxdist.experiment.config import At, ExperimentConfig, own_code
 from jaxdist.experiment.facts import model_facts
 from jaxdist.experiment.part import trained_part
 from jaxdist.experiment.strategies import check_strategy
-from jaxdist.models.build import choose_loss, make_model, notices_of
+from jaxdist.models.build import choose_loss, make_model, model_notices
 from jaxdist.models.functional import Functional, functional
 from jaxdist.models.hints import no_hint
 from jaxdist.models.loss import Loss, weighted
@@ -42,7 +42,7 @@ from jaxdist.train.strategy.config import ParameterServer
 from jaxdist.train.strategy.contract import RunSettings
 from jaxdist.trees import flatten_with_names
 from jaxdist.validity.features import Facts
-from jaxdist.validity.optimizer import notices_of as notices_of_optimizer
+from jaxdist.validity.optimizer import optimizer_notices as notices_of_optimizer
 from jaxdist.validity.table import check
 
 Own = Callable[..., AbstractContextManager[bool]]
@@ -126,7 +126,7 @@ def make_program(
         with own("loss", "model"):
             _ = program.metrics
     _trace(program, at, own)
-    of_model = notices_of(config.model, _shapes(batch))
+    of_model = model_notices(config.model, _shapes(batch))
     of_optimizer = notices_of_optimizer(config.optim, optimizer, model.trained)
     notices = (*of_model, *of_optimizer, *notices, *of_strategy)
     explained = (*of_rule, *explain_messages(config.parallel.compression, exchange))
@@ -186,7 +186,7 @@ def _what_is_trained(
 ) -> tuple[Functional, Mapping[str, Dims], Loss]:
     """Return the model with its stacks, the dims of each of its parameters, and the loss."""
     with at("model"):
-        model = model_of(config, dataset, batch, layout)
+        model = build_model(config, dataset, batch, layout)
     with at("loss"):
         loss = loss_of(config, batch)
     with at("loss"), own("loss", "model") as imported:
@@ -202,7 +202,7 @@ def _what_is_trained(
         return model, {**dims, **{n: d for n, d in model.dims.items() if d is not None}}, loss
 
 
-def model_of(
+def build_model(
     config: ExperimentConfig,
     dataset: Dataset,
     batch: Mapping[str, jax.ShapeDtypeStruct],

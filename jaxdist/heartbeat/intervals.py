@@ -72,12 +72,12 @@ def goodput(work: float, cost: float, mttf: float, recovery: float) -> float:
     return work / expected(work, cost, mttf, recovery)
 
 
-def planned(work: float, cost: float, between: float, recovery: float) -> float:
+def planned_share(work: float, cost: float, between: float, recovery: float) -> float:
     """Return the share of kept work for injected failures, each after `between` seconds of work.
 
     No failure occurs during a recovery, and each loses half of an interval between two saves.
 
-    >>> planned(10, 0.1, 60, 5)
+    >>> planned_share(10, 0.1, 60, 5)
     0.84...
     """
     return 1 / (1 + cost / work + (recovery + work / 2) / between)

@@ -4,7 +4,7 @@ from jaxdist.hlo.ledger import (
     compile_with_text,
     ledger,
     ledger_of_text,
-    memory,
+    program_memory,
     program_text,
 )
 from jaxdist.hlo.parse import LedgerError
@@ -21,7 +21,7 @@ __all__ = [
     "is_too_large",
     "ledger",
     "ledger_of_text",
-    "memory",
+    "program_memory",
     "program_text",
     "refused_bytes",
 ]

@@ -35,7 +35,7 @@ def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | Module | None 
         program_text(compiled) if text is None else text,
         dict(mesh.shape),
         order=device_order(compiled, mesh),
-        memory=memory(compiled),
+        memory=program_memory(compiled),
     )
 
 
@@ -78,7 +78,7 @@ def program_text(compiled: jax.stages.Compiled) -> str:
     try:
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError as error:
-        held = memory(compiled).peak_bytes / 1e9
+        held = program_memory(compiled).peak_bytes / 1e9
         raise LedgerError(
             f"XLA compiled the program, which takes {held:.3g} GB on a device, but cannot print it "
             f"({str(error).splitlines()[0]}), so that its bytes and FLOPs cannot be read: compile "
@@ -88,7 +88,7 @@ def program_text(compiled: jax.stages.Compiled) -> str:
     return text
 
 
-def memory(compiled: jax.stages.Compiled) -> Memory:
+def program_memory(compiled: jax.stages.Compiled) -> Memory:
     """Return the memory of a compiled program on a device, even where XLA cannot print its text."""
     stats: Any = compiled.memory_analysis()
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes

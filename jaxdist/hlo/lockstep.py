@@ -67,14 +67,14 @@ class Lockstep:
 
     def turns(self, module: Module) -> Iterator[Counter[Choices]]:
         """Yield, tick by tick, how many groups take the same branches of a program."""
-        there = {name_of(one) for one in _decided(module.computations.values())}
+        there = {conditional_name(one) for one in _decided(module.computations.values())}
         names = [name for name in sorted(self.decisions) if name in there]
         taken = np.stack([self.decisions[name].taken.astype(float) for name in names], axis=-1)
         for tick in taken.tolist():
             yield Counter(tuple(zip(names, row, strict=True)) for row in tick)
 
 
-def name_of(conditional: Instruction) -> str | None:
+def conditional_name(conditional: Instruction) -> str | None:
     """Return the name of a conditional that depends on the tick; None for other instructions.
 
     >>> from jaxdist.hlo.parse import parse_instruction
@@ -82,7 +82,7 @@ def name_of(conditional: Instruction) -> str | None:
     ...     '  %c = () conditional(%i, %a, %b), branch_computations={%x, %y}, '
     ...     'metadata={op_name="jit(f)/while/body/tick.backward/cond/branch_1_fun/tick.last/cond"}'
     ... )
-    >>> name_of(parse_instruction(line))
+    >>> conditional_name(parse_instruction(line))
     'backward/last'
     """
     if conditional.opcode != "conditional" or not _DECIDED.search(conditional.source):
@@ -126,7 +126,7 @@ def mismatch(module: Module, lockstep: Lockstep) -> str | None:
 
 def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> str | None:
     """Explain why a conditional does not match its name."""
-    name = name_of(conditional) or ""
+    name = conditional_name(conditional) or ""
     decision, count = lockstep.decisions.get(name), len(conditional.branches)
     if decision is None:
         return f"ticks do not decide {name}"
@@ -144,7 +144,7 @@ def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> st
 
 
 def _decided(computations: Iterable[Computation]) -> list[Instruction]:
-    return [i for c in computations for i in c.instructions if name_of(i) is not None]
+    return [i for c in computations for i in c.instructions if conditional_name(i) is not None]
 
 
 def _reached(module: Module, names: Iterable[str]) -> list[Computation]:

@@ -32,7 +32,7 @@ from jaxdist.hlo.estimates import (
 )
 from jaxdist.hlo.flops import instruction_flops
 from jaxdist.hlo.groups import MeshLayout
-from jaxdist.hlo.lockstep import Choices, Lockstep, name_of, place_of, tick_loops
+from jaxdist.hlo.lockstep import Choices, Lockstep, conditional_name, place_of, tick_loops
 from jaxdist.hlo.loops import Frame
 from jaxdist.hlo.parse import Instruction, Module
 from jaxdist.hlo.records import Collective
@@ -238,7 +238,7 @@ class _Run:
             self._follow(loop, dataclasses.replace(flight, end=flight.end + self.now), index)
 
     def _branch(self, instruction: Instruction) -> None:
-        taken = self.player.choices.get(name_of(instruction) or "")
+        taken = self.player.choices.get(conditional_name(instruction) or "")
         if taken is not None:
             number, share = divmod(taken, 1)
             for one, times in ((int(number), 1 - share), (int(number) + 1, share)):

@@ -157,7 +157,7 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
     axes, bound_bytes = gradient_bound(experiment) or ((), 0.0)
     begun = time.perf_counter()
     module = parse(text)
-    timed = predicted(subject, compiled, module)
+    timed = predicted_step_time(subject, compiled, module)
     estimate_seconds = time.perf_counter() - begun
     return Inspection(
         config=subject.name,
@@ -202,7 +202,7 @@ def _compiled(
         raise _refusal(subject, arguments, str(error)) from error
 
 
-def predicted(
+def predicted_step_time(
     subject: InspectedExperiment, compiled: jax.stages.Compiled, module: Module
 ) -> StepTime | None:
     """Predict the time of a step; None where the compiler writes no estimates.
@@ -214,11 +214,11 @@ def predicted(
         return None
     mesh = subject.experiment.layout.mesh
     order = device_order(compiled, mesh) or tuple(range(module.devices))
-    layout, ticks = MeshLayout(dict(mesh.shape), order), ticks_of(subject.experiment.program)
+    layout, ticks = MeshLayout(dict(mesh.shape), order), branch_ticks(subject.experiment.program)
     return step_time(module, layout, list(mesh.devices.flat), ticks)
 
 
-def ticks_of(program: Program) -> Lockstep | None:
+def branch_ticks(program: Program) -> Lockstep | None:
     """Return the branches that a pipeline's stages take; None for a program without a pipeline."""
     compute = program.compute
     if not isinstance(compute, Pipeline):

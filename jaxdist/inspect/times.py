@@ -12,7 +12,7 @@ from jaxdist.cost.step_time import StepTime
 from jaxdist.hlo.entries import Entry
 from jaxdist.inspect.program import Inspection
 from jaxdist.metrics.columns import table
-from jaxdist.metrics.figure import new_figure, save
+from jaxdist.metrics.figure import new_figure, save_figure
 from jaxdist.types import JsonObject
 
 DEAREST = 10
@@ -221,4 +221,4 @@ def draw_times(inspection: Inspection, directory: Path) -> Path:
     figure.legend(
         *axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8
     )
-    return save(figure, directory, "step_time", formats=("svg",), what="the step's time")[0]
+    return save_figure(figure, directory, "step_time", formats=("svg",), what="the step's time")[0]

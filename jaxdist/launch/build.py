@@ -11,7 +11,7 @@ from jaxdist.launch.gke import Gke
 from jaxdist.launch.local import Local
 from jaxdist.launch.mpi import Mpi
 from jaxdist.launch.ray_engine import Ray
-from jaxdist.launch.settings import read_settings
+from jaxdist.launch.settings import read_engine_settings
 from jaxdist.launch.slurm import Slurm
 from jaxdist.launch.tpu_vm import TpuVm
 
@@ -36,4 +36,4 @@ def engine(name: str, settings: Sequence[str]) -> Engine:
     """
     if name not in ENGINES:
         raise ConfigError(f"--on {name}: {did_you_mean(name, ENGINES)}")
-    return validate(read_settings(name, ENGINES[name], settings), ENGINES[name])
+    return validate(read_engine_settings(name, ENGINES[name], settings), ENGINES[name])

@@ -82,7 +82,7 @@ def connect(settings: JsonObject) -> None:
     _ray().init(address=address, log_to_driver=True)
 
 
-def run(settings: JsonObject) -> int:
+def run_generations(settings: JsonObject) -> int:
     """Run all generations; return the exit code of the run.
 
     Raises:
@@ -173,7 +173,7 @@ def main(path: str) -> int:
         print("error: ray is not installed: pip install 'jaxdist[ray]'", file=sys.stderr)
         return CONFIG_ERROR
     try:
-        return run(json.loads(Path(path).read_text()))
+        return run_generations(json.loads(Path(path).read_text()))
     except JaxdistError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

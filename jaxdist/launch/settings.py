@@ -7,13 +7,20 @@ import re
 from collections.abc import Sequence
 from types import NoneType
 
-from jaxdist.config.describe import arms, fields, is_mapping, is_model, is_sequence, split
+from jaxdist.config.describe import (
+    arms,
+    fields,
+    is_mapping,
+    is_model,
+    is_sequence,
+    split_annotation,
+)
 from jaxdist.config.document import Document, Node, Origin, shown
 from jaxdist.config.override import apply_override
 from jaxdist.launch.contract import Engine
 
 
-def read_settings(name: str, kind: type[Engine], texts: Sequence[str]) -> Document:
+def read_engine_settings(name: str, kind: type[Engine], texts: Sequence[str]) -> Document:
     """Read the settings of the engine, which are not validated yet.
 
     A text for a list is cut at its commas, or, if it begins with `-`, at those before another
@@ -36,7 +43,7 @@ def _as_yaml(kind: type[Engine], text: str) -> str:
     info = fields(kind).get(first.strip())
     if not equals or info is None or value[:1] in ("", "[", "{", "'", '"'):
         return text
-    types = [split(arm)[0] for arm in arms(info.annotation)]
+    types = [split_annotation(arm)[0] for arm in arms(info.annotation)]
     if rest:
         raw = is_mapping(types[0]) and not is_model(types[0])
         return f"{key}={json.dumps(value)}" if raw else text

@@ -35,7 +35,7 @@ class Launched:
     identity: str
 
 
-def new_folder(base: Path, name: str) -> Path:
+def _new_folder(base: Path, name: str) -> Path:
     """Create a new folder: NAME, NAME.2, NAME.3, ...
 
     Raises:
@@ -77,7 +77,7 @@ def launch(
     """
     one.check(job)
     installed(one)
-    folder = new_folder(base, job.name)
+    folder = _new_folder(base, job.name)
     rendered = one.render(job).at(folder)
     for name, text in rendered.files.items():
         (folder / name).write_text(text)

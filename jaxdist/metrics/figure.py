@@ -24,7 +24,7 @@ def new_figure(size_inches: tuple[float, float]) -> Figure:
     return figure
 
 
-def save(
+def save_figure(
     figure: Figure,
     directory: str | os.PathLike[str],
     name: str,

@@ -32,7 +32,7 @@ Seconds = Mapping[Activity, float]
 Record = Mapping[str, Json]
 
 
-def values_of(account: Account, life: int) -> dict[str, float]:
+def account_values(account: Account, life: int) -> dict[str, float]:
     """Return a record of an account's current content.
 
     Args:
@@ -213,11 +213,11 @@ def predicted(records: Iterable[Record]) -> float | None:
     return math.prod(last.values()) if last else None
 
 
-def table(found: Goodput) -> str:
+def goodput_table(found: Goodput) -> str:
     """Format as lines of at most 80 columns: seconds and fraction of each kind that occurred.
 
-    >>> print(table(Goodput((Life(1, 0.0, 0, 9, 9, {k: 0.0 for k in Activity} | {Activity.STEP: 8.0,
-    ...     Activity.IDLE: 2.0}),))))
+    >>> seconds = {k: 0.0 for k in Activity} | {Activity.STEP: 8.0, Activity.IDLE: 2.0}
+    >>> print(goodput_table(Goodput((Life(1, 0.0, 0, 9, 9, seconds),))))
     time   10.0 s in 1 life; goodput 80.0%
            step                      8.0 s   80.0%
            idle                      2.0 s   20.0%

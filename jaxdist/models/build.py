@@ -112,7 +112,7 @@ def offloads_of(config: ModelConfig) -> bool:
     return isinstance(config, GptConfig) and offloads(config.remat)
 
 
-def notices_of(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+def model_notices(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
     """Describe the settings of the model that have no effect with these data, a sentence each.
 
     Args:

@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 
 from jaxdist.config.schema import Count
 from jaxdist.errors import ConfigError
-from jaxdist.models.attention.choose import Attend, KernelName, choose_kernel, refusal
+from jaxdist.models.attention.choose import Attend, KernelName, choose_kernel, kernel_refusal
 from jaxdist.models.attention.contract import AttentionRequest
 from jaxdist.models.fences import Pass, fence
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, SequenceRing, no_hint
@@ -118,7 +118,7 @@ class GptConfig(PartConfig):
             raise ValueError(f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}")
         if isinstance(self.remat, tuple) and len(self.remat) > self.layers:
             raise ValueError(f"remat lists {len(self.remat)} blocks, and layers is {self.layers}")
-        refused = refusal(self.attention, self.ask())
+        refused = kernel_refusal(self.attention, self.ask())
         if refused is not None:
             raise ValueError(refused)
         return self

@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.ahead import BlockFn, scan_ahead
-from jaxdist.models.remat import Remat, check_names, listed, recomputed, shown
+from jaxdist.models.remat import Remat, check_names, format_policy, listed, recomputed
 from jaxdist.types import Grads, Params, PyTree
 
 ComputeDtype = Literal["float32", "bfloat16"]
@@ -301,8 +301,8 @@ def _scan_ahead(
     if remat != "full":
         raise ConfigError(
             "parallel.zero.prefetch keeps the inputs of layers alone and recomputes the rest, and "
-            f"model.remat is {shown(remat)}: set model.remat: full, or parallel.zero.prefetch: "
-            "false"
+            f"model.remat is {format_policy(remat)}: set model.remat: full, or "
+            "parallel.zero.prefetch: false"
         )
 
     def block(layer: Params, x: jax.Array, *operands: PyTree) -> jax.Array:

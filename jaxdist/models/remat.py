@@ -155,10 +155,10 @@ def listed(remat: Remat | Sequence[Remat]) -> tuple[Remat, ...]:
     return (remat,) if isinstance(remat, str | Mapping) else tuple(remat)
 
 
-def shown(remat: Remat | Sequence[Remat]) -> str:
+def format_policy(remat: Remat | Sequence[Remat]) -> str:
     """Format a policy as in a config, without the brackets of a list.
 
-    >>> shown(["full", {"query": "save", "key": "offload"}])
+    >>> format_policy(["full", {"query": "save", "key": "offload"}])
     'full, {query: save, key: offload}'
     """
     return ", ".join(
@@ -183,8 +183,8 @@ def check_memory(remat: Remat | Sequence[Remat], memories: Collection[str]) -> N
     """
     if offloads(remat) and HOST_MEMORY not in memories:
         raise ConfigError(
-            f"remat {shown(remat)} offloads to the host's memory ({HOST_MEMORY}), and these "
-            f"devices have only {', '.join(memories)}: save or recompute what it offloads",
+            f"remat {format_policy(remat)} offloads to the host's memory ({HOST_MEMORY}), and "
+            f"these devices have only {', '.join(memories)}: save or recompute what it offloads",
             setting=("remat",),
         )
 
@@ -206,12 +206,12 @@ def check_names(
         return
     if not given:
         raise ConfigError(
-            f"remat {shown(remat)} keeps activations by name, and the blocks name none: give them "
-            "names with jax.ad_checkpoint.checkpoint_name, or use one of "
+            f"remat {format_policy(remat)} keeps activations by name, and the blocks name none: "
+            "give them names with jax.ad_checkpoint.checkpoint_name, or use one of "
             f"{', '.join(get_args(ByKind))}"
         )
     raise ConfigError(
-        f"remat {shown(remat)}: no activation of the blocks has the name {unknown[0]!r}; "
+        f"remat {format_policy(remat)}: no activation of the blocks has the name {unknown[0]!r}; "
         f"{did_you_mean(unknown[0], given)}"
     )
 

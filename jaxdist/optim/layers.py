@@ -204,7 +204,7 @@ def _split(name: str, x: jax.Array, spec: PartitionSpec) -> tuple[tuple[str, ...
     return (*split, *((),) * (x.ndim - len(split)))
 
 
-def whole(leaf: LayeredLeaf) -> LayeredLeaf:
+def single_norm(leaf: LayeredLeaf) -> LayeredLeaf:
     """Return the same leaf with a single norm over all of it."""
     return replace(leaf, kept=())
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxdist.errors import ConfigError
-from jaxdist.optim.layers import LayeredLeaf, add_shards, describe_layers, whole
+from jaxdist.optim.layers import LayeredLeaf, add_shards, describe_layers, single_norm
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Masks, OptState, Params, PyTree, Specs, Updates
 
@@ -52,7 +52,7 @@ def clip_global_norm(
     """Scale the gradients down to a global norm if theirs is larger; at most one all-reduce."""
     if max_norm == math.inf or not grads:
         return list(grads)
-    one = [whole(leaf) for leaf in leaves]
+    one = [single_norm(leaf) for leaf in leaves]
     squares = add_shards([leaf.squares(g) for leaf, g in zip(one, grads, strict=True)], one)
     norm = jnp.sqrt(sum((jnp.sum(pair[0]) for pair in squares), jnp.float32(0)))
     scale = 1 / jnp.maximum(norm / max_norm, 1.0)

@@ -95,10 +95,10 @@ def compiler_options(config: XlaConfig, devices: Sequence[Device]) -> dict[str, 
             "use preset: default, and what XLA has for these devices as options"
         )
     preset = preset_options(config.preset, device)
-    if config.preset == "default" and refusal(preset, device) is not None:
+    if config.preset == "default" and options_refusal(preset, device) is not None:
         preset = {}  # the user did not ask for it
     found = {**preset, **config.options}
-    problem = refusal(found, device)
+    problem = options_refusal(found, device)
     if problem is not None:
         raise ConfigError(_told(found, device) or problem)
     return found
@@ -117,10 +117,10 @@ def preset_options(preset: PresetName, device: Device) -> dict[str, OptionValue]
     }
 
 
-def merged(options: Options, more: Options) -> dict[str, OptionValue] | None:
+def merged_options(options: Options, more: Options) -> dict[str, OptionValue] | None:
     """Merge two sets of options; lists are joined. None for no options, as `jax.jit` expects.
 
-    >>> merged({PASSES: "a"}, {PASSES: "b", "xla_x": True})
+    >>> merged_options({PASSES: "a"}, {PASSES: "b", "xla_x": True})
     {'xla_disable_hlo_passes': 'a,b', 'xla_x': True}
     """
     found = {**options, **more}
@@ -129,7 +129,7 @@ def merged(options: Options, more: Options) -> dict[str, OptionValue] | None:
     return found or None
 
 
-def refusal(options: Options, device: Device) -> str | None:
+def options_refusal(options: Options, device: Device) -> str | None:
     """Return a compiler's error about options; None where it accepts them."""
     if not options:
         return None
@@ -145,7 +145,7 @@ def _told(options: Options, device: Device) -> str | None:
     """Explain which of several options is refused; None where no single option is."""
     known = {name for preset in PRESETS.values() for name in preset}
     for name, value in options.items():
-        problem = refusal({name: value}, device)
+        problem = options_refusal({name: value}, device)
         if problem is None:
             continue
         near = f"; {did_you_mean(name, sorted(known))}" if name not in known else ""

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxdist.collectives.channels import SeparateChannels
-from jaxdist.parallel.compiler import PASSES, Options, merged
+from jaxdist.parallel.compiler import PASSES, Options, merged_options
 from jaxdist.parallel.contract import Compute, Exchange
 
 KEEP_BARRIERS: Options = {PASSES: "cse_barrier_expander"}
@@ -33,7 +33,7 @@ class Jitted:
     def __call__(self, function: Any, more: Options | None = None, **settings: Any) -> Compiled:
         """Compile a function with the program's options and with `more`."""
         told = self.exchange.options(self.platform)
-        options = merged(merged(self.options, told) or {}, more or {})
+        options = merged_options(merged_options(self.options, told) or {}, more or {})
         jitted = jax.jit(function, compiler_options=options, **settings)
         named = self.exchange.explicit or self.compute.explicit
         return SeparateChannels(jitted) if named and self.platform == "cpu" else jitted

@@ -20,7 +20,7 @@ from jaxdist.parity.run import (
     ParityResult,
     ParitySubject,
     compare_combination,
-    open_subject,
+    open_reference,
     remats_of,
     sections_of,
 )
@@ -58,7 +58,7 @@ def parity(
         sections, name = sections_of(*load(path, overrides)), " ".join([str(path), *overrides])
     if resume and json_file is None:
         raise ConfigError("--resume goes on with the file of --json: give it as well")
-    subject = open_subject(sections)
+    subject = open_reference(sections)
     remats = remats_of(sections)
     cells = valid_cells(remats) if full else cover([*possible_cells(remats)])
     report = partial(to_json, name, planned=len(cells), full=full, losses=subject.reference.losses)
@@ -83,7 +83,7 @@ def parity(
         console.print(combination_line(result, told), style=style, soft_wrap=True, markup=False)
         results.append(result)
         note()
-    console.print(verdict(results))
+    console.print(_verdict(results))
     return results
 
 
@@ -132,10 +132,10 @@ def _compared(
             yield answer
 
 
-def verdict(results: Sequence[ParityResult]) -> str:
+def _verdict(results: Sequence[ParityResult]) -> str:
     """Count how many are equal, differ, were skipped.
 
-    >>> verdict([ParityResult(cell, "skipped") for cell in valid_cells()[:2]])
+    >>> _verdict([ParityResult(cell, "skipped") for cell in valid_cells()[:2]])
     '0 equal, 0 differ, 2 skipped'
     """
     counts = [

@@ -161,7 +161,7 @@ EXTENTS = {
 """Descriptions of the sets of combinations, by the name in the report."""
 
 
-def markdown(report: Mapping[str, Json]) -> str:
+def parity_page(report: Mapping[str, Json]) -> str:
     """Format a run as a page: the comparisons, the worst by settings, and the limits."""
     results = from_json(report)
     versions = report["versions"]
@@ -275,4 +275,4 @@ def _limits(results: Sequence[ParityResult]) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(markdown(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), end="")
+    print(parity_page(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), end="")

@@ -81,7 +81,7 @@ class ParitySubject:
     terms: int
 
 
-def open_subject(sections: Mapping[str, Json]) -> ParitySubject:
+def open_reference(sections: Mapping[str, Json]) -> ParitySubject:
     """Train on a single device, the reference of all combinations.
 
     Raises:

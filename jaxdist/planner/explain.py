@@ -13,7 +13,7 @@ from jaxdist.experiment import ExperimentConfig
 from jaxdist.inspect.rows import show_bytes
 from jaxdist.inspect.times import show_seconds
 from jaxdist.metrics.columns import table
-from jaxdist.metrics.figure import new_figure, save
+from jaxdist.metrics.figure import new_figure, save_figure
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.search import SPARE, Judged, Model
 from jaxdist.planner.target import Target
@@ -132,4 +132,4 @@ def draw_plan(one: Judged, directory: Path) -> Path:
         axes.set_xlabel(f"{label}, {shown(left * unit)} in all")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7, frameon=False)
     figure.suptitle(one.plan.words(), fontsize=9)
-    return save(figure, directory, "plan", formats=("svg",), what="the plan")[0]
+    return save_figure(figure, directory, "plan", formats=("svg",), what="the plan")[0]

@@ -203,7 +203,7 @@ def rows_of(model: Decoder, plan: Plan) -> int:
     return model.batch // (plan.replicas * plan.microbatches)
 
 
-def memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> PlanMemory:
+def plan_memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> PlanMemory:
     """Return the memory of a plan on each device.
 
     Args:

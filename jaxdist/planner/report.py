@@ -93,7 +93,7 @@ def plan(
         numbered(results, asked.explain)  # refused before minutes of compiling
     if asked.compiled or asked.laid_out:
         results = in_order([_confirmed(path, overrides, one, asked, console) for one in results])
-    print_results(results, config, console)
+    _print_results(results, config, console)
     if asked.explain is not None:
         _explain(results, config, asked.explain, asked.plot, console)
     if asked.write is not None:
@@ -146,7 +146,7 @@ def _write(document: Document, results: Sequence[Result], path: Path, console: C
     console.print(f"The first plan{escape(where)} is in {escape(str(path))}.", soft_wrap=True)
 
 
-def print_results(results: Sequence[Result], config: ExperimentConfig, console: Console) -> None:
+def _print_results(results: Sequence[Result], config: ExperimentConfig, console: Console) -> None:
     """Print the heading, a comparison of several targets, and each target's plans."""
     model = results[0].model
     _line("model", f"{config.model.type}, {model.parameters:,} parameters", console)

@@ -107,7 +107,7 @@ class LockedDirectory(NamedTuple):
     goes_on: bool
 
 
-def take(
+def take_directory(
     base: Path,
     *,
     named: bool,
@@ -242,7 +242,7 @@ def _numbered(base: Path) -> Iterator[RunDirectory]:
     yield from (RunDirectory(base.with_name(f"{base.name}-{number}")) for number in count(2))
 
 
-def prepare(directory: RunDirectory, resolved_config: str) -> None:
+def prepare_directory(directory: RunDirectory, resolved_config: str) -> None:
     """Create the directory and write the identity, versions and resolved config, atomically.
 
     The config is written last: a run has begun if its config exists, and then it has an identity.

@@ -13,7 +13,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig
 from jaxdist.metrics.writer import MetricsWriter, Tell, append
 from jaxdist.run.agent_link import NoAgent
-from jaxdist.run.directory import RunDirectory, prepare
+from jaxdist.run.directory import RunDirectory, prepare_directory
 from jaxdist.run.report.changes import changes
 
 Say = Callable[[str], None]
@@ -46,7 +46,7 @@ class RunFiles:
             for line in lines:
                 self.say(f"changed since this run began: {line}")
         elif jax.process_index() == 0:
-            prepare(self.directory, resolved)
+            prepare_directory(self.directory, resolved)
 
     def metrics(self, resume_step: int | None, tell: Tell | None) -> MetricsWriter:
         """Open the file of metrics; only in process 0.
@@ -55,7 +55,7 @@ class RunFiles:
           resume_step, tell: see `MetricsWriter`.
         """
         # Not earlier: a refused resume must leave the run's own config unchanged.
-        prepare(self.directory, resolved_yaml(self.config))
+        prepare_directory(self.directory, resolved_yaml(self.config))
         given = {"resume_step": resume_step, "admit": self.agent.admit}
         return MetricsWriter(self.directory.path, tell=tell, **given)
 

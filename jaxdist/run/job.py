@@ -175,7 +175,7 @@ class RunJob:
             step=step, seconds=seconds, stopped_by=ending.stopped_by,
         )  # fmt: skip
         if life.timed is not None:
-            values = goodput.values_of(life.account, life.timed.life)
+            values = goodput.account_values(life.account, life.timed.life)
             self.files.append(step, values, split=goodput.SPLIT)
             print_goodput(read_metrics(self.files.directory.path), self.console)
             if isinstance(life.energy, str):

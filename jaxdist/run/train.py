@@ -24,7 +24,7 @@ from jaxdist.metrics.goodput import joined_lives
 from jaxdist.metrics.report import plain, write_json
 from jaxdist.metrics.writer import read_metrics
 from jaxdist.run.agent_link import leaving, watched
-from jaxdist.run.directory import LockedDirectory, RunDirectory, identity_of, take
+from jaxdist.run.directory import LockedDirectory, RunDirectory, identity_of, take_directory
 from jaxdist.run.files import RunFiles
 from jaxdist.run.hooks.calls import HookCalls, check_hooks, last_of
 from jaxdist.run.hooks.contract import Hook, Outcome
@@ -121,7 +121,7 @@ def train(
     say = partial(console.print, soft_wrap=True, markup=False)
     run_folder = run_folder_of(os.environ)
     taking = partial(
-        take,
+        take_directory,
         base_of(config.run.directory, document.path or NAMELESS),
         named=bool(config.run.directory),
         resume=resume,

@@ -22,7 +22,7 @@ from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.scenario import NetworkConfig, SimulationConfig
 from jaxdist.runtime import hardware
 from jaxdist.simulation.engine.pace import step_seconds
-from jaxdist.study.files import check_writable, read_settings, write_json
+from jaxdist.study.files import check_writable, read_settings, write_study
 
 RING = "all-reduce"
 MODELS: Mapping[str, ConsistencyConfig] = {
@@ -106,7 +106,7 @@ class Choice:
         return next(name for name, took in self.seconds.items() if CLEAR * took <= fastest)
 
 
-def run(
+def run_choice(
     settings: Sequence[str], *, json_file: Path | None = None, console: Console
 ) -> list[Choice]:
     """Print and write a recommendation; the same settings give the same numbers.
@@ -123,7 +123,7 @@ def run(
     console.print(text(config, found), soft_wrap=True, markup=False)
     if json_file is not None:
         rows = [{**asdict(row), "take": row.take} for row in found]
-        write_json(json_file, {"config": config.model_dump(), "rows": rows})
+        write_study(json_file, {"config": config.model_dump(), "rows": rows})
     return found
 
 

@@ -15,12 +15,12 @@ from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.experiment.config import at_setting
 from jaxdist.runtime import compilation_cache
-from jaxdist.simulation.compared import SimulatedVariant, Targets, default_targets, table
+from jaxdist.simulation.compared import SimulatedVariant, Targets, default_targets, variants_table
 from jaxdist.simulation.engine.report import Report
-from jaxdist.simulation.engine.table import table as report_table
+from jaxdist.simulation.engine.table import simulation_table as report_table
 from jaxdist.simulation.plot import plot_simulation
 from jaxdist.simulation.simulated import Simulator, cluster_of
-from jaxdist.study.files import check_writable, write_json
+from jaxdist.study.files import check_writable, write_study
 from jaxdist.study.variants import AS_GIVEN, Variant, parse_variants
 from jaxdist.types import JsonObject
 
@@ -49,7 +49,9 @@ class SimulationResult:
             f"Target: held-out loss {goals} by seed. Mean over {len(self.targets)} seeds "
             "(spread: their standard deviation)."
         )
-        return "\n".join([self.caption, told, "", table(self.rows, self.targets), "", *settings])
+        return "\n".join(
+            [self.caption, told, "", variants_table(self.rows, self.targets), "", *settings]
+        )
 
     def as_json(self) -> JsonObject:
         """Return plain data: the text, and every run."""
@@ -60,7 +62,7 @@ class SimulationResult:
         }
 
 
-def run(
+def run_simulation(
     path: Path,
     overrides: Sequence[str],
     *,
@@ -99,7 +101,7 @@ def run(
     done = SimulationResult(caption_of(first), targets, rows)
     console.print(f"\n{done.text()}", soft_wrap=True, markup=False)
     if json_file is not None:
-        write_json(json_file, done.as_json())
+        write_study(json_file, done.as_json())
     if plot is not None:
         title = f"{first.config.model.type} on {path.stem}, seed {rows[0].seeds[0]}"
         plot_simulation(rows, plot, title=title, target=targets[0])

@@ -62,7 +62,7 @@ def default_targets(first: SimulatedVariant) -> Targets:
     return tuple(loss * (1 + TOLERANCE) for loss in first.losses)
 
 
-def table(rows: Sequence[SimulatedVariant], targets: Targets) -> str:
+def variants_table(rows: Sequence[SimulatedVariant], targets: Targets) -> str:
     """Format the variants as lines of at most 80 columns."""
     return "\n".join(_lines(rows, targets))
 

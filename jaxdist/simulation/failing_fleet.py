@@ -147,7 +147,7 @@ def first_order(fleet: FleetConfig, saves: Saves) -> float:
     return (1 - failure / fleet.mttf) / (1 + stands / (saves.disk * saves.every))
 
 
-def simulate(fleet: FleetConfig, ways: Sequence[Saves]) -> list[Simulated]:
+def simulate_fleet(fleet: FleetConfig, ways: Sequence[Saves]) -> list[Simulated]:
     """Simulate a fleet with each of these ways to save, against the same failures.
 
     Cost: a few numpy operations on [ways, runs] for each failure of a run.

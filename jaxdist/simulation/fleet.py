@@ -16,11 +16,11 @@ from jaxdist.simulation.failing_fleet import (
     Saves,
     Simulated,
     first_order,
-    simulate,
+    simulate_fleet,
     snapshots_with,
 )
 from jaxdist.simulation.fleet_plot import plot_fleet
-from jaxdist.study.files import check_writable, read_settings, write_json
+from jaxdist.study.files import check_writable, read_settings, write_study
 from jaxdist.types import JsonObject
 
 POWERS = range(-8, 5)
@@ -158,7 +158,7 @@ def _head(config: FleetConfig) -> list[str]:
     ]
 
 
-def run(
+def run_fleet(
     settings: Sequence[str],
     *,
     json_file: Path | None = None,
@@ -179,7 +179,7 @@ def run(
     done = sweep(config)
     console.print(done.text(), soft_wrap=True, markup=False)
     if json_file is not None:
-        write_json(json_file, done.as_json())
+        write_study(json_file, done.as_json())
     if plot is not None:
         plot_fleet(done, plot)
     return done
@@ -193,7 +193,7 @@ def sweep(config: FleetConfig) -> Fleet:
     every = sorted({*(middle * 2.0**power for power in POWERS), *bests})
     alone = [Saves(seconds) for seconds in every]
     both = [snapshots_with(config, seconds) for seconds in every]
-    found = simulate(config, [*alone, *both])
+    found = simulate_fleet(config, [*alone, *both])
     exact = [
         intervals.goodput(seconds, costs[0], config.mttf, config.recovery) for seconds in every
     ]

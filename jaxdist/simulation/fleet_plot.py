@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxdist.metrics.figure import new_figure, save
+from jaxdist.metrics.figure import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,8 +22,8 @@ _STYLES = {"Young": "--", "Daly": ":"}
 
 
 def plot_fleet(fleet: Fleet, directory: str | os.PathLike[str]) -> list[Path]:
-    """Draw a simulated fleet, as `jaxdist.metrics.figure.save` writes it."""
-    return save(fleet_figure(fleet), directory, NAME, what="the fleet")
+    """Draw a simulated fleet, as `jaxdist.metrics.figure.save_figure` writes it."""
+    return save_figure(fleet_figure(fleet), directory, NAME, what="the fleet")
 
 
 def fleet_figure(fleet: Fleet) -> Figure:

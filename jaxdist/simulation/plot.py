@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxdist.metrics.figure import new_figure, save
+from jaxdist.metrics.figure import new_figure, save_figure
 from jaxdist.simulation.compared import SimulatedVariant
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def plot_simulation(
     title: str,
     target: float,
 ) -> list[Path]:
-    """Draw the variants' runs, as `jaxdist.metrics.figure.save` writes it.
+    """Draw the variants' runs, as `jaxdist.metrics.figure.save_figure` writes it.
 
     Args:
       rows: the variants; the curve is that of the first seed, the histogram that of all seeds.
@@ -36,7 +36,7 @@ def plot_simulation(
       target: the loss that a dashed line marks.
     """
     figure = simulation_figure(rows, title=title, target=target)
-    return save(figure, directory, NAME, what="the simulation")
+    return save_figure(figure, directory, NAME, what="the simulation")
 
 
 def simulation_figure(rows: Sequence[SimulatedVariant], *, title: str, target: float) -> Figure:

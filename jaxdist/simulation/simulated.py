@@ -9,7 +9,7 @@ from jaxdist.experiment import Experiment, ExperimentConfig
 from jaxdist.param_server.contract import vectors
 from jaxdist.param_server.training.checks import peak
 from jaxdist.simulation.engine.report import Report
-from jaxdist.simulation.engine.run import simulate
+from jaxdist.simulation.engine.run import simulate_training
 from jaxdist.simulation.rule import ServerRule
 from jaxdist.simulation.workers import ModelProblem
 from jaxdist.train.strategy.config import ParameterServer
@@ -55,7 +55,7 @@ class Simulator:
             learning_rate=peak(optimizer, steps),
             updates_per_step=cluster.updates_per_step,
         )
-        return simulate(
+        return simulate_training(
             cluster,
             self._problem(experiment, cluster),
             rule,

@@ -23,7 +23,7 @@ from jaxdist.study.plan import (
 )
 from jaxdist.study.plot import plot_batch_scaling
 from jaxdist.study.runs import publish, runs_of, trained_on
-from jaxdist.study.table import markdown, metric_of, shown, verdict
+from jaxdist.study.table import format_cell, metric_of, study_table, verdict
 from jaxdist.study.trainer import Trainer
 from jaxdist.study.trial import OutcomeJournal, Trial, TrialOutcome
 from jaxdist.types import JsonObject
@@ -48,7 +48,7 @@ class Study:
 
     def text(self) -> str:
         """Return the caption, the table and the verdict."""
-        return "\n".join([self.caption, "", markdown(self.cells), "", *verdict(self.cells)])
+        return "\n".join([self.caption, "", study_table(self.cells), "", *verdict(self.cells)])
 
     def as_json(self) -> JsonObject:
         """Return plain data: the text, the cells with mean and spread, and every run."""
@@ -67,7 +67,7 @@ class Study:
         return {
             "caption": self.caption,
             "metric": metric_of(self.cells),
-            "table": markdown(self.cells).splitlines(),
+            "table": study_table(self.cells).splitlines(),
             "verdict": verdict(self.cells),
             "contenders": {name: dict(one.section) for name, one in self.contenders.items()},
             "cells": cells,
@@ -148,7 +148,7 @@ def _settings(path: Path, overrides: Sequence[str], epochs: float | None) -> lis
 
 def _line(cells: Sequence[StudyCell]) -> str:
     """Return a line with the cells of one optimizer and batch size."""
-    found = ", ".join(f"{shown(c)} {'tuned' if c.tuned else 'by rule'}" for c in cells)
+    found = ", ".join(f"{format_cell(c)} {'tuned' if c.tuned else 'by rule'}" for c in cells)
     return f"{cells[0].optimizer}, batch {cells[0].batch_size}: {found}"
 
 

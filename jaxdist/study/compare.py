@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxdist.errors import ConfigError, JaxdistError, did_you_mean
 from jaxdist.experiment import Experiment, build, load
-from jaxdist.study.comparison import Compared, loss_shown, table
+from jaxdist.study.comparison import Compared, comparison_table, loss_shown
 from jaxdist.study.comparison_plot import plot_comparison
 from jaxdist.study.compression import SETS, VariantSet, sent_bytes
 from jaxdist.study.definition import VariantsStudy
@@ -18,7 +18,7 @@ from jaxdist.study.files import check_writable, journal_path
 from jaxdist.study.runs import publish, runs_of, trained_on
 from jaxdist.study.trainer import ConfigTrainer, check_comparable
 from jaxdist.study.trial import OutcomeJournal, VariantTrial
-from jaxdist.study.variants import AS_GIVEN, Variant, named, overrides_of, parse_variants
+from jaxdist.study.variants import AS_GIVEN, Variant, named_variants, overrides_of, parse_variants
 from jaxdist.types import JsonObject
 
 
@@ -41,13 +41,13 @@ class Comparison:
             for row in self.rows
             if row.variant.overrides
         ]
-        return "\n".join([self.caption, "", table(self.rows), "", *settings])
+        return "\n".join([self.caption, "", comparison_table(self.rows), "", *settings])
 
     def as_json(self) -> JsonObject:
         """Return plain data: the text, the variants with mean and spread, and every run."""
         return {
             "caption": self.caption,
-            "table": table(self.rows).splitlines(),
+            "table": comparison_table(self.rows).splitlines(),
             "variants": [row.as_json() for row in self.rows],
             "runs": [outcome.as_json() for row in self.rows for outcome in row.outcomes],
         }
@@ -80,7 +80,7 @@ def compare_variants(
     found = _found(path, overrides, study.of)
     taken = [variant.name for variant in found.variants]
     own = ((name, overrides_of(settings)) for name, settings in study.variants.items())
-    given = named(own, taken=taken, what="variants")
+    given = named_variants(own, taken=taken, what="variants")
     given += parse_variants(variants, taken=[*taken, *study.variants])
     if len(found.variants) + len(given) < 2:
         raise ConfigError(

@@ -95,7 +95,7 @@ def spread(values: Sequence[float]) -> float:
     return statistics.stdev(values)
 
 
-def table(rows: Sequence[Compared]) -> str:
+def comparison_table(rows: Sequence[Compared]) -> str:
     """Return a table with a row for each variant, at most 80 characters wide."""
     return "\n".join(markdown(COLUMNS, cells(COLUMNS, rows), padded=True))
 

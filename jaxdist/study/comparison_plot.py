@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxdist.metrics.figure import new_figure, save
+from jaxdist.metrics.figure import new_figure, save_figure
 from jaxdist.study.comparison import MARGIN, Compared
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ _TICKS = (-50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000
 def plot_comparison(
     rows: Sequence[Compared], directory: str | os.PathLike[str], *, name: str, title: str
 ) -> list[Path]:
-    """Draw every seed's change and the mean, in files as `jaxdist.metrics.figure.save` writes them.
+    """Draw every seed's change and the mean, with `jaxdist.metrics.figure.save_figure`.
 
     Args:
       rows: rows of one comparison; the first is the baseline.
       name: name of the files.
       title: title of the figure.
     """
-    return save(comparison_figure(rows, title=title), directory, name, what="the study")
+    return save_figure(comparison_figure(rows, title=title), directory, name, what="the study")
 
 
 def comparison_figure(rows: Sequence[Compared], *, title: str) -> Figure:

@@ -45,7 +45,7 @@ def compression_variants(experiment: Experiment) -> VariantSet:
     """
     check_sent(experiment)
     optim, found = experiment.config.optim, variant_set("compression")
-    case, values = values_of(optim, max(4, round(WARM_UP * experiment.total_steps)))
+    case, values = optimizer_case(optim, max(4, round(WARM_UP * experiment.total_steps)))
     variants = tuple(
         Variant(one.name, overrides_of(_filled(one.set, values)))
         for one in found.variants
@@ -58,7 +58,7 @@ SETS = {"compression": compression_variants}
 """Functions that `--of` may name, from the config's experiment to a set of variants."""
 
 
-def values_of(optim: OptimizerConfig, warm_up: int) -> tuple[Case, JsonObject]:
+def optimizer_case(optim: OptimizerConfig, warm_up: int) -> tuple[Case, JsonObject]:
     """Return the case of an optimizer, and the values that variants take from it."""
     values: JsonObject = {"warm_up": warm_up, "kind": optim.type}
     if isinstance(optim, AdamWConfig) and optim.b1:

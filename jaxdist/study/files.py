@@ -50,7 +50,7 @@ def check_writable(plot: Path | None, json_file: Path | None) -> None:
             raise _unwritable(folder, error) from error
 
 
-def write_json(path: Path, found: JsonObject) -> None:
+def write_study(path: Path, found: JsonObject) -> None:
     """Write the results of a study.
 
     Raises:

@@ -185,7 +185,7 @@ def _runs(
 
 
 def _best_rate(runs: Callable[[float], tuple[TrialOutcome[Trial], ...]], start: float) -> float:
-    return search(start, runs, _mean_score)[0].trial.learning_rate
+    return search_rate(start, runs, _mean_score)[0].trial.learning_rate
 
 
 def _mean_score(outcomes: Sequence[TrialOutcome[Trial]]) -> tuple[float, ...]:
@@ -198,14 +198,16 @@ def rounded(learning_rate: float) -> float:
     return float(f"{learning_rate:.6g}")
 
 
-def search(start: float, run: Callable[[float], T], score: Callable[[T], tuple[float, ...]]) -> T:
+def search_rate(
+    start: float, run: Callable[[float], T], score: Callable[[T], tuple[float, ...]]
+) -> T:
     """Return the result of the best rate among `start` x 1/2, 1 and 2, or beyond.
 
     While the best rate is the smallest or the largest so far, a further rate beyond it is tried, up
     to 8 times, so that the best rate ends inside the tried range. Among equally good rates, the
     smallest wins.
 
-    >>> search(1.0, lambda rate: rate, lambda rate: (-abs(rate - 16.0),))
+    >>> search_rate(1.0, lambda rate: rate, lambda rate: (-abs(rate - 16.0),))
     16.0
     """
     results = {i: run(rounded(start * FACTOR**i)) for i in (-1, 0, 1)}

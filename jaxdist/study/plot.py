@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxdist.metrics.figure import new_figure, save
+from jaxdist.metrics.figure import new_figure, save_figure
 from jaxdist.study.plan import StudyCell
 from jaxdist.study.table import by_row, metric_of
 
@@ -28,13 +28,13 @@ NAME = "batch_scaling"
 def plot_batch_scaling(
     cells: Sequence[StudyCell], directory: str | os.PathLike[str], *, title: str
 ) -> list[Path]:
-    """Draw the mean and range by batch size, in files as `jaxdist.metrics.figure.save` writes them.
+    """Draw the mean and range by batch size, with `jaxdist.metrics.figure.save_figure`.
 
     Args:
       cells: cells of one study.
       title: title of the figure.
     """
-    return save(batch_scaling_figure(cells, title=title), directory, NAME, what="the study")
+    return save_figure(batch_scaling_figure(cells, title=title), directory, NAME, what="the study")
 
 
 def batch_scaling_figure(cells: Sequence[StudyCell], *, title: str) -> Figure:

@@ -12,7 +12,7 @@ from rich.console import Console
 from jaxdist.data.cache import cache_directory
 from jaxdist.experiment import Experiment
 from jaxdist.runtime import compilation_cache
-from jaxdist.study.files import write_json
+from jaxdist.study.files import write_study
 from jaxdist.study.trainer import ConfigTrainer
 from jaxdist.study.trial import OutcomeJournal, TrialOutcome, TrialT
 from jaxdist.study.watch import Watch
@@ -99,7 +99,7 @@ def publish(done: Done, json_file: Path | None, console: Console) -> None:
     """
     console.print(f"\n{done.text()}", soft_wrap=True, markup=False)
     if json_file is not None:
-        write_json(json_file, done.as_json())
+        write_study(json_file, done.as_json())
 
 
 def trained_on(experiment: Experiment, middle: str) -> str:

@@ -28,7 +28,7 @@ def metric_of(cells: Sequence[StudyCell]) -> str:
     return cells[0].outcomes[0].metric
 
 
-def markdown(cells: Sequence[StudyCell]) -> str:
+def study_table(cells: Sequence[StudyCell]) -> str:
     """Return a table by batch size, with a row for each optimizer and source of learning rates.
 
     Cells are the mean and the sample standard deviation over the seeds.
@@ -38,11 +38,11 @@ def markdown(cells: Sequence[StudyCell]) -> str:
     header, table = ["optimizer", "learning rate", *batches], []
     for (name, tuned), row in rows.items():
         source = "tuned" if tuned else f"by rule from {row[0].learning_rate:g}"
-        table.append([name, source, *(shown(cell) for cell in row)])
+        table.append([name, source, *(format_cell(cell) for cell in row)])
     return "\n".join(columns.markdown(header, table, padded=True))
 
 
-def shown(cell: StudyCell) -> str:
+def format_cell(cell: StudyCell) -> str:
     """Format a cell in a few characters: percent of accuracy, or nats of loss."""
     if cell.diverged:
         return f"diverged {cell.diverged}/{len(cell.outcomes)}"
@@ -67,7 +67,7 @@ def verdict(cells: Sequence[StudyCell]) -> list[str]:
     within = "one point" if accuracy else "1%"
     lines = [
         f"holds up: mean within {within} of the best at batch {best.batch_size} "
-        f"({best.optimizer}, {shown(best)})"
+        f"({best.optimizer}, {format_cell(best)})"
     ]
     for wanted, words in ((False, "learning rate by the rule"), (True, "learning rate tuned")):
         found = [

@@ -198,7 +198,7 @@ def finish(
       state: initial state, which is donated.
       begun: start time of the trial, by `time.perf_counter`.
     """
-    state, diverged = train(experiment, program, state)
+    state, diverged = train_trial(experiment, program, state)
     assert experiment.heldout is not None, "checked before the first trial"
     with experiment.heldout.evaluation_batches() as batches:
         metrics = evaluate(program, program.evaluated(state), state.buffers, batches)
@@ -207,7 +207,9 @@ def finish(
     return TrialOutcome(trial, experiment.total_steps, metrics, diverged, seconds)
 
 
-def train(experiment: Experiment, program: Program, state: TrainState) -> tuple[TrainState, bool]:
+def train_trial(
+    experiment: Experiment, program: Program, state: TrainState
+) -> tuple[TrainState, bool]:
     """Train and return the last state, and whether a loss that is not finite ended the run."""
     previous = None
     with experiment.loader.batches() as batches:

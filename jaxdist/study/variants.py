@@ -63,10 +63,10 @@ def parse_variants(texts: Sequence[str], *, taken: Sequence[str]) -> tuple[Varia
                 "NAME='section.key=value section.key=value'"
             )
         found.append((name, overrides))
-    return named(found, taken=taken)
+    return named_variants(found, taken=taken)
 
 
-def named(
+def named_variants(
     pairs: Iterable[tuple[str, tuple[str, ...]]], *, taken: Sequence[str], what: str = "--variant"
 ) -> tuple[Variant, ...]:
     """Create variants from names and overrides.

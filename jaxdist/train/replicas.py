@@ -51,7 +51,7 @@ def explained(settings: ReplicaCheckConfig | None, program: Program) -> tuple[st
     )
 
 
-def notices(settings: ReplicaCheckConfig | None, program: Program) -> tuple[str, ...]:
+def replica_notices(settings: ReplicaCheckConfig | None, program: Program) -> tuple[str, ...]:
     """Return a sentence for each kind of difference that cannot be found in this plan."""
     if settings is None:
         return ()

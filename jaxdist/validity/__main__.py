@@ -1,5 +1,5 @@
 """Print the page of refused combinations."""
 
-from jaxdist.validity.page import markdown
+from jaxdist.validity.page import validity_page
 
-print(markdown(), end="")
+print(validity_page(), end="")

@@ -13,7 +13,9 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Params
 
 
-def notices_of(config: OptimizerConfig, optimizer: Optimizer, params: Params) -> tuple[str, ...]:
+def optimizer_notices(
+    config: OptimizerConfig, optimizer: Optimizer, params: Params
+) -> tuple[str, ...]:
     """List notices about an optimizer on these parameters, each with its remedy.
 
     Args:

@@ -26,7 +26,7 @@ def footnotes(first: str, second: str) -> list[tuple[int, bool]]:
     return found
 
 
-def markdown() -> str:
+def validity_page() -> str:
     """Format the table as a page: a matrix of features with a footnote for each refusal."""
     names = list(FEATURES)
     lines = [

@@ -68,7 +68,7 @@ def test_show_says_what_a_flush_costs():
 
 def test_settings_and_costs(console):
     def look(*settings):
-        return pipelines.show(
+        return pipelines.show_schedule(
             "interleaved", ["chunks=3", *settings], stages=2, microbatches=4, console=console
         )
 
@@ -103,7 +103,7 @@ def test_files(tmp_path):
 def test_a_file_that_cannot_be_written(console, tmp_path):
     nowhere = tmp_path / "no" / "a.svg"
     with pytest.raises(RunError, match=r"cannot write the picture to .*no/a.svg: No such file"):
-        pipelines.show("1f1b", stages=2, microbatches=2, svg=nowhere, console=console)
+        pipelines.show_schedule("1f1b", stages=2, microbatches=2, svg=nowhere, console=console)
 
 
 @pytest.mark.parametrize(
@@ -129,12 +129,12 @@ def test_a_file_that_cannot_be_written(console, tmp_path):
 )
 def test_what_show_refuses(console, schedule, settings, message):
     with pytest.raises(ConfigError, match=message):
-        pipelines.show(schedule, settings, stages=4, microbatches=6, console=console)
+        pipelines.show_schedule(schedule, settings, stages=4, microbatches=6, console=console)
 
 
 def test_all_problems_at_once(console):
     with pytest.raises(ConfigError, match="3 problems in the command line") as error:
-        pipelines.show("interleaved", ["chunk=2", "costs.kept=2"], console=console)
+        pipelines.show_schedule("interleaved", ["chunk=2", "costs.kept=2"], console=console)
     assert [line.split()[0] for line in str(error.value).splitlines()[1:]] == [
         "chunks",
         "chunk",
@@ -152,26 +152,28 @@ def test_all_problems_at_once(console):
 )
 def test_sizes_that_are_not_given(console, sizes, said):
     with pytest.raises(ConfigError, match=rf"schedule 1f1b: {said}: give both; only a CSV"):
-        pipelines.show("1f1b", **sizes, console=console)
+        pipelines.show_schedule("1f1b", **sizes, console=console)
 
 
 def test_a_csv_file_says_its_sizes_itself(console, tmp_path):
     path = tmp_path / "mine.csv"
     write_csv(one_f_one_b(4, 8), path)
-    assert pipelines.show(str(path), console=console).makespan == 33
-    assert pipelines.show("csv", [f"path={path}"], stages=4, console=console).makespan == 33
+    assert pipelines.show_schedule(str(path), console=console).makespan == 33
+    assert (
+        pipelines.show_schedule("csv", [f"path={path}"], stages=4, console=console).makespan == 33
+    )
     with pytest.raises(ConfigError, match=r"mine.csv: it is for 8 microbatches, the run has 16"):
-        pipelines.show(str(path), microbatches=16, console=console)
+        pipelines.show_schedule(str(path), microbatches=16, console=console)
 
 
 def test_a_type_is_no_file(console, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("gpipe", "mine"):
         Path(name).write_text("0F0\n")
-    named = pipelines.show("gpipe", stages=2, microbatches=2, console=console)
+    named = pipelines.show_schedule("gpipe", stages=2, microbatches=2, console=console)
     assert named.schedule.name == "gpipe"
-    assert pipelines.show("./gpipe", console=console).schedule.stages == 1
-    assert pipelines.show("mine", console=console).schedule.name == "mine"
+    assert pipelines.show_schedule("./gpipe", console=console).schedule.stages == 1
+    assert pipelines.show_schedule("mine", console=console).schedule.name == "mine"
 
 
 def test_compare_shows_every_schedule():
@@ -266,7 +268,7 @@ def test_the_first_violation(console, tmp_path):
     with pytest.raises(ConfigError, match=r"mine.csv: stage 1, place 0: 1B0 needs 1F0, which"):
         pipelines.check_csv(path, console=console)
     with pytest.raises(ConfigError, match=r"mine.csv: stage 1, place 0: 1B0 needs 1F0, which"):
-        pipelines.show(str(path), console=console)
+        pipelines.show_schedule(str(path), console=console)
 
 
 WITHOUT_JAX = """

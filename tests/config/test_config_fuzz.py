@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from sample_schema import BASE, Run
 
-from jaxdist.config import KeyPath, provenance, read, render, resolved_yaml, validate
+from jaxdist.config import KeyPath, provenance, read, render_rows, resolved_yaml, validate
 from jaxdist.errors import ConfigError
 
 FUZZ = settings(deadline=None, max_examples=150, database=None)
@@ -99,7 +99,7 @@ def load(file: Path, data: bytes | str, overrides: list[str] | None = None) -> s
         run = validate(document, Run)
     except ConfigError as error:
         return str(error)
-    assert render(provenance(document, run))
+    assert render_rows(provenance(document, run))
     assert resolved_yaml(run)
     return ""
 

@@ -20,7 +20,7 @@ from jaxdist.config import (
     json_schema,
     provenance,
     read,
-    render,
+    render_rows,
     resolved_yaml,
     validate,
 )
@@ -90,7 +90,7 @@ def test_render_aligns_the_columns():
         ResolvedValue(("e",), "", Origin("default")),
         ResolvedValue(("f",), "two\nlines", Origin("default")),
     ]
-    assert render(rows).splitlines() == [
+    assert render_rows(rows).splitlines() == [
         "a       text          x.yaml:1",
         "b.long  null          default",
         'c       "null"        default',
@@ -98,7 +98,7 @@ def test_render_aligns_the_columns():
         'e       ""            default',
         'f       "two\\nlines"  default',
     ]
-    assert render([]) == ""
+    assert render_rows([]) == ""
 
 
 def test_render_keeps_line_numbers_and_the_start_of_overrides():
@@ -110,7 +110,7 @@ def test_render_keeps_line_numbers_and_the_start_of_overrides():
             ("k" * 90,), 1, Origin("override 'mesh={data: 4, tensor: 2, stage: 2, context: 8}'")
         ),
     ]
-    lines = render(rows).splitlines()
+    lines = render_rows(rows).splitlines()
     assert [len(line) for line in lines] == [80, 79]
     assert lines[0].endswith("configs/x.yaml:123")
     assert "vvv…" in lines[0]
@@ -134,7 +134,7 @@ def test_render_never_exceeds_the_width(rows: list[ResolvedValue], width: int):
     printable = [
         row for row in rows if str(row.origin).isprintable() and dotted(row.path).isprintable()
     ]
-    text = render(printable, width)
+    text = render_rows(printable, width)
     assert len(text.split("\n")) == max(len(printable), 1)
     assert all(cell_len(line) <= width for line in text.split("\n"))
 

@@ -19,7 +19,7 @@ from jaxdist.config.describe import (
     is_mapping,
     is_model,
     is_sequence,
-    split,
+    split_annotation,
 )
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig
@@ -37,7 +37,7 @@ GLOBS = ("TextConfig", "files")
 def models(annotation: Annotation, found: dict[type[BaseModel], None]) -> None:
     """Add the models below an annotation."""
     for arm in arms(annotation):
-        bare, _ = split(arm)
+        bare, _ = split_annotation(arm)
         if is_model(bare):
             if bare not in found:
                 found[bare] = None
@@ -52,7 +52,7 @@ def kinds(annotation: Annotation) -> set[type]:
     """The types of the JSON scalars that an annotation names."""
     found: set[type] = set()
     for arm in arms(annotation):
-        bare, _ = split(arm)
+        bare, _ = split_annotation(arm)
         listed = choices(bare)
         found |= {type(choice) for choice in listed} or {str if bare is Path else bare}
         found |= {int} if bare is float else set()
@@ -83,8 +83,8 @@ def test_no_setting_takes_a_value_of_another_type():
         if (model.__name__, key) == GLOBS:
             continue
         own = kinds(annotation)
-        items = [kinds(get_args(split(arm)[0])[0]) for arm in arms(annotation)
-                 if is_sequence(split(arm)[0])]  # fmt: skip
+        items = [kinds(get_args(split_annotation(arm)[0])[0]) for arm in arms(annotation)
+                 if is_sequence(split_annotation(arm)[0])]  # fmt: skip
         for value in LOOKALIKES:
             if type(value) not in own and accepts(model, key, value):
                 taken.append((model.__name__, key, value))

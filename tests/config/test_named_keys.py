@@ -17,7 +17,7 @@ from jaxdist.config.describe import (
     is_mapping,
     is_model,
     is_sequence,
-    split,
+    split_annotation,
 )
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, load
@@ -41,7 +41,7 @@ FILES = (".md", ".py", ".json", ".jsonl", ".png", ".npy", ".lock", ".yaml")
 def collect(annotation: Annotation, at: Keys, settings: set[Keys], free: set[Keys]) -> None:
     """Add the paths below an annotation, and those below which any key may stand."""
     for arm in arms(annotation):
-        bare, _ = split(arm)
+        bare, _ = split_annotation(arm)
         if is_model(bare):
             for key, info in fields(bare).items():
                 settings.add((*at, key))

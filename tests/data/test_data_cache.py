@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.data.cache import cache_directory, publish, write_file
+from jaxdist.data.cache import cache_directory, publish_folder, write_file
 
 
 def test_where_the_cache_is() -> None:
@@ -22,9 +22,9 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         raise OSError("no space")
 
     with pytest.raises(OSError, match="no space"):
-        publish(target, half)
+        publish_folder(target, half)
     assert list(target.parent.iterdir()) == []
-    publish(target, lambda folder: (folder / "one").touch())
+    publish_folder(target, lambda folder: (folder / "one").touch())
     assert [path.name for path in target.parent.iterdir()] == ["target"]
 
 
@@ -36,7 +36,7 @@ def test_of_several_writers_one_wins(tmp_path: Path) -> None:
         (folder / "one").write_text("same")
         ready.wait(20)
 
-    threads = [threading.Thread(target=publish, args=(target, write)) for _ in range(4)]
+    threads = [threading.Thread(target=publish_folder, args=(target, write)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

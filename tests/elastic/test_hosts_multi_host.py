@@ -21,7 +21,7 @@ from jaxdist.elastic.hosts.join import LOOK_SECONDS, Here
 from jaxdist.elastic.hosts.leader_election import boot_clock
 from jaxdist.elastic.hosts.multi_host import MultiHost
 from jaxdist.elastic.hosts.places.address import open_rendezvous
-from jaxdist.elastic.hosts.start import agent_of, local_device_count, read_token, split_host
+from jaxdist.elastic.hosts.start import agent_of, local_device_count, read_host_token, split_host
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.heartbeat.config import MembershipConfig
 from jaxdist.heartbeat.run_folder import RunFolder
@@ -351,9 +351,9 @@ def test_names_tokens_and_devices(tmp_path: Path, monkeypatch):
     assert split_host("n1/::1") == ("n1", "::1")
     (tmp_path / "short").write_text("abc\n")
     with pytest.raises(RunError, match="has 3 bytes: write 16 or more"):
-        read_token(tmp_path / "short")
+        read_host_token(tmp_path / "short")
     (tmp_path / "token").write_bytes(TOKEN + b"\n")
-    assert read_token(tmp_path / "token") == TOKEN
+    assert read_host_token(tmp_path / "token") == TOKEN
     monkeypatch.setattr(start.os, "listdir", lambda path: ["accel0", "accel1", "null"])
     assert local_device_count({}, {}, 1) == 2
     assert local_device_count({}, {"JAX_PLATFORMS": "cpu"}, 1) == 1

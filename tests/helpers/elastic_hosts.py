@@ -219,7 +219,7 @@ def main() -> None:
             found.plan = replace(found.plan, stuck_timeouts=stuck_timeouts)
         sys.exit(found.run())
     except Exception as error:
-        sys.exit(shared.report(error))
+        sys.exit(shared.print_error(error))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from jaxdist.models.gpt import GptConfig
 from jaxdist.models.hints import no_hint
 from jaxdist.models.layers import scan_blocks
 from jaxdist.models.loss import Mean, next_token
-from jaxdist.parallel.pipeline.executor.execute import evaluate_pipeline, run
+from jaxdist.parallel.pipeline.executor.execute import evaluate_pipeline, run_pipeline
 from jaxdist.parallel.pipeline.executor.model_fns import (
     GradientsAndSums,
     ModelFns,
@@ -200,7 +200,9 @@ def program(name, ticks, layout, key=None):
             return jax.lax.psum(
                 evaluate_pipeline(ticks, parts, params, shared, rows, **given), data
             )
-        return jax.lax.psum(run(ticks, parts, params, shared, rows, key=key, **given), data)
+        return jax.lax.psum(
+            run_pipeline(ticks, parts, params, shared, rows, key=key, **given), data
+        )
 
     function = jax.shard_map(
         local,

@@ -133,7 +133,7 @@ class Jaxdist:
             except SystemExit as end:
                 code = int(end.code or 0)
             except Exception as error:
-                code = shared.report(error)
+                code = shared.print_error(error)
         return Finished(code, out.getvalue(), err.getvalue())
 
     def train(self, *args: object, **options: Any) -> Finished:

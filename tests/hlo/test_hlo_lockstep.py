@@ -8,7 +8,13 @@ import pytest
 from tick_programs import branch, conditional, ticked
 
 from jaxdist.hlo.groups import MeshLayout
-from jaxdist.hlo.lockstep import ConditionalDecision, Lockstep, mismatch, name_of, tick_loops
+from jaxdist.hlo.lockstep import (
+    ConditionalDecision,
+    Lockstep,
+    conditional_name,
+    mismatch,
+    tick_loops,
+)
 from jaxdist.hlo.parse import parse, parse_instruction
 from jaxdist.hlo.timeline import play
 
@@ -80,7 +86,7 @@ def test_a_branch_that_nothing_decides_leaves_two_bounds():
     """One in a branch of a tick's, as a model may have it; the name is not the tick's."""
     module = ticked(COSTS, ticks=4, nested=INSIDE)
     conditional = module.computations["backward.branch.1"].by_name["backward.last"]
-    assert name_of(conditional) == "backward/last"
+    assert conditional_name(conditional) == "backward/last"
     other = dataclasses.replace(
         conditional, attributes=conditional.attributes.replace("tick.last", "mine")
     )
@@ -206,7 +212,7 @@ def test_branches_before_the_loop_are_refused():
 )
 def test_only_the_conditional_of_a_scope_has_its_name(source, name):
     line = f'  %c = () conditional(%i, %a, %b), metadata={{op_name="{source}"}}'
-    assert name_of(parse_instruction(line)) == name
+    assert conditional_name(parse_instruction(line)) == name
 
 
 def test_the_loop_of_ticks_is_found_among_others():

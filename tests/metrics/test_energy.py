@@ -16,7 +16,7 @@ from jaxdist.errors import ConfigError, RunError
 from jaxdist.metrics.energy import meters, tally
 from jaxdist.metrics.energy.config import EnergyConfig
 from jaxdist.metrics.energy.meters import Modelled, Nvml, Rapl, open_meter, visible_gpus
-from jaxdist.metrics.energy.tally import Tally, joined_energy, table
+from jaxdist.metrics.energy.tally import Tally, energy_table, joined_energy
 from jaxdist.runtime.hardware import DEVICES
 
 
@@ -143,7 +143,7 @@ def test_lives_are_joined_and_carbon_follows() -> None:
     assert found.kwh == pytest.approx(1e4 / 3.6e6 * 1.2)
     assert found.grams == pytest.approx(found.kwh * 500)
     assert found.as_json()["joules_per_million_tokens"] == 2.5e6
-    assert table(found).startswith("energy 10.0 kJ (100.0 W), 2.5 MJ a million tokens\n")
+    assert energy_table(found).startswith("energy 10.0 kJ (100.0 W), 2.5 MJ a million tokens\n")
     assert joined_energy([{"step": 0, "split": "train"}]) is None
 
 

@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist.metrics.account import Account, Activity
-from jaxdist.metrics.goodput import SPLIT, WORK, joined_lives, next_life, table, values_of
+from jaxdist.metrics.goodput import (
+    SPLIT,
+    WORK,
+    account_values,
+    goodput_table,
+    joined_lives,
+    next_life,
+)
 from jaxdist.metrics.writer import MetricsWriter, append, read_metrics
 
 
@@ -40,7 +47,7 @@ class FakeRun:
                 self.write(account, life, step)
 
     def write(self, account: Account, life: int, step: int) -> None:
-        values = values_of(account, life)
+        values = account_values(account, life)
         self.records.append({"step": step, "split": SPLIT, "time": float(self.now), **values})
 
 
@@ -70,8 +77,8 @@ def test_what_had_to_be_done_again_is_lost_work():
     assert seconds(found, Activity.IDLE) == 50
     assert found.gaps_seconds == (30, 20)
     assert found.goodput == pytest.approx(12 / 88)
-    assert "88.0 s" in table(found)
-    assert "3 lives, 5 steps taken twice; goodput 13.6%" in table(found)
+    assert "88.0 s" in goodput_table(found)
+    assert "3 lives, 5 steps taken twice; goodput 13.6%" in goodput_table(found)
 
 
 def test_a_save_that_was_not_committed_keeps_nothing():
@@ -122,11 +129,11 @@ def test_records_of_time_stay_where_a_run_goes_back(tmp_path):
     with MetricsWriter(tmp_path, resume_step=None) as writer:
         for step in (0, 4, 7):
             writer.write(step, {"loss": 1.0})
-            writer.write(step, values_of(account, 1), split=SPLIT)
+            writer.write(step, account_values(account, 1), split=SPLIT)
     with MetricsWriter(tmp_path, resume_step=4) as writer:
         assert next_life(read_metrics(tmp_path)) == 2
-        writer.write(4, values_of(account, 2), split=SPLIT)
-    append(tmp_path, 9, values_of(account, 2), split=SPLIT)
+        writer.write(4, account_values(account, 2), split=SPLIT)
+    append(tmp_path, 9, account_values(account, 2), split=SPLIT)
     records = read_metrics(tmp_path)
     assert [(r["step"], r["split"]) for r in records] == [
         *((0, "train"), (0, SPLIT), (4, "train"), (4, SPLIT)),

@@ -9,7 +9,7 @@ import pytest
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.hlo import ledger, memory
+from jaxdist.hlo import ledger, program_memory
 from jaxdist.trees import tree_bytes
 
 full = partial(pytest.param, marks=pytest.mark.full)
@@ -228,7 +228,7 @@ def test_what_some_blocks_keep_lies_between_what_none_and_all_keep(stage, reduce
 def test_no_device_ever_holds_the_whole_model(devices):
     """Not even while it is initialised: three arrays a parameter, and of one in the making."""
     program = program_of(3, None)
-    found = memory(jax.jit(program.init).lower().compile())
+    found = program_memory(jax.jit(program.init).lower().compile())
     model_bytes = tree_bytes(program.model.params)
     assert found.output_bytes / model_bytes == pytest.approx(3 / DEVICES, rel=0.01)
     assert found.temp_bytes < 2 / DEVICES * model_bytes

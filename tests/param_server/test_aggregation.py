@@ -230,7 +230,7 @@ def test_a_rack_that_comes_later_is_where_the_servers_are():
 def test_a_push_that_cannot_be_written_is_sent_as_unusable():
     state = client.hear(client.pull(client.ClientState(7)).state, Answer(7, 0, 0, 0, 0)).state
     state, message = client.push(state)
-    (again,) = client.retries(client.spoiled(state, message.stamp.sequence))
+    (again,) = client.retries(client.marked_unusable(state, message.stamp.sequence))
     assert again == Push(Stamp(0, 7, 1), 0, 0, usable=False)
 
 

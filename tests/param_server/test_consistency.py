@@ -30,7 +30,7 @@ from jaxdist.param_server.consistency.build import ConsistencyConfig
 from jaxdist.param_server.consistency.contract import Arrival, Clocks, Merge, Part, decide
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.elastic import Elastic, alpha_limit
-from jaxdist.param_server.consistency.notices import notices
+from jaxdist.param_server.consistency.notices import consistency_notices
 from jaxdist.param_server.consistency.rounds import BSP, mean_of
 from jaxdist.param_server.protocol import server
 from jaxdist.param_server.protocol.messages import Apply, Push, Stamp
@@ -340,34 +340,34 @@ def test_a_merge_weighs_and_divides():
 
 def test_asynchrony_with_moments_is_warned_of_with_the_reason():
     sgd, adam = SgdConfig(type="sgd", learning_rate=0.1), AdamWConfig(type="adamw")
-    (said,) = notices(SSP(), sgd, 8)
+    (said,) = consistency_notices(SSP(), sgd, 8)
     assert "consistency type ssp with optim.momentum 0.9" in said
     assert "about 0.875 with 8 workers" in said
     assert "to 0.43 in a clock" in said
-    (said,) = notices(Asynchronous(), adam, 4)
+    (said,) = consistency_notices(Asynchronous(), adam, 4)
     assert "type async with optim.type adamw" in said
     assert "decay 4 times in a clock" in said
-    assert notices(AdaptiveSSP(), LambConfig(type="lamb"), 4)
-    assert notices(AdaptiveSSP(), LarsConfig(type="lars"), 4)
+    assert consistency_notices(AdaptiveSSP(), LambConfig(type="lamb"), 4)
+    assert consistency_notices(AdaptiveSSP(), LarsConfig(type="lars"), 4)
 
 
 def test_reads_that_save_no_question_are_told_of():
     sgd = SgdConfig(type="sgd", momentum=0.0)
-    (lazy,) = notices(SSP(reads="lazy"), sgd, 2)
+    (lazy,) = consistency_notices(SSP(reads="lazy"), sgd, 2)
     assert "type ssp with reads lazy: a worker asks after each of its changes" in lazy
     assert "each_clock; take each_clock, or ahead" in lazy
-    (eager,) = notices(AdaptiveSSP(reads="eager"), sgd, 2)
+    (eager,) = consistency_notices(AdaptiveSSP(reads="eager"), sgd, 2)
     assert "type adaptive with reads eager" in eager
     assert "the copies that servers send besides are not computed from; take each_clock" in eager
-    assert notices(SSP(reads="ahead"), sgd, 2) == ()
+    assert consistency_notices(SSP(reads="ahead"), sgd, 2) == ()
 
 
 def test_nothing_is_said_where_nothing_is_stale():
     sgd = SgdConfig(type="sgd", momentum=0.0)
     adam = AdamWConfig(type="adamw")
-    assert notices(SSP(), sgd, 8) == ()
-    assert notices(SSP(), adam, 1) == ()
-    assert notices(BSP(), adam, 8) == notices(Elastic(), adam, 8) == ()
+    assert consistency_notices(SSP(), sgd, 8) == ()
+    assert consistency_notices(SSP(), adam, 1) == ()
+    assert consistency_notices(BSP(), adam, 8) == consistency_notices(Elastic(), adam, 8) == ()
 
 
 REFUSED = {

@@ -24,7 +24,7 @@ from jaxdist.param_server.training.replay import Replay
 from jaxdist.param_server.training.state import Sharded
 from jaxdist.param_server.wire import ports
 from jaxdist.simulation.engine.problem import Computed, Sgd
-from jaxdist.simulation.engine.run import simulate
+from jaxdist.simulation.engine.run import simulate_training
 
 WHOLE = Asynchronous(gradient_weight="whole")
 STEPS = 6
@@ -209,7 +209,7 @@ def test_rounds_have_the_bits_of_the_simulated_run(workers, size):
     problem = Narrow(noise=0.1)
     cluster = Cluster(workers=workers, servers=2, consistency=BSP(),
                       placement=Balanced(range_bytes=48), aggregation=Racks(size=size))  # fmt: skip
-    wanted = simulate(cluster, problem, Sgd(1.0), clocks=STEPS)
+    wanted = simulate_training(cluster, problem, Sgd(1.0), clocks=STEPS)
     shapes = {name: array.shape for name, array in problem.start.items()}
     with Racked(BSP(), workers, size, params=problem.start) as racked:
 

@@ -21,7 +21,7 @@ from jaxdist.param_server.protocol import client as worker
 from jaxdist.param_server.protocol.messages import Acknowledge, Answer, Publish
 from jaxdist.param_server.scenario import Crash, Pause, SimulationConfig, Straggler
 from jaxdist.simulation.engine.problem import Computed, Sgd
-from jaxdist.simulation.engine.run import simulate
+from jaxdist.simulation.engine.run import simulate_training
 
 READS = ["eager", "lazy", "each_clock"]
 WORKERS = 4
@@ -57,7 +57,7 @@ def simulated(model, *, racks=0, codec=None, **script):
         simulation=SimulationConfig(link=BAD, noise=0.4, **script),
     )
     problem = Counting()
-    simulate(cluster, problem, Sgd(RATE), clocks=9)
+    simulate_training(cluster, problem, Sgd(RATE), clocks=9)
     return problem.seen
 
 

@@ -15,7 +15,7 @@ from jaxdist.param_server.scenario import Crash, SimulationConfig
 from jaxdist.simulation.engine.encoder import ClientEncoder, Encoding
 from jaxdist.simulation.engine.network import HEADER_BYTES
 from jaxdist.simulation.engine.problem import Sgd
-from jaxdist.simulation.engine.run import Simulation, simulate
+from jaxdist.simulation.engine.run import Simulation, simulate_training
 
 BIAS = frozenset({"b"})
 
@@ -47,7 +47,7 @@ def cluster_of(codec, model=None, *, feedback=True, racks=0, **script):
 
 def simulated(codec, model=None, *, steps=6, **settings):
     cluster = cluster_of(codec, model, **settings)
-    return simulate(cluster, Narrow(), Sgd(RATE), clocks=steps, whole=BIAS)
+    return simulate_training(cluster, Narrow(), Sgd(RATE), clocks=steps, whole=BIAS)
 
 
 @pytest.mark.parametrize("racks", [0, 2])

@@ -23,7 +23,7 @@ from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.scenario import Crash, SimulationConfig, Straggler
 from jaxdist.simulation.engine.network import HEADER_BYTES
 from jaxdist.simulation.engine.problem import Sgd
-from jaxdist.simulation.engine.run import simulate
+from jaxdist.simulation.engine.run import simulate_training
 
 
 def simulated(
@@ -38,7 +38,7 @@ def simulated(
         simulation=SimulationConfig(**script),
     )
     problem = problem or Quadratic()
-    return simulate(cluster, problem, Sgd(RATE), clocks=steps, pooled=pooled)
+    return simulate_training(cluster, problem, Sgd(RATE), clocks=steps, pooled=pooled)
 
 
 def two_level(size, workers, steps, tokens):

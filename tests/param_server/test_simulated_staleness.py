@@ -14,7 +14,7 @@ from jaxdist.param_server.consistency.arrival import SSP, AdaptiveSSP, Asynchron
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.scenario import NetworkConfig, SimulationConfig, Straggler
 from jaxdist.simulation.engine.problem import Sgd
-from jaxdist.simulation.engine.run import simulate
+from jaxdist.simulation.engine.run import simulate_training
 
 
 class Traced(Quadratic):
@@ -91,7 +91,7 @@ def test_staleness_is_that_of_what_was_computed_from(name, racks, seed, slow):
     )
     problem = Traced(aggregation.racks(range(4)))
     rule = Counting(problem)
-    found = simulate(cluster, problem, rule, clocks=8)
+    found = simulate_training(cluster, problem, rule, clocks=8)
     assert found.staleness == rule.staleness
     assert found.staleness[0] < sum(found.staleness.values())
 
@@ -100,4 +100,4 @@ def test_rounds_are_never_stale():
     problem = Traced(())
     cluster = Cluster(workers=1, consistency=BSP())
     rule = Counting(problem)
-    assert simulate(cluster, problem, rule, clocks=4).staleness == rule.staleness == {0: 4}
+    assert simulate_training(cluster, problem, rule, clocks=4).staleness == rule.staleness == {0: 4}

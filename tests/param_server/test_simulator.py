@@ -36,8 +36,8 @@ from jaxdist.simulation.engine.network import (
     Network,
 )
 from jaxdist.simulation.engine.problem import Computed, Sgd
-from jaxdist.simulation.engine.run import simulate
-from jaxdist.simulation.engine.table import table
+from jaxdist.simulation.engine.run import simulate_training
+from jaxdist.simulation.engine.table import simulation_table
 
 RATE = 0.1
 INSTANT = NetworkConfig(bytes_per_second=1e300, server_bytes_per_second=1e300, latency_seconds=0.0)
@@ -86,7 +86,7 @@ def simulated(
         simulation=SimulationConfig(**script),
     )
     problem, rule = problem or Quadratic(), rule or Sgd(RATE)
-    return simulate(
+    return simulate_training(
         cluster, problem, rule, clocks=steps, measure_every=measure_every, pooled=pooled
     )
 
@@ -374,7 +374,7 @@ def test_a_report_says_when_a_loss_was_reached_and_what_was_stale():
     assert found.seconds_to(-1.0) is None
     assert sum(found.staleness.values()) == 60
     assert found.mean_staleness == pytest.approx(2, abs=0.1)  # the other two workers
-    text = table(found)
+    text = simulation_table(found)
     assert max(map(len, text.splitlines())) <= 80
     assert "worker  gradients" in text
     assert "staleness in updates: mean 1.9" in text

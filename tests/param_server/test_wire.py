@@ -33,7 +33,7 @@ from jaxdist.param_server.wire.frames import (
     Assembler,
     FrameError,
     frames,
-    parse,
+    parse_frame,
     spec_for,
     text_payload,
 )
@@ -218,7 +218,7 @@ def test_a_server_lives_through_any_frames_and_serves_the_next_call(count):
                 some = min(left, 400)  # so that the answers that wait do not end the session
                 sent = iter([hello, *(garbage(rng, good) for _ in range(some)), hello])
                 answers = call(sent, metadata=((TOKEN_KEY, TOKEN),), timeout=60)
-                said = {parse(frame).envelope.op for frame in until_ended(answers)}
+                said = {parse_frame(frame).envelope.op for frame in until_ended(answers)}
                 assert not said & OF_WORKERS
                 left -= some
         assert sum(service.counters.refused.values()) > count / 2
@@ -318,7 +318,7 @@ def test_sessions_that_are_too_many_are_refused():
         with grpc.insecure_channel(f"127.0.0.1:{rpc.port}") as channel:
             call = channel.stream_stream(METHOD)
             first, second = (call(waits(client), metadata=known) for client in range(2))
-            assert {parse(next(one)).envelope.op for one in (first, second)} == {Op.WELCOME}
+            assert {parse_frame(next(one)).envelope.op for one in (first, second)} == {Op.WELCOME}
             with pytest.raises(grpc.RpcError) as caught:
                 list(call(waits(2), metadata=known, timeout=20))
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

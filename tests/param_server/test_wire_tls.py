@@ -15,7 +15,7 @@ from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.arrival import Asynchronous
 from jaxdist.param_server.live.client import Client, Patience
 from jaxdist.param_server.wire.config import TlsConfig
-from jaxdist.param_server.wire.security import Tls, read_tls, refusal
+from jaxdist.param_server.wire.security import Tls, certificate_refusal, read_tls
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 WHOLE = Asynchronous(gradient_weight="whole")
@@ -109,5 +109,7 @@ def test_a_key_of_another_certificate_is_told_when_it_is_read(tmp_path):
 def test_a_certificate_for_another_name_is_told(tmp_path):
     tls = read_tls(certified(tmp_path / "ours", "DNS:elsewhere"))
     with Servers(WHOLE, 1, count=1, rpc=True, tls=tls) as servers:
-        assert "127.0.0.1" in (refusal(servers.wires[0].address, tls, 5.0) or "")
-    assert refusal(servers.wires[0].address, tls, 5.0) is None  # nobody is there any more
+        assert "127.0.0.1" in (certificate_refusal(servers.wires[0].address, tls, 5.0) or "")
+    assert (
+        certificate_refusal(servers.wires[0].address, tls, 5.0) is None
+    )  # nobody is there any more

@@ -37,8 +37,8 @@ from jaxdist.parity.cells import (
     possible_cells,
     valid_cells,
 )
-from jaxdist.parity.report import combination_line, from_json, markdown, to_json
-from jaxdist.parity.run import BUILT_IN, ParityResult, compare_combination, open_subject
+from jaxdist.parity.report import combination_line, from_json, parity_page, to_json
+from jaxdist.parity.run import BUILT_IN, ParityResult, compare_combination, open_reference
 from jaxdist.parity.trace import Differences, limit_of, trace_differences
 from jaxdist.validity.table import violations
 
@@ -113,7 +113,7 @@ CELLS = [*QUICK, *PAIRED]
 
 @pytest.fixture(scope="module")
 def subject(devices):
-    return open_subject(BUILT_IN)
+    return open_reference(BUILT_IN)
 
 
 @pytest.mark.parametrize(
@@ -384,8 +384,8 @@ def test_what_was_found_is_left_where_a_run_is_ended(two_cells, tmp_path, monkey
     assert run("--json", tmp_path / "c.json").exit_code != 0
     report = json.loads((tmp_path / "c.json").read_text())
     assert [result.cell.stage for result in from_json(report)] == [1]
-    assert "1 of 1 combinations" in markdown(report)
-    assert "; 1 more were not run." in markdown(report)
+    assert "1 of 1 combinations" in parity_page(report)
+    assert "; 1 more were not run." in parity_page(report)
 
 
 def report_of(subject, results, **changes):
@@ -476,7 +476,7 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path, monkeypatch, subject):
 
 def test_the_published_page_is_that_of_its_figures():
     report = json.loads((DOCS / "parity.json").read_text())
-    assert (DOCS / "parity.md").read_text() == markdown(report), "run the command in its header"
+    assert (DOCS / "parity.md").read_text() == parity_page(report), "run the command in its header"
     results = from_json(report)
     assert all(result.verdict == "equal" for result in results)
     assert len(results) == report["planned"]
@@ -494,7 +494,7 @@ def row_of(page: str, start: str) -> list[str]:
 def test_a_page_shows_what_went_wrong():
     cell = Combination("data 8", 0, "all", "ring", 1, "none")
     result = ParityResult(cell, "differs", Differences(0, 1, 1), limit_of(cell.cuts, 512))
-    page = markdown(to_json("x", [result], planned=1, full=False))
+    page = parity_page(to_json("x", [result], planned=1, full=False))
     assert "0 of 1 combinations equal one device" in page
     assert "more were not run" not in page
     assert row_of(page, "data 8 | 0")[2:5] == ["", "", "**differs**"]
@@ -510,7 +510,7 @@ def test_a_page_has_schedules_and_sequences_by_mesh():
         ParityResult(cell, "equal", Differences(0, gradient, 0), limit_of(cell.cuts, 512))
         for cell, gradient in zip(cells, (1e-7, 3e-7, 2e-7), strict=True)
     ]
-    page = markdown(to_json("x", results, planned=3, full=False))
+    page = parity_page(to_json("x", results, planned=3, full=False))
     assert row_of(page, "zb_v | stash") == ["zb_v", "stash", "", "3.0e-07 (2)", "", ""]
     assert row_of(page, "zb_v | recompute")[2:] == [""] * 4
     assert row_of(page, "data 2, tensor 4 | ")[1:] == ["", "2.0e-07 (1)"]

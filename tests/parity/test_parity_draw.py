@@ -29,8 +29,8 @@ from jaxdist.parity.children import Ended
 from jaxdist.parity.draw import compare as parity_draws
 from jaxdist.parity.draw import run as parity_draw_run
 from jaxdist.parity.draw.draw import draw, seeds_of, single_device
-from jaxdist.parity.draw.model import MODELS, OPTIMIZERS, name_of
-from jaxdist.parity.draw.report import features_of, markdown, outcomes_from_json, outcomes_to_json
+from jaxdist.parity.draw.model import MODELS, OPTIMIZERS, model_key
+from jaxdist.parity.draw.report import draw_page, features_of, outcomes_from_json, outcomes_to_json
 from jaxdist.parity.draw.run import DrawOutcome, judge_draw
 from jaxdist.parity.draw.settings import SETTINGS
 from jaxdist.parity.trace import Differences, Trace, trace_differences
@@ -322,18 +322,18 @@ def test_a_process_that_a_busy_machine_starves_still_answers():
 
 def test_a_page_counts_what_was_drawn():
     outcomes = [outcome_of(0), outcome_of(1, "differs"), outcome_of(2, "refused", reason="odd")]
-    page = markdown(outcomes_to_json(outcomes, count=3, seed=0))
+    page = draw_page(outcomes_to_json(outcomes, count=3, seed=0))
     assert "- 1 equal, 1 refused, 1 differs, 0 failed" in page
     assert "- seed 2: odd" in page
     assert "jaxdist parity --json docs/parity_draw.json --draw 3 --seed 0`" in page
-    models = Counter(name_of(outcome.sections["model"]) for outcome in outcomes)
+    models = Counter(model_key(outcome.sections["model"]) for outcome in outcomes)
     for model, count in models.items():
         assert f"| model | {model} | {count} |" in page
 
 
 def test_the_published_page_is_that_of_its_figures():
     report = json.loads((DOCS / "parity_draw.json").read_text())
-    assert (DOCS / "parity_draw.md").read_text() == markdown(report), "run what its header says"
+    assert (DOCS / "parity_draw.md").read_text() == draw_page(report), "run what its header says"
     outcomes = outcomes_from_json(report)
     assert len(outcomes) == report["count"] == 500
     assert all(outcome.good for outcome in outcomes)

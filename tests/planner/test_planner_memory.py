@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from jaxdist.experiment import build, load
 from jaxdist.planner.explain import remedies
-from jaxdist.planner.formulas.decoder import refusal, ticks_of
-from jaxdist.planner.memory import kept_bytes, memory, share
+from jaxdist.planner.formulas.decoder import plan_refusal, ticks_of
+from jaxdist.planner.memory import kept_bytes, plan_memory, share
 from jaxdist.planner.model import Decoder, decoder_of
 from jaxdist.planner.plan import KEPT, Plan
 from jaxdist.planner.search import judge_plan
@@ -62,9 +62,9 @@ def test_state_is_that_of_the_experiment_to_the_byte(plan: Plan, tmp_path: Path)
     path.write_text(json.dumps(planned(CONFIG, plan)))
     document, config = load(path)
     model = decoder_of(config, document)
-    assert refusal(model, plan) is None
+    assert plan_refusal(model, plan) is None
     program = build(config, document, devices=jax.devices()).program
-    ours = memory(model, plan, ticks_of(plan))
+    ours = plan_memory(model, plan, ticks_of(plan))
     assert ours.parameters == bytes_per_device(program.state_shapes.params)
     counters = 64  # of the optimizer: steps, and what the schedule counts
     assert 0 <= bytes_per_device(program.state_shapes.opt_state) - ours.optimizer <= counters
@@ -84,7 +84,7 @@ def test_more_of_the_state_split_is_less_memory(plan: Plan) -> None:
     if plan.data == 1 or plan.zero == 3:
         return
     further = dataclasses.replace(plan, zero=plan.zero + 1)
-    before, after = memory(MODEL, plan), memory(MODEL, further)
+    before, after = plan_memory(MODEL, plan), plan_memory(MODEL, further)
     state = [one.parameters + one.optimizer + one.gradients for one in (before, after)]
     # Of one microbatch XLA holds whole gradients until they are all there, under ZeRO 2 too.
     same = plan.zero == 1 and plan.microbatches == 1
@@ -95,8 +95,8 @@ def test_more_of_the_state_split_is_less_memory(plan: Plan) -> None:
 @given(PLANS)
 def test_more_microbatches_keep_less(plan: Plan) -> None:
     further = dataclasses.replace(plan, microbatches=2 * plan.microbatches)
-    assert memory(MODEL, further).activations < memory(MODEL, plan).activations
-    assert memory(MODEL, further).parameters == memory(MODEL, plan).parameters
+    assert plan_memory(MODEL, further).activations < plan_memory(MODEL, plan).activations
+    assert plan_memory(MODEL, further).parameters == plan_memory(MODEL, plan).parameters
 
 
 def test_remat_keeps_what_it_says() -> None:
@@ -112,8 +112,8 @@ def test_a_stash_takes_more_than_recomputing() -> None:
     plan = Plan(stage=4, data=1, zero=0, microbatches=8, schedule="1f1b")
     stash = dataclasses.replace(plan, stash=True)
     assert (
-        memory(MODEL, stash, ticks_of(stash)).activations
-        > memory(MODEL, plan, ticks_of(plan)).activations
+        plan_memory(MODEL, stash, ticks_of(stash)).activations
+        > plan_memory(MODEL, plan, ticks_of(plan)).activations
     )
 
 
@@ -121,20 +121,20 @@ def test_gradients_lie_in_the_dtype_of_parameters_but_in_shards() -> None:
     """Whole ones of blocks in float32, those of shards in the compute dtype; sums in float32."""
     whole = share(MODEL, Plan(data=8, zero=0))
     blocks = whole.whole - whole.ends
-    assert memory(MODEL, Plan(data=8, zero=1)).gradients == 4 * blocks
+    assert plan_memory(MODEL, Plan(data=8, zero=1)).gradients == 4 * blocks
     two = Plan(data=8, zero=1, microbatches=2)
-    assert memory(MODEL, two).gradients == 4 * blocks + 4 * whole.whole
+    assert plan_memory(MODEL, two).gradients == 4 * blocks + 4 * whole.whole
     shard = share(MODEL, Plan(data=8, zero=3)).shard
-    assert memory(MODEL, Plan(data=8, zero=3)).gradients == 2 * shard
+    assert plan_memory(MODEL, Plan(data=8, zero=3)).gradients == 2 * shard
 
 
 def test_a_backward_task_in_halves_leaves_more() -> None:
     plan = Plan(stage=4, data=2, zero=0, microbatches=8, schedule="1f1b")
     halves = dataclasses.replace(plan, schedule="zb_h1")
-    one, other = (memory(MODEL, p, ticks_of(p)).activations for p in (plan, halves))
+    one, other = (plan_memory(MODEL, p, ticks_of(p)).activations for p in (plan, halves))
     assert other > one
     full = dataclasses.replace(halves, remat="minimal")
-    assert memory(MODEL, full, ticks_of(full)).activations > other
+    assert plan_memory(MODEL, full, ticks_of(full)).activations > other
 
 
 def test_a_remedy_is_one() -> None:

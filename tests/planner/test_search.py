@@ -13,7 +13,7 @@ from benchmarks.planner.cases import PUBLISHED, drawn
 from benchmarks.planner.report import judged, kendall_tau
 from jaxdist.errors import ConfigError
 from jaxdist.planner.explain import remedies
-from jaxdist.planner.formulas.decoder import refusal, ticks_of
+from jaxdist.planner.formulas.decoder import plan_refusal, ticks_of
 from jaxdist.planner.memory import share
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import KEPT, Plan
@@ -41,7 +41,7 @@ def found():
 def test_plans_are_sorted_fit_and_are_counted(found) -> None:
     times = [one.seconds.total for one in found.valid]
     assert times == sorted(times)
-    assert all(one.fits and refusal(SMALL, one.plan) is None for one in found.valid)
+    assert all(one.fits and plan_refusal(SMALL, one.plan) is None for one in found.valid)
     assert found.count == len(found.valid) + sum(found.refused.values())
     assert found.refused.get(MEMORY, 0) == len(found.too_large)
     assert all(one.plan.devices == 8 for one in found.valid)
@@ -203,7 +203,7 @@ def test_a_pipeline_waits_less_with_more_microbatches() -> None:
     ],
 )
 def test_what_is_no_plan_says_why(plan: Plan, why: str) -> None:
-    assert why in str(refusal(SMALL, plan))
+    assert why in str(plan_refusal(SMALL, plan))
 
 
 def test_where_nothing_fits_the_least_chips_are_told() -> None:

@@ -7,19 +7,19 @@ import pytest
 
 from jaxdist.checkpoint.identity import Identity, new_id, read_identity
 from jaxdist.errors import RunError
-from jaxdist.run.directory import RunDirectory, prepare, take
+from jaxdist.run.directory import RunDirectory, prepare_directory, take_directory
 from jaxdist.run.lock import RunLock, this_process
 
 
 def begin(path, asked=None):
     identity = None if asked is None else Identity(new_id(), asked=asked)
-    prepare(RunDirectory(path, identity), "seed: 0\n")
+    prepare_directory(RunDirectory(path, identity), "seed: 0\n")
 
 
 def chosen(base, *, named=False, resume=False, said=None, **given):
     """The name that a run takes, which it gives back at once."""
     say = [].append if said is None else said.append
-    taken = take(base, named=named, resume=resume, say=say, **given)
+    taken = take_directory(base, named=named, resume=resume, say=say, **given)
     taken.lock.release()
     return taken.directory.path.name
 
@@ -92,11 +92,11 @@ def test_a_later_generation_goes_on_in_its_run_whatever_is_beside_it(tmp_path, r
     base = tmp_path / "gpt"
     begin(tmp_path / "gpt-2", asked="gpt")
     run = Identity("a1", base if known else None)
-    first = take(base, named=False, resume=False, say=pytest.fail, run=Identity("a1"))
-    prepare(first.directory, "seed: 0\n")
+    first = take_directory(base, named=False, resume=False, say=pytest.fail, run=Identity("a1"))
+    prepare_directory(first.directory, "seed: 0\n")
     first.lock.release()
     assert first.directory.path == base
-    second = take(base, named=False, resume=resume, say=pytest.fail, run=run)
+    second = take_directory(base, named=False, resume=resume, say=pytest.fail, run=run)
     second.lock.release()
     assert (second.directory.path, second.goes_on) == (base, True)
 
@@ -110,16 +110,16 @@ def test_a_later_generation_refuses_a_directory_that_is_another_runs(tmp_path):
     with pytest.raises(RunError, match=r"gpt has no id, and not run a1"):
         chosen(base, run=Identity("a1", base))
     assert not (base / "run.lock").exists()
-    prepare(RunDirectory(base, Identity("a2")), "")
+    prepare_directory(RunDirectory(base, Identity("a2")), "")
     with pytest.raises(RunError, match="is run a2"):
-        prepare(RunDirectory(base, Identity("a3")), "")
+        prepare_directory(RunDirectory(base, Identity("a3")), "")
 
 
 def test_a_run_from_before_there_were_ids_gets_one_and_goes_on(tmp_path):
     base = tmp_path / "gpt"
     base.mkdir()
     (base / "config.yaml").write_text("seed: 0\n")
-    taken = take(base, named=False, resume=True, say=pytest.fail)
+    taken = take_directory(base, named=False, resume=True, say=pytest.fail)
     taken.lock.release()
     found = read_identity(base)
     assert found is not None

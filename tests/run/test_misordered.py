@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.errors import CheckpointError
-from jaxdist.run.directory import RunDirectory, prepare
+from jaxdist.run.directory import RunDirectory, prepare_directory
 from jaxdist.run.loading.misordered import check_order
 
 TWICE, ONCE = P(None, ("tensor", "data")), P("data", "tensor")
@@ -18,7 +18,7 @@ TWICE, ONCE = P(None, ("tensor", "data")), P("data", "tensor")
 def run(path, monkeypatch, *, spec, reduce, written_in):
     """A run directory with a checkpoint whose parameter `w` and moment of it lie as `spec` says."""
     directory = RunDirectory(path)
-    prepare(directory, f"parallel:\n  reduce: {reduce}\n")
+    prepare_directory(directory, f"parallel:\n  reduce: {reduce}\n")
 
     class Earlier(manifest.Manifest):
         format: int = written_in

@@ -10,14 +10,14 @@ import pytest
 from rich.console import Console
 
 from jaxdist.errors import ConfigError
-from jaxdist.simulation.choice import RING, Choice, ChoiceConfig, Speeds, ring_seconds, run
+from jaxdist.simulation.choice import RING, Choice, ChoiceConfig, Speeds, ring_seconds, run_choice
 
 SMALL = ("gbits=[1]", "touched=[1,0.01]", "workers=4", "servers=2", "step_seconds=0.2")
 
 
 def choice(*settings: str, file: Path | None = None) -> tuple[str, list[Choice]]:
     out = io.StringIO()
-    rows = run(settings, json_file=file, console=Console(file=out, width=80))
+    rows = run_choice(settings, json_file=file, console=Console(file=out, width=80))
     return out.getvalue(), rows
 
 

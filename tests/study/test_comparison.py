@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.study.comparison import Compared, table
+from jaxdist.study.comparison import Compared, comparison_table
 from jaxdist.study.comparison_plot import comparison_figure, plot_comparison
 from jaxdist.study.trial import TrialOutcome, VariantTrial
 from jaxdist.study.variants import Variant
@@ -50,21 +50,21 @@ TABLE = """\
 
 
 def test_the_table() -> None:
-    assert table(ROWS) == TABLE
+    assert comparison_table(ROWS) == TABLE
 
 
 def test_the_widest_table_is_80_wide() -> None:
     base = outcomes("plain", 0.012, 0.013, 0.011)
     wide = row("n" * 20, 399.0, 0.12, 0.9, 0.4, base=base)
     assert wide.verdict == "worse"
-    assert max(map(len, table([wide]).splitlines())) <= 80
-    assert max(map(len, table([row("n" * 20, 1.0, 2.2, math.nan)]).splitlines())) <= 80
+    assert max(map(len, comparison_table([wide]).splitlines())) <= 80
+    assert max(map(len, comparison_table([row("n" * 20, 1.0, 2.2, math.nan)]).splitlines())) <= 80
 
 
 def test_one_seed_has_no_spread_and_no_bytes_no_ratio() -> None:
     base = outcomes("plain", 0.5)
     alone = Compared(Variant("x"), 0.0, 0.0, outcomes("x", 0.6), base)
-    assert "| x       | 0.6000        | +20.0     | -     | worse   |" in table([alone])
+    assert "| x       | 0.6000        | +20.0     | -     | worse   |" in comparison_table([alone])
     found = alone.as_json()
     assert (found["spread"], found["change_spread"], found["relative_bytes"]) == (None, None, None)
     assert found["change"] == pytest.approx(0.2)

@@ -13,7 +13,7 @@ from jaxdist.simulation.failing_fleet import (
     FleetConfig,
     Saves,
     first_order,
-    simulate,
+    simulate_fleet,
     snapshots_with,
 )
 
@@ -28,7 +28,7 @@ def fleet_of(mttf: float, **settings) -> FleetConfig:
 
 
 def mean(fleet: FleetConfig, saves: Saves) -> float:
-    (found,) = simulate(fleet, [saves])
+    (found,) = simulate_fleet(fleet, [saves])
     return found.shares[Activity.STEP]
 
 
@@ -121,7 +121,7 @@ def test_all_at_once_is_one_save_after_another(mttf, every, disk, chance, seed):
         both_copies_lost=chance,
     )
     way = Saves(every, disk)
-    (found,) = simulate(fleet, [way])
+    (found,) = simulate_fleet(fleet, [way])
     expected = step_by_step(fleet, way)
     assert found.seconds[Activity.STEP] == pytest.approx(np.array(expected), abs=0.1)
     total = sum(found.seconds.values())
@@ -131,13 +131,13 @@ def test_all_at_once_is_one_save_after_another(mttf, every, disk, chance, seed):
 
 def test_the_same_seed_gives_the_same_failures_to_all():
     ways = [Saves(500.0), Saves(900.0, 4)]
-    first, again = simulate(SHORT, ways), simulate(SHORT, ways)
+    first, again = simulate_fleet(SHORT, ways), simulate_fleet(SHORT, ways)
     assert all((a.goodput == b.goodput).all() for a, b in zip(first, again, strict=True))
     assert (first[0].failures == first[1].failures).all()
-    other = simulate(SHORT.model_copy(update={"seed": 1}), ways)
+    other = simulate_fleet(SHORT.model_copy(update={"seed": 1}), ways)
     assert (other[0].failures != first[0].failures).any()
 
 
 def test_llama_3s_fleet_fails_as_often_as_was_told():
-    (found,) = simulate(FleetConfig(), [Saves(1000.0)])
+    (found,) = simulate_fleet(FleetConfig(), [Saves(1000.0)])
     assert found.failures.mean() == pytest.approx(466, rel=0.03)

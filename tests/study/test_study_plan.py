@@ -15,7 +15,7 @@ from jaxdist.study.plan import (
     parse_batches,
     parse_optimizers,
     run_plan,
-    search,
+    search_rate,
 )
 from jaxdist.study.trial import Trial, TrialOutcome
 
@@ -94,16 +94,18 @@ def test_a_cell_with_a_diverged_run_has_no_mean() -> None:
 
 def test_search_walks_to_the_best_and_stops() -> None:
     seen: list[float] = []
-    best = search(1.0, lambda rate: seen.append(rate) or rate, lambda rate: (-abs(rate - 1 / 32),))
+    best = search_rate(
+        1.0, lambda rate: seen.append(rate) or rate, lambda rate: (-abs(rate - 1 / 32),)
+    )
     assert best == 1 / 32
     assert sorted(seen) == [2.0**i for i in range(-6, 2)]
     seen.clear()
-    search(1.0, lambda rate: seen.append(rate) or rate, lambda rate: (rate,))
+    search_rate(1.0, lambda rate: seen.append(rate) or rate, lambda rate: (rate,))
     assert max(seen) == 2.0 ** (1 + 8)
 
 
 def test_search_takes_the_smallest_of_equals() -> None:
-    assert search(1.0, lambda rate: rate, lambda rate: (float(0.4 < rate < 3),)) == 0.5
+    assert search_rate(1.0, lambda rate: rate, lambda rate: (float(0.4 < rate < 3),)) == 0.5
 
 
 def test_every_contender_starts_somewhere() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.study.trainer import train
+from jaxdist.study.trainer import train_trial
 
 
 @pytest.mark.parametrize(
@@ -28,5 +28,5 @@ def test_a_skipped_step_without_a_loss_goes_on(
     program: Any = SimpleNamespace(metrics=("loss", "skipped_in_a_row"), train=step)
     loader = SimpleNamespace(batches=lambda: nullcontext(repeat(None)))
     experiment: Any = SimpleNamespace(loader=loader, total_steps=3)
-    assert train(experiment, program, 0)[1] == diverged  # pyright: ignore[reportArgumentType]
+    assert train_trial(experiment, program, 0)[1] == diverged  # pyright: ignore[reportArgumentType]
     assert len(taken) == steps

@@ -13,7 +13,7 @@ from jaxdist.errors import RunError
 from jaxdist.study.batch_scaling import _line
 from jaxdist.study.plan import StudyCell
 from jaxdist.study.plot import batch_scaling_figure, plot_batch_scaling
-from jaxdist.study.table import markdown, verdict
+from jaxdist.study.table import study_table, verdict
 from jaxdist.study.trial import Trial, TrialOutcome
 from jaxdist.study.watch import Watch
 
@@ -41,7 +41,7 @@ TABLE = """\
 
 
 def test_the_table() -> None:
-    assert markdown(CELLS) == TABLE
+    assert study_table(CELLS) == TABLE
 
 
 def test_the_verdict_says_what_the_table_says() -> None:
@@ -74,7 +74,7 @@ def losses(name: str, batch_size: int, loss: float) -> StudyCell:
 def test_of_a_loss_less_is_better() -> None:
     cells = [losses("sgd", 32, 2.0), losses("lamb", 32, 2.015), losses("sgd", 64, 2.1)]
     cells.append(losses("lamb", 64, 2.019))
-    assert "| 2.000 | 2.100 |" in markdown(cells)
+    assert "| 2.000 | 2.100 |" in study_table(cells)
     assert verdict(cells) == [
         "holds up: mean within 1% of the best at batch 32 (sgd, 2.000)",
         "learning rate by the rule: sgd to 32, lamb to 64",
@@ -135,6 +135,6 @@ def test_what_is_said_of_an_optimizer_at_a_batch() -> None:
 
 
 def test_outcomes_of_one_seed_have_no_spread() -> None:
-    assert "| 90.0 |" in markdown(
+    assert "| 90.0 |" in study_table(
         [StudyCell("sgd", 32, False, (outcome(Trial("sgd", 32, 0, 0.1, 0), 0.9),))]
     )

@@ -13,7 +13,7 @@ import pytest
 from jaxdist.errors import ConfigError, DataError
 from jaxdist.experiment import build, load
 from jaxdist.study.definition import contenders
-from jaxdist.study.trainer import Trainer, at_rate, train
+from jaxdist.study.trainer import Trainer, at_rate, train_trial
 from jaxdist.study.trial import Trial
 from jaxdist.train.evaluate import evaluate
 
@@ -81,7 +81,7 @@ def test_a_run_that_diverges_is_told_and_cut_short(config: Path) -> None:
     assert done.diverged
     assert not np.isfinite(done.metrics["loss"])
     built = trainer._built(Trial("sgd", 64, 0, 1.0, 0))
-    state, diverged = train(built.experiment, built.program, at_rate(built.start, 1e20))
+    state, diverged = train_trial(built.experiment, built.program, at_rate(built.start, 1e20))
     assert diverged
     assert int(state.step) < 22
 

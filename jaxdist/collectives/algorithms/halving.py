@@ -8,7 +8,7 @@ import jax
 
 from jaxdist.collectives.algorithms import binomial, circulant
 from jaxdist.collectives.axis import Axis, axis_size, shift
-from jaxdist.collectives.contract import Combine, Operation, Traffic, split
+from jaxdist.collectives.contract import Combine, Operation, Traffic, split_padded
 
 
 class Halving(circulant.Circulant):
@@ -29,7 +29,7 @@ class Halving(circulant.Circulant):
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         if axis_size(axis) == 2:
             return combine(flat, shift(flat, axis, 1))
-        blocks = split(flat, axis_size(axis))
+        blocks = split_padded(flat, axis_size(axis))
         mine = circulant.reduce_scatter(blocks, axis, combine)
         # The input is not used again: where nothing else uses it, the result takes its memory.
         return circulant.all_gather(mine, axis, blocks.reshape(-1))[: flat.size]

@@ -22,7 +22,7 @@ from jaxdist.collectives.contract import (
     Operation,
     Size,
     Traffic,
-    split,
+    split_padded,
 )
 
 Flat = Annotated[Xla | Ring | Tree | DoubleTree | Halving, Field(discriminator="type")]
@@ -56,7 +56,7 @@ class Hierarchical(Algorithm):
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         slow, fast, across, inside = self._levels(axis)
-        mine = inside.reduce_scatter(split(flat, axis_size(fast)), fast, combine)
+        mine = inside.reduce_scatter(split_padded(flat, axis_size(fast)), fast, combine)
         total = across.all_reduce(mine, slow, combine)
         return inside.all_gather(total, fast).reshape(-1)[: flat.size]
 
@@ -75,14 +75,14 @@ class Hierarchical(Algorithm):
     def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
         slow, fast, across, inside = self._levels(axis)
         outer, inner = divmod(root, axis_size(fast))
-        blocks = split(inside.broadcast(flat, fast, inner), axis_size(fast))
+        blocks = split_padded(inside.broadcast(flat, fast, inner), axis_size(fast))
         mine = lax.dynamic_index_in_dim(blocks, rank(fast), keepdims=False)
         mine = across.broadcast(mine, slow, outer)
         return inside.all_gather(mine, fast).reshape(-1)[: flat.size]
 
     def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
         slow, fast, across, inside = self._levels(axis)
-        mine = inside.reduce_scatter(split(flat, axis_size(fast)), fast, combine)
+        mine = inside.reduce_scatter(split_padded(flat, axis_size(fast)), fast, combine)
         mine = across.reduce(mine, slow, root // axis_size(fast), combine)
         return inside.all_gather(mine, fast).reshape(-1)[: flat.size]
 

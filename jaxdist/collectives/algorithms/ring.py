@@ -14,7 +14,7 @@ from jax import lax
 from pydantic import Field
 
 from jaxdist.collectives.axis import Axis, axis_size, neighbour, permute, rank, shift
-from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic, split
+from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic, split_padded
 
 
 class Ring(Algorithm):
@@ -41,7 +41,7 @@ class Ring(Algorithm):
     """Pieces of a block in separate messages: a piece is reduced while the next is sent."""
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
-        blocks = split(flat, axis_size(axis))
+        blocks = split_padded(flat, axis_size(axis))
         pieces = self._reduce_pieces(blocks, axis, combine)
         # The input is not used again: where nothing else uses it, the result takes its memory.
         return self._gather_pieces(pieces, axis, blocks.reshape(-1))[: flat.size]

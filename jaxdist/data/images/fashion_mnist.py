@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jaxdist.data.cache import cache_directory, write_file
-from jaxdist.data.images.idx import read_idx_content, unpack
+from jaxdist.data.images.idx import read_idx_content, unpack_gzip
 from jaxdist.errors import DataError
 
 HOME = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
@@ -96,5 +96,5 @@ def _download(folder: Path) -> None:
 def _fetch(name: str, target: Path) -> None:
     with urllib.request.urlopen(f"{HOME}{target.name}", timeout=TIMEOUT_SECONDS) as response:
         packed = response.read()
-    _check(unpack(packed, f"{HOME}{target.name}"), name, f"{HOME}{target.name}")
+    _check(unpack_gzip(packed, f"{HOME}{target.name}"), name, f"{HOME}{target.name}")
     write_file(target, packed)

@@ -69,10 +69,10 @@ def read_idx_content(path: Path) -> bytes:
         content = read_regular(path)
     except OSError as error:
         raise DataError(f"data: {path} cannot be read: {error.strerror}") from error
-    return unpack(content, str(path)) if path.suffix == ".gz" else content
+    return unpack_gzip(content, str(path)) if path.suffix == ".gz" else content
 
 
-def unpack(packed: bytes, name: str) -> bytes:
+def unpack_gzip(packed: bytes, name: str) -> bytes:
     """Unpack a gzip file, called `name` in messages.
 
     Raises:

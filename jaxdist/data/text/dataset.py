@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from jaxdist.config.schema import LARGEST, Config
-from jaxdist.data.cache import cache_directory, publish, write_file
+from jaxdist.data.cache import cache_directory, publish_folder, write_file
 from jaxdist.data.source import Dataset
 from jaxdist.data.text import ngram
 from jaxdist.data.text.documents import TextFile, matching, python_stdlib, split_documents
@@ -161,7 +161,7 @@ def load_streams(config: TextConfig, files: Sequence[TextFile], tokenizer: Token
     streams = _encode(config, files, tokenizer)
     try:
         shutil.rmtree(folder, ignore_errors=True)
-        publish(folder, partial(_write_streams, streams))
+        publish_folder(folder, partial(_write_streams, streams))
     except OSError as error:
         _log.warning("the tokens are kept in memory: no cache in %s: %s", folder.parent, error)
     return _read_streams(folder) or streams

@@ -56,7 +56,7 @@ def join_hosts(
       ConfigError: this host is not compatible with the others.
       RunError: no leader was found in time, or the rendezvous was recreated.
     """
-    meet(members, compatibility, wait)
+    _meet(members, compatibility, wait)
     server = CopyServer(snapshots, here.token, here.address)
     facts = asdict(here)
     del facts["host"], facts["token"]
@@ -68,7 +68,7 @@ def join_hosts(
     return server
 
 
-def meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
+def _meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
     """Find the leader and compare this host with it, or become the leader."""
     first: str | None = None
     while not wait.over:

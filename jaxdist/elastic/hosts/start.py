@@ -67,7 +67,7 @@ def agent_of(
     elastic = validate(Document(values.get("elastic") or {}), ElasticConfig)
     membership = elastic.membership(least, most)
     name, address = split_host(host or platform.node())
-    token = None if token_file is None else read_token(token_file)
+    token = None if token_file is None else read_host_token(token_file)
     meeting = open_rendezvous(rendezvous)
     drawn = Token.parse(meeting.token()).name
     settings = {"--min": least, "--max": most}
@@ -143,7 +143,7 @@ def split_host(text: str) -> tuple[str, str]:
     return name, address or name
 
 
-def read_token(path: Path) -> bytes:
+def read_host_token(path: Path) -> bytes:
     """Read the shared token.
 
     Raises:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxdist.metrics.figure import new_figure, save
+from jaxdist.metrics.figure import new_figure, save_figure
 from jaxdist.types import JsonObject
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ _WIDTH_INCHES, _ROW_INCHES, _MOST_INCHES = 10.0, 0.42, 40.0
 def draw_flight(record: JsonObject, directory: str | os.PathLike[str]) -> list[Path]:
     """Draw a record of `jaxdist.heartbeat.flight.recorder`, in a file next to it."""
     name = f"flight_{record['generation']}"
-    return save(flight_figure(record), directory, name, formats=("png",), what="the flight record")
+    return save_figure(
+        flight_figure(record), directory, name, formats=("png",), what="the flight record"
+    )
 
 
 def flight_figure(record: JsonObject) -> Figure:

@@ -111,10 +111,10 @@ def joined_energy(records: Iterable[Mapping[str, Json]]) -> Energy | None:
     return Energy(total("joules"), *sums)
 
 
-def table(energy: Energy) -> str:
+def energy_table(energy: Energy) -> str:
     """Format as lines of at most 80 columns.
 
-    >>> print(table(Energy(7.2e3, 100.0, "tokens", 2e6, 0.002, 1.9)))
+    >>> print(energy_table(Energy(7.2e3, 100.0, "tokens", 2e6, 0.002, 1.9)))
     energy 7.2 kJ (72.0 W), 3.6 kJ a million tokens
            2.0 Wh at the site, 1.9 g CO2e
     """

@@ -63,10 +63,10 @@ class Tracker(Protocol):
         ...
 
 
-def named(split: str, values: Mapping[str, float]) -> dict[str, float]:
+def with_split(split: str, values: Mapping[str, float]) -> dict[str, float]:
     """Return the values under names that include their split.
 
-    >>> named("train", {"loss": 1.5})
+    >>> with_split("train", {"loss": 1.5})
     {'train/loss': 1.5}
     """
     return {f"{split}/{name}": float(value) for name, value in values.items()}

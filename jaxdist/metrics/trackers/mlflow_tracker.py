@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxdist.config.document import flat
-from jaxdist.metrics.trackers.contract import Status, Tracked, named
+from jaxdist.metrics.trackers.contract import Status, Tracked, with_split
 
 MOST_PARAMS = 100
 """The most parameters that a server accepts in a request."""
@@ -57,7 +57,7 @@ class MlflowTracker:
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
         """Send a record."""
-        self._log(step, named(split, values))
+        self._log(step, with_split(split, values))
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxdist.metrics.trackers.contract import Status, Tracked, named
+from jaxdist.metrics.trackers.contract import Status, Tracked, with_split
 
 
 @dataclass
@@ -38,7 +38,7 @@ class TrackioTracker:
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
         """Send a record."""
         self._last = step
-        self._run.log(named(split, values), step=step)
+        self._run.log(with_split(split, values), step=step)
 
     def end(self, summary: Mapping[str, float], status: Status) -> None:
         """Send the summary, and end."""

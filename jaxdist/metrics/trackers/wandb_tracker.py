@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxdist.metrics.trackers.contract import Status, Tracked, named
+from jaxdist.metrics.trackers.contract import Status, Tracked, with_split
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -49,7 +49,7 @@ class WandbTracker:
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
         """Send a record."""
-        self._run.log({"step": step, **named(split, values)})
+        self._run.log({"step": step, **with_split(split, values)})
 
     def end(self, summary: Mapping[str, float], status: Status) -> None:
         """Send the summary, and end."""

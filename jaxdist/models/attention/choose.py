@@ -41,13 +41,13 @@ def choose_kernel(name: KernelName, ask: AttentionRequest) -> str:
     """
     if name == "auto":
         return _best(ask)
-    refused = refusal(name, ask)
+    refused = kernel_refusal(name, ask)
     if refused is not None:
         raise ConfigError(refused, setting=("attention",))
     return name if KERNELS[name].platform in (None, ask.platform) else "plain"
 
 
-def refusal(name: KernelName, ask: AttentionRequest) -> str | None:
+def kernel_refusal(name: KernelName, ask: AttentionRequest) -> str | None:
     """Explain why the kernel cannot do what is asked, and which kernel can; None if it can."""
     reason = None if name == "auto" else KERNELS[name].fits(ask)
     if reason is None:

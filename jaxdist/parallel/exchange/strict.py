@@ -32,7 +32,7 @@ from jaxdist.parallel.exchange.explicit import EVERYWHERE, Explicit
 from jaxdist.parallel.exchange.scatter import Scatter
 from jaxdist.parallel.strict.pieces import in_pieces, once
 from jaxdist.parallel.strict.reduction import Reduction
-from jaxdist.parallel.strict.tree import LocalTree, Order, add_blocks, settled, take, wide
+from jaxdist.parallel.strict.tree import LocalTree, Order, add_blocks, settled, take_entry, wide
 from jaxdist.parallel.unshard import on_blocks
 from jaxdist.parallel.wire import ZeroMessages
 from jaxdist.trees import flatten_with_names
@@ -122,7 +122,7 @@ class Strict(Explicit):
             rows = self._rows(batch)
 
             def one(number: jax.Array) -> Sums:
-                given = (params, buffers, take(rows, number))
+                given = (params, buffers, take_entry(rows, number))
                 found = compute.sums(*settled(given, flat=self._alone))
                 check_adds_up(found, self._cut)
                 return found
@@ -227,7 +227,7 @@ class Strict(Explicit):
                 # By the shard's index in the batch, not on the device: another number of devices
                 # must not change the masks.
                 own = jax.random.fold_in(key, first + number)
-                ready, mine = settled((given, take(rows, number)), flat=self._alone)
+                ready, mine = settled((given, take_entry(rows, number)), flat=self._alone)
                 found = compute.gradients(ready, mine, own, BatchContext())
                 check_adds_up(found.sums, self._cut)
                 return wide(found)

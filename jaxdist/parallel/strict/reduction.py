@@ -17,7 +17,7 @@ from jaxdist.collectives.bucket import BUCKET_BYTES, plan_buckets
 from jaxdist.collectives.operations import all_gather, all_to_all
 from jaxdist.optim.safety import total_square
 from jaxdist.parallel.strict.pieces import once
-from jaxdist.parallel.strict.tree import Order, settled, take, turns
+from jaxdist.parallel.strict.tree import Order, settled, take_entry, turns
 from jaxdist.parallel.zero import ZeroSplit
 from jaxdist.types import Grads, PyTree
 
@@ -109,7 +109,7 @@ class Reduction:
         ]
 
         def turn(number: jax.Array, squares: jax.Array) -> jax.Array:
-            piece = settled(take(pieces, number))
+            piece = settled(take_entry(pieces, number))
             return squares.at[number].set(total_square(piece, []))
 
         squares = turns(count, turn, jnp.zeros(count, jnp.float32))

@@ -101,7 +101,7 @@ def settled(tree: PyTree, *, flat: bool = True) -> PyTree:
     return structure.unflatten([x.reshape(of.shape) for x, of in zip(done, leaves, strict=True)])
 
 
-def take(tree: PyTree, number: jax.Array) -> PyTree:
+def take_entry(tree: PyTree, number: jax.Array) -> PyTree:
     """Take the entry `number` of leaves `[n, ...]`."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, 0, keepdims=False), tree)
 

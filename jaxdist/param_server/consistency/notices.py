@@ -12,7 +12,9 @@ from jaxdist.param_server.consistency.arrival import OnArrival
 from jaxdist.param_server.consistency.contract import Consistency
 
 
-def notices(model: Consistency, optim: OptimizerConfig, workers: int) -> tuple[str, ...]:
+def consistency_notices(
+    model: Consistency, optim: OptimizerConfig, workers: int
+) -> tuple[str, ...]:
     """Return the warnings about a run's settings, a sentence each."""
     if workers == 1 or not isinstance(model, OnArrival):
         return ()

@@ -179,7 +179,7 @@ class Aggregator(Reception):
             return total
         written, finite = self._encoder(total, sequence)
         if not finite:
-            outer = client.spoiled(self.state.outer, sequence)
+            outer = client.marked_unusable(self.state.outer, sequence)
             self.state = replace(self.state, outer=outer)
             self._link.state = outer
         return written

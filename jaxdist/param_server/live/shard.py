@@ -21,13 +21,13 @@ Tree = dict[str, jax.Array]
 """Ranges by key."""
 
 
-def split(layout: ShardLayout, flat: jax.Array) -> Tree:
+def split_ranges(layout: ShardLayout, flat: jax.Array) -> Tree:
     """Return the ranges of a flat array, by key, in the form that an optimizer takes."""
     return {piece.range.key: flat[piece.slice].reshape(piece.shape) for piece in layout.pieces}
 
 
 def shapes(layout: ShardLayout) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of the arrays that `split` returns."""
+    """Return the shapes of the arrays that `split_ranges` returns."""
     return {
         piece.range.key: jax.ShapeDtypeStruct(piece.shape, layout.dtype) for piece in layout.pieces
     }
@@ -70,14 +70,14 @@ class ServerShard:
 
     def _begun(self) -> OptState:
         def begun(flat: jax.Array) -> OptState:
-            return self._transform.init(split(self.layout, flat))
+            return self._transform.init(split_ranges(self.layout, flat))
 
         return jax.jit(begun)(self._flat)
 
     def _updated(
         self, flat: jax.Array, state: OptState, change: jax.Array, *rate: jax.Array
     ) -> tuple[jax.Array, OptState]:
-        params, grads = split(self.layout, flat), split(self.layout, change)
+        params, grads = split_ranges(self.layout, flat), split_ranges(self.layout, change)
         # An optimizer that uses these values is not separable, and is refused before.
         nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
         updates, state = self._transform.update(grads, state, params, **nothing)

@@ -124,7 +124,7 @@ def push(
     return _send(replace(state, clock=state.clock + 1), message)
 
 
-def spoiled(state: ClientState, sequence: int) -> ClientState:
+def marked_unusable(state: ClientState, sequence: int) -> ClientState:
     """Mark a pending push that is not sent yet as unusable."""
     known = state.under_way[sequence]
     assert isinstance(known, Push)

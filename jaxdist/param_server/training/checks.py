@@ -17,7 +17,7 @@ from jaxdist.optim.build import (
     Optimizer,
 )
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.param_server.consistency.notices import notices
+from jaxdist.param_server.consistency.notices import consistency_notices
 from jaxdist.param_server.contract import vectors
 from jaxdist.param_server.training.separable import check_separable, server_transform
 from jaxdist.train.plan import check_batch
@@ -65,7 +65,7 @@ def _check_messages(cluster: Cluster, given: RunSettings) -> None:
 
 
 def _notices(cluster: Cluster, given: RunSettings) -> Iterator[str]:
-    yield from notices(cluster.consistency, given.optim, cluster.clients)
+    yield from consistency_notices(cluster.consistency, given.optim, cluster.clients)
     left = given.total_steps % cluster.local_steps
     if left:
         more = cluster.clocks(given.total_steps) * cluster.local_steps

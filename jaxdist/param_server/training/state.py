@@ -19,7 +19,7 @@ from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.contract import vectors
 from jaxdist.param_server.live.codes import Codes
 from jaxdist.param_server.live.layout import ShardLayout, joined_shards, layouts
-from jaxdist.param_server.live.shard import shapes, split
+from jaxdist.param_server.live.shard import shapes, split_ranges
 from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.training.separable import server_transform
 from jaxdist.param_server.wire.contract import Spec
@@ -140,7 +140,7 @@ class Sharded:
             if self.keeps_moments:
                 optimizer = self._optimizer_of(layout, saved)
             else:
-                begun = self.transform(layout).init(split(layout, jnp.asarray(flat)))
+                begun = self.transform(layout).init(split_ranges(layout, jnp.asarray(flat)))
                 optimizer = jax.tree.map(np.asarray, begun)
             version = clock * self.cluster.updates_per_step
             found.append(ShardState(clock, version, flat, optimizer))

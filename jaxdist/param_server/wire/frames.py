@@ -137,7 +137,7 @@ def _frame(
     return b"".join((head, CRC.pack(crc), part.data))
 
 
-def parse(frame: bytes) -> Header:
+def parse_frame(frame: bytes) -> Header:
     """Parse the header of a frame, after a check that its bytes are intact.
 
     Raises:
@@ -208,7 +208,7 @@ class Assembler:
             raise
 
     def _fed(self, frame: bytes) -> Envelope | None:
-        header = parse(frame)
+        header = parse_frame(frame)
         envelope = header.envelope
         if self._envelope is None:
             self._begin(header)

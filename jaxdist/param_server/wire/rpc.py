@@ -22,7 +22,7 @@ from jaxdist.param_server.wire.contract import (
 )
 from jaxdist.param_server.wire.frames import FRAME_BYTES, Assembler, FrameError, frames
 from jaxdist.param_server.wire.outbox import MOST_SHARDS, Outbox
-from jaxdist.param_server.wire.security import TOKEN_KEY, Tls, refusal, same_token
+from jaxdist.param_server.wire.security import TOKEN_KEY, Tls, certificate_refusal, same_token
 
 SERVICE = "jaxdist.ParameterServer"
 METHOD = f"/{SERVICE}/Session"
@@ -216,7 +216,11 @@ class _RpcSession:
             grpc.channel_ready_future(self._channel).result(CONNECT_SECONDS)
         except grpc.FutureTimeoutError as error:
             self._channel.close()
-            why = None if wire.tls is None else refusal(wire.address, wire.tls, CONNECT_SECONDS)
+            why = (
+                None
+                if wire.tls is None
+                else certificate_refusal(wire.address, wire.tls, CONNECT_SECONDS)
+            )
             if why is not None:
                 raise RefusedError(
                     f"the certificates of {wire.address} and of this process do not agree: {why}"

@@ -86,7 +86,7 @@ def _context(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-def refusal(address: str, tls: Tls, seconds: float) -> str | None:
+def certificate_refusal(address: str, tls: Tls, seconds: float) -> str | None:
     """Return why the server or this client rejects the other's certificate, or None.
 
     gRPC retries a failed handshake for ever and hides its reason, so this function does one

@@ -15,10 +15,10 @@ from jaxdist.parity.draw.draw import draw, seeds_of
 from jaxdist.parity.draw.report import (
     HEADER,
     draw_line,
+    draw_verdict,
     failure_text,
     outcomes_from_json,
     outcomes_to_json,
-    verdict,
 )
 from jaxdist.parity.draw.run import DrawOutcome, judge_draw
 from jaxdist.parity.report import REMEDY, read_earlier
@@ -72,7 +72,7 @@ def parity_draws(
         if json_file is not None:
             report = outcomes_to_json(outcomes, count=count, seed=seed)
             write_json(json_file, report, what="draws", indent=1, allow_nan=True)
-    console.print(verdict(outcomes), soft_wrap=True)
+    console.print(draw_verdict(outcomes), soft_wrap=True)
     return outcomes
 
 

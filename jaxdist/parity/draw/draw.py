@@ -175,7 +175,7 @@ def _composition(random: Random, total: int, parts: int) -> list[int]:
 
 
 @cache
-def meshes() -> tuple[tuple[int, int, int], ...]:
+def _meshes() -> tuple[tuple[int, int, int], ...]:
     """Return the sizes of data, stage and tensor on 1 to 8 devices."""
     sizes = range(1, DEVICES + 1)
     return tuple(
@@ -200,7 +200,7 @@ def _fits(kind: str, data: int, stage: int, tensor: int) -> bool:
 
 def _plan(random: Random, kind: str) -> TrainingPlan:
     """Draw a mesh, the settings on it, and a number of microbatches."""
-    fitting = [sizes for sizes in meshes() if _fits(kind, *sizes)]
+    fitting = [sizes for sizes in _meshes() if _fits(kind, *sizes)]
     weights = [_weight(*sizes) for sizes in fitting]
     ((data, stages, tensor),) = random.choices(fitting, weights)
     mesh = _mesh(random, {"data": data, "stage": stages, "tensor": tensor})

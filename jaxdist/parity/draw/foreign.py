@@ -80,7 +80,7 @@ class Weighted:
         return {**take(self.source, indices), "weight": weights}
 
 
-def weighted(**config: Mapping[str, Json]) -> Dataset:
+def weighted_synthetic(**config: Mapping[str, Json]) -> Dataset:
     """Make synthetic data, with the settings of `data: {type: synthetic}` and unequal weights."""
     made = SyntheticConfig.model_validate(config).build()
     heldout = None if made.heldout is None else Weighted(made.heldout)

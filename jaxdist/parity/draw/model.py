@@ -46,7 +46,7 @@ class ModelNeeds:
     whole: bool
 
 
-def name_of(model: Mapping[str, Json]) -> str:
+def model_key(model: Mapping[str, Json]) -> str:
     """Return the key of `MODELS` for a model's section."""
     return PATHS[model["path"]] if model["type"] == "import" else model["type"]
 
@@ -68,7 +68,7 @@ def layers_of(model: Mapping[str, Json]) -> int:
         return len(model["channels"]) + 2
     if model["type"] == "resnet":
         return sum(model["blocks"]) + 2
-    if name_of(model) in WHOLE_MODELS:
+    if model_key(model) in WHOLE_MODELS:
         return 1
     return len(model["hidden"]) if model["type"] == "mlp" else model.get("args", model)["layers"]
 
@@ -81,7 +81,7 @@ def embeds_of(model: Mapping[str, Json]) -> list[int]:
     """
     if model["type"] == "mlp":
         return model["hidden"][1::2]
-    split = model["type"] not in ("cnn", "resnet") and name_of(model) not in WHOLE_MODELS
+    split = model["type"] not in ("cnn", "resnet") and model_key(model) not in WHOLE_MODELS
     return [model.get("args", model)["embed"]] if split else []
 
 

@@ -14,7 +14,7 @@ from jaxdist.mesh import AXES
 from jaxdist.metrics import columns
 from jaxdist.metrics.report import PACKAGES
 from jaxdist.parity.draw.draw import COMMON, axis_sizes
-from jaxdist.parity.draw.model import Sections, has_batch_norm, name_of
+from jaxdist.parity.draw.model import Sections, has_batch_norm, model_key
 from jaxdist.parity.draw.run import DrawOutcome
 from jaxdist.parity.draw.settings import SETTINGS, in_half_precision
 from jaxdist.parity.trace import STEPS, Differences
@@ -30,7 +30,7 @@ def draw_line(outcome: DrawOutcome) -> str:
     sections, found = outcome.sections, outcome.differences
     values = asdict(found).values() if found else ()
     numbers = "".join(f"{value:>8.1e}" for value in values) or " " * 24
-    what = f"{name_of(sections['model'])} {sections['optim']['type']}"
+    what = f"{model_key(sections['model'])} {sections['optim']['type']}"
     text = f"{outcome.seed:>6} {outcome.verdict:<9}{numbers}  {outcome.checkpoint:<8} {what}"
     own = [text.rstrip(), plan_text(sections), f"loaded by {plan_text(outcome.reader)}"]
     return "\n       ".join([*own, *([outcome.reason] if outcome.reason else [])])
@@ -76,7 +76,7 @@ def features_of(sections: Sections) -> dict[str, str]:
     layers = model.get("args", model).get("layers")
     uneven = pipeline and layers and (layers % sizes["stage"] or "layers" in pipeline)
     return {
-        "model": name_of(model),
+        "model": model_key(model),
         "BatchNorm": "yes" if has_batch_norm(model) else "no",
         "optimizer": sections["optim"]["type"],
         "devices": str(mesh["fake_devices"]),
@@ -115,7 +115,7 @@ def failure_text(outcome: DrawOutcome, file: Path) -> str:
     return "\n".join(text)
 
 
-def verdict(outcomes: Sequence[DrawOutcome]) -> str:
+def draw_verdict(outcomes: Sequence[DrawOutcome]) -> str:
     """Count how many are equal, were refused, differ or failed; each reason of a refusal once."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     kinds = ("equal", "refused", "differs", "failed")
@@ -167,7 +167,7 @@ COMMAND = "jaxdist parity --json docs/parity_draw.json"
 PAGE = "python -m jaxdist.parity.draw.report docs/parity_draw.json > docs/parity_draw.md"
 
 
-def markdown(report: Mapping[str, Json]) -> str:
+def draw_page(report: Mapping[str, Json]) -> str:
     """Format a run as a page: the verdicts, by every drawn feature."""
     outcomes = outcomes_from_json(report)
     count, seed, versions = report["count"], report["seed"], report["versions"]
@@ -181,7 +181,7 @@ def markdown(report: Mapping[str, Json]) -> str:
         f"model on one device, up to 8 fake CPU devices (jax {versions['jax']}, Python "
         f"{versions['python']}); then its state saved, and loaded by a second plan at random.",
         "",
-        *_bullets([*verdict(outcomes).splitlines(), _replicas(outcomes)]),
+        *_bullets([*draw_verdict(outcomes).splitlines(), _replicas(outcomes)]),
         "",
         *_refusals(outcomes),
         "How many of each were drawn, with the largest relative difference of gradients. A draw "
@@ -232,4 +232,4 @@ def _order(value: str) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    print(markdown(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), end="")
+    print(draw_page(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), end="")

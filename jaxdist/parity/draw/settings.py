@@ -169,7 +169,7 @@ def _weights(random: Random, config: Sections) -> Sections | None:
     """Give rows unequal weights, many of them zero."""
     data = {name: value for name, value in config["data"].items() if name != "type"}
     size = "vocab_size" if data["kind"] == "tokens" else "classes"
-    path = "jaxdist.parity.draw.foreign:weighted"
+    path = "jaxdist.parity.draw.foreign:weighted_synthetic"
     return {"data": {"type": "import", "path": path, "args": data, size: data[size]}}
 
 

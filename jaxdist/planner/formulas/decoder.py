@@ -15,7 +15,7 @@ from jaxdist.pipeline_schedules.interleaved import interleaved
 from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
 from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1
 from jaxdist.planner.formulas.contract import counts_of, invalid
-from jaxdist.planner.memory import PlanMemory, memory
+from jaxdist.planner.memory import PlanMemory, plan_memory
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import KEPT, Plan, Schedule
 from jaxdist.planner.target import Places, Target
@@ -32,10 +32,10 @@ class DecoderFormulas:
         return plans(self.model, target, places)
 
     def refusal(self, plan: Plan) -> str | None:
-        return refusal(self.model, plan)
+        return plan_refusal(self.model, plan)
 
     def memory(self, plan: Plan) -> PlanMemory:
-        return memory(self.model, plan, ticks_of(plan))
+        return plan_memory(self.model, plan, ticks_of(plan))
 
     def seconds(self, plan: Plan, places: Places, target: Target) -> Seconds:
         return seconds(self.model, plan, places, target, ticks_of(plan))
@@ -73,7 +73,7 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
             )
 
 
-def refusal(model: Decoder, plan: Plan) -> str | None:
+def plan_refusal(model: Decoder, plan: Plan) -> str | None:
     """Return why a plan is invalid, in words that many plans share; None for a valid plan."""
     found = _indivisible(model, plan)
     if found is not None:

@@ -93,13 +93,13 @@ def load_part(
     Raises:
       CheckpointError: there is no checkpoint, or it lacks arrays that fit.
     """
-    adapt = part_of(program, names, where=str(directory.checkpoints))
+    adapt = part_choice(program, names, where=str(directory.checkpoints))
     restored = restore_as(directory.checkpoints, adapt, step=step, on_event=say)
     check_order(directory, restored.step)
     return restored
 
 
-def part_of(program: Program, names: Sequence[str], *, where: str) -> Adapt:
+def part_choice(program: Program, names: Sequence[str], *, where: str) -> Adapt:
     """Return the choice of a checkpoint's arrays for a part of a state, and their conversion.
 
     Args:

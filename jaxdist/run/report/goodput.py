@@ -13,7 +13,7 @@ from jaxdist.errors import RunError
 from jaxdist.heartbeat.flight.slow import Slow
 from jaxdist.heartbeat.journal import read_journal
 from jaxdist.metrics.energy import tally
-from jaxdist.metrics.goodput import Goodput, joined_lives, predicted, table
+from jaxdist.metrics.goodput import Goodput, goodput_table, joined_lives, predicted
 from jaxdist.metrics.report import write_json
 from jaxdist.metrics.writer import FILE_NAME, read_metrics
 from jaxdist.run.directory import RunDirectory
@@ -77,14 +77,14 @@ def print_goodput(records: Sequence[JsonObject], console: Console) -> None:
 
 
 def _print(found: Goodput, records: Sequence[JsonObject], console: Console) -> None:
-    console.print(table(found), soft_wrap=True, markup=False)
+    console.print(goodput_table(found), soft_wrap=True, markup=False)
     share = predicted(records)
     if share is not None:
         told = f"kept   {found.kept:.1%} of the time after the first start; predicted {share:.1%}"
         console.print(told, soft_wrap=True)
     energy = tally.joined_energy(records)
     if energy is not None:
-        console.print(tally.table(energy), soft_wrap=True, markup=False)
+        console.print(tally.energy_table(energy), soft_wrap=True, markup=False)
     shares = waiting_shares(records)
     if shares:
         console.print(

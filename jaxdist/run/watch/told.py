@@ -66,7 +66,7 @@ class GoodputHook(LoopHook):
 
     def write(self) -> None:
         """Record the current content of the account."""
-        values = goodput.values_of(self.account, self.life)
+        values = goodput.account_values(self.account, self.life)
         # A record takes a quarter of a millisecond, hence the limits on their rate.
         apart = max(0.01 * values["wall_seconds"], 0.1)
         self._next = time.monotonic() + min(apart, self.seconds_between)

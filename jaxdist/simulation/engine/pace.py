@@ -9,7 +9,7 @@ import numpy as np
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.contract import Arrays
 from jaxdist.simulation.engine.problem import Computed, Sgd
-from jaxdist.simulation.engine.run import simulate
+from jaxdist.simulation.engine.run import simulate_training
 
 WARMUP = 4
 """Steps that are not counted."""
@@ -41,7 +41,7 @@ def step_seconds(cluster: Cluster, floats: int, seconds: float) -> float:
       The mean; NaN if fewer than two steps were done in that time.
     """
     script = cluster.simulation.model_copy(update={"seconds": seconds})
-    report = simulate(
+    report = simulate_training(
         cluster.model_copy(update={"simulation": script}),
         Still(floats, cluster.servers),
         Sgd(0.1),

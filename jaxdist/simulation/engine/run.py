@@ -22,7 +22,7 @@ from jaxdist.simulation.engine.shard import Shard, ShardNode
 from jaxdist.simulation.engine.worker import WorkerNode
 
 
-def simulate(
+def simulate_training(
     cluster: Cluster,
     problem: TrainingProblem,
     rule: UpdateRule,
@@ -58,7 +58,7 @@ def simulate(
 
 
 class Simulation:
-    """A run; see `simulate`."""
+    """A run; see `simulate_training`."""
 
     def __init__(
         self,

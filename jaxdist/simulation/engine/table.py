@@ -12,7 +12,7 @@ ROWS = 12
 _BAR = 40
 
 
-def table(report: Report) -> str:
+def simulation_table(report: Report) -> str:
     """Format curve, staleness, workers, servers, and whether the bound was kept."""
     parts = (_curve(report.curve), _staleness(report), _workers(report), _servers(report))
     return "\n".join([*(line for part in parts for line in (*part, "")), *_checks(report)])

@@ -51,13 +51,13 @@ class RedisRendezvous:
             from redis.exceptions import RedisError
         except ImportError:
             raise ConfigError(
-                f"the rendezvous {shown(address)} needs the package redis: pip install "
+                f"the rendezvous {_shown(address)} needs the package redis: pip install "
                 "'jaxdist[redis]', or choose a directory that all hosts see"
             ) from None
         url, name = urldefrag(address)
         password = find_password(os.environ)
         check_secure(url, password)
-        self.address = shown(address)
+        self.address = _shown(address)
         self._prefix = f"jaxdist:{name or 'run'}"
         self._error = RedisError
         given: Any = {"socket_timeout": SECONDS, "socket_connect_timeout": SECONDS}
@@ -155,15 +155,15 @@ def check_secure(url: str, password: str | None) -> None:
         lacking.append(f"a password (set {PASSWORD_FILE} to a file with it, or {PASSWORD})")
     if lacking:
         raise ConfigError(
-            f"the rendezvous {shown(url)} is on another machine and lacks {' and '.join(lacking)}: "
-            "whoever reaches it could take over the run"
+            f"the rendezvous {_shown(url)} is on another machine and lacks "
+            f"{' and '.join(lacking)}; anyone who reaches it could take over the run"
         )
 
 
-def shown(address: str) -> str:
+def _shown(address: str) -> str:
     """Return an address without its password.
 
-    >>> shown("redis://:secret@node1:6379/0#mine")
+    >>> _shown("redis://:secret@node1:6379/0#mine")
     'redis://node1:6379/0#mine'
     """
     parts = urlsplit(address)

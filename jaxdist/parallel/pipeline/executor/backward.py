@@ -15,9 +15,9 @@ from jaxdist.parallel.pipeline.executor.branches import (
     LAST,
     backward_branches,
     backward_kinds,
-    tick,
+    tick_scope,
 )
-from jaxdist.parallel.pipeline.executor.buffers import add, put, read, zeros
+from jaxdist.parallel.pipeline.executor.buffers import add, put, read_slot, zeros
 from jaxdist.parallel.pipeline.executor.model_fns import Activation, Sums, Visit
 from jaxdist.parallel.pipeline.executor.stage import StageContext, StageState
 from jaxdist.parallel.pipeline.executor.ticks import TickTasks
@@ -56,7 +56,7 @@ def backward(
     def wait(rest: StageState, y: Activation) -> tuple[StageState, Activation, Activation]:
         return rest, y, zeros(stage.x_shapes)
 
-    with tick(BACKWARD):
+    with tick_scope(BACKWARD):
         rest, y, dx = lax.switch(
             jnp.asarray(backward_branches(stage.ticks))[work.kind],
             [wait, *(branch(_TASKS[kind]) for kind in backward_kinds(stage.ticks))],
@@ -101,7 +101,7 @@ def _weight(
 ) -> tuple[StageState, Activation]:
     """Compute the gradients of a chunk's weights from its INPUT task's values; send nothing."""
     at_hand = (stage.params(work), stage.visit(work))
-    grads = stage.split_backward.w(at_hand, read(state.kept, work.kept))
+    grads = stage.split_backward.w(at_hand, read_slot(state.kept, work.kept))
     return _add(state, work, grads), zeros(stage.x_shapes)
 
 
@@ -117,7 +117,7 @@ def _stashed(state: StageState, work: TickTasks) -> tuple[Activation, list[jax.A
 
     `_loss` reads the output for no other chunk.
     """
-    return read(state.inputs, work.input), read(state.residuals, work.residual)
+    return read_slot(state.inputs, work.input), read_slot(state.residuals, work.residual)
 
 
 def _loss(
@@ -131,9 +131,9 @@ def _loss(
         return add(grads, carried(more)), add(sums, own), dy
 
     def other(grads: Grads, sums: Sums) -> tuple[Grads, Sums, Activation]:
-        return grads, sums, read(state.gradients, work.gradient)
+        return grads, sums, read_slot(state.gradients, work.gradient)
 
-    with tick(LAST):
+    with tick_scope(LAST):
         grads, sums, dy = lax.cond(
             work.chunk == stage.last, last, other, state.shared_grads, state.sums
         )
@@ -147,7 +147,7 @@ def _embedding(stage: StageContext, state: StageState, visit: Visit, dx: Activat
         pull = jax.vjp(lambda shared: stage.embed(shared, visit), stage.shared)[1]
         return add(grads, carried(pull(dx)[0]))
 
-    with tick(FIRST):
+    with tick_scope(FIRST):
         grads = lax.cond(visit.chunk == 0, first, lambda grads: grads, state.shared_grads)
     return state._replace(shared_grads=grads)
 

@@ -1,7 +1,7 @@
 """The branch of each conditional in each tick, for the executor and for predictions.
 
-A conditional that depends on the tick is in a named scope, `tick(FORWARD)` and so on. The enclosing
-scopes are its name in the compiled program: "forward", "backward/last".
+A conditional that depends on the tick is in a named scope, such as `tick_scope(FORWARD)`. The
+enclosing scopes are its name in the compiled program: "forward", "backward/last".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FIRST, LAST, CHUNK, LAYER = "first", "last", "chunk", "layer"
 OUTPUTS, COTANGENTS = "outputs", "cotangents"
 
 
-def tick(name: str) -> AbstractContextManager[object]:
+def tick_scope(name: str) -> AbstractContextManager[object]:
     """Return the named scope of a conditional that depends on the tick."""
     return jax.named_scope(SCOPE + name)
 

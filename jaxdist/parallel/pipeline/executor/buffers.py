@@ -16,7 +16,7 @@ def buffer(shapes: PyTree, slots: int) -> PyTree:
     return jax.tree.map(lambda s: jnp.zeros((max(slots, 1), *s.shape), s.dtype), shapes)
 
 
-def read(held: PyTree, slot: jax.Array) -> PyTree:
+def read_slot(held: PyTree, slot: jax.Array) -> PyTree:
     """Read the value in a slot; an arbitrary value if `slot` is negative, that is NONE."""
     at = jnp.maximum(slot, 0)
 

@@ -22,7 +22,7 @@ from jaxdist.parallel.pipeline.executor.branches import (
     OUTPUTS,
     channel_scope,
     goes_forward,
-    tick,
+    tick_scope,
 )
 from jaxdist.parallel.pipeline.executor.buffers import add, put, put_one, zeros
 from jaxdist.parallel.pipeline.executor.model_fns import (
@@ -37,7 +37,7 @@ from jaxdist.parallel.pipeline.executor.ticks import NONE, Channel, Ticks, TickT
 from jaxdist.types import Params, PyTree, TreeT
 
 
-def run(
+def run_pipeline(
     ticks: Ticks,
     model: ModelFns,
     chunk_params: Params,
@@ -83,7 +83,7 @@ def evaluate_pipeline(
     specs: StageSpecs | None = None,
     frozen: tuple[Params, Params] = ((), ()),
 ) -> Sums:
-    """Compute the sums of a batch, by a schedule of forward tasks; arguments as for `run`."""
+    """Compute the sums of a batch by forward tasks only; arguments as in `run_pipeline`."""
     assert not ticks.trains, ticks.name
     stage = StageContext(
         ticks, model, chunk_params, shared, microbatches, axis, None, specs, frozen
@@ -167,9 +167,9 @@ def _forward(stage: StageContext, state: StageState, work: TickTasks) -> tuple[S
 
     nothing, runs = zeros(stage.x_shapes), goes_forward(stage.ticks, work)
     if not stage.stashes:
-        with tick(FORWARD):
+        with tick_scope(FORWARD):
             return state, lax.cond(runs, recompute, lambda: nothing)
-    with tick(FORWARD):
+    with tick_scope(FORWARD):
         inputs, residuals, y = lax.cond(
             runs, stash, lambda *held: (*held, nothing), state.inputs, state.residuals
         )
@@ -195,7 +195,7 @@ def _send(
         # A collective under a conditional is safe here, since all devices agree on `used`. Outside
         # of a conditional the transfer can overlap with the tick's other task, so it is sent in
         # every tick unless most of them send nothing.
-        with tick(channel_scope(name, channel)):
+        with tick_scope(channel_scope(name, channel)):
             moved = lax.cond(used, along, zeros, value) if channel.rare else along(value)
         held = put(held, slot, moved)
     return held

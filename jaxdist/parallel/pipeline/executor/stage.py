@@ -12,8 +12,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxdist.models.layers import carried
-from jaxdist.parallel.pipeline.executor.branches import FIRST, tick
-from jaxdist.parallel.pipeline.executor.buffers import buffer, constrain, no_gradients, read, zeros
+from jaxdist.parallel.pipeline.executor.branches import FIRST, tick_scope
+from jaxdist.parallel.pipeline.executor.buffers import (
+    buffer,
+    constrain,
+    no_gradients,
+    read_slot,
+    zeros,
+)
 from jaxdist.parallel.pipeline.executor.model_fns import (
     Activation,
     ModelFns,
@@ -82,12 +88,12 @@ class StageContext:
         if key is not None:
             key = jax.random.fold_in(jax.random.fold_in(key, work.microbatch), work.chunk)
         chunks, shared = self.frozen
-        rows, frozen = read(self.microbatches, work.microbatch), read(chunks, work.local)
+        rows, frozen = read_slot(self.microbatches, work.microbatch), read_slot(chunks, work.local)
         return Visit(rows, work.chunk, key, (frozen, shared))
 
     def params(self, work: TickTasks) -> Params:
         """Return the parameters of a task's chunk."""
-        return read(self.chunk_params, work.local)
+        return read_slot(self.chunk_params, work.local)
 
     def embed(self, shared: Params, visit: Visit) -> Activation:
         """Return the first chunk's input."""
@@ -103,11 +109,11 @@ class StageContext:
 
     def x(self, inputs: Activation, work: TickTasks, visit: Visit) -> Activation:
         """Return the input of a chunk: the embedding, or the received value."""
-        with tick(FIRST):
+        with tick_scope(FIRST):
             return lax.cond(
                 work.chunk == 0,
                 lambda: self.laid_out(self.embed(self.shared, visit)),
-                lambda: self.laid_out(read(inputs, work.input)),
+                lambda: self.laid_out(read_slot(inputs, work.input)),
             )
 
     def laid_out(self, x: Activation) -> Activation:

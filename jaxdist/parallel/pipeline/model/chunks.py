@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.parallel.pipeline.executor.branches import LAYER, tick
+from jaxdist.parallel.pipeline.executor.branches import LAYER, tick_scope
 from jaxdist.types import Params, PyTree
 
 
@@ -121,7 +121,7 @@ class Cut:
 
         def body(x: PyTree, own: tuple[jax.Array, Any]) -> tuple[Any, None]:
             place, weights = own
-            with tick(LAYER):
+            with tick_scope(LAYER):
                 return lax.cond(place < count, lambda: layer(weights, x), lambda: x), None
 
         return lax.scan(body, x, (jnp.arange(self.most), params))[0]

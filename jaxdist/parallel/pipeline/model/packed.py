@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.executor.branches import CHUNK, tick
+from jaxdist.parallel.pipeline.executor.branches import CHUNK, tick_scope
 from jaxdist.parallel.pipeline.executor.model_fns import ModelFns, Visit
 from jaxdist.types import PyTree
 
@@ -98,7 +98,7 @@ class Packed:
 
             return taken
 
-        with tick(CHUNK):
+        with tick_scope(CHUNK):
             return lax.switch(visit.chunk, [branch(chunk) for chunk in range(len(self.chunks))])
 
 

@@ -21,7 +21,7 @@ from jaxdist.parallel.compute import over_weight
 from jaxdist.parallel.contract import BatchContext, Gradients, Held
 from jaxdist.parallel.microbatch import split_rows
 from jaxdist.parallel.pipeline.called import inputs_of
-from jaxdist.parallel.pipeline.executor.execute import evaluate_pipeline, run
+from jaxdist.parallel.pipeline.executor.execute import evaluate_pipeline, run_pipeline
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.model_fns import (
     GradientsAndSums,
@@ -105,7 +105,7 @@ class Pipeline:
         ) -> GradientsAndSums:
             settings = {"axis": AXIS, "key": key, "specs": self._specs, "frozen": frozen}
             parts = self._parts(training=True, factor=factor)
-            return run(self.ticks, parts, chunks, shared, rows, **settings)
+            return run_pipeline(self.ticks, parts, chunks, shared, rows, **settings)
 
         inside = (here, everywhere, (here, everywhere), everywhere, everywhere, everywhere)
         on_stages = self._on_stages(local, inside, GradientsAndSums(here, everywhere, everywhere))

@@ -9,7 +9,7 @@ from pipeline_models import on_mesh
 from pipeline_tables import TABLES, greedy
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.executor.execute import evaluate_pipeline, run
+from jaxdist.parallel.pipeline.executor.execute import evaluate_pipeline, run_pipeline
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.model_fns import GradientsAndSums, ModelFns, Visit
 from jaxdist.parallel.pipeline.model.chunks import Cut, from_stages, to_stages
@@ -27,7 +27,7 @@ def on_stages(ticks, parts, chunks, shared):
     layout = on_mesh({"stage": ticks.stages})
     everywhere, staged = PartitionSpec(), PartitionSpec("stage")
     way, out = (
-        (run, GradientsAndSums(staged, everywhere, everywhere))
+        (run_pipeline, GradientsAndSums(staged, everywhere, everywhere))
         if ticks.trains
         else (evaluate_pipeline, None)
     )
