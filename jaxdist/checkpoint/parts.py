@@ -41,7 +41,8 @@ class BeginWith(Config):
     """Begin a new run at step 0 with a part of another run's state."""
 
     run: Annotated[str, Field(min_length=1)]
-    """Directory of the other run, such as runs/pretrained."""
+    """Directory of the other run, such as runs/pretrained; or a model as `jaxdist import` takes it,
+    of which each process reads what its devices hold."""
     parts: Patterns = ("params",)
     """Paths to load, such as params/encoder; `*` is any name, and `!` leaves a path out."""
     step: Annotated[int, Field(ge=0)] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -27,3 +27,26 @@ def import_model(
 
     found = run(model, out, list(overrides or []), console=shared.console())
     shared.write_result(json_file, "import", **found)
+
+
+def export_model(
+    run: shared.Run,
+    out: Annotated[Path, typer.Argument(help="The directory to write.")],
+    overrides: shared.Overrides = None,
+    *,
+    to: Annotated[Literal["hf"], typer.Option(help="The form of the files.")] = "hf",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16; the imported model's by default."),
+    ] = None,
+    step: shared.CheckpointStep = None,
+    devices: shared.Devices = None,
+    json_file: shared.JsonFile = None,
+) -> None:
+    """Write a run's model as files that transformers loads."""
+    del to
+    extra = shared.prepare_run(run, overrides, devices)
+    from jaxdist.commands.export_model import export_model as write
+
+    found = write(run, out, extra, step=step, dtype=dtype, console=shared.console())
+    shared.write_result(json_file, "export", **found)

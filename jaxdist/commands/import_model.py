@@ -16,8 +16,8 @@ from jaxdist.config import plain_yaml
 from jaxdist.errors import RunError
 from jaxdist.experiment import load
 from jaxdist.interchange import gguf_files
-from jaxdist.interchange.leaves import Leaf, match
-from jaxdist.interchange.source import CONFIG, TOKENIZER, Source, open_source
+from jaxdist.interchange.leaves import Leaf
+from jaxdist.interchange.source import CONFIG, SOURCE, TOKENIZER, Source, leaves_of, open_source
 from jaxdist.interchange.stream import Streamed, write_streamed
 from jaxdist.interchange.tokenizers import from_gguf, tokenizer_config, tokenizer_section
 from jaxdist.models.functional import functional
@@ -25,8 +25,6 @@ from jaxdist.models.gpt import GptConfig
 from jaxdist.run.directory import RunDirectory, prepare_directory
 from jaxdist.types import JsonObject
 
-SOURCE = "source"
-"""Folder of a run directory with the files that say how to use the tensors."""
 WINDOW = 512
 """Most tokens of the sequences in the config of an imported run."""
 
@@ -53,10 +51,14 @@ def import_model(
     leaves = _leaves(source, source.family.model(source.config))
     folder = directory.path / SOURCE
     texts = _texts(source)
+    own = path / TOKENIZER
+    if not source.is_gguf and own.is_file():
+        tokenizer_section(source, own)  # refused before anything is written
     try:
         folder.mkdir(parents=True)
         for file in source.besides:
             shutil.copyfile(file, folder / file.name)
+        (folder / CONFIG).write_text(json.dumps(_with_dtype(source, leaves), indent=2) + "\n")
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -112,13 +114,7 @@ def config_values(source: Source, folder: Path, *, begin_with: Path) -> JsonObje
 def _leaves(source: Source, options: JsonObject) -> list[Leaf]:
     config = GptConfig.model_validate(options)
     model = functional(lambda rngs: config.build(rngs, vocab_size=source.vocab_size))
-    ignored = source.family.ignored
-    if config.tied_head:
-        ignored = (*ignored, "lm_head.weight")
-    return match(
-        model.params, model.stacked, model.dims, source.rows(), source.tensors,
-        ignored=ignored, vocab_size=source.vocab_size, where=str(source.path),
-    )  # fmt: skip
+    return leaves_of(source, model)
 
 
 def _streamed(leaves: Sequence[Leaf]) -> Iterator[Streamed]:
@@ -133,14 +129,19 @@ def _streamed(leaves: Sequence[Leaf]) -> Iterator[Streamed]:
         yield Streamed(name, leaf.shape, leaf.dtype, read, whole=not leaf.stacked)
 
 
+def _with_dtype(source: Source, leaves: Sequence[Leaf]) -> JsonObject:
+    """Return config.json with the dtype that the tensors have, for `export`."""
+    return {
+        **source.config,
+        "dtype": max(leaves, key=lambda leaf: leaf.shape).tensors[0].dtype.name,
+    }
+
+
 def _texts(source: Source) -> dict[str, str]:
     """Return the files that a GGUF file has inside, and a directory has next to its tensors."""
     if not source.is_gguf:
         return {}
     metadata = gguf_files.read(source.path).metadata
     own = source.path.parent / TOKENIZER
-    texts = {CONFIG: json.dumps(source.config, indent=1)}
-    texts[TOKENIZER] = (
-        own.read_text(encoding="utf-8") if own.is_file() else from_gguf(source.path, metadata)
-    )
-    return {**texts, "tokenizer_config.json": tokenizer_config(metadata)}
+    found = own.read_text(encoding="utf-8") if own.is_file() else from_gguf(source.path, metadata)
+    return {TOKENIZER: found, "tokenizer_config.json": tokenizer_config(metadata)}

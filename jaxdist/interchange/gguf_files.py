@@ -5,6 +5,7 @@ Source: the format's own description, https://github.com/ggml-org/ggml/blob/mast
 
 from __future__ import annotations
 
+import importlib
 import math
 import struct
 from collections.abc import Callable, Mapping
@@ -345,7 +346,7 @@ _DECODERS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 
 def _by_package(path: Path, kind: int, name: str, raw: np.ndarray) -> np.ndarray:
     try:
-        import gguf  # an extra
+        gguf: Any = importlib.import_module("gguf")  # an extra
     except ImportError as error:
         raise DataError(
             f"{path} has tensors of {name}, which the package gguf decodes: pip install "

@@ -12,6 +12,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.interchange.families import Row
 from jaxdist.interchange.layouts import Layout
 from jaxdist.interchange.tensors import Tensor
+from jaxdist.mesh import Device
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, Params
 
@@ -157,16 +158,20 @@ def place(leaf: Leaf, shape: jax.ShapeDtypeStruct) -> jax.Array:
       shape: shape, dtype and sharding on the devices; a shape beyond the leaf's is filled with
         zeros.
     """
-    done: dict[str, np.ndarray] = {}
-
-    def part(index: Index | None) -> np.ndarray:
+    assert shape.sharding is not None
+    indices = shape.sharding.addressable_devices_indices_map(shape.shape)
+    alike: dict[str, list[Device]] = {}
+    for device, index in indices.items():
+        alike.setdefault(str(index), []).append(device)  # slices have no hash before Python 3.12
+    held = []
+    for devices in alike.values():  # a block at a time, for all devices that hold it
+        index = indices[devices[0]]
         assert index is not None
-        key = str(index)  # slices cannot be hashed before Python 3.12
-        if key not in done:  # replicas ask for the same block
-            done[key] = _within(leaf, index, shape.shape).astype(shape.dtype, copy=False)
-        return done[key]
-
-    return jax.make_array_from_callback(shape.shape, shape.sharding, part)
+        block = _within(leaf, index, shape.shape).astype(shape.dtype, copy=False)
+        # Copied: on a CPU devices would share NumPy's memory, which could not be donated.
+        held += [jax.device_put(block, device, may_alias=False) for device in devices]
+        jax.block_until_ready(held[-len(devices) :])
+    return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, held)
 
 
 def _within(leaf: Leaf, index: Index, shape: tuple[int, ...]) -> np.ndarray:

@@ -13,7 +13,9 @@ from jaxdist.config.files import read_json
 from jaxdist.errors import DataError
 from jaxdist.interchange import gguf_files, safetensors
 from jaxdist.interchange.families import Family, Row, family_of
+from jaxdist.interchange.leaves import Leaf, match
 from jaxdist.interchange.tensors import Tensor
+from jaxdist.models.functional import Functional
 from jaxdist.types import JsonObject
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -24,6 +26,8 @@ BESIDES = (
     "merges.txt", "tokenizer.model",
 )  # fmt: skip
 """Files next to the tensors that say how to use them."""
+SOURCE = "source"
+"""Folder of an imported run directory with those files."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -66,7 +70,15 @@ class Source:
 
     def rows(self) -> Mapping[str, Row]:
         """Return the family's table for this file's names."""
-        return gguf_files.rows(self.family, self.tensors) if self.is_gguf else self.family.rows
+        if self.is_gguf:
+            return gguf_files.rows(self.family, self.tensors)
+        rows, prefix = self.family.rows, self.family.prefix
+        if any(name.startswith(prefix) for name in self.tensors):
+            return rows
+        # Saved without its head, the model has names of its own.
+        return {
+            own: row._replace(tensor=row.tensor.removeprefix(prefix)) for own, row in rows.items()
+        }
 
     @property
     def besides(self) -> list[Path]:
@@ -84,6 +96,20 @@ class Source:
         if type(size) is not int or size < 1:
             raise DataError(f"{self.path}: {CONFIG} has no vocab_size; give the model's own")
         return size
+
+
+def leaves_of(source: Source, model: Functional) -> list[Leaf]:
+    """Match a model's parameters with the tensors of its family; none is read.
+
+    Raises:
+      JaxdistError: an unknown family, or tensors that do not fit.
+    """
+    tied = () if "output" in model.params else ("lm_head.weight",)
+    return match(
+        model.params, model.stacked, model.dims, source.rows(), source.tensors,
+        ignored=(*source.family.ignored, *tied),
+        vocab_size=source.vocab_size, where=str(source.path),
+    )  # fmt: skip
 
 
 def open_source(path: Path) -> Source:

@@ -17,6 +17,7 @@ from jaxdist.errors import CheckpointError
 from jaxdist.models.tuning.lora import PREFIX
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.loading.misordered import check_order
+from jaxdist.run.loading.model import initial_state, is_model, matched
 from jaxdist.train.parts import only, part_names
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
@@ -40,6 +41,9 @@ def begin_with(
       ConfigError: this program's state does not have the part.
     """
     names = check_begin(program, begin)
+    if is_model(Path(begin.run)):
+        state = initial_state(program, matched(program, Path(begin.run)))
+        return _restarted(program, program.home.from_files(state)), 0
     directory = RunDirectory(Path(begin.run))
     restored = load_part(directory, program, names, step=begin.step, say=say)
     return restored.state, restored.step
@@ -53,6 +57,13 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
       ConfigError: this program's state does not have the part.
     """
     directory = RunDirectory(Path(begin.run)).checkpoints
+    if is_model(Path(begin.run)):
+        if begin.parts != ("params",) or begin.step is not None:
+            raise CheckpointError(
+                f"{begin.run} is a model, of which all parameters are taken: leave out "
+                "begin_with.parts and begin_with.step, or make a run of it with `jaxdist import`"
+            )
+        return [f"params/{leaf.name}" for leaf in matched(program, Path(begin.run))]
     names = [name for name in part_names(program, begin.parts) if name != "step"]
     if not directory.is_dir():
         raise CheckpointError(

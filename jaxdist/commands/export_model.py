@@ -1,0 +1,79 @@
+"""`jaxdist export`: the parameters of a run in the files of other frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from jaxdist.commands.evaluate import open_run
+from jaxdist.errors import ConfigError
+from jaxdist.interchange.families import family_of
+from jaxdist.interchange.source import CONFIG, SOURCE
+from jaxdist.interchange.write import DTYPES, config_of, pieces_of, write_directory
+from jaxdist.models.gpt import GptConfig
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import JsonObject, Params
+
+
+def export_model(
+    run: Path,
+    out: Path,
+    overrides: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    console: Console,
+) -> JsonObject:
+    """Write a run's parameters as a Hugging Face directory.
+
+    Args:
+      step: step of the checkpoint; None is the newest.
+      dtype: dtype of the tensors; None is that of the imported model, else float32.
+
+    Returns:
+      The directory, the family, the dtype, and the number of tensors.
+
+    Raises:
+      JaxdistError: no such run, or a model that no family describes.
+    """
+    experiment, restored = open_run(run, overrides, step=step, console=console)
+    model, program = experiment.config.model, experiment.program
+    if not isinstance(model, GptConfig):
+        raise ConfigError(f"model.type {model.type} has no table of names: export takes gpt")
+    vocab_size, state = experiment.dataset.vocab_size or 0, restored.state
+    tokenizer: Any = getattr(experiment.config.data, "tokenizer", None)
+    file = getattr(tokenizer, "file", None)
+    folder = None if file is None else Path(file).expanduser().parent
+    folder = run / SOURCE if (run / SOURCE).is_dir() else folder
+    config = config_of(model, vocab_size, folder, experiment.units_per_example)
+    family = family_of(config, where=CONFIG)
+    held = dtype or str(config.get("dtype", config.get("torch_dtype", "float32")))
+    if held not in DTYPES:
+        raise ConfigError(f"--dtype {held}: there are {', '.join(DTYPES)}")
+    params = program.home.used_params(program.evaluated(state))
+    values = dict(flatten_with_names(params))
+    shapes = _shapes(params, program.model.dims, vocab_size)
+    tensors = pieces_of(shapes, program.model.stacked, family.rows)
+
+    def value(name: str, layer: int | None) -> np.ndarray:
+        return np.asarray(values[name] if layer is None else values[name][layer])
+
+    write_directory(out, config, tensors, value, dtype=held, folder=folder)
+    console.print(f"model  {family.name}, {len(tensors):,} tensors of {held}", soft_wrap=True)
+    console.print(f"files  {out}", soft_wrap=True, markup=False)
+    return {"directory": str(out), "family": family.name, "dtype": held, "tensors": len(tensors)}
+
+
+def _shapes(params: Params, dims: Any, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Return each parameter's shape without the padding of its vocabulary."""
+    return {
+        name: tuple(
+            vocab_size if dim == "vocab" else size
+            for size, dim in zip(leaf.shape, dims[name] or [None] * leaf.ndim, strict=True)
+        )
+        for name, leaf in flatten_with_names(params)
+    }

@@ -1,0 +1,162 @@
+"""The writing of a model's parameters as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxdist.errors import ConfigError, RunError
+from jaxdist.interchange import safetensors
+from jaxdist.interchange.families import Row, architecture, families_of, family_of
+from jaxdist.interchange.layouts import Layout
+from jaxdist.interchange.leaves import names_of
+from jaxdist.interchange.source import BESIDES, CONFIG, INDEX, SINGLE
+from jaxdist.models.gpt import GptConfig
+from jaxdist.types import JsonObject
+
+FILE_BYTES = 5_000_000_000
+"""Most bytes of tensors in a file; a larger model has several."""
+DTYPES: Mapping[str, np.dtype] = {
+    "float32": safetensors.DTYPES["F32"],
+    "float16": safetensors.DTYPES["F16"],
+    "bfloat16": safetensors.DTYPES["BF16"],
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter, or that of a layer, as a part of a tensor; `shape` is without the padding."""
+
+    name: str
+    layer: int | None
+    shape: tuple[int, ...]
+    layout: Layout
+
+
+Value = Callable[[str, int | None], np.ndarray]
+"""Function from a parameter's name, and a layer of it, to its value."""
+
+
+def pieces_of(
+    shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str], rows: Mapping[str, Row]
+) -> dict[str, list[Piece]]:
+    """Return the parameters that make up each tensor of a file, by its name.
+
+    Args:
+      shapes: shape of each parameter, without padding.
+    """
+    found: dict[str, list[Piece]] = {}
+    for name, shape in shapes.items():
+        row = rows[name]
+        layered = name in stacked
+        for i, tensor in enumerate(names_of(row.tensor, shape[0] if layered else None)):
+            given = (i, shape[1:]) if layered else (None, shape)
+            found.setdefault(tensor, []).append(Piece(name, *given, Layout(row.layout, row.part)))
+    return found
+
+
+def assembled(pieces: Sequence[Piece], value: Value, dtype: np.dtype) -> np.ndarray:
+    """Put a tensor together from its parameters."""
+    out = np.empty(pieces[0].layout.file_shape(pieces[0].shape), dtype)
+    for piece in pieces:
+        inside = tuple(slice(0, size) for size in piece.shape)
+        piece.layout.fill(out, value(piece.name, piece.layer)[inside])
+    return out
+
+
+def config_of(model: GptConfig, vocab_size: int, folder: Path | None, length: int) -> JsonObject:
+    """Return the config.json of a model: that of its source if it still describes the model.
+
+    Args:
+      folder: the folder of the model's tokenizer, in which a config.json may be.
+      length: length of the sequences that it was trained on.
+
+    Raises:
+      ConfigError: no family has the model's options.
+    """
+    own = _own(folder)
+    if own is not None:
+        family = family_of(own, where=str(folder))
+        made = GptConfig.model_validate(family.model(own))
+        if architecture(made) == architecture(model) and own.get("vocab_size") == vocab_size:
+            return own
+    fitting = families_of(model)
+    if not fitting:
+        raise ConfigError(
+            "no family of Hugging Face's models has the options of this model: see the table of "
+            "docs/guides/hugging-face.md for those that each has"
+        )
+    made = fitting[0].config(architecture(model))
+    ids: JsonObject = {"bos_token_id": None, "eos_token_id": None}
+    return {"max_position_embeddings": length, **ids, **made, "vocab_size": vocab_size}
+
+
+def write_directory(
+    out: Path,
+    config: JsonObject,
+    tensors: Mapping[str, Sequence[Piece]],
+    value: Value,
+    *,
+    dtype: str,
+    folder: Path | None,
+) -> None:
+    """Write config.json, the tensors, and the tokenizer's files.
+
+    Args:
+      folder: folder of the tokenizer's files; None if there are none.
+
+    Raises:
+      RunError: the directory has files, or cannot be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunError(f"{out} exists already: name another directory")
+    held = DTYPES[dtype]
+    shapes = {name: p[0].layout.file_shape(p[0].shape) for name, p in tensors.items()}
+    parts = _files(shapes, held.itemsize)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        besides = [] if folder is None else [folder / name for name in BESIDES if name != CONFIG]
+        for file in besides:
+            if file.is_file():
+                shutil.copyfile(file, out / file.name)
+        text = json.dumps({**config, "dtype": dtype, "torch_dtype": dtype}, indent=2)
+        (out / CONFIG).write_text(text + "\n", encoding="utf-8")
+        for file, names in parts.items():
+            entries = [(name, shapes[name], held) for name in names]
+            safetensors.write(out / file, entries, lambda n: assembled(tensors[n], value, held))
+        if len(parts) > 1:
+            placed = {name: file for file, names in parts.items() for name in names}
+            total = sum(map(math.prod, shapes.values())) * held.itemsize
+            index = {"metadata": {"total_size": total}, "weight_map": placed}
+            (out / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{out} cannot be written: {error.strerror or error}") from error
+
+
+def _files(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> dict[str, list[str]]:
+    """Divide the tensors over files, in their order."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        own = math.prod(shape) * itemsize
+        if files[-1] and size + own > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += own
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": n for i, n in enumerate(files, 1)}
+
+
+def _own(folder: Path | None) -> JsonObject | None:
+    if folder is None or not (folder / CONFIG).is_file():
+        return None
+    found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) and "model_type" in found else None

@@ -1,0 +1,48 @@
+"""The parameters of a downloaded model as the beginning of a run, read where they are needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+from jaxdist.interchange.leaves import Leaf, place
+from jaxdist.interchange.source import CONFIG, leaves_of, open_source
+from jaxdist.run.directory import RunDirectory
+from jaxdist.train.state import TrainState
+from jaxdist.train.step import Program
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Params
+
+
+def is_model(path: Path) -> bool:
+    """Return whether a path is a model's file or directory, and not a run's."""
+    return path.is_file() or ((path / CONFIG).is_file() and not RunDirectory(path).occupied)
+
+
+def matched(program: Program, path: Path) -> list[Leaf]:
+    """Match a program's parameters with a model's tensors; none is read.
+
+    Raises:
+      JaxdistError: no model, or another model than the program's.
+    """
+    return leaves_of(open_source(path), program.model)
+
+
+def load_params(program: Program, leaves: list[Leaf]) -> Params:
+    """Load parameters in the form of checkpoints: each process reads what its devices hold.
+
+    Beyond the shards, it holds a shard of a parameter at a time.
+    """
+    by_name = {leaf.name: leaf for leaf in leaves}
+    shapes = program.state_shapes.params
+    held = [place(by_name[name], shape) for name, shape in flatten_with_names(shapes)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), held)
+
+
+def initial_state(program: Program, leaves: list[Leaf]) -> TrainState:
+    """Return an initial state with these parameters, in the form of checkpoints."""
+    # Drawn parameters are dropped before others are read: devices never hold both.
+    rest = replace(program.home.to_files(program.init()), params=None)
+    return replace(rest, params=load_params(program, leaves))
