@@ -3,8 +3,8 @@
 import sys
 
 import numpy as np
-import torch
-import transformers
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 
 
 def main(path: str, given: str, out: str) -> None:
