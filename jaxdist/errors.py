@@ -101,11 +101,18 @@ class StoppedError(RunError):
 def closest(word: str, choices: Iterable[str]) -> str | None:
     """Return the choice most similar to `word`, or None when nothing is close.
 
+    The initials of a choice are close to it too: many write `lr` for a learning rate.
+
     >>> closest("tensr", ["data", "tensor", "stage"])
     'tensor'
+    >>> closest("lr", ["clip_norm", "learning_rate"])
+    'learning_rate'
     """
-    found = difflib.get_close_matches(str(word), list(choices), n=1, cutoff=0.6)
-    return found[0] if found else None
+    options = list(choices)
+    found = difflib.get_close_matches(str(word), options, n=1, cutoff=0.6)
+    initials = ("".join(part[:1] for part in option.split("_")) for option in options)
+    shortened = [one for one, short in zip(options, initials, strict=True) if short == word]
+    return next(iter(found or shortened), None)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

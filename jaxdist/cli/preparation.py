@@ -73,9 +73,8 @@ def eject(
     from jaxdist.commands.eject.eject import eject as write
 
     text = write(config, extra, keep=keep and Keep(keep), out=out)
-    if out is None:
-        typer.echo(text, nl=False)
     lines = len(text.splitlines())
+    typer.echo(text if out is None else f"file   {out}, {lines} lines\n", nl=False)
     shared.write_result(
         json_file, "ejected file", file=None if out is None else str(out), lines=lines, text=text
     )

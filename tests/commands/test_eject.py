@@ -152,6 +152,11 @@ def test_what_it_cannot_write_is_refused_at_once() -> None:
     ("path", "overrides", "message"),
     [
         (DIGITS, [RING, "parallel.zero.stage=1"], "parallel.reduce with parallel.zero: it can one"),
+        (
+            DIGITS,
+            ["model={type: import, path: 'my:build'}", "loss={type: import, path: 'my:loss'}"],
+            "a model of your own is not written",
+        ),
         (DIGITS, ["train.microbatches=2"], "train.microbatches: 2 without mesh.stage"),
         (DIGITS, ["mesh={stage: 2, data: 4}"], "mesh.stage with model.type mlp: it can gpt"),
         (DIGITS, ["optim={type: sgd, learning_rate: 0.1, momentum: 0}"], "optim.momentum: 0.0"),

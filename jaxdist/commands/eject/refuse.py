@@ -63,6 +63,10 @@ def check_ejectable(config: ExperimentConfig, *, keeps_data: bool) -> None:
     problems += [f"  {text}" for text in _together(config)]
     if keeps_data and config.data.type == "import":
         problems.append("  data.type: import (with --keep data it can: images, text, synthetic)")
+    if config.model.type == "import":
+        problems.append(
+            "a model of your own is not written: the step of a built-in one is a pattern"
+        )
     if not keeps_data and any(line.startswith("  data.") for line in problems):
         problems.append("or let jaxdist read the data: --keep data")
     if problems:
