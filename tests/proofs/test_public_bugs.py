@@ -1,4 +1,4 @@
-"""Public reports of wrong numbers: each is found, by types where they can see it, and by numbers."""
+"""Public reports of wrong numbers, each found by numbers, and by types where they can see it."""
 
 from __future__ import annotations
 
