@@ -11,13 +11,16 @@ from jaxdist.data.images.dataset import ImagesConfig
 from jaxdist.data.imported import ImportConfig
 from jaxdist.data.source import Dataset, Source
 from jaxdist.data.synthetic import SyntheticConfig
+from jaxdist.data.text.chat import ChatConfig
 from jaxdist.data.text.dataset import TextConfig
 
 DataConfig = Annotated[
-    TextConfig | ImagesConfig | SyntheticConfig | ImportConfig, Field(discriminator="type")
+    TextConfig | ChatConfig | ImagesConfig | SyntheticConfig | ImportConfig,
+    Field(discriminator="type"),
 ]
 
 __all__ = [
+    "ChatConfig",
     "DataConfig",
     "Dataset",
     "ImagesConfig",

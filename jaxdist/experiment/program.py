@@ -90,7 +90,7 @@ def make_program(
             objective, pieces = Objective(model, loss), config.train.microbatches
             more = check_rows(objective, batch, exchange, local=local, microbatches=pieces)
             notices = (*notices, *more)
-    masks = False
+    masks = "answer" in batch
     if config.loss is not None and config.loss.type == "import":
         with at("loss"), own("loss", "model"):
             sums, masks = measures(Objective(model, loss), batch)

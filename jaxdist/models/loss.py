@@ -171,12 +171,13 @@ def next_token(module: Model, batch: Batch) -> Sums:
     Args:
       module: maps tokens `[B, L]` and segments `[B, L]` to logits `[B, L, V]`. If it has
         `padded_head`, that function of its `hidden` is used instead.
-      batch: tokens int32 `[B, L + 1]`, segments int32 `[B, L]`, weight float32 `[B]`.
+      batch: tokens int32 `[B, L + 1]`, segments int32 `[B, L]`, weight float32 `[B]`; if it has
+        answer float32 `[B, L]`, that is a weight of each target too.
     """
     inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     given, padded = (inputs, batch["segments"]), _padded_head(module)
     logits_BLV = module(*given) if padded is None else padded(module.hidden(*given))
-    return {"loss": _nats(logits_BLV, targets, batch["weight"])}
+    return {"loss": _nats(logits_BLV, targets, _weights(batch))}
 
 
 def _padded_head(module: Model) -> Callable[[jax.Array], jax.Array] | None:
@@ -206,17 +207,17 @@ def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
 
     # Without a checkpoint, the backward pass would keep the logits of all pieces.
     @jax.checkpoint
-    def nats(x_BlD: jax.Array, targets_Bl: jax.Array) -> Mean:
+    def nats(x_BlD: jax.Array, targets_Bl: jax.Array, weight_Bl: jax.Array) -> Mean:
         head = module.head if padded is None else padded
-        return _nats(head(x_BlD), targets_Bl, batch["weight"])
+        return _nats(head(x_BlD), targets_Bl, weight_Bl)
 
-    def add(sums: Mean, piece: tuple[jax.Array, jax.Array]) -> tuple[Mean, None]:
+    def add(sums: Mean, piece: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Mean, None]:
         return jax.tree.map(jnp.add, sums, nats(*piece)), None
 
     def cut(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
 
-    pieces = cut(x_BLD), cut(targets)
+    pieces = cut(x_BLD), cut(targets), cut(_weights(batch))
     nothing = jnp.zeros((), jnp.float32)
     return {"loss": jax.lax.scan(add, Mean(nothing, nothing), pieces)[0]}
 
@@ -229,10 +230,16 @@ def _check_chunks(chunks: int, length: int) -> None:
         )
 
 
-def _nats(logits_BLV: jax.Array, targets_BL: jax.Array, weight_B: jax.Array) -> Mean:
+def _weights(batch: Batch) -> jax.Array:
+    """Return the weight of each target `[B, L]`."""
+    shape, rows = batch["segments"].shape, batch["weight"][:, None]
+    weight_BL = jnp.broadcast_to(rows, shape)
+    return weight_BL * batch["answer"] if "answer" in batch else weight_BL
+
+
+def _nats(logits_BLV: jax.Array, targets_BL: jax.Array, weight_BL: jax.Array) -> Mean:
     logits_BLV = logits_BLV.astype(jnp.float32)
     nats_BL = optax.softmax_cross_entropy_with_integer_labels(logits_BLV, targets_BL)
-    weight_BL = jnp.broadcast_to(weight_B[:, None], nats_BL.shape)
     return Mean((nats_BL * weight_BL).sum(), weight_BL.sum())
 
 

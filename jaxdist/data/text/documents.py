@@ -105,7 +105,7 @@ def split_documents(
     seen: set[bytes] = set()
     kept: list[tuple[float, list[bytes]]] = []
     for file in files:
-        content = _read(file.path)
+        content = read_text_file(file.path)
         digest = hashlib.blake2b(content, digest_size=16).digest()
         if not content or digest in seen or not _usable(file.path, content, not_utf8):
             continue
@@ -165,7 +165,12 @@ def _uniform(name: str) -> float:
     return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=6).digest()) / 2**48
 
 
-def _read(path: Path) -> bytes:
+def read_text_file(path: Path) -> bytes:
+    """Read a file without the mark of its encoding.
+
+    Raises:
+      DataError: it cannot be read.
+    """
     try:
         # The mark belongs to the file's encoding, not to the text.
         return read_regular(path).removeprefix(codecs.BOM_UTF8)

@@ -125,6 +125,16 @@ class BpeTokenizer:
             tokens += [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
         return tokens
 
+    def encode_marked(self, text: str) -> np.ndarray:
+        """Encode a text, int32 `[N]`, in which the file's special tokens may be spelled out."""
+        before = self._tokenizer.encode_special_tokens
+        self._tokenizer.encode_special_tokens = False
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        finally:
+            self._tokenizer.encode_special_tokens = before
+        return np.asarray(ids, np.int32)
+
     def decode(self, tokens: Iterable[int]) -> str:
         return self._tokenizer.decode(list(tokens))  # skips numbers it does not know
 

@@ -1,0 +1,193 @@
+"""Conversations in JSON lines as windows of tokens, with a loss on answers only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from jaxdist.config.schema import LARGEST, Config
+from jaxdist.data.source import ArraySource, Dataset
+from jaxdist.data.text.documents import matching, read_text_file
+from jaxdist.data.text.template import ANSWERS, ChatTemplate, Message
+from jaxdist.data.text.tokenizer import BpeTokenizer, BpeTokenizerConfig
+from jaxdist.errors import DataError
+
+PAIR = ("prompt", "completion")
+"""Keys of a row that is an instruction and its answer, in place of messages."""
+
+
+class Conversation(NamedTuple):
+    """A conversation as tokens int32 `[N]`, and whether each is of an answer, bool `[N]`."""
+
+    tokens: np.ndarray
+    answer: np.ndarray
+
+
+class ChatConfig(Config):
+    """Conversations (.jsonl) as windows of tokens; the loss is that of the answers' tokens.
+
+    A row has `messages`, a list of `{role, content}`, or the texts `prompt` and `completion`. The
+    tokenizer's own chat template writes it out.
+    """
+
+    type: Literal["chat"]
+    """Conversations, packed into windows."""
+    files: tuple[str, ...] = Field(min_length=1)
+    """Glob patterns of .jsonl files, relative to the current directory."""
+    tokenizer: BpeTokenizerConfig
+    """The model's tokenizer, in whose folder is its chat template."""
+    window: int = Field(default=512, ge=2, le=LARGEST)
+    """Tokens in an example; a conversation is never spread over two, and what is longer is cut."""
+    heldout_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """Fraction of conversations held out for evaluation, chosen by content; 0 holds out none."""
+
+    def build(self) -> Dataset:
+        """Read, write out, encode and pack the conversations.
+
+        Raises:
+          DataError: missing, unreadable or malformed rows, rows without an answer, or too few; no
+            chat template.
+        """
+        tokenizer = self.tokenizer.build()
+        template = ChatTemplate(Path(self.tokenizer.file).expanduser().parent)
+        splits: tuple[list[Conversation], list[Conversation]] = ([], [])
+        cut = 0
+        for place, messages in read_rows(self.files):
+            found = encoded(template, tokenizer, messages, place)
+            cut += len(found.tokens) > self.window + 1
+            splits[is_heldout(messages, self.heldout_fraction)].append(found)
+        examples = [
+            pack(split, window=self.window, filler=tokenizer.end_of_document) for split in splits
+        ]
+        for kind, fraction, source in zip(
+            ("train on", "hold out"), (1.0, self.heldout_fraction), examples, strict=True
+        ):
+            if fraction and source is None:
+                raise DataError(
+                    f"data: none of the {sum(map(len, splits))} conversations is left to {kind}: "
+                    f"give more, change data.heldout_fraction ({self.heldout_fraction}), or raise "
+                    f"data.window ({self.window}), within which an answer must begin"
+                )
+        train, heldout = examples
+        assert train is not None
+        sizes = [len(split) for split in splits]
+        facts = {"conversations": sum(sizes), "cut_conversations": cut}
+        facts |= {"train_examples": len(train), "heldout_examples": len(heldout or ())}
+        return Dataset(
+            train=train,
+            heldout=heldout,
+            vocab_size=tokenizer.vocab_size,
+            classes=None,
+            description=(
+                f"chat: {', '.join(self.files)}: {sizes[0]:,} conversations in {len(train):,} "
+                f"windows to train on, {sizes[1]:,} held out, {cut:,} cut"
+            ),
+            facts=facts,
+            tokenizer=tokenizer,
+        )
+
+
+def read_rows(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
+    """Read every conversation of files, and its place for messages, as FILE:LINE.
+
+    Raises:
+      DataError: a file that cannot be read, a line that is not JSON, or no conversation with an
+        answer.
+    """
+    for file in matching(files):
+        for number, line in enumerate(read_text_file(file.path).splitlines(), 1):
+            if line.strip():
+                yield f"{file.path}:{number}", _messages(line, f"data: {file.path}:{number}")
+
+
+def _messages(line: bytes, where: str) -> list[Message]:
+    try:
+        row: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON: {error}") from error
+    if isinstance(row, dict) and "messages" not in row and all(key in row for key in PAIR):
+        roles = ("user", ANSWERS)
+        row = {"messages": [{"role": r, "content": row[k]} for r, k in zip(roles, PAIR)]}  # noqa: B905
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages
+    ):
+        keys = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise DataError(
+            f"{where} is no conversation (found: {keys}): give messages, a list of {{role, "
+            f"content}}, or the texts {' and '.join(PAIR)}"
+        )
+    answers = [one.get("content") for one in messages if one["role"] == ANSWERS]
+    if not answers or not all(isinstance(text, str) and text.strip() for text in answers):
+        what = "an empty answer" if answers else f"no message of the role {ANSWERS}"
+        raise DataError(f"{where} has {what}, so that there is nothing to learn: leave the row out")
+    return messages
+
+
+def encoded(
+    template: ChatTemplate, tokenizer: BpeTokenizer, messages: Sequence[Message], place: str
+) -> Conversation:
+    """Encode a conversation piece by piece, as a model that answers meets it.
+
+    Raises:
+      DataError: the template refuses it.
+    """
+    try:
+        pieces = template.pieces(messages)
+    except DataError as error:
+        raise DataError(f"data: {place}: {error}") from error
+    tokens = [tokenizer.encode_marked(piece.text) for piece in pieces]
+    answer = [np.full(len(t), p.answer) for t, p in zip(tokens, pieces, strict=True)]
+    return Conversation(np.concatenate(tokens), np.concatenate(answer))
+
+
+def is_heldout(messages: Sequence[Message], fraction: float) -> bool:
+    """Return whether a conversation is held out, which depends on its content alone."""
+    content = json.dumps(messages, sort_keys=True).encode()
+    digest = hashlib.blake2b(content, digest_size=6).digest()
+    return int.from_bytes(digest) / 2**48 < fraction
+
+
+def pack(conversations: Sequence[Conversation], *, window: int, filler: int) -> ArraySource | None:
+    """Put whole conversations one after another into windows; None where no answer fits in.
+
+    `tokens` is int32 [N, L + 1], `segments` int32 [N, L] the number of the conversation of each
+    input from 1, 0 for filler, and `answer` float32 [N, L] is 1 where the target is of an answer.
+
+    >>> made = pack([Conversation(np.arange(3), np.array([0, 0, 1], bool))], window=4, filler=9)
+    >>> {name: rows.tolist() for name, rows in made.take(np.array([0])).items()}
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'tokens': [[0, 1, 2, 9, 9]], 'segments': [[1, 1, 1, 0]],
+     'answer': [[0.0, 1.0, 0.0, 0.0]]}
+    """
+    windows: list[list[Conversation]] = []
+    left = 0
+    for one in conversations:
+        own = Conversation(one.tokens[: window + 1], one.answer[: window + 1])
+        if not own.answer[1:].any():
+            continue
+        if not windows or len(own.tokens) > left:
+            windows.append([])
+            left = window + 1
+        windows[-1].append(own)
+        left -= len(own.tokens)
+    if not windows:
+        return None
+    shape = (len(windows), window + 1)
+    tokens, segments = np.full(shape, filler, np.int32), np.zeros(shape, np.int32)
+    answer = np.zeros(shape, np.float32)
+    for row, held in enumerate(windows):
+        start = 0
+        for number, one in enumerate(held, 1):
+            here = slice(start, start + len(one.tokens))
+            tokens[row, here], segments[row, here] = one.tokens, number
+            # The first token of a conversation has no input of its own.
+            answer[row, here] = one.answer & (np.arange(len(one.tokens)) > 0)
+            start = here.stop
+    return ArraySource(tokens=tokens, segments=segments[:, :-1], answer=answer[:, 1:])

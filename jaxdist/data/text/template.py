@@ -1,0 +1,135 @@
+"""The chat template of a tokenizer: Jinja text that writes out a conversation for a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from jaxdist.config.files import read_regular
+from jaxdist.errors import DataError
+
+Message = Mapping[str, Any]
+"""A part of a conversation: its `role`, such as user or assistant, and its `content`."""
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+ANSWERS = "assistant"
+"""The role whose messages a model learns to write."""
+_NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Piece(NamedTuple):
+    """A piece of a conversation as text, and whether it is of an answer."""
+
+    text: str
+    answer: bool
+
+
+class ChatTemplate:
+    """The template in the folder of a tokenizer, rendered in a sandbox.
+
+    Templates come with downloaded models: in the sandbox they cannot change an object, nor reach
+    anything but the conversation.
+    """
+
+    def __init__(self, folder: Path):
+        """Read chat_template.jinja, or else the template in tokenizer_config.json.
+
+        Raises:
+          DataError: no template, one that cannot be read or compiled; jinja2 is not installed.
+        """
+        try:
+            from jinja2 import TemplateError, TemplateSyntaxError
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError as error:
+            raise DataError(
+                "data.type chat writes conversations out by the tokenizer's template, which needs "
+                "jinja2: pip install 'jaxdist[chat]'"
+            ) from error
+        self._failed = TemplateError
+        settings, text = _template(folder)
+        self._tokens = {name: _content(settings.get(name)) for name in _NAMED}
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.globals["raise_exception"] = _raiser(TemplateError)
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(text)
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"data.tokenizer: the chat template in {folder} is malformed at line "
+                f"{error.lineno}: {error}; download it again"
+            ) from error
+
+    def render(self, messages: Sequence[Message], *, ask: bool = False) -> str:
+        """Write a conversation out; with `ask`, up to where an answer begins.
+
+        Raises:
+          DataError: the template refuses the conversation.
+        """
+        given = {"messages": [*messages], "add_generation_prompt": ask, **self._tokens}
+        try:
+            return self._template.render(**given)
+        # A template may raise anything that its own expressions do.
+        except (self._failed, TypeError, ValueError, KeyError, ArithmeticError) as error:
+            raise DataError(f"the tokenizer's chat template refuses it: {error}") from error
+
+    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+        """Return a conversation in pieces: answers, with the tokens that end them, and the rest.
+
+        Raises:
+          DataError: the template refuses the conversation, or writes its beginning differently when
+            more messages follow.
+        """
+        found, done = [], ""
+        for number, message in enumerate(messages):
+            if message["role"] != ANSWERS:
+                continue
+            asked = self.render(messages[:number], ask=True)
+            whole = self.render(messages[: number + 1])
+            if not (asked.startswith(done) and whole.startswith(asked)):
+                raise DataError(
+                    f"the tokenizer's chat template writes what comes before answer {number + 1} "
+                    "differently once the conversation goes on: give each answer a row of its own"
+                )
+            found += [Piece(asked[len(done) :], False), Piece(whole[len(asked) :], True)]
+            done = whole
+        return found
+
+
+def _template(folder: Path) -> tuple[Mapping[str, Any], str]:
+    """Return the settings of a tokenizer, and its template."""
+    settings: Any = {}
+    try:
+        if (folder / CONFIG).exists():
+            settings = json.loads(read_regular(folder / CONFIG))
+        if (folder / TEMPLATE).exists():
+            return settings, read_regular(folder / TEMPLATE).decode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"data.tokenizer: {folder} cannot be read: {reason}") from error
+    text = settings.get("chat_template") if isinstance(settings, dict) else None
+    if isinstance(text, list):  # several, each with a name
+        named = {one.get("name"): one.get("template") for one in text if isinstance(one, dict)}
+        text = named.get("default")
+    if not isinstance(text, str):
+        raise DataError(
+            f"data.tokenizer: {folder} has no chat template, neither {TEMPLATE} nor in {CONFIG}: "
+            "take the tokenizer of a model that was trained on conversations, or write one"
+        )
+    return settings, text
+
+
+def _content(token: Any) -> str:
+    return token.get("content", "") if isinstance(token, dict) else token or ""
+
+
+def _raiser(kind: type[Exception]) -> Callable[[str], NoReturn]:
+    def refuse(message: str) -> NoReturn:
+        raise kind(message)
+
+    return refuse
