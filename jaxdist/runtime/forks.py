@@ -144,7 +144,7 @@ class ForkServer:
 
 
 class Forked:
-    """A forked process, with what `subprocess.Popen` has of it; threads may share it."""
+    """A forked process with methods of `subprocess.Popen`; threads may share it."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid, self._server = pid, server
@@ -161,7 +161,7 @@ class Forked:
         """Return its exit code when it has ended.
 
         Raises:
-          subprocess.TimeoutExpired: it has not ended in so many seconds.
+          subprocess.TimeoutExpired: it is alive after `timeout` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:

@@ -108,7 +108,14 @@ def test_what_cannot_be_read_is_named_with_what_to_do(
     check_message(told(READ[name], path, folder, monkeypatch), path)
 
 
-@pytest.mark.parametrize("name", [name for name in READ if name not in EMPTY_IS_GOOD])
+# An agent loads a config in the process of a run, as train does, with seconds to start it.
+SLOW_TO_LOAD = {"agent config": pytest.mark.full}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=SLOW_TO_LOAD.get(n, ())) for n in READ if n not in EMPTY_IS_GOOD],
+)
 def test_an_empty_file_is_named(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "empty" in told(READ[name], "empty", folder, monkeypatch)
 
