@@ -17,6 +17,12 @@ def import_model(
     overrides: shared.Overrides = None,
     *,
     out: Annotated[Path, typer.Option(help="The run directory to write.")],
+    config: Annotated[
+        Path | None, typer.Option(help="Config with a model of your own; needs --table.")
+    ] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="YAML table of the tensors of --config's parameters.")
+    ] = None,
     json_file: shared.JsonFile = None,
 ) -> None:
     """Turn a downloaded model into a run directory, for train, eval, generate and export."""
@@ -24,8 +30,16 @@ def import_model(
 
     environment.prepare()
     from jaxdist.commands.import_model import import_model as run
+    from jaxdist.commands.import_model import import_with_table
+    from jaxdist.errors import ConfigError
 
-    found = run(model, out, list(overrides or []), console=shared.console())
+    extra = list(overrides or [])
+    if config is not None and table is not None:
+        found = import_with_table(model, out, config, table, extra, console=shared.console())
+    elif config is None and table is None:
+        found = run(model, out, extra, console=shared.console())
+    else:
+        raise ConfigError("--config and --table belong together: give both, or none for a family")
     shared.write_result(json_file, "import", **found)
 
 
@@ -50,3 +64,41 @@ def export_model(
 
     found = write(run, out, extra, step=step, dtype=dtype, console=shared.console())
     shared.write_result(json_file, "export", **found)
+
+
+def adopt(
+    model: Annotated[
+        Path, typer.Argument(help="A directory with config.json, or a GGUF file.", metavar="DIR")
+    ],
+    overrides: shared.Overrides = None,
+    *,
+    on: Annotated[str, typer.Option(help="The slice to plan for: v5p:4x4x4.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The config to write; NAME.yaml of DIR by default.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, max=50, help="Number of plans to rank.")] = 3,
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile/--no-compile", help="Rank by compiled programs, or by formulas."),
+    ] = True,
+    json_file: shared.JsonFile = None,
+) -> None:
+    """Write the config of the fastest plan that trains a downloaded model on a slice.
+
+    It reads the model's config, and not its weights, with which the run then begins.
+    """
+    from jaxdist.runtime import environment
+
+    environment.prepare(fake_devices=1)
+    from jaxdist.planner.adopt import adopt as choose
+
+    found = choose(
+        model,
+        on,
+        out or Path(f"{model.absolute().stem}.yaml"),
+        list(overrides or []),
+        top=top,
+        compiled=compiled,
+        console=shared.console(),
+    )
+    shared.write_result(json_file, "adopted plan", **found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -12,13 +13,23 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from jaxdist.config import plain_yaml
+from jaxdist.config import Document, plain_yaml, validate
+from jaxdist.config.importing import foreign_code
 from jaxdist.errors import RunError
-from jaxdist.experiment import load
+from jaxdist.experiment import ExperimentConfig, build, load
 from jaxdist.interchange import gguf_files
 from jaxdist.interchange.leaves import Leaf
-from jaxdist.interchange.source import CONFIG, SOURCE, TOKENIZER, Source, leaves_of, open_source
+from jaxdist.interchange.source import (
+    CONFIG,
+    SOURCE,
+    TOKENIZER,
+    Source,
+    leaves_of,
+    open_source,
+    tensors_of,
+)
 from jaxdist.interchange.stream import Streamed, write_streamed
+from jaxdist.interchange.table import BUFFERS, match_with, read_table
 from jaxdist.interchange.tokenizers import from_gguf, tokenizer_config, tokenizer_section
 from jaxdist.models.functional import functional
 from jaxdist.models.gpt import GptConfig
@@ -45,9 +56,7 @@ def import_model(
       JaxdistError: no model, an unknown one, tensors that do not fit it, or a directory that
         exists.
     """
-    source, directory = open_source(path), RunDirectory(out.absolute())
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} exists already: name another directory with --out")
+    source, directory = open_source(path), _new(out)
     leaves = _leaves(source, source.family.model(source.config))
     folder = directory.path / SOURCE
     texts = _texts(source)
@@ -66,9 +75,69 @@ def import_model(
     values = config_values(source, folder, begin_with=directory.path)
     document, _ = load(values, overrides)
     metadata: JsonObject = {"imported": str(path)}
+    tensors = len(source.tensors)
+    return _written(
+        directory, out, leaves, tensors, source.family.name, document, metadata, console
+    )
+
+
+def import_with_table(
+    path: Path,
+    out: Path,
+    config: Path,
+    table: Path,
+    overrides: Sequence[str] = (),
+    *,
+    console: Console,
+) -> JsonObject:
+    """Write a run directory for a config, whose model is filled from files by a table.
+
+    Args:
+      path: a directory with safetensors, or a file.
+      config: the config of the run, with a model of any type.
+      table: a file as `jaxdist.interchange.table` describes.
+
+    Returns:
+      The run, the table, and the numbers of parameters and tensors.
+
+    Raises:
+      JaxdistError: a config or a table that cannot be read, or files that do not fit the model.
+    """
+    directory = _new(out)
+    document, loaded = load(config, overrides)
+    for text in foreign_code(document.values):
+        console.print(f"code   {text}", soft_wrap=True, markup=False)
+    tensors = tensors_of(path)
+    model = build(loaded, document).program.model
+    leaves = match_with(read_table(table), model, tensors, where=str(path))
+    values: Any = copy.deepcopy(document.values)
+    values.setdefault("checkpoint", {})["begin_with"] = {"run": str(directory.path)}
+    if model.buffers:
+        values["checkpoint"]["begin_with"]["parts"] = ["params", BUFFERS]
+    written = Document(values), {"imported": str(path), "table": str(table)}
+    validate(written[0], ExperimentConfig)
+    return _written(directory, out, leaves, len(tensors), str(table), *written, console)
+
+
+def _new(out: Path) -> RunDirectory:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunError(f"{out} exists already: name another directory with --out")
+    return RunDirectory(out.absolute())
+
+
+def _written(
+    directory: RunDirectory,
+    out: Path,
+    leaves: Sequence[Leaf],
+    tensors: int,
+    family: str,
+    document: Document,
+    metadata: JsonObject,
+    console: Console,
+) -> JsonObject:
+    """Write the checkpoint and the config, and say so."""
     write_streamed(directory.checkpoints, 0, _streamed(leaves), metadata)
     prepare_directory(directory, plain_yaml(document.values))
-    family, tensors = source.family.name, len(source.tensors)
     count = sum(math.prod(leaf.filled) for leaf in leaves)
     console.print(f"model  {family}, {count:,} parameters in {tensors:,} tensors", soft_wrap=True)
     console.print(f"run    {out}", soft_wrap=True, markup=False)
@@ -125,7 +194,7 @@ def _streamed(leaves: Sequence[Leaf]) -> Iterator[Streamed]:
             rows[:1] = [slice(begin, end)][: len(rows)]
             return leaf.block(tuple(rows))
 
-        name = f"params/{leaf.name}"
+        name = leaf.name if leaf.name.startswith(f"{BUFFERS}/") else f"params/{leaf.name}"
         yield Streamed(name, leaf.shape, leaf.dtype, read, whole=not leaf.stacked)
 
 

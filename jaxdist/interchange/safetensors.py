@@ -118,6 +118,6 @@ def write(
     with file.open("wb") as opened:
         opened.write(len(raw).to_bytes(8, "little") + raw)
         for name, shape, dtype in tensors:
-            array = np.ascontiguousarray(value(name), dtype)
+            array = np.asarray(value(name), dtype, order="C")
             assert array.shape == shape, (name, array.shape, shape)
             opened.write(array.reshape(-1).view(np.uint8).data)

@@ -141,6 +141,20 @@ def open_source(path: Path) -> Source:
     return Source(path, config)
 
 
+def tensors_of(path: Path) -> Mapping[str, Tensor]:
+    """Return the tensors of any directory with safetensors, of one such file, or of a GGUF file.
+
+    Raises:
+      DataError: no such files, or damaged ones.
+    """
+    if path.is_file():
+        read = gguf_files.is_gguf(path)
+        return gguf_files.read(path).tensors if read else safetensors.read_header(path)
+    if not path.is_dir():
+        raise DataError(f"{path} does not exist: give a directory with safetensors")
+    return _tensors(path)
+
+
 def _tensors(path: Path) -> dict[str, Tensor]:
     files = _files(path)
     found: dict[str, Tensor] = {}
@@ -180,4 +194,4 @@ def _files(path: Path) -> list[Path]:
             "read, so that jaxdist never reads it: download the model's safetensors, or convert "
             "it where you trust it (save_pretrained(DIR) of transformers writes them)"
         )
-    raise DataError(f"{path} has a {CONFIG} and no safetensors: download {SINGLE} too")
+    raise DataError(f"{path} has no safetensors: download {SINGLE} too")

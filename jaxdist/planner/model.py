@@ -54,6 +54,7 @@ class Decoder:
       spared_bytes: bytes that the state has less for each parameter in a block's matrices.
       newton_schulz: number of steps of Newton-Schulz; 0 for an optimizer without.
       tied: whether the head shares the embedding.
+      gated: whether the MLP has a gate.
       span: number of positions that a position attends to, including itself; None: all before it.
       loss_chunks: number of pieces of the sequence whose logits are computed separately.
       steps: steps of the run; None where its length is in epochs.
@@ -79,6 +80,7 @@ class Decoder:
     loss_chunks: int = 1
     steps: int | None = None
     scoped: bool = True
+    gated: bool = True
     tensors: tuple[Tensor, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -149,7 +151,8 @@ class Decoder:
         yield Tensor("key", (d, k, e), 1)
         yield Tensor("value", (d, k, e), 1)
         yield Tensor("out", (h, e, d), 0)
-        yield Tensor("gate", (d, f), 1)
+        if self.gated:
+            yield Tensor("gate", (d, f), 1)
         yield Tensor("up", (d, f), 1)
         yield Tensor("down", (f, d), 0)
         yield Tensor("attention_norm", (d,), None)
@@ -212,6 +215,7 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
         window=window,
         batch=config.train.batch_size,
         tied=model.tied_head,
+        gated=model.mlp_type != "gelu",
         narrow=model.compute_dtype != "float32",
         param_bytes=2 if narrow_params else 4,
         state_bytes=moments * moment_bytes + 4 * narrow_params,

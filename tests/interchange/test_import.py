@@ -119,7 +119,7 @@ BAD = {
     "no config": r"is no model, for it has no config.json",
     "no json": r"config.json cannot be read: .*download it again",
     "pickle": r"pytorch_model.bin, a pickle, .*never reads it: download the model's safetensors",
-    "no weights": r"has a config.json and no safetensors: download model.safetensors too",
+    "no weights": r"has no safetensors: download model.safetensors too",
     "truncated": r"is truncated: it has [\d,]+ bytes of [\d,]+; download it again",
     "longer": r"is longer than its header says: it has",
     "oversized header": r"its header would have 1,152,921,504,606,846,976; download it again",

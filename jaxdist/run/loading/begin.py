@@ -88,7 +88,7 @@ def holds_parameters_only(directory: RunDirectory, step: int | None = None) -> b
     """Return whether a run's newest checkpoint, or that of `step`, is of an imported model."""
     manifests = valid_manifests(directory.checkpoints) if directory.checkpoints.is_dir() else []
     found = [m for m in manifests if step in (None, m.step)]
-    return bool(found) and all(name.startswith("params/") for name in found[-1].leaves)
+    return bool(found) and all(n.startswith(("params/", "buffers/")) for n in found[-1].leaves)
 
 
 def load_part(

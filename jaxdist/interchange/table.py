@@ -1,0 +1,125 @@
+"""A table in YAML that fills a model of one's own from files, checked leaf by leaf.
+
+import:
+rename:                                   # parameter: tensor; * is any text, the same in both
+embed/kernel: embeddings.weight
+blocks/*/kernel: "encoder.{layer}.*.weight"
+transpose:                                # parameter: order of dims, or a layout
+blocks/*/kernel: [1, 0]
+blocks/attention/kernel: (H d) D -> D H d
+ignore: ["*.num_batches_tracked"]         # tensors that fill nothing
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from pydantic import Field, field_validator
+
+from jaxdist.config import Config, read, validate
+from jaxdist.errors import ConfigError
+from jaxdist.interchange.families import Row
+from jaxdist.interchange.layouts import Layout
+from jaxdist.interchange.leaves import Leaf, match
+from jaxdist.interchange.tensors import Tensor
+from jaxdist.models.functional import Functional
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import PyTree
+
+BUFFERS = "buffers"
+"""Beginning of the names of a model's buffers, such as the statistics of batch norms."""
+
+
+class Table(Config):
+    """The tensors of a model's parameters."""
+
+    rename: dict[str, str] = Field(default_factory=dict)
+    """Tensor of a parameter; `*` stands for the same text in both, {layer} counts layers that the
+    parameter stacks. The first pattern that matches wins; a parameter without one has its own name,
+    with dots."""
+    transpose: dict[str, str | tuple[int, ...]] = Field(default_factory=dict)
+    """Order of a tensor's dims in the parameter, such as [1, 0], or a layout, by parameter."""
+    ignore: tuple[str, ...] = ()
+    """Tensors that fill no parameter, by pattern."""
+
+    @field_validator("transpose")
+    @classmethod
+    def _check_layouts(cls, found: dict[str, str | tuple[int, ...]]) -> dict[str, object]:
+        for name, how in found.items():
+            if isinstance(how, str):
+                Layout(how)
+            elif sorted(how) != list(range(len(how))):
+                raise ValueError(f"{name}: {list(how)} is not an order of the dims from 0")
+        return dict(found)
+
+
+class _File(Config):
+    """The file of a table."""
+
+    import_: Table = Field(alias="import")
+    """The table."""
+
+
+def read_table(path: Path) -> Table:
+    """Read the table of a YAML file.
+
+    Raises:
+      ConfigError: the file cannot be read, or holds something else.
+    """
+    return validate(read(path), _File).import_
+
+
+def match_with(
+    table: Table, model: Functional, tensors: Mapping[str, Tensor], *, where: str
+) -> list[Leaf]:
+    """Match a model's parameters, and its buffers, with tensors.
+
+    Raises:
+      ConfigError: a pattern that matches nothing, or what `match` refuses.
+    """
+    shapes: PyTree = {**model.params, **({BUFFERS: model.buffers} if model.buffers else {})}
+    names = {name: len(leaf.shape) for name, leaf in flatten_with_names(shapes)}
+    _check_used([*table.rename, *table.transpose], names, "parameter")
+    _check_used(table.ignore, tensors, "tensor")
+    rows = {n: _row(table, n, size - (n in model.stacked)) for n, size in names.items()}
+    kept = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not any(fnmatchcase(name, pattern) for pattern in table.ignore)
+    }
+    return match(shapes, model.stacked, {}, rows, kept, where=where)
+
+
+def _check_used(patterns: Iterable[str], names: Iterable[str], what: str) -> None:
+    known = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            listed = ", ".join(known[:8]) + (" ..." if len(known) > 8 else "")
+            raise ConfigError(f"import: {pattern!r} matches no {what}; there are {listed}")
+
+
+def _row(table: Table, name: str, ndim: int) -> Row:
+    found = (renamed(name, *pair) for pair in table.rename.items())
+    tensor = next((one for one in found if one is not None), name.replace("/", "."))
+    how = next((h for p, h in table.transpose.items() if fnmatchcase(name, p)), None)
+    dims = [f"d{i}" for i in range(ndim)]
+    if isinstance(how, str):
+        return Row(tensor, how)
+    own = dims if how is None or len(how) != ndim else [dims[i] for i in how]
+    return Row(tensor, f"{' '.join(dims)} -> {' '.join(own)}")
+
+
+def renamed(name: str, pattern: str, tensor: str) -> str | None:
+    """Return the tensor of a parameter by a row of `rename`; None if it does not match.
+
+    >>> renamed("blocks/mlp/up", "blocks/*/*", "h.{layer}.*.*.weight")
+    'h.{layer}.mlp.up.weight'
+    """
+    found = re.fullmatch("(.*?)".join(map(re.escape, pattern.split("*"))), name)
+    if found is None:
+        return None
+    texts = iter(found.groups())
+    return re.sub(r"\*", lambda _: next(texts, "*").replace("/", "."), tensor)

@@ -1,0 +1,102 @@
+"""`jaxdist adopt`: from a downloaded model's config.json to the config of a job on a slice."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jaxdist.commands.import_model import config_values
+from jaxdist.config import plain_yaml
+from jaxdist.errors import RunError
+from jaxdist.experiment import load
+from jaxdist.inspect.times import show_seconds
+from jaxdist.interchange.source import open_source
+from jaxdist.planner.compare import energy_kwh
+from jaxdist.planner.report import Asked, plan
+from jaxdist.planner.target import parse_targets
+from jaxdist.planner.write import write_config
+from jaxdist.types import JsonObject
+
+WINDOW = 4096
+"""Most tokens of a sequence."""
+SEQUENCES = 4
+"""Number of sequences in a step for each chip."""
+
+
+def adopt(
+    path: Path,
+    on: str,
+    out: Path,
+    overrides: Sequence[str] = (),
+    *,
+    top: int = 3,
+    compiled: bool = True,
+    console: Console,
+) -> JsonObject:
+    """Rank plans for training a model on a slice, and write the config of the best.
+
+    Weights are not read: the config begins with them where they are.
+
+    Args:
+      path: a directory with config.json, or a GGUF file.
+      top: number of plans to rank by their compiled programs.
+      compiled: whether to compile them; else they are ranked by formulas.
+
+    Returns:
+      The file, the target, and each plan with its seconds and bytes.
+
+    Raises:
+      JaxdistError: an unknown model, no plan that fits, or a file that cannot be written.
+    """
+    source = open_source(path)
+    chips = parse_targets([on])[0].chips
+    values = _values(source, path, chips)
+    document, _ = load(values, overrides)
+    stand_in: Any = {**document.values, "data": _without_text(document.values["data"], source)}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "adopted.yaml"
+        file.write_text(plain_yaml(stand_in), encoding="utf-8")
+        (found,) = plan(file, [], Asked([on], top=top, compiled=compiled), console=console)
+    if not found.top or found.refused:
+        raise RunError(f"{path} on {on}: {found.why_not()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{out} cannot be written: {error.strerror}") from error
+    write_config(document, found.top[0].plan, out)
+    rows: list[JsonObject] = []
+    for i, one in enumerate(found.top):
+        known = found.confirmed[i] if found.confirmed else None
+        seconds = one.seconds.total if known is None else known.seconds
+        held = one.memory.total if known is None else known.peak_bytes
+        rows.append({"plan": one.plan.words(), "seconds": seconds, "bytes": held})
+    best: Any = rows[0]
+    energy = energy_kwh(found, [found], load(stand_in)[1])
+    words = "" if energy is None else f", {energy:,.0f} kWh for a billion tokens"
+    console.print(f"best   {show_seconds(best['seconds'])} a step{words}", soft_wrap=True)
+    console.print(f"config {out}", soft_wrap=True, markup=False)
+    return {"file": str(out), "on": on, "plans": rows, "kwh": energy}
+
+
+def _values(source: Any, path: Path, chips: int) -> Any:
+    folder = path if path.is_dir() else path.parent
+    values: Any = config_values(source, folder, begin_with=path.absolute())
+    length = source.config.get("max_position_embeddings") or source.config.get("n_positions")
+    values["data"]["window"] = min(WINDOW, length or WINDOW)
+    values["model"]["compute_dtype"] = "bfloat16"
+    values["train"]["batch_size"] = SEQUENCES * chips
+    return values
+
+
+def _without_text(data: Any, source: Any) -> JsonObject:
+    """Return data of the same shapes that need not be read and cut into tokens."""
+    return {
+        "type": "synthetic",
+        "kind": "tokens",
+        "window": data["window"],
+        "vocab_size": source.vocab_size,
+    }
