@@ -35,6 +35,7 @@ BENCHES: dict[str, str] = {
     "param-server": "benchmarks.param_server.report:bench",
     "pipeline": "benchmarks.pipeline.report:bench",
     "plan": "benchmarks.planner.report:bench",
+    "prove": "benchmarks.prove.report:bench",
     "quickstart": "benchmarks.quickstart:bench",
     "startup": "benchmarks.startup:bench",
     "tpu": "benchmarks.tpu.report:bench",

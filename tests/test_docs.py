@@ -140,6 +140,7 @@ def test_no_python_is_unread(page):
     """A page with Python has a test above."""
     guides = {"hooks.md", "reductions.md", "inspect.md", "optimizers.md", "python.md", "model.md"}
     guides.add("prove.md")  # tests/proofs/test_foreign.py
+    guides.add("prove-types.md")  # tests/proofs/test_prove_types.py
     tested = {*guides, "pipelines.md", "compression.md"}
     assert page.name in tested or not blocks(page, "python")
 

@@ -5,7 +5,6 @@ Only the types: `jaxdist parity --draw` compares the numbers of the same draws w
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,11 +86,3 @@ def types_of(experiment: Experiment) -> Typed:
     shapes = program.state_shapes, program.batch
     closed, out = jax.make_jaxpr(program.train, return_shape=True)(*shapes)
     return check_types(closed, [name for name, _ in flatten_with_names(out)])
-
-
-def said(outcome: Outcome) -> Outcome:
-    """Print an outcome that is no proof to the standard error."""
-    for text in (*outcome.alarms, outcome.refused):
-        if text:
-            print(f"seed {outcome.seed}: {text[:200]}", file=sys.stderr)
-    return outcome

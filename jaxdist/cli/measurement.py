@@ -35,7 +35,7 @@ def bench(
         str,
         typer.Argument(
             help="overhead, compile, startup, quickstart, attention, collectives, optim, zero, "
-            "pipeline, tpu, plan, compression, param-server or elastic."
+            "pipeline, tpu, plan, compression, param-server, elastic or prove."
         ),
     ],
     json_file: shared.JsonFile = None,
@@ -69,7 +69,8 @@ def bench(
         int | None,
         typer.Option(
             min=0,
-            help="plan: number of plans to lay out, seconds each, six compiled; 0: formulas only.",
+            help="plan: number of plans to lay out, seconds each, six compiled; 0: formulas only. "
+            "prove: number of right plans.",
         ),
     ] = None,
     maxtext: Annotated[

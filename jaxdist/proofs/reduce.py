@@ -88,7 +88,7 @@ def _shown(sizes: Mapping[str, int]) -> str:
 def _mesh(sizes: Mapping[str, int]) -> JsonObject:
     found: JsonObject = {}
     for axis, size in sizes.items():
-        name, _, network = axis.partition(".")
+        name, _, network = axis.partition("_")  # an axis over two networks is two of the mesh
         if network:
             found[name] = {**found.get(name, {}), network: size}
         else:
@@ -179,7 +179,7 @@ def _parallel(parallel: Json) -> JsonObject:
     zero, reduce = parallel["zero"], parallel["reduce"]
     found = {**parallel, "compression": None}
     found["zero"] = {**zero, "whole_below": min(zero["whole_below"], WHOLE_BELOW)}
-    if reduce and reduce.get("bucket_bytes"):
+    if reduce and isinstance(reduce.get("bucket_bytes"), int):  # the other values are null, "auto"
         found["reduce"] = {**reduce, "bucket_bytes": min(reduce["bucket_bytes"], BUCKET_BYTES)}
     return found
 

@@ -9,15 +9,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
 from runs import DIGITS
 
+from jaxdist.config import Document, validate
 from jaxdist.errors import RunError
-from jaxdist.experiment import load
+from jaxdist.experiment import ExperimentConfig, build, load
 from jaxdist.proofs.certificate import Kept, Proof, current, identity_of, path_of, write
 from jaxdist.proofs.numbers import scenes
+from jaxdist.proofs.reduce import reduced
 from jaxdist.proofs.report import prove
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.report.proof import proof_lines, read_proof
@@ -139,3 +142,12 @@ def test_training_is_refused_without_a_current_certificate(name, tmp_path):
     path_of(config, document).write_text(text(whole))
     with pytest.raises(RunError, match=f"--proved: .*{message}.*jaxdist prove {path}"):
         current(path, [], devices=4)
+
+
+def test_a_bucket_of_automatic_size_and_two_networks_stay_so():
+    mesh = {"data": {"dcn": 2, "ici": 2}, "fake_devices": 4}
+    given = {**RING, "mesh": mesh, "parallel": {"reduce": {"type": "xla"}}}
+    config = validate(Document(given), ExperimentConfig)
+    sections, _ = reduced(build(config, devices=jax.devices()[:4]))
+    assert sections["mesh"] == mesh
+    assert sections["parallel"]["reduce"]["bucket_bytes"] == "auto"

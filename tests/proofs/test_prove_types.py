@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from documents import ROOT, blocks
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from runs import DIGITS
@@ -151,6 +153,13 @@ def test_a_rule_can_be_added(monkeypatch):
     assert typed(kernel, (4, 8), into=(COLUMNS,), out=COLUMNS).proved == ("y",)
 
 
+def test_the_rules_of_the_guide(monkeypatch):
+    monkeypatch.setattr(rules, "RULES", dict(rules.RULES))
+    (block,) = blocks(ROOT / "docs/guides/prove-types.md", "python")
+    exec(block, {})
+    assert {"pallas_call:my_gelu", "ffi_call:my_attention"} < rules.RULES.keys()
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [({}, "one of the two"), ({"like": "tan_h"}, "did you mean 'tanh'")],
@@ -158,6 +167,20 @@ def test_a_rule_can_be_added(monkeypatch):
 def test_a_rule_that_says_nothing_is_refused(given, said):
     with pytest.raises(JaxdistError, match=said):
         rule("mine", **given)
+
+
+def test_values_that_are_stacked_are_named():
+    mesh = Mesh(jax.devices()[:DEVICES], ("d",))
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=ROWS, out_specs=WHOLE, check_vma=False)
+    def loss(x: jax.Array) -> jax.Array:
+        return x.sum()
+
+    def step(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x * loss(x), jnp.stack([loss(x), jnp.float32(1)])
+
+    found = check_types(jax.make_jaxpr(step)(jnp.ones((8, 4))), ["x", "metrics"])
+    assert {leaf for finding in found.findings for leaf in finding.leaves} == {"metrics"}
 
 
 def test_outside_of_shard_map_there_is_nothing_to_decide():

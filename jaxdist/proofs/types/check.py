@@ -125,14 +125,17 @@ def _region(
 def _leaf(jaxpr: Any, var: Any, out_names: Sequence[str]) -> str:
     """The output of the program that a result of `shard_map` becomes; empty where none is nearest.
 
-    Only arrays of as many elements are followed: through a scalar (the norm of all gradients)
-    everything depends on everything.
+    Only arrays of as many elements are followed, and scalars into the array in which they are
+    stacked: through a scalar (the norm of all gradients) everything depends on everything.
     """
     size, reached = var.aval.size, {var}
     names = []
     for eqn in jaxpr.eqns:
         if any(not isinstance(v, core.Literal) and v in reached for v in eqn.invars):
-            reached |= {out for out in eqn.outvars if getattr(out.aval, "size", 0) == size}
+            stacks = size == 1 and eqn.primitive.name in ("stack", "concatenate")
+            reached |= {
+                out for out in eqn.outvars if stacks or getattr(out.aval, "size", 0) == size
+            }
     for out, name in zip(jaxpr.outvars, out_names, strict=True):
         if not isinstance(out, core.Literal) and out in reached:
             names.append(name)

@@ -42,6 +42,10 @@ def collective(rule: Rule) -> Rule:
 
     def chosen(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
         if at.axis not in _over(eqn):
+            exchanged = {eqn.params.get("split_axis"), eqn.params.get("concat_axis")}
+            if isinstance(values[0].kind, Shard) and values[0].kind.dims & exchanged:
+                kind = at.undecided(eqn, "an all-to-all over another axis along a sharded dim")
+                return [Value(kind)]
             return [_resized(eqn, value) for value in values[: len(eqn.outvars)]]
         if eqn.params.get("axis_index_groups") is not None:
             kind = at.undecided(eqn, f"{eqn.primitive.name} within groups of devices")

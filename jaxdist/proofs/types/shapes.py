@@ -185,7 +185,7 @@ def reduction(name: str) -> Rule:
             if left:
                 kind = moved(Shard(left, kind.inner), to)
             elif name == "sum" and not held:
-                kind = PART  # jax writes the removal of a dim of size 1 as a sum too
+                kind = DOUBTFUL  # jax writes the removal of a dim of size 1 as a sum too
             elif name == "sum":
                 kind = DOUBTFUL if doubtful else OWED
             elif name in ("max", "min"):

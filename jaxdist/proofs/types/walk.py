@@ -55,7 +55,7 @@ KEEPING = ELEMENTWISE | frozenset(_MOVING.split())
 """Operations that may lie between a sum and the division that makes it a mean."""
 
 
-LIBRARIES = ("site-packages", "dist-packages", "/jaxdist/proofs/")
+LIBRARIES = ("site-packages", "dist-packages", "/jaxdist/proofs/", "/jaxdist/collectives/")
 """Parts of the paths of files that are never the place of a mistake."""
 
 

@@ -1,0 +1,201 @@
+"""Plant faults in the step code of plans, and see which part of a proof reports each."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import jax
+
+import jaxdist
+from benchmarks.prove.faults import PLANS, Fault, faults
+from jaxdist.config import Document, validate
+from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.proofs.numbers import Reference
+from jaxdist.proofs.reduce import reduced
+from jaxdist.proofs.types.check import Typed, check_types
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import JsonObject
+
+ROOT = Path(jaxdist.__file__).parent
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault in a plan, and what reported it.
+
+    Attributes:
+      types, numbers: the right leaf or value that each part reported; empty where it reported none.
+      elsewhere: reports of other leaves or values alone.
+      changed: whether the program is another at all; without a change nothing is wrong.
+    """
+
+    fault: Fault
+    plan: str
+    types: str = ""
+    numbers: str = ""
+    elsewhere: tuple[str, ...] = ()
+    changed: bool = True
+
+    @property
+    def found(self) -> bool:
+        """Whether a part reported the right leaf or value."""
+        return bool(self.types or self.numbers)
+
+
+def drawn(seed: int) -> list[tuple[Fault, str]]:
+    """Return all faults in plans in a random order, but each fault in one plan first."""
+    chance = random.Random(seed)
+    first, rest = [], []
+    for fault in faults():
+        plans = chance.sample(fault.plans, len(fault.plans))
+        first.append((fault, plans[0]))
+        rest += [(fault, plan) for plan in plans[1:]]
+    return [*first, *chance.sample(rest, len(rest))]
+
+
+def codes(code: CodeType) -> dict[str, CodeType]:
+    """Return a module's functions by their qualified names, without functions inside functions."""
+    found: dict[str, CodeType] = {}
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            own = "<" not in inner.co_qualname
+            found |= {inner.co_qualname: inner, **codes(inner)} if own else {}
+    return found
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """Give each function of the file that the fault changes its changed code, for a while."""
+    path = ROOT / fault.file
+    text = path.read_text()
+    assert text.count(fault.was) == 1, fault
+    name = ".".join(("jaxdist", *Path(fault.file).with_suffix("").parts))
+    module = importlib.import_module(name)
+    before, after = (
+        codes(compile(source, str(path), "exec", dont_inherit=True))
+        for source in (text, text.replace(fault.was, fault.becomes or "pass"))
+    )
+    changed = [name for name in before if before[name] != after[name]]
+    functions = [_function(attrgetter(name)(module)) for name in changed]
+    functions = [one for one in functions if hasattr(one, "__code__")]
+    olds = [function.__code__ for function in functions]
+    assert functions, fault
+    for function in functions:
+        function.__code__ = after[function.__qualname__]
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        for function, old in zip(functions, olds, strict=True):
+            function.__code__ = old
+        jax.clear_caches()
+
+
+def _function(found: Any) -> Any:
+    """Return the function of a property, a jitted function, and the like."""
+    found = getattr(found, "fget", None) or getattr(found, "func", None) or found
+    return getattr(found, "__wrapped__", found)
+
+
+@cache
+def plan(name: str) -> tuple[JsonObject, Reference, Reference]:
+    """Return a plan's sections at reduced size, and the numbers of one device."""
+    sections, _ = reduced(_built(PLANS[name]))
+    references = Reference(sections, False, 0), Reference(sections, True, 0)
+    for reference in references:
+        compared, _ = reference.compare("as it is", sections)
+        assert not compared.wrong, (name, compared.wrong)
+    return sections, *references
+
+
+def judged(fault: Fault, name: str) -> Planted:
+    """Plant a fault in a plan and prove it; one device computes without it."""
+    sections, *references = plan(name)
+    jax.clear_caches()
+    right = _text(_built(sections))
+    with planted(fault):
+        try:
+            experiment = _built(sections)
+            wrong = _text(experiment)
+        except Exception as error:
+            return Planted(fault, name, types=f"cannot be traced: {type(error).__name__}")
+        typed = _typed(experiment)
+        names = [
+            one.name
+            for reference in references
+            for one in reference.compare("planted", sections)[0].wrong
+        ]
+    lines = _lines(fault)
+    by_types = [
+        f"{finding.where} {leaf}".strip()
+        for finding in typed.findings
+        for leaf in finding.leaves or ("",)
+        if re.search(fault.spoils, leaf) or finding.where in lines
+    ]
+    by_numbers = [one for one in names if re.search(fault.spoils, one)]
+    found = [f"{f.where}: {f.message}" for f in typed.findings]
+    right_one = "; ".join(by_types[:1]), "; ".join(by_numbers[:1])
+    elsewhere = () if any(right_one) else (*found, *names)
+    return Planted(fault, name, *right_one, elsewhere, changed=right != wrong)
+
+
+def _lines(fault: Fault) -> set[str]:
+    """Return the lines of a fault, as findings name them."""
+    text = (ROOT / fault.file).read_text()
+    line = text[: text.index(fault.was)].count("\n") + 1
+    last = line + fault.was.count("\n")
+    return {f"{Path(fault.file).name}:{n}" for n in range(line, last + 1)}
+
+
+def _built(sections: Mapping[str, Any]) -> Experiment:
+    config = validate(Document(dict(sections)), ExperimentConfig)
+    return build(config, devices=jax.devices()[: config.mesh.fake_devices])
+
+
+def _text(experiment: Experiment) -> str:
+    """Return the programs of the step and of an evaluation, without addresses."""
+    program = experiment.program
+    step = jax.make_jaxpr(program.train)(program.state_shapes, program.batch)
+    rows = next(iter(program.batch.values())).shape[0]
+    padded = {**program.batch, "weight": jax.ShapeDtypeStruct((rows,), "float32")}
+    evaluated = jax.make_jaxpr(program.compute.sums)(
+        program.state_shapes.params, program.state_shapes.buffers, padded
+    )
+    return re.sub(r"0x[0-9a-f]+", "", f"{step}{evaluated}")
+
+
+def _typed(experiment: Experiment) -> Typed:
+    program = experiment.program
+    closed, out = jax.make_jaxpr(program.train, return_shape=True)(
+        program.state_shapes, program.batch
+    )
+    return check_types(closed, [name for name, _ in flatten_with_names(out)])
+
+
+def mutations(count: int, seed: int) -> Iterator[Planted]:
+    """Yield what reported each of `count` faults that change a program, drawn by a seed.
+
+    Plan by plan, since the numbers of one device are kept for each.
+    """
+    pairs = drawn(seed)
+    for fault, name in sorted(pairs[:count], key=lambda pair: pair[1]):
+        found = judged(fault, name)
+        if found.changed:
+            yield found
+            continue
+        # A fault that changes nothing in this plan is no fault; others are in reserve.
+        while len(pairs) > count:
+            found = judged(*pairs.pop(count))
+            if found.changed:
+                yield found
+                break
