@@ -137,6 +137,7 @@ class Loader:
         return self._load(self._training_rows(step))
 
     def _training_rows(self, step: int) -> BatchRows:
+        # The seed is hashed first, so that the seeds 0 and 1 give unrelated keys.
         seed = np.random.SeedSequence(self._seed).generate_state(1, np.uint64)[0]
         # Mixed twice, so that the numbers are unrelated to those that order the examples.
         keys = mix(mix(self._positions(step).astype(np.uint64)) ^ seed)
@@ -196,6 +197,8 @@ class Loader:
             for struct in self.batch_shapes.values()
         )
         count, memory = 1 + self._prefetch, host_memory_bytes()
+        # Checked before the first batch: the kernel would otherwise kill the process without a
+        # message.
         needed = count * rows * one
         if needed > memory:
             raise DataError(
@@ -212,6 +215,8 @@ class Loader:
             local = take(self._source, rows.examples[mine])
         self._allowed.check(local, rows.examples[mine], self._split)
         if rows.weights is not None:
+            # Multiplied, since the source may have weights of its own, and padding must still
+            # count as 0.
             local[WEIGHT] = local.get(WEIGHT, np.float32(1)) * rows.weights[mine]
         return self._placement.place(local)
 
@@ -243,6 +248,7 @@ class Batches(Iterator[DeviceBatch]):
         """Begin loading at `load(start)`; only prefetched batches are kept."""
         import grain  # Imported here, because it takes 1.6 s and only users of data need it.
 
+        # One batch waits in the fetcher and the rest in grain, so that at most `prefetch` exist.
         fetched = min(prefetch, 1)
         waiting = prefetch - fetched
         readers = min(threads, waiting)
@@ -268,6 +274,7 @@ class Batches(Iterator[DeviceBatch]):
 
     def close(self) -> None:
         """Stop the threads, after the batches that they are loading."""
+        # Before the close, so that the fetcher does not ask the closed iterator for a batch.
         self._wanted.put(False)
         self._iterator.close()
         self._fetcher.join()

@@ -128,6 +128,7 @@ def _step(
     mu, nu = now.moments
     g = clip_global_norm(now.grads, now.leaves, rule.max_grad_norm)
     look = _Look.at(now.count, b1, b2, eps, rule)
+    # Gradients are cast to the moments' dtype: a sum in bfloat16 would lose small gradients.
     mu = [b1 * m + (1 - b1) * x.astype(m.dtype) for m, x in zip(mu, g, strict=True)]
     nu = [b2 * v + (1 - b2) * jnp.square(x.astype(v.dtype)) for v, x in zip(nu, g, strict=True)]
     tensors = [_Tensors(*x) for x in zip(now.params, g, mu, nu, now.decay, strict=True)]
@@ -212,6 +213,8 @@ class _Look(NamedTuple):
         scale, root = rate * ratio, jnp.sqrt(self.nu_scale)
         adam = self.numerator(x, scale / root) / (jnp.sqrt(x.nu) + self.eps / root)
         shrink = (scale if rule.decay_in_ratio else rate) * x.decay
+        # Without decay the term is left out instead of multiplied by 0, which would read the
+        # parameters.
         return -(adam + shrink * x.p if x.decay else adam).astype(x.p.dtype)
 
 

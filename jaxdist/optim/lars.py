@@ -167,10 +167,13 @@ def _ratio(
     x: _Tensors, norms: NormPair, *, coefficient: float, eps: float, rate: Scalar, rule: LarsRule
 ) -> tuple[jax.Array, Scalar]:
     """The ratio of each layer, and its rate of decay."""
+    # The norm of the sum already contains the decay.
     added = eps if rule.norm_of_sum else eps + x.decay * norms.weight
     ratio = trust_ratio(norms, coefficient=coefficient, eps=added)
     fine = usable(norms)
     if rule.clip_to_rate:
+        # LARC compares the step with the plain learning rate, by which the step is multiplied
+        # later.
         ratio = jnp.where(fine, jnp.minimum(ratio / rate, 1.0), 1.0)
     return ratio, x.decay if rule.decay_zero_grads else jnp.where(fine, x.decay, 0.0)
 

@@ -89,6 +89,7 @@ def _divides(leaf: jax.Array, sharding: NamedSharding) -> bool:
 
 def total_square(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> jax.Array:
     """Add up all squares; with specs, over all devices' shards inside `jax.shard_map`."""
+    # Squares of float16 values above 255 overflow, so each value is widened before it is squared.
     squares = [jnp.sum(_wide_square(x)) for x in leaves]
     axes = _all_axes(specs)
     if not axes:
@@ -111,6 +112,7 @@ def all_finite(tree: PyTree, specs: Specs = None) -> jax.Array:
     fine = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
     ok = jnp.all(jnp.stack(fine)) if fine else jnp.array(True)
     axes = _all_axes(specs)
+    # A count of the devices with a bad value, since a sum of bools is not defined.
     return lax.psum(jnp.int32(~ok), axes) == 0 if axes else ok
 
 

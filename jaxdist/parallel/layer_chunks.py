@@ -78,7 +78,10 @@ def layers_at_once(stacks: Sequence[jax.Array], chunk_bytes: int) -> int:
     layers = stacks[0].shape[0]
     layer_bytes = sum(leaf_bytes(stack) for stack in stacks) / layers
     fitting = [
-        n for n in range(1, layers + 1) if layers % n == 0 and n * layer_bytes <= chunk_bytes
+        # Only divisors: all iterations of the loop over chunks must have equal shapes.
+        n
+        for n in range(1, layers + 1)
+        if layers % n == 0 and n * layer_bytes <= chunk_bytes
     ]
     return max(fitting, default=1)
 
@@ -95,6 +98,7 @@ def _in_chunks(
         return _put(filled, layers, at * count)
 
     filled = lax.fori_loop(0, chunks, overwrite_chunk, stacks if into is None else into)
+    # The results may be shorter than their buffers; the function's own shapes give their lengths.
     shapes = jax.eval_shape(function, stacks)
     return [lax.slice(f, [0] * f.ndim, s.shape) for f, s in zip(filled, shapes, strict=True)]
 

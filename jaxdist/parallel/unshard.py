@@ -184,6 +184,7 @@ def _scattered(wire: ZeroMessages, splits: Splits, grads: list[jax.Array]) -> li
 
 def _of_last(spec: PartitionSpec, dims: int) -> PartitionSpec:
     """Return the entries of the last `dims` dims."""
+    # Inside a scan over layers, a parameter has lost its first dim, but its spec has not.
     return PartitionSpec(*spec[len(spec) - dims :]) if len(spec) > dims else spec
 
 

@@ -108,6 +108,7 @@ class ZeroMessages:
 
     def _summed(self, rows: jax.Array, axis: Axis) -> jax.Array:
         """Sum row i over devices for the i-th device: messages are sent, sums are float32."""
+        # No state is kept between steps, so every message is that of a first round.
         codec, round = self.reduce_codec, first_round()
         assert codec is not None
         messages = jax.vmap(lambda row: encode_once(codec, row, (), round)[0])(rows)

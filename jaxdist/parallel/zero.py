@@ -141,6 +141,7 @@ class ZeroSplit:
         if dim is None:
             return leaf
         length, filled = self.padded[owner.name]
+        # The comparison counts as 0 or 1, so only this dim is filled up.
         more = [(0, (filled - length) * (i == dim)) for i in range(leaf.ndim)]
         return jnp.pad(leaf, more)
 

@@ -166,6 +166,8 @@ def _find(schedule: Schedule, missing: Dependency) -> tuple[Task, int]:
 
 def _circle(schedule: Schedule, blocked: dict[int, tuple[int, Dependency]]) -> list[int]:
     """Return a deadlock: stages each of which waits for the next, and the last for the first."""
+    # Every blocked stage waits for another blocked stage, so this walk must come back to its
+    # trail.
     trail = [min(blocked)]
     while True:
         missing = blocked[trail[-1]][1]
@@ -219,6 +221,8 @@ def ring_sizes(schedule: Schedule) -> tuple[int, ...]:
     for chunk in range(schedule.chunks):
         together = {live for _, live in live_microbatches(schedule, chunk)}
         size = max((len(live) for live in together), default=1) or 1
+        # As many slots as live microbatches may not suffice: two of them can have equal numbers
+        # modulo the size.
         while any(len({b % size for b in live}) < len(live) for live in together):
             size += 1
         sizes.append(size)

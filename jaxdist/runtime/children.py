@@ -68,6 +68,7 @@ class Child:
         self._socket, theirs = socket.socketpair()
         with log.open("ab") as errors, theirs:
             self.process = begin(theirs.fileno(), errors.fileno())
+        # A thread for each child, so that the parent can wait for all children in one queue.
         self._reader = threading.Thread(target=self._read, name=name, daemon=True)
         self._reader.start()
 
@@ -113,6 +114,7 @@ def end_together(children: Sequence[Child]) -> None:
     """End children that may all be stuck, within the time that one of them may take."""
     for child in children:
         child.close_input()
+    # One deadline for all: waiting for each in turn would multiply the time by their number.
     deadline = time.monotonic() + END_SECONDS
     for child in children:
         child.end(deadline)
@@ -126,7 +128,9 @@ class Parent:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # Standard input is a socket, so the same descriptor can be written.
         self._out: IO[str] = os.fdopen(os.dup(0), "w", encoding="utf-8")
+        # Otherwise the output of libraries would appear in the parent's own output.
         os.dup2(2, 1)
 
     def say(self, event: str, **what: object) -> None:

@@ -62,10 +62,14 @@ def connected(
         yield
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
+            # jax reports a lost peer as an error of the collective that failed, which says nothing
+            # to a user.
             error = _lost(error)
         code = report(error)
         sys.stdout.flush()
         words.close()
+        # Not `sys.exit`: jax's exit handlers wait for the other processes, which may wait for this
+        # process.
         os._exit(code)
 
 
@@ -105,6 +109,7 @@ def _connect(processes: Processes, seconds: int, say: Callable[[str], None]) -> 
             count,
             index,
             coordinator_bind_address=bind,
+            # Without GPUs to divide the list is empty; None then leaves the choice to jax.
             local_device_ids=share["own"] or None,
             # All values are passed explicitly. Otherwise jax would look for a scheduler itself, and
             # keep a single GPU for each process under Slurm or Open MPI.

@@ -76,8 +76,11 @@ def plan_environment(
     if count is not None and count.isdigit() and int(count) > 1:
         needed = THREADS_PER_FAKE_DEVICE * int(count)
         present = environ.get("NPROC", "")
+        # A larger value of the user's is kept: only too few threads can make a collective wait
+        # forever.
         if not present.isdigit() or int(present) < needed:
             planned["NPROC"] = str(needed)
+    # Without this, jax would try an accelerator first and ignore the fake CPU devices.
     if fake_devices is not None or (idle_libtpu and not environ.get("JAX_PLATFORMS")):
         planned["JAX_PLATFORMS"] = "cpu"
     return planned
@@ -149,6 +152,7 @@ def plan_tunables(environ: Mapping[str, str], libc: str) -> str | None:
     present = environ.get("GLIBC_TUNABLES", "")
     pairs = [pair.partition("=") for pair in present.split(":") if pair]
     given = {name: value for name, _, value in pairs}
+    # The user's values come last, so that they win.
     planned = ":".join(f"{name}={value}" for name, value in {**MALLOC_TUNABLES, **given}.items())
     return planned if planned != present else None
 
@@ -161,6 +165,8 @@ def restart_with_huge_pages() -> None:
     planned = plan_tunables(os.environ, platform.libc_ver()[0])
     if planned is not None and sys.platform == "linux":
         environ = {**os.environ, "GLIBC_TUNABLES": planned}
+        # glibc reads its tunables before `main`, so only a new program image sees them.
+        # `orig_argv` keeps the interpreter's own options, which `sys.argv` lacks.
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
 
 

@@ -115,6 +115,8 @@ class ForkServer:
             self._channel.close()
             self._channel = None
         if self._process is not None:
+            # Killed rather than asked: the server has no state to save, and its forks do not
+            # depend on it.
             self._process.kill()
             self._process.wait()
         self._rest = b""
@@ -126,6 +128,8 @@ class ForkServer:
         if self._channel is None:
             return False
         try:
+            # The flag makes this call alone non-blocking; the socket itself stays blocking for
+            # `send_fds`.
             told = self._channel.recv(4096, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
@@ -134,6 +138,8 @@ class ForkServer:
         if not told:
             self.close()
             return False
+        # A stream has no message boundaries, so the last line may be incomplete until the next
+        # call.
         *lines, self._rest = (self._rest + told).split(b"\n")
         for one in map(json.loads, lines):
             if "code" in one:
@@ -154,6 +160,8 @@ class Forked:
         """Return its exit code; None while it lives."""
         with self._server.lock:
             if self.returncode is None:
+                # The server reports each exit code once, so the first caller stores it for all
+                # threads.
                 self.returncode = self._server.ended(self.pid)
         return self.returncode
 
@@ -194,11 +202,14 @@ def await_fork() -> bool:
     """Run the server. Return True in each forked process, and False when the server ends."""
     gc.freeze()  # a collection would write to, and so copy, the memory that the processes share
     channel, woken = socket.socket(fileno=os.dup(0)), os.pipe()
+    # `set_wakeup_fd` requires it: a signal handler must not block on a full pipe.
     os.set_blocking(woken[1], False)
     signal.set_wakeup_fd(woken[1])
     signal.signal(signal.SIGCHLD, lambda *_: None)  # an ignored signal would not wake the loop
     while True:
         ready, _, _ = select.select([channel, woken[0]], [], [])
+        # Children that have ended come first: a fork could otherwise reuse the id of an unreported
+        # child.
         if woken[0] in ready:
             os.read(woken[0], 4096)
             _tell_ended(channel)
@@ -209,6 +220,7 @@ def await_fork() -> bool:
             return False
         pid = os.fork()
         if pid == 0:
+            # The pipe belongs to the server: signals of the child must not wake it.
             signal.set_wakeup_fd(-1)
             channel.close()
             _become(files, woken)
@@ -219,16 +231,20 @@ def await_fork() -> bool:
 
 def _become(files: Sequence[int], woken: Sequence[int]) -> None:
     """Make a forked process independent of the server."""
+    # A session of its own, so that `killpg` reaches everything that the process starts, and only
+    # that.
     os.setsid()
     os.dup2(files[0], 0)
     os.dup2(files[1], 2)
     _close([*files[:2], *woken])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Last: a pending signal is delivered here, when the process is already independent.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
 
 def _tell_ended(channel: socket.socket) -> None:
     with suppress(ChildProcessError):
+        # Several children may end for one SIGCHLD, because pending signals of a kind are merged.
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             _tell(channel, {"pid": found[0], "code": os.waitstatus_to_exitcode(found[1])})
 

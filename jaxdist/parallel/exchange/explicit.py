@@ -109,6 +109,8 @@ class Explicit(Base):
 
     def _mean(self, buffers: Buffers) -> PyTree:
         leaves, structure = jax.tree.flatten(buffers)
+        # Integers, such as counts of steps, are equal on all devices, and their mean would be a
+        # float.
         floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
         means = reduce_tree([leaves[i] for i in floating], self.axes, op="mean", algorithm=XLA)
         for i, mean in zip(floating, means, strict=True):
@@ -126,8 +128,11 @@ class Explicit(Base):
         """Call `reduce` on a device's own gradients, from `stacked`, and on a weight."""
 
         def run(stacked: Grads, weight: jax.Array) -> PyTree:
+            # The leading dim is split over `axes`, so each device has exactly one entry.
             return reduce(jax.tree.map(lambda g: g[0], stacked), weight)
 
+        # Not checked by jax below: a result of `ppermute` is equal on all devices only by the
+        # algorithm, which jax cannot prove.
         stacked = jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
         return jax.shard_map(
             run,

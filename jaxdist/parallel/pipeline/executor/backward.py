@@ -154,8 +154,10 @@ def _embedding(stage: StageContext, state: StageState, visit: Visit, dx: Activat
 
 def _add(state: StageState, work: TickTasks, grads: Grads) -> StageState:
     def leaf(total: jax.Array, grad: jax.Array) -> jax.Array:
+        # As in `read_slot`: a dynamic index into a single chunk could copy it.
         if len(total) == 1:
             return total + grad.astype(total.dtype)[None]
+        # The index is from the schedule's table, so XLA need not clamp it.
         return total.at[work.local].add(grad.astype(total.dtype), mode="promise_in_bounds")
 
     return state._replace(chunk_grads=jax.tree.map(leaf, state.chunk_grads, carried(grads)))

@@ -75,6 +75,7 @@ def _clock(schedule: Schedule, *, paired: bool) -> dict[Task, int]:
 
     def ready(task: Task, tick: int, before: Task | None) -> bool:
         wanted = (need for need in needs(task, schedule.chunks) if need in present)
+        # A task that has not run counts as of this tick, which is not earlier.
         return all(clock.get(need, tick) < tick or need == before for need in wanted)
 
     tick = 0
@@ -146,6 +147,7 @@ class _Lives:
         count: dict[int, int] = defaultdict(int)
         for visit, (written, read) in sorted(self.found.items(), key=lambda item: item[1]):
             stage = self.placement[visit[0]]
+            # Strictly earlier: a value that is read while another is written still needs its slot.
             while busy[stage] and busy[stage][0][0] < written:
                 heapq.heappush(free[stage], heapq.heappop(busy[stage])[1])
             if not free[stage]:
