@@ -29,7 +29,7 @@ from jaxdist.metrics.writer import MetricsWriter
 from jaxdist.models.loss import Batch
 from jaxdist.run.hooks.loop import Cadence, Guard, Log, RunHooks, Save, StopHook
 from jaxdist.run.termination import Termination
-from jaxdist.run.watch.told import GoodputHook
+from jaxdist.run.watch.reports import GoodputHook
 from jaxdist.train.loop import StepFunction, run_loop
 from jaxdist.train.replicas import replicas_of
 from jaxdist.train.state import TrainState

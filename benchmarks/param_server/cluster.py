@@ -20,7 +20,7 @@ from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.aggregator import Aggregator
-from jaxdist.param_server.live.client import Client, Patience
+from jaxdist.param_server.live.client import Client, Timeouts
 from jaxdist.param_server.live.layout import ShardLayout, layouts
 from jaxdist.param_server.live.server import Server
 from jaxdist.param_server.placement.balanced import Balanced
@@ -75,7 +75,7 @@ def played(
         ways = dict.fromkeys(range(workers), wires)
         for number, rack in enumerate(racks):
             ways |= dict.fromkeys(rack, _aggregated(stack, model, number, rack, wires, shards))
-        patience = Patience(120.0, 60.0)
+        patience = Timeouts(120.0, 60.0)
         kept = WITHIN if racks else model
         clients = [
             stack.enter_context(Client(number, kept, shards, ways[number], patience=patience))

@@ -21,7 +21,7 @@ from benchmarks.param_server.serving import central, listening, served, shard_of
 from jaxdist.errors import RunError
 from jaxdist.mesh import MeshConfig, Split, build_mesh
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.param_server.live.client import Client, Patience
+from jaxdist.param_server.live.client import Client, Timeouts
 
 FIRST_PORT = 9920
 RING = "ring"
@@ -105,7 +105,7 @@ def work(task: Task, case: Case, number: int, address: str) -> None:
                 client.push([change])
                 client.read()
 
-    patience = Patience(LATE_SECONDS, LATE_SECONDS)
+    patience = Timeouts(LATE_SECONDS, LATE_SECONDS)
     with Client(number, model, [layout], [wire], patience=patience) as client:
         threading.Thread(target=steps, daemon=True).start()
         if not begun.wait(LATE_SECONDS):

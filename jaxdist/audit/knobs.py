@@ -37,16 +37,16 @@ def reason_not_in_the_step(path: KeyPath) -> str | None:
     return next((NOT_IN_THE_STEP[name] for name in prefixes if name in NOT_IN_THE_STEP), None)
 
 
-def written(values: Mapping[str, Json], path: KeyPath = ()) -> Iterator[KeyPath]:
+def written_settings(values: Mapping[str, Json], path: KeyPath = ()) -> Iterator[KeyPath]:
     """Yield every path that a configuration sets, sections before their content; a list is a value.
 
-    >>> list(written({"train": {"steps": 3}, "seed": 1}))
+    >>> list(written_settings({"train": {"steps": 3}, "seed": 1}))
     [('train',), ('train', 'steps'), ('seed',)]
     """
     for key, value in values.items():
         yield (*path, key)
         if isinstance(value, dict):
-            yield from written(value, (*path, key))
+            yield from written_settings(value, (*path, key))
 
 
 def value_at(values: Mapping[str, Json], path: KeyPath) -> Json:
@@ -83,10 +83,10 @@ def with_value(document: Document, path: KeyPath, value: Json) -> Document:
     return replace(document, values=values)
 
 
-def neighbours(value: Json) -> tuple[Json, ...]:
+def knob_neighbours(value: Json) -> tuple[Json, ...]:
     """Return other possible values of a knob; none for text.
 
-    >>> neighbours(6), neighbours(0.5), neighbours(True), neighbours("a")
+    >>> knob_neighbours(6), knob_neighbours(0.5), knob_neighbours(True), knob_neighbours("a")
     ((3, 12), (0.25, 1.0), (False,), ())
     """
     if isinstance(value, bool):

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from jaxdist.audit.knobs import written
+from jaxdist.audit.knobs import written_settings
 from jaxdist.audit.step import AuditedStep, KnobEffect, judge_knob
 from jaxdist.config.importing import foreign_code
 from jaxdist.experiment import load
@@ -55,7 +55,7 @@ def audit(
     step = AuditedStep(document, config, open_subject(path, overrides, devices))
     console.print(f"audit of {step.subject.name}", soft_wrap=True, markup=False)
     findings: list[KnobEffect] = []
-    for knob in written(document.values):
+    for knob in written_settings(document.values):
         finding = judge_knob(step, knob, full=full)
         if finding is not None:
             findings.append(finding)

@@ -12,7 +12,7 @@ import jax
 
 from jaxdist.audit.knobs import (
     config_refusal,
-    neighbours,
+    knob_neighbours,
     reason_not_in_the_step,
     value_at,
     with_value,
@@ -157,7 +157,7 @@ def _repeats_signature(document: Document, path: KeyPath) -> bool:
 
 def _is_read(step: AuditedStep, path: KeyPath) -> bool:
     """Return whether another value of the knob makes another step."""
-    for value in neighbours(value_at(step.document.values, path)):
+    for value in knob_neighbours(value_at(step.document.values, path)):
         document = with_value(step.document, path, value)
         try:
             config = validate(document, ExperimentConfig)

@@ -133,7 +133,7 @@ class ArrayWriter:
           OSError: a file cannot be written.
         """
         held, self._pieces = self._pieces, []
-        return pieces.place(path, held, known)
+        return pieces.place_pieces(path, held, known)
 
     def wait(self) -> None:
         """Wait until the small arrays of all processes are on disk; raise errors of writing."""

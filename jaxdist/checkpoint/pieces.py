@@ -58,10 +58,12 @@ def array_cuts(array: jax.Array, chunk_bytes: int) -> Cuts | None:
     small = math.prod(shard) * item * _LEAST_SHARE < chunk_bytes
     if small or array.nbytes < chunk_bytes or not array.shape:
         return None
-    return cuts_of(array.shape, shard, item, chunk_bytes)
+    return sharded_cuts(array.shape, shard, item, chunk_bytes)
 
 
-def cuts_of(shape: tuple[int, ...], shard: tuple[int, ...], item: int, chunk_bytes: int) -> Cuts:
+def sharded_cuts(
+    shape: tuple[int, ...], shard: tuple[int, ...], item: int, chunk_bytes: int
+) -> Cuts:
     """Return the cuts of an array of any size, whose shards have shape `shard`.
 
     Args:
@@ -191,7 +193,7 @@ def write_rows(
     return records
 
 
-def place(staging: Path, pieces: Sequence[Piece], known: Known) -> dict[str, FileRecord]:
+def place_pieces(staging: Path, pieces: Sequence[Piece], known: Known) -> dict[str, FileRecord]:
     """Write or link each piece, and return the files' records by name.
 
     Raises:

@@ -70,7 +70,7 @@ def show_schedule(
       RunError: a file cannot be written.
     """
     request = read_request(schedule, overrides)
-    timeline = simulate(build_schedule(request, stages, microbatches), request.costs.costs())
+    timeline = simulate(build_requested(request, stages, microbatches), request.costs.costs())
     picture = draw_text(timeline, console.width, colour=console.is_terminal)
     console.print(Text.from_ansi(picture))
     console.print(_together(timeline))
@@ -113,7 +113,7 @@ def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
     return Request(with_costs(config, costs), costs)
 
 
-def build_schedule(request: Request, stages: int | None, microbatches: int | None) -> Schedule:
+def build_requested(request: Request, stages: int | None, microbatches: int | None) -> Schedule:
     """Build the requested schedule; a CSV file determines its own sizes.
 
     Raises:

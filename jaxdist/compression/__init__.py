@@ -32,7 +32,7 @@ from jaxdist.compression.reduce import (
     compressed_all_reduce,
     init_state,
 )
-from jaxdist.compression.sender import Sender, SenderState, Sent
+from jaxdist.compression.sender import EncodedGradient, Sender, SenderState
 from jaxdist.errors import CompressionError
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "CompressionError",
     "CompressionState",
     "Ef21",
+    "EncodedGradient",
     "ErrorFeedback",
     "Feedback",
     "FeedbackConfig",
@@ -60,7 +61,6 @@ __all__ = [
     "Round",
     "Sender",
     "SenderState",
-    "Sent",
     "Sign",
     "Stage",
     "Stages",

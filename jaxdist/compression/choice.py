@@ -126,7 +126,7 @@ Choice: TypeAlias = Codec | Stages | PerParameter
 
 
 @dataclass(frozen=True)
-class Group:
+class CodecGroup:
     """Parameters that share a choice.
 
     Attributes:
@@ -155,7 +155,7 @@ class Group:
 
 def plan_groups(
     named: Sequence[tuple[str, Leaf]], choice: Choice, feedback: Feedback, bucket_bytes: int
-) -> list[Group]:
+) -> list[CodecGroup]:
     """Group leaves by choice, packed into buckets of one dtype, from the last to the first.
 
     Raises:
@@ -192,7 +192,7 @@ def _group(
     leaves: Sequence[Leaf],
     feedback: Feedback,
     bucket_bytes: int,
-) -> Group:
+) -> CodecGroup:
     starts, codecs = zip(*((stage.start, stage.codec) for stage in stages), strict=True)
     for codec in codecs:
         feedback.check(codec)
@@ -200,7 +200,7 @@ def _group(
     mine = [leaves[position] for position in positions]
     buckets = plan_buckets(mine, None if shaped else bucket_bytes)
     packed = tuple(tuple(positions[index] for index in bucket) for bucket in buckets)
-    group = Group(tuple(starts), tuple(codecs), packed)
+    group = CodecGroup(tuple(starts), tuple(codecs), packed)
     if shaped and group.in_shards:
         other = next(codec for codec in codecs if codec.exchange == "scatter")
         raise CompressionError(

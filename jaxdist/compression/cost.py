@@ -18,7 +18,7 @@ from jaxdist.collectives.contract import Algorithm, Operation
 from jaxdist.collectives.cost import Level
 from jaxdist.collectives.cost import predict_seconds as collective_seconds
 from jaxdist.collectives.operations import XLA
-from jaxdist.compression.choice import Choice, Group, plan_groups
+from jaxdist.compression.choice import Choice, CodecGroup, plan_groups
 from jaxdist.compression.codecs.quantize import Quantize
 from jaxdist.compression.contract import Codec, LinearCodec, first_round, in_lockstep
 from jaxdist.compression.feedback.none import NoFeedback
@@ -218,7 +218,7 @@ def _message_calls(
 
 
 def _group_calls(
-    group: Group, likes: Sequence[jax.ShapeDtypeStruct], devices: int, where: str
+    group: CodecGroup, likes: Sequence[jax.ShapeDtypeStruct], devices: int, where: str
 ) -> list[CollectiveCall]:
     codec = group.codecs[-1]
     if not group.in_shards and codec.exchange == "sum":
@@ -250,7 +250,7 @@ def round_bytes(codec: LinearCodec, likes: Sequence[Leaf]) -> list[int]:
     return found
 
 
-def _like(leaves: Sequence[Leaf], group: Group) -> jax.ShapeDtypeStruct:
+def _like(leaves: Sequence[Leaf], group: CodecGroup) -> jax.ShapeDtypeStruct:
     """Return the shape of the bucket of these leaves."""
     flat = all(codec.flat for codec in group.codecs)
     shape = (sum(math.prod(leaf.shape) for leaf in leaves),) if flat else leaves[0].shape

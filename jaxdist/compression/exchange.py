@@ -28,7 +28,7 @@ other, and many small pieces each cost a latency."""
 
 
 @dataclass(frozen=True)
-class Party:
+class ExchangeContext:
     """The participants of an exchange, and its settings.
 
     Attributes:
@@ -42,11 +42,11 @@ class Party:
     feedback: Feedback
     round: Round
 
-    def part(self, index: int) -> Party:
+    def part(self, index: int) -> ExchangeContext:
         """Return the settings for one of several messages of a round."""
         return replace(self, round=self.round.part(index))
 
-    def without_feedback(self) -> Party:
+    def without_feedback(self) -> ExchangeContext:
         """Return the settings for a lossless codec."""
         return replace(self, feedback=NoFeedback())
 
@@ -92,8 +92,8 @@ Exchanged: TypeAlias = tuple[jax.Array, CodecState, BucketState]
 """The result, like the bucket; the codec's next state; the bucket's next state."""
 
 
-def scatter(
-    codec: Codec, gradient: jax.Array, held: CodecState, state: BucketState, party: Party
+def scatter_decoded(
+    codec: Codec, gradient: jax.Array, held: CodecState, state: BucketState, party: ExchangeContext
 ) -> Exchanged:
     """Sum a shard on each device, and encode the sum again."""
     feedback, back, round = party.feedback, party.feedback.back, party.round
@@ -140,7 +140,7 @@ def scatter(
 
 
 def gather_decoded(
-    codec: Codec, gradient: jax.Array, held: CodecState, state: BucketState, party: Party
+    codec: Codec, gradient: jax.Array, held: CodecState, state: BucketState, party: ExchangeContext
 ) -> Exchanged:
     """Decode all messages on every device."""
     own = party.feedback.carried(gradient, state.common, axis_size(party.axis))
@@ -158,7 +158,7 @@ def sum_up(
     gradients: Sequence[jax.Array],
     held: Sequence[CodecState],
     states: Sequence[BucketState],
-    party: Party,
+    party: ExchangeContext,
 ) -> list[Exchanged]:
     """Sum all buckets at once: the sums in a round of a linear codec are reduced together."""
     assert isinstance(codec, LinearCodec), codec
@@ -195,12 +195,12 @@ def _summed(codec: Codec, messages: Message, like: jax.Array, round: Round) -> j
     return jax.lax.scan(add, jnp.zeros_like(like), messages, unroll=UNROLL)[0]
 
 
-def _gathered(message: Message, party: Party) -> Message:
+def _gathered(message: Message, party: ExchangeContext) -> Message:
     """Gather every device's message, stacked in the order of the axis."""
     return _each(message, lambda m: all_gather(m[None], party.axis, algorithm=party.algorithm))
 
 
-def _exchanged(x: jax.Array, party: Party) -> jax.Array:
+def _exchanged(x: jax.Array, party: ExchangeContext) -> jax.Array:
     """Exchange [N, ...]: N of this device's rows -> N of this device's row, from each device.
 
     Over gloo it runs in pieces: where large messages of several devices meet at one device, the

@@ -23,9 +23,15 @@ from jaxdist.collectives.axis import Axis, axis_size, checked, rank
 from jaxdist.collectives.bucket import BUCKET_BYTES, pack, unpack
 from jaxdist.collectives.contract import Algorithm
 from jaxdist.collectives.operations import XLA
-from jaxdist.compression.choice import Choice, Group, plan_groups
+from jaxdist.compression.choice import Choice, CodecGroup, plan_groups
 from jaxdist.compression.contract import CodecState, first_round
-from jaxdist.compression.exchange import BucketState, Party, gather_decoded, scatter, sum_up
+from jaxdist.compression.exchange import (
+    BucketState,
+    ExchangeContext,
+    gather_decoded,
+    scatter_decoded,
+    sum_up,
+)
 from jaxdist.compression.feedback.classic import CLASSIC
 from jaxdist.compression.feedback.contract import Feedback
 from jaxdist.compression.sender import array_is_finite, select_tree
@@ -33,7 +39,7 @@ from jaxdist.errors import CompressionError
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Grads, Leaf, PyTree
 
-EXCHANGES = {"scatter": scatter, "gather": gather_decoded}
+EXCHANGES = {"scatter": scatter_decoded, "gather": gather_decoded}
 
 
 class GroupState(NamedTuple):
@@ -105,7 +111,7 @@ def init_state(
 
 
 def _group_state(
-    group: Group, leaves: Sequence[Leaf], devices: int, feedback: Feedback
+    group: CodecGroup, leaves: Sequence[Leaf], devices: int, feedback: Feedback
 ) -> GroupState:
     likes = [_like([leaves[i] for i in bucket], flat=_flat(group)) for bucket in group.buckets]
     codecs = tuple(tuple(codec.init(like) for like in likes) for codec in group.codecs)
@@ -116,7 +122,7 @@ def _group_state(
     return GroupState(codecs, tuple([BucketState()] * len(likes) if group.lossless else buckets))
 
 
-def _flat(group: Group) -> bool:
+def _flat(group: CodecGroup) -> bool:
     return all(codec.flat for codec in group.codecs)
 
 
@@ -165,7 +171,7 @@ def compressed_all_reduce(
     size = axis_size(axis)
     leaves = [jnp.asarray(leaf) for _, leaf in named]
     _check_state(own, groups, leaves, size, feedback)
-    party = Party(axis, algorithm, feedback, first_round(seed, own.step, rank(axis)))
+    party = ExchangeContext(axis, algorithm, feedback, first_round(seed, own.step, rank(axis)))
     # Skipped rounds do not count, as in the optimizer: its steps and the stages' stay equal.
     taken = own.step - own.skipped
     sent = [x / size for x in leaves] if op == "mean" else leaves
@@ -198,7 +204,11 @@ def _all_finite(leaves: Sequence[jax.Array], results: Sequence[jax.Array], axis:
 
 
 def _reduce_group(
-    group: Group, leaves: Sequence[jax.Array], state: GroupState, party: Party, taken: jax.Array
+    group: CodecGroup,
+    leaves: Sequence[jax.Array],
+    state: GroupState,
+    party: ExchangeContext,
+    taken: jax.Array,
 ) -> tuple[dict[int, jax.Array], GroupState]:
     """Return the sums of a group's leaves by position, and the group's next state.
 
@@ -223,7 +233,7 @@ def _reduce_group(
 
 
 def _run(
-    group: Group, stage: int, party: Party, xs: list[jax.Array], state: GroupState
+    group: CodecGroup, stage: int, party: ExchangeContext, xs: list[jax.Array], state: GroupState
 ) -> tuple[list[jax.Array], GroupState]:
     """Run a stage's codec on all buckets of a group."""
     codec, states = group.codecs[stage], state.codecs[stage]
@@ -244,7 +254,7 @@ def _run(
 
 def _check_state(
     state: CompressionState,
-    groups: Sequence[Group],
+    groups: Sequence[CodecGroup],
     leaves: Sequence[Leaf],
     devices: int,
     feedback: Feedback,

@@ -32,7 +32,7 @@ class SenderState(NamedTuple):
     skipped: jax.Array
 
 
-class Sent(NamedTuple):
+class EncodedGradient(NamedTuple):
     """The results of encoding a gradient.
 
     Attributes:
@@ -83,7 +83,7 @@ class Sender:
         memory = self.feedback.init(like, [self.codec])
         return SenderState(self.codec.init(like), memory, jnp.int32(0))
 
-    def encode(self, gradient: jax.Array, state: SenderState, round: Round) -> Sent:
+    def encode(self, gradient: jax.Array, state: SenderState, round: Round) -> EncodedGradient:
         """Encode the message of a round."""
         self.codec.check(gradient)
         (ready,) = self.feedback.prepare([gradient], 1)
@@ -94,7 +94,7 @@ class Sender:
         finite = array_is_finite(gradient) & array_is_finite(decoded)
         after = SenderState(codec, memory, state.skipped)
         before = state._replace(skipped=state.skipped + 1)
-        return Sent(message, decoded, select_tree(finite, after, before), finite)
+        return EncodedGradient(message, decoded, select_tree(finite, after, before), finite)
 
     def receive(
         self, message: Message, view: View, like: Leaf, round: Round

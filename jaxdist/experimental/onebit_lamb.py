@@ -79,7 +79,9 @@ class OnebitLambRule:
         if not 0 < self.factor_change < 1:
             raise ConfigError(f"factor_change = {self.factor_change}: must be between 0 and 1")
 
-    def ratio(self, norms: Squares, largest: jax.Array, kept: Kept, warm: jax.Array) -> _Ratio:
+    def ratio(
+        self, norms: Squares, largest: jax.Array, kept: RunningNorms, warm: jax.Array
+    ) -> _Ratio:
         """Compute the factor on the layers' updates, and the state to keep.
 
         Args:
@@ -99,10 +101,12 @@ class OnebitLambRule:
         slower, faster = 1 - self.factor_change, 1 + self.factor_change
         factor = jnp.clip(factor, kept.factor * slower, kept.factor * faster)
         factor = jnp.where(warm, kept.factor, factor)
-        return _Ratio(jnp.where(warm, ratio, coefficient * factor), Kept(coefficient, factor))
+        return _Ratio(
+            jnp.where(warm, ratio, coefficient * factor), RunningNorms(coefficient, factor)
+        )
 
 
-class Kept(NamedTuple):
+class RunningNorms(NamedTuple):
     """The two running values of a parameter's layers, with its rank: see `OnebitLambState`."""
 
     coefficient: jax.Array
@@ -113,7 +117,7 @@ class _Ratio(NamedTuple):
     """The factor on a leaf's update, and the values to keep."""
 
     scale: jax.Array
-    kept: Kept
+    kept: RunningNorms
 
 
 class OnebitLambState(NamedTuple):
@@ -193,7 +197,7 @@ def onebit_lamb(
         weights, structure = jax.tree.flatten(params)
         rows = zip(weights, *map(structure.flatten_up_to, (mu, nu, fresh)), decays, strict=True)
         tensors = [_Tensors.of(*row, eps=eps, most=most) for row in rows]
-        kept = list(map(Kept, *map(structure.flatten_up_to, state[4:])))
+        kept = list(map(RunningNorms, *map(structure.flatten_up_to, state[4:])))
         ratios = _ratios(tensors, leaves, adapts, kept, rule, warm)
         pairs = zip(tensors, ratios, strict=True)
         moves = [(-rate * ratio.scale * x.update).astype(x.p.dtype) for x, ratio in pairs]
@@ -234,7 +238,7 @@ def _ratios(
     tensors: Sequence[_Tensors],
     leaves: Sequence[LayeredLeaf],
     adapts: Sequence[bool],
-    kept: Sequence[Kept],
+    kept: Sequence[RunningNorms],
     rule: OnebitLambRule,
     warm: jax.Array,
 ) -> list[_Ratio]:
@@ -244,10 +248,10 @@ def _ratios(
     squares = [leaves[i].squares(*tensors[i][:3]) for i in on]
     for i, sums in zip(on, add_shards(squares, [leaves[i] for i in on]), strict=True):
         summed = leaves[i].summed
-        wide = Kept(*(jnp.expand_dims(x, summed) for x in kept[i]))
+        wide = RunningNorms(*(jnp.expand_dims(x, summed) for x in kept[i]))
         largest = _largest(leaves[i], tensors[i].quotient)
         scale, after = rule.ratio(tuple(map(jnp.sqrt, sums)), largest, wide, warm)
-        found[i] = _Ratio(scale, Kept(*(jnp.squeeze(x, summed) for x in after)))
+        found[i] = _Ratio(scale, RunningNorms(*(jnp.squeeze(x, summed) for x in after)))
     return found
 
 

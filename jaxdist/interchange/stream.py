@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxdist.checkpoint import layout
 from jaxdist.checkpoint.manifest import Cuts, FileRecord, LeafRecord, seal
-from jaxdist.checkpoint.pieces import CHUNK_BYTES, cuts_of, write_rows
+from jaxdist.checkpoint.pieces import CHUNK_BYTES, sharded_cuts, write_rows
 from jaxdist.errors import CheckpointError
 from jaxdist.types import JsonObject
 
@@ -53,7 +53,7 @@ def write_streamed(
         for index, array in enumerate(arrays):
             name, shape = array.name, array.shape
             leaves[name] = LeafRecord(shape=shape, dtype=str(array.dtype))
-            cuts[name] = cuts_of(shape, shape, array.dtype.itemsize, CHUNK_BYTES)
+            cuts[name] = sharded_cuts(shape, shape, array.dtype.itemsize, CHUNK_BYTES)
             ends = cuts[name][0] if shape and not array.whole else (0, shape[0] if shape else 1)
             parts = (array.read(begin, end) for begin, end in pairwise(ends))
             files |= write_rows(staging, f"{index:06d}", parts, cuts[name])

@@ -73,7 +73,7 @@ class Derived:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledRates:
     """The learning rate and warm-up that a `ScaleFromConfig` gives at a batch size."""
 
     learning_rate: Derived
@@ -86,7 +86,7 @@ def scale(
     batch_size: int,
     total_steps: int,
     examples_per_epoch: int | None = None,
-) -> Scaled:
+) -> ScaledRates:
     """Learning rate and warm-up steps of a run of `total_steps` at the effective `batch_size`.
 
     With growth k = batch_size / config.batch_size, the learning rate is multiplied by k (linear) or
@@ -121,7 +121,7 @@ def scale(
             f"scale_from: the warm-up fills the run: {warmup}, rule {config.rule}; shorten it at "
             f"batch {config.batch_size}, train longer, or use a smaller batch than {batch_size}"
         )
-    return Scaled(Derived(rate, why), Derived(steps, f"{warmup}, rule {config.rule}"))
+    return ScaledRates(Derived(rate, why), Derived(steps, f"{warmup}, rule {config.rule}"))
 
 
 def _reference_warmup(

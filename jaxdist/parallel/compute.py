@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxdist.models.loss import Batch, Sums
 from jaxdist.models.mean import check_adds_up, divisor
-from jaxdist.parallel.contract import BatchContext, Compute, Gradients, Held
+from jaxdist.parallel.contract import BatchContext, Compute, Gradients, StepInputs
 from jaxdist.parallel.microbatch import split_rows
 from jaxdist.parallel.objective import Objective
 from jaxdist.sharding import Layout
@@ -42,12 +42,12 @@ class WholeBatch(Unstaged):
     microbatches: int = field(default=1, init=False)
 
     def gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
+        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         return self.objective.total_gradients(held, batch, key, around)
 
     def mean_gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
+        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         return self.objective.mean_gradients(held, batch, key, around)
 
@@ -59,7 +59,7 @@ class Accumulated(Unstaged):
     microbatches: int
 
     def gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
+        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         pieces = split_rows(dict(batch), self.microbatches, self.layout)
         keys = jax.random.split(key, self.microbatches)
@@ -82,7 +82,7 @@ class Accumulated(Unstaged):
         return jax.lax.scan(body, begun, (pieces, keys))[0]
 
     def mean_gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
+        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         return over_weight(self.gradients(held, batch, key, around))
 

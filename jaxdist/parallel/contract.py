@@ -32,7 +32,7 @@ class Gradients(NamedTuple):
     buffers: Buffers
 
 
-class Held(NamedTuple):
+class StepInputs(NamedTuple):
     """The inputs of a step, besides the batch.
 
     Attributes:
@@ -76,13 +76,13 @@ class Compute(Protocol):
     def explicit(self) -> bool: ...
 
     def gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
+        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients of the total loss of these rows, in sums over microbatches."""
         ...
 
     def mean_gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
+        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients of the mean loss, where these are all rows of the batch."""
         ...
@@ -158,7 +158,7 @@ class Exchange(Protocol):
         ...
 
     def gradients(
-        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
+        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
         """Compute gradients of the mean loss of the whole batch, and the next state."""
         ...

@@ -13,7 +13,7 @@ from jaxdist.models.layers import carried
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.models.mean import divisor
 from jaxdist.optim.loss_scale import DynamicLossScale
-from jaxdist.parallel.contract import BatchContext, Gradients, Held
+from jaxdist.parallel.contract import BatchContext, Gradients, StepInputs
 from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
 from jaxdist.trees import join
 from jaxdist.types import Buffers, Params
@@ -48,7 +48,7 @@ class Objective:
         return sums["loss"].total, (sums, self.model.buffers_of(module))
 
     def mean_gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
+        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients of the mean loss of a batch."""
         # The mean is taken before the gradient: dividing afterwards would be a further pass over
@@ -66,7 +66,7 @@ class Objective:
         return Gradients(grads, sums, buffers)
 
     def total_gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
+        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients of the total loss of a batch."""
         if held.scale is not None:
@@ -84,7 +84,7 @@ class Objective:
 
     def _mean(
         self,
-        held: Held,
+        held: StepInputs,
         around: BatchContext,
         params: Params,
         buffers: Buffers,

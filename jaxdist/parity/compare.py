@@ -14,7 +14,14 @@ from jaxdist.experiment import load
 from jaxdist.metrics.report import write_json
 from jaxdist.parity.cells import Combination, cover, possible_cells, valid_cells
 from jaxdist.parity.children import Ended, answers
-from jaxdist.parity.report import HEADER, REMEDY, combination_line, from_json, read_earlier, to_json
+from jaxdist.parity.report import (
+    HEADER,
+    REMEDY,
+    combination_line,
+    from_json,
+    read_earlier,
+    results_to_json,
+)
 from jaxdist.parity.run import (
     BUILT_IN,
     ParityResult,
@@ -61,7 +68,9 @@ def parity(
     subject = open_reference(sections)
     remats = remats_of(sections)
     cells = valid_cells(remats) if full else cover([*possible_cells(remats)])
-    report = partial(to_json, name, planned=len(cells), full=full, losses=subject.reference.losses)
+    report = partial(
+        results_to_json, name, planned=len(cells), full=full, losses=subject.reference.losses
+    )
     results = _earlier(json_file, report([])) if resume and json_file else []
     done = {result.cell for result in results}
     console.print(

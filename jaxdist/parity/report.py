@@ -86,7 +86,7 @@ def _excess(result: ParityResult) -> str:
     )
 
 
-def to_json(
+def results_to_json(
     subject: str,
     results: Sequence[ParityResult],
     *,
@@ -121,7 +121,7 @@ def to_json(
 
 
 def from_json(report: Mapping[str, Json]) -> list[ParityResult]:
-    """Convert back the results of `to_json`.
+    """Convert back the results of `results_to_json`.
 
     Raises:
       ValueError, KeyError, TypeError: the data are not such a report.

@@ -168,7 +168,7 @@ class FirstSteps:
 
     def begin(self) -> TrainState:
         """Return the experiment's own initial state, on the host."""
-        return begun(self.experiment.program)
+        return initial_state(self.experiment.program)
 
     def run(self, initial: TrainState) -> tuple[Trace, TrainState]:
         """Train for three steps; return the results to compare, and the last stored state.
@@ -177,7 +177,7 @@ class FirstSteps:
           initial: the initial state on the host.
         """
         program = self.experiment.program
-        state = placed(program, initial)
+        state = place_state(program, initial)
         losses: list[float] = []
         gradients: dict[str, np.ndarray] = {}
         outer = program.outer
@@ -185,7 +185,7 @@ class FirstSteps:
             state, metrics = step(state, batch)
             losses.append(float(metrics[0]))
             if not gradients:
-                gradients = named(program.home.used(state).opt_state.gradients)
+                gradients = leaves_by_name(program.home.used(state).opt_state.gradients)
             if outer is not None and outer.due(count):
                 state = program.between(state)
         # Evaluated before the state is read: a step may reuse its arguments' memory.
@@ -195,13 +195,13 @@ class FirstSteps:
         return Trace(initial, np.array(losses), gradients, updates, evaluation), state
 
 
-def begun(program: Program) -> TrainState:
+def initial_state(program: Program) -> TrainState:
     """Return a program's own initial state, on the host."""
     state = jax.jit(program.init, compiler_options=compile_options())()
     return jax.device_get(program.home.used(state))
 
 
-def placed(program: Program, initial: TrainState) -> TrainState:
+def place_state(program: Program, initial: TrainState) -> TrainState:
     """Place a state on the host on a program's devices, in its stored form."""
     shapes = replace(program.state_shapes, exchange=())
     shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
@@ -226,18 +226,18 @@ def moving(state: TrainState) -> dict[str, np.ndarray]:
     """Return the parameters, and the buffers that hold numbers, by name."""
     buffers = {
         f"buffer {name}": leaf
-        for name, leaf in named(state.buffers).items()
+        for name, leaf in leaves_by_name(state.buffers).items()
         if np.issubdtype(leaf.dtype, np.floating)
     }
-    return {**named(state.params), **buffers}
+    return {**leaves_by_name(state.params), **buffers}
 
 
-def named(tree: PyTree) -> dict[str, np.ndarray]:
+def leaves_by_name(tree: PyTree) -> dict[str, np.ndarray]:
     """Return the leaves of a tree in float64, by name."""
     return {name: np.asarray(leaf, np.float64) for name, leaf in flatten_with_names(tree)}
 
 
-def distances(
+def trace_distances(
     found: Trace, reference: Trace, least: NormFloors | None = None
 ) -> dict[str, dict[str, float]]:
     """Compute the relative difference of each tensor, by field of a `Trace` and name.
@@ -270,7 +270,7 @@ def trace_differences(
     """
     worst = (
         math.nan if any(map(math.isnan, of.values())) else max(of.values(), default=0.0)
-        for of in distances(found, reference, least).values()
+        for of in trace_distances(found, reference, least).values()
     )
     return Differences(*worst)
 

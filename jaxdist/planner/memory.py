@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.parallel.zero import padded_dim, split_dim
-from jaxdist.planner.model import Decoder, Tensor
+from jaxdist.planner.model import Decoder, PlannedParameter
 from jaxdist.planner.plan import Plan
 
 WHOLE_BELOW = 2048
@@ -149,7 +149,7 @@ def _share(model: Decoder, tensor: int, stage: int, parts: int) -> Share:
     return Share(whole + ends, shard + ends_shard, layer, ends, ends_shard)
 
 
-def elements_of(one: Tensor, tensor: int, parts: int, layers: int) -> tuple[int, int]:
+def elements_of(one: PlannedParameter, tensor: int, parts: int, layers: int) -> tuple[int, int]:
     """Return the elements of a tensor after axis tensor, and after ZeRO too.
 
     Args:

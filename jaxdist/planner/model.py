@@ -19,7 +19,7 @@ MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1}
 
 
 @dataclass(frozen=True)
-class Tensor:
+class PlannedParameter:
     """A parameter.
 
     Attributes:
@@ -71,7 +71,7 @@ class Decoder:
     steps: int | None = None
     scoped: bool = True
     gated: bool = True
-    tensors: tuple[Tensor, ...] = field(init=False)
+    tensors: tuple[PlannedParameter, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", tuple(self._tensors()))
@@ -125,22 +125,22 @@ class Decoder:
         attention = self.attention_flops * (1.0 if masked else 0.5)
         return 3 * self.tokens * (self.layers * (self.layer_flops + attention) + self.head_flops)
 
-    def _tensors(self) -> Iterator[Tensor]:
+    def _tensors(self) -> Iterator[PlannedParameter]:
         d, h, k, e, f = self.embed, self.heads, self.kv_heads, self.head_dim, self.mlp
-        yield Tensor("query", (d, h, e), 1)
-        yield Tensor("key", (d, k, e), 1)
-        yield Tensor("value", (d, k, e), 1)
-        yield Tensor("out", (h, e, d), 0)
+        yield PlannedParameter("query", (d, h, e), 1)
+        yield PlannedParameter("key", (d, k, e), 1)
+        yield PlannedParameter("value", (d, k, e), 1)
+        yield PlannedParameter("out", (h, e, d), 0)
         if self.gated:
-            yield Tensor("gate", (d, f), 1)
-        yield Tensor("up", (d, f), 1)
-        yield Tensor("down", (f, d), 0)
-        yield Tensor("attention_norm", (d,), None)
-        yield Tensor("mlp_norm", (d,), None)
-        yield Tensor("embedding", (self.vocab, d), 0, stacked=False)
+            yield PlannedParameter("gate", (d, f), 1)
+        yield PlannedParameter("up", (d, f), 1)
+        yield PlannedParameter("down", (f, d), 0)
+        yield PlannedParameter("attention_norm", (d,), None)
+        yield PlannedParameter("mlp_norm", (d,), None)
+        yield PlannedParameter("embedding", (self.vocab, d), 0, stacked=False)
         if not self.tied:
-            yield Tensor("output", (d, self.vocab), 1, stacked=False)
-        yield Tensor("norm", (d,), None, stacked=False)
+            yield PlannedParameter("output", (d, self.vocab), 1, stacked=False)
+        yield PlannedParameter("norm", (d,), None, stacked=False)
 
 
 def check_plannable(config: ExperimentConfig, document: Document) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from jaxdist.cost.products import product_share
-from jaxdist.planner.model import Decoder, Tensor
+from jaxdist.planner.model import Decoder, PlannedParameter
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Target
 
@@ -36,7 +36,7 @@ def block_seconds(
     return tokens * spent
 
 
-def _as_matrix(one: Tensor, tensor: int) -> tuple[int, int]:
+def _as_matrix(one: PlannedParameter, tensor: int) -> tuple[int, int]:
     """Return the contracted dim and the columns of a weight's product on a device."""
     cut = 1 if one.split is None else tensor
     first = one.shape[0] if one.split != 0 else one.shape[0] // cut

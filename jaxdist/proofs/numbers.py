@@ -24,16 +24,16 @@ from jaxdist.parity.trace import (
     NUDGES,
     Differences,
     Trace,
-    begun,
     compile_options,
-    distances,
+    initial_state,
+    leaves_by_name,
     limit_of,
     moving,
-    named,
     norms_at_least,
     noted,
     nudged,
-    placed,
+    place_state,
+    trace_distances,
 )
 from jaxdist.proofs.data import with_weights
 from jaxdist.train.evaluate import evaluate
@@ -151,7 +151,7 @@ class Steps:
           reload: whether a scene may begin with a state that was saved and loaded.
         """
         program, traces = self.experiment.program, []
-        state, before = placed(program, initial), initial
+        state, before = place_state(program, initial), initial
         for scene, host in zip(taken, self.batches, strict=False):
             if scene.reload and reload:
                 state = reloaded(program, state, program)
@@ -162,7 +162,7 @@ class Steps:
             values = dict(zip(program.metrics, np.asarray(metrics, np.float64), strict=True))
             # A gradient of NaN is NaN wherever it was; the parameters show that it was skipped.
             numbers = scene.weights is None or np.isfinite(scene.weights).all()
-            gradients = named(used.opt_state.gradients) if numbers else {}
+            gradients = leaves_by_name(used.opt_state.gradients) if numbers else {}
             first, last = moving(before), moving(used)
             updates = {name: last[name] - first[name] for name in last}
             traces.append(Trace(before, np.zeros(0), gradients, updates, values))
@@ -200,7 +200,7 @@ class Reference:
     @cached_property
     def initial(self) -> TrainState:
         """The state with which all begin, on the host."""
-        return begun(self.steps.experiment.program)
+        return initial_state(self.steps.experiment.program)
 
     def _data(self, sections: JsonObject) -> JsonObject:
         return {**sections, "data": with_weights(sections["data"])} if self.weighted else sections
@@ -273,7 +273,7 @@ def worst_of(
     worst: dict[tuple[str, str], Quantity] = {}
     for step, ours, theirs, *others in zip(names, found, expected, *moved, strict=True):
         least = norms_at_least(theirs, limit, *others)
-        for kind, offs in distances(ours, theirs, least).items():
+        for kind, offs in trace_distances(ours, theirs, least).items():
             for name, off in offs.items():
                 one = Quantity(KINDS[kind], name, step, _number(off), limits[kind])
                 known = worst.get((kind, name))

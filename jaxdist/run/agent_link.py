@@ -15,7 +15,7 @@ from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.status import Publisher
 from jaxdist.metrics.account import Activity
 from jaxdist.run.hooks.loop import LoopHook
-from jaxdist.run.watch.told import Tell
+from jaxdist.run.watch.reports import Tell
 
 
 class NoAgent:

@@ -162,7 +162,7 @@ def take_directory(
     raise AssertionError("unreachable: the names do not end")
 
 
-def identity_of(directory: RunDirectory) -> Identity:
+def directory_identity(directory: RunDirectory) -> Identity:
     """Return the identity of a directory that was taken, with its path."""
     assert directory.identity is not None, "only a directory that was taken has an identity"
     return replace(directory.identity, path=directory.path)

@@ -23,7 +23,7 @@ from jaxdist.metrics.energy.tally import Tally
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import Records, read_metrics
 from jaxdist.run.assemble import HookParts, hooks_of
-from jaxdist.run.directory import identity_of
+from jaxdist.run.directory import directory_identity
 from jaxdist.run.files import RunFiles
 from jaxdist.run.hooks.calls import CallHooks, HookCalls
 from jaxdist.run.hooks.contract import Run
@@ -37,7 +37,7 @@ from jaxdist.run.report.goodput import print_goodput
 from jaxdist.run.termination import Termination
 from jaxdist.run.tiers import open_tiers
 from jaxdist.run.watch.profile import Profile, ProfiledSteps
-from jaxdist.run.watch.told import GoodputHook
+from jaxdist.run.watch.reports import GoodputHook
 from jaxdist.train.rescale import KEY, extended
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.types import Json, JsonObject
@@ -195,7 +195,7 @@ class RunJob:
             return
         directory = self.files.directory
         given = experiment, start, experiment.total_steps, progress.note, self.termination.ask
-        self.calls.start(Run(identity_of(directory).id, directory.path, *given))
+        self.calls.start(Run(directory_identity(directory).id, directory.path, *given))
         yield CallHooks(self.calls, experiment.program.metrics, directory.checkpoints)
 
     def _check(self, experiment: Experiment, account: Account) -> None:

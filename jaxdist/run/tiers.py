@@ -16,7 +16,7 @@ from jaxdist.checkpoint.local import claim
 from jaxdist.checkpoint.snapshots import Snapshots, load_snapshot, whole_steps
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.errors import CheckpointError
-from jaxdist.run.directory import identity_of
+from jaxdist.run.directory import directory_identity
 from jaxdist.run.files import RunFiles
 from jaxdist.train.state import TrainState
 from jaxdist.types import Json
@@ -98,7 +98,7 @@ def open_tiers(files: RunFiles, say: Say, stack: ExitStack) -> Tiers:
     if memory is not None and config.memory_every is not None:
         tiers.append(Tier("in memory", _snapshots(memory, say, stack), config.memory_every))
     if config.local is not None:
-        folder = claim(config.local.directory, identity_of(files.directory))
+        folder = claim(config.local.directory, directory_identity(files.directory))
         snapshots = _snapshots(folder, say, stack, lasts=True)
         tiers.append(Tier("on this machine's disk", snapshots, config.local.every, lasts=True))
     return Tiers(store, tiers)

@@ -24,7 +24,7 @@ from jaxdist.metrics.goodput import joined_lives
 from jaxdist.metrics.report import plain, write_json
 from jaxdist.metrics.writer import read_metrics
 from jaxdist.run.agent_link import leaving, watched
-from jaxdist.run.directory import LockedDirectory, RunDirectory, identity_of, take_directory
+from jaxdist.run.directory import LockedDirectory, RunDirectory, directory_identity, take_directory
 from jaxdist.run.files import RunFiles
 from jaxdist.run.hooks.calls import HookCalls, check_hooks, last_of
 from jaxdist.run.hooks.contract import Hook, Outcome
@@ -67,7 +67,7 @@ class Trained:
         spent = joined_lives(records)
         report = {
             "run": str(self.directory.path),
-            "id": identity_of(self.directory).id,
+            "id": directory_identity(self.directory).id,
             "step": self.ending.step,
             "total_steps": self.experiment.total_steps,
             "stopped_by": self.ending.stopped_by,
@@ -134,7 +134,7 @@ def train(
         _taken(taking) as (directory, goes_on),
         Termination(say, leaving(run_folder)) as termination,
         heard(config.run.preemption.build(say), termination.notice),
-        watched(run_folder, identity_of(directory)) as agent,
+        watched(run_folder, directory_identity(directory)) as agent,
     ):
         calls = HookCalls(found, termination.ask, say)
         files = RunFiles(directory, config, agent, say)
@@ -162,7 +162,7 @@ def _taken(taking: Callable[[], LockedDirectory]) -> Iterator[tuple[RunDirectory
             try:
                 taken = taking()
                 stack.enter_context(taken.lock)
-                given = identity_of(taken.directory)
+                given = directory_identity(taken.directory)
                 answer = {**given.plain, "asked": given.asked, "goes_on": taken.goes_on}
             except RunError as error:
                 answer = {"refusal": str(error)}

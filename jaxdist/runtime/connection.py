@@ -127,7 +127,7 @@ def _connect(processes: Processes, seconds: int, say: Callable[[str], None]) -> 
 
 
 def _decide(told: Sequence[Json]) -> list[Json]:
-    shares = gpus.divide([gpus.Seen.read(one) for one in told])
+    shares = gpus.divide_gpus([gpus.Seen.read(one) for one in told])
     total = sum(map(len, shares))
     return [{"own": [*share], "total": total} for share in shares]
 

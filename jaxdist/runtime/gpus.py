@@ -4,7 +4,7 @@ By default jax takes all visible GPUs, or under Slurm or Open MPI the GPU with t
 process within its node. Neither is right in general: several processes may see the same GPUs, or a
 scheduler may have confined each process to its own GPUs, which then have the numbers 0, 1, ...
 Every process therefore asks the driver for the identities of the GPUs that it sees, process 0
-divides them (`divide`), and each process gives jax its share.
+divides them (`divide_gpus`), and each process gives jax its share.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def gpus_given(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-def divide(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
+def divide_gpus(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
     """Return the GPUs that each process owns, by its own numbers: none twice, and none left over.
 
     Processes that see the same GPUs share them evenly, in the order of the processes. A process
@@ -202,7 +202,7 @@ def divide(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
       RunError: GPUs would be idle, shared, or taken from another job; the message has the numbers.
 
     >>> node = [Seen("n1", ("a", "b", "c", "d"))] * 2
-    >>> divide(node), divide([Seen("n1", ("a",)), Seen("n1", ("b",))])
+    >>> divide_gpus(node), divide_gpus([Seen("n1", ("a",)), Seen("n1", ("b",))])
     ([(0, 1), (2, 3)], [(0,), (0,)])
     """
     for index, one in enumerate(seen):

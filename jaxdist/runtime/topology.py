@@ -26,7 +26,7 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Family:
+class TpuFamily:
     """A generation of TPU.
 
     Attributes:
@@ -47,13 +47,13 @@ class Family:
 
 
 FAMILIES = {
-    "v2": Family(2, 256, "v2:4x4", ring=16, devices=2),
-    "v3": Family(2, 1024, "v3:4x4", ring=32, devices=2),
-    "v4": Family(3, 4096, "v4:2x2x2", chip_config="megacore"),
-    "v5e": Family(2, 256, "v5e:2x4", ring=16),
-    "v5p": Family(3, 6144, "v5p:4x4x4"),
-    "v6e": Family(2, 256, "v6e:4x4", ring=16),
-    "tpu7x": Family(3, 9216, "tpu7x:2x2x1", devices=2),
+    "v2": TpuFamily(2, 256, "v2:4x4", ring=16, devices=2),
+    "v3": TpuFamily(2, 1024, "v3:4x4", ring=32, devices=2),
+    "v4": TpuFamily(3, 4096, "v4:2x2x2", chip_config="megacore"),
+    "v5e": TpuFamily(2, 256, "v5e:2x4", ring=16),
+    "v5p": TpuFamily(3, 6144, "v5p:4x4x4"),
+    "v6e": TpuFamily(2, 256, "v6e:4x4", ring=16),
+    "tpu7x": TpuFamily(3, 9216, "tpu7x:2x2x1", devices=2),
 }
 _FORM = re.compile(r"([a-z0-9]+):(\d{1,4}(?:x\d{1,4})*)")
 _FORMS = "a topology is family:AxB or family:AxBxC, such as " + ", ".join(

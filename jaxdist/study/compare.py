@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxdist.errors import ConfigError, JaxdistError, did_you_mean
 from jaxdist.experiment import Experiment, build, load
-from jaxdist.study.comparison import Compared, comparison_table, loss_shown
+from jaxdist.study.comparison import VariantResult, comparison_table, loss_shown
 from jaxdist.study.comparison_plot import plot_comparison
 from jaxdist.study.compression import SETS, VariantSet, sent_bytes
 from jaxdist.study.definition import VariantsStudy
@@ -32,7 +32,7 @@ class Comparison:
     """
 
     caption: str
-    rows: tuple[Compared, ...]
+    rows: tuple[VariantResult, ...]
 
     def text(self) -> str:
         """Return the caption, the table and the variants' settings."""
@@ -213,8 +213,8 @@ def _run(
     experiments: Mapping[str, Experiment],
     journal: OutcomeJournal[VariantTrial],
     console: Console,
-) -> tuple[Compared, ...]:
-    rows: list[Compared] = []
+) -> tuple[VariantResult, ...]:
+    rows: list[VariantResult] = []
     with runs_of(trainer, journal, [1] * len(experiments), console) as runs:
         for name, experiment in experiments.items():
             sent = sent_bytes(experiment)
@@ -222,12 +222,12 @@ def _run(
             first = rows[0] if rows else None
             base = first.outcomes if first else outcomes
             base_bytes = first.sent_bytes if first else sent
-            rows.append(Compared(trainer.variant(name), sent, base_bytes, outcomes, base))
+            rows.append(VariantResult(trainer.variant(name), sent, base_bytes, outcomes, base))
             runs.watch.done(f"{name}: {rows[-1].verdict or 'loss'} {loss_shown(rows[-1])}")
     return tuple(rows)
 
 
-def _caption(experiment: Experiment, rows: Sequence[Compared], notes: Sequence[str]) -> str:
+def _caption(experiment: Experiment, rows: Sequence[VariantResult], notes: Sequence[str]) -> str:
     first = rows[0]
     return "\n".join(
         [

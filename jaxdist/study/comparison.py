@@ -18,7 +18,7 @@ acceptable."""
 
 
 @dataclass(frozen=True)
-class Compared:
+class VariantResult:
     """A variant and its runs, with the baseline's runs.
 
     Attributes:
@@ -95,12 +95,12 @@ def spread(values: Sequence[float]) -> float:
     return statistics.stdev(values)
 
 
-def comparison_table(rows: Sequence[Compared]) -> str:
+def comparison_table(rows: Sequence[VariantResult]) -> str:
     """Return a table with a row for each variant, at most 80 characters wide."""
     return "\n".join(markdown(COLUMNS, cells(COLUMNS, rows), padded=True))
 
 
-def loss_shown(row: Compared) -> str:
+def loss_shown(row: VariantResult) -> str:
     """Format the mean and spread of the held-out loss, or "-" after divergence."""
     if row.diverged:
         return "-"
@@ -109,7 +109,7 @@ def loss_shown(row: Compared) -> str:
     return _shown(f"{mean:.{places}f}", spread(row.losses), places)
 
 
-def _change_shown(row: Compared) -> str:
+def _change_shown(row: VariantResult) -> str:
     if row.outcomes == row.base or math.isnan(row.changes[0]):
         return ""
     percent = [100 * change for change in row.changes]
@@ -124,7 +124,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-COLUMNS: Columns[Compared] = {
+COLUMNS: Columns[VariantResult] = {
     "variant": "variant.name",
     "held-out loss": loss_shown,
     "change, %": _change_shown,

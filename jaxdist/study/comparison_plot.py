@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist.metrics.figure import new_figure, save_figure
-from jaxdist.study.comparison import MARGIN, Compared
+from jaxdist.study.comparison import MARGIN, VariantResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ _TICKS = (-50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000
 
 
 def plot_comparison(
-    rows: Sequence[Compared], directory: str | os.PathLike[str], *, name: str, title: str
+    rows: Sequence[VariantResult], directory: str | os.PathLike[str], *, name: str, title: str
 ) -> list[Path]:
     """Draw every seed's change and the mean, with `jaxdist.metrics.figure.save_figure`.
 
@@ -33,7 +33,7 @@ def plot_comparison(
     return save_figure(comparison_figure(rows, title=title), directory, name, what="the study")
 
 
-def comparison_figure(rows: Sequence[Compared], *, title: str) -> Figure:
+def comparison_figure(rows: Sequence[VariantResult], *, title: str) -> Figure:
     """Return the figure that `plot_comparison` writes, for a notebook or another format."""
     others = rows[1:]
     figure = new_figure((9.6, 1.8 + 0.42 * len(others)))
@@ -54,13 +54,13 @@ def comparison_figure(rows: Sequence[Compared], *, title: str) -> Figure:
     return figure
 
 
-def _label(row: Compared) -> str:
+def _label(row: VariantResult) -> str:
     if row.relative_bytes is None:
         return row.variant.name
     return f"{row.variant.name}\n{100 * row.relative_bytes:.3g}% of the bytes"
 
 
-def _draw(axes: Axes, place: int, row: Compared) -> None:
+def _draw(axes: Axes, place: int, row: VariantResult) -> None:
     if not math.isfinite(row.changes[0]):
         axes.plot([0.98], [place], "x", color=_BAD, transform=axes.get_yaxis_transform())
         return

@@ -24,7 +24,7 @@ from jaxdist.optim.loss_scale import scale_for
 from jaxdist.optim.owners import Owner, of_params
 from jaxdist.optim.safety import skip_states, skipped_once
 from jaxdist.parallel.compiler import Options
-from jaxdist.parallel.contract import Compute, Exchange, Held
+from jaxdist.parallel.contract import Compute, Exchange, StepInputs
 from jaxdist.parallel.jitted import Compiled, Jitted
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.home import Home, View
@@ -151,7 +151,7 @@ class Program:
         """Compute gradients from a state in its stored form and in that of steps."""
         key = jax.random.fold_in(self._keys()[1], state.step)
         scale = scale_for(state.params, state.loss_scale)
-        held = Held(state.params, stored.params, state.buffers, scale)
+        held = StepInputs(state.params, stored.params, state.buffers, scale)
         found, exchange = self.exchange.gradients(self.compute, held, batch, key, state.exchange)
         return StepGradients(*found, exchange)
 

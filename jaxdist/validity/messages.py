@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from jaxdist.validity.row import Row
+from jaxdist.validity.row import ValidityRow
 
 _FEEDBACK = ("parallel", "compression", "error_feedback")
 _BY_LAYER = (("zero 2", "zero 3"), ("compression over data, error_feedback: false",))
 
-MESSAGES: tuple[Row, ...] = (
-    Row(
+MESSAGES: tuple[ValidityRow, ...] = (
+    ValidityRow(
         (("error_feedback: momentum",), ("an optimizer with momentum",)),
         "momentum would count twice",
         "set optim: {type: sgd, momentum: 0} (or b1: 0), or "
         "parallel.compression.error_feedback: true",
         _FEEDBACK,
     ),
-    Row(
+    ValidityRow(
         (("error_feedback: compressed_momentum",), ("an optimizer that is not linear",)),
         "what is lost of a momentum comes back later, and the step of this optimizer is not linear "
         "in the gradients that it gives",
@@ -23,32 +23,32 @@ MESSAGES: tuple[Row, ...] = (
         "parallel.compression.error_feedback: true",
         _FEEDBACK,
     ),
-    Row(
+    ValidityRow(
         (("error_feedback: compressed_momentum",), ("another decay in optim",)),
         "both are the decay of one momentum",
         "set them to the same",
         _FEEDBACK,
     ),
-    Row(
+    ValidityRow(
         (("another error_feedback",), ("optim: onebit",)),
         "this optimizer needs its momentum compressed, not the gradient",
         "set error_feedback: {type: compressed_momentum}, with the b1 of optim",
         _FEEDBACK,
     ),
-    Row(
+    ValidityRow(
         (("parallel.compression",), ("another optim.freeze_step",)),
         "the second moment is frozen when compression begins",
         "set both to the same",
         ("parallel", "compression", "warmup_steps"),
     ),
-    Row(
+    ValidityRow(
         (("parallel.compression: auto",), *_BY_LAYER),
         "the codec of gradients that leave layer by layer is not chosen by links",
         "name a codec: cast, quantize or adaptive",
         ("parallel", "compression", "type"),
     ),
     *(
-        Row(
+        ValidityRow(
             ((f"parallel.compression.{name}",), *_BY_LAYER),
             "a layer's gradients are sent together as soon as they are there",
             "leave it out, or set parallel.zero.stage: 1",
@@ -56,20 +56,20 @@ MESSAGES: tuple[Row, ...] = (
         )
         for name in ("rules", "warmup_steps")
     ),
-    Row(
+    ValidityRow(
         (("a codec that sums no shards",), *_BY_LAYER),
         "a layer's gradients are summed by shards in the backward pass, alike in every step",
         "take cast, quantize with rounding nearest, or adaptive, or set parallel.zero.stage: 1",
         ("parallel", "compression"),
     ),
-    Row(
+    ValidityRow(
         (("elastic.batch: rescale",), ("no optim.scale_from",)),
         "a batch that changes its size needs a rule for the learning rate",
         "give optim.scale_from, or set elastic.batch: same",
         ("elastic", "batch"),
     ),
     *(
-        Row(
+        ValidityRow(
             (("elastic.batch: rescale",), (path,)),
             "both change the size of a batch",
             f"drop {path}, or set elastic.batch: same",
@@ -77,7 +77,7 @@ MESSAGES: tuple[Row, ...] = (
         )
         for path in ("train.batch_ramp", "train.phases")
     ),
-    Row(
+    ValidityRow(
         (("elastic.batch: rescale",), ("deterministic: strict",)),
         "the same bits on any number of devices are those of one batch size",
         "set parallel.deterministic: null, or elastic.batch: same",

@@ -15,7 +15,7 @@ REDUCTIONS = ("reduce: xla", f"reduce: {', '.join(FLAT)}", "reduce: hierarchical
 
 
 @dataclass(frozen=True)
-class Row:
+class ValidityRow:
     """Features that do not combine.
 
     Attributes:

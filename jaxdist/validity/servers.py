@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from jaxdist.validity.row import COMPRESSION, FROZEN, SCOPES, ZERO_STAGES, Row
+from jaxdist.validity.row import COMPRESSION, FROZEN, SCOPES, ZERO_STAGES, ValidityRow
 
 SERVER = ("strategy: parameter_server",)
 _NORM = "it needs the norm over all parameters, and a server has its own alone"
 
 
-def _refused(path: str, why: str, instead: str) -> Row:
-    return Row(((path,), SERVER), why, instead, tuple(path.split(".")))
+def _refused(path: str, why: str, instead: str) -> ValidityRow:
+    return ValidityRow(((path,), SERVER), why, instead, tuple(path.split(".")))
 
 
-SERVERS: tuple[Row, ...] = (
-    Row(
+SERVERS: tuple[ValidityRow, ...] = (
+    ValidityRow(
         (COMPRESSION, SERVER),
         "gradients go to servers, and devices of different workers exchange none",
         "set parallel.compression: null, and see strategy.codec",
         ("parallel", "compression"),
     ),
-    Row(
+    ValidityRow(
         ((*ZERO_STAGES, *SCOPES, "parallel.zero.secondary", "parallel.zero"), SERVER),
         "gradients go to servers, which hold the optimizer's state",
         "leave parallel.zero out, and see strategy.servers",
         ("parallel", "zero"),
     ),
-    Row(
+    ValidityRow(
         (("deterministic: strict",), SERVER),
         "gradients are added up by servers, in the order of workers, and not by logical shard",
         "set parallel.deterministic: null (the order of what came is kept, and `jaxdist replay` "
         "has its bits)",
         ("parallel", "deterministic"),
     ),
-    Row(
+    ValidityRow(
         (("a mesh axis beside data and tensor", "stage (a pipeline)"), SERVER),
         "the mesh is one worker's, with axes data and tensor",
         "take the axis away",
@@ -80,52 +80,52 @@ SERVERS: tuple[Row, ...] = (
         "lamb clips the norm over all parameters to it, and a server has its own alone",
         "set max_grad_norm: off",
     ),
-    Row(
+    ValidityRow(
         (("optim: onebit",), SERVER),
         "it compresses what devices of one mesh exchange",
         "take adamw or lamb, and strategy.codec: {type: sign}",
         ("optim", "type"),
     ),
-    Row(
+    ValidityRow(
         (("an optimizer that evaluates other parameters",), SERVER),
         "workers evaluate the parameters that they train",
         "take another optimizer, or strategy.type: synchronous",
         ("optim",),
     ),
-    Row(
+    ValidityRow(
         (("state of the model besides parameters",), SERVER),
         "each worker would change it for itself",
         "take a model without running statistics (layer norms in the place of batch norms), or "
         "strategy.type: synchronous",
         ("model",),
     ),
-    Row(
+    ValidityRow(
         (("strategy.codec",), ("strategy.consistency: elastic",)),
         "a worker pushes what it itself moves by, and a push that leaves something out pulls the "
         "two apart",
         "set strategy.codec: null",
         ("strategy", "codec"),
     ),
-    Row(
+    ValidityRow(
         (("strategy.aggregation: racks",), ("strategy.consistency: elastic",)),
         "a rack sends a mean, and elastic adds up what workers send",
         "set strategy.aggregation.type: direct",
         ("strategy", "aggregation", "type"),
     ),
-    Row(
+    ValidityRow(
         (("strategy.aggregation: racks",), ("strategy.consistency.value_bound",)),
         "value_bound bounds what each worker has under way, which racks combine",
         "leave strategy.consistency.value_bound out, or set strategy.aggregation.type: direct",
         ("strategy", "aggregation", "type"),
     ),
-    Row(
+    ValidityRow(
         (("strategy: lookahead",), ("optim.master_weights",)),
         "it moves the parameters between steps, which optim.master_weights would set back from "
         "its own copy at the next one",
         "drop one of the two",
         ("strategy",),
     ),
-    Row(
+    ValidityRow(
         (("strategy: lookahead",), ("an optimizer that evaluates other parameters",)),
         "the strategy has its slow weights evaluated, and optim an average of its own",
         "drop one of the two",

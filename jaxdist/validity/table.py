@@ -10,58 +10,58 @@ from jaxdist.errors import ConfigError
 from jaxdist.models.mean import AS_MEAN, OPAQUE
 from jaxdist.validity.features import FLAT, Facts
 from jaxdist.validity.messages import MESSAGES
-from jaxdist.validity.row import COMPRESSION, FROZEN, REDUCTIONS, SCOPES, ZERO_STAGES, Row
+from jaxdist.validity.row import COMPRESSION, FROZEN, REDUCTIONS, SCOPES, ZERO_STAGES, ValidityRow
 from jaxdist.validity.servers import SERVERS
 
-ROWS: tuple[Row, ...] = (
-    Row(
+ROWS: tuple[ValidityRow, ...] = (
+    ValidityRow(
         ((*ZERO_STAGES, *SCOPES, "parallel.zero.secondary"), ("no axis splits the batch",)),
         "ZeRO splits the training state over the axis that splits the batch, and none does",
         "set mesh.data (and leave sharding.rules.batch at data), or parallel.zero.stage: 0",
     ),
-    Row(
+    ValidityRow(
         ((*ZERO_STAGES, *SCOPES, "parallel.zero.secondary"), ("a sharding rule over data",)),
         "what ZeRO would split over the axis of the batch is split over it already",
         "set that rule to null, or parallel.zero.stage: 0",
     ),
-    Row(
+    ValidityRow(
         (("parallel.zero.scope: ici",), ("data on one network",)),
         "the state would be split inside the fast network of an axis that names only one",
         "set mesh.data: {dcn: D, ici: I}, or parallel.zero.scope: all",
     ),
-    Row(
+    ValidityRow(
         (REDUCTIONS, ("no axis splits the batch",)),
         "gradients are summed over the axis that splits the batch, and none does",
         "set mesh.data (and leave sharding.rules.batch at data), or parallel.reduce: null",
     ),
-    Row(
+    ValidityRow(
         (REDUCTIONS, ("a sharding rule over data",)),
         "an explicit reduction needs parameters that are not split along the axis of the batch",
         "set that rule to null, or parallel.reduce: null",
     ),
-    Row(
+    ValidityRow(
         (("reduce: hierarchical",), ("data on one network",)),
         "it sums inside a fast network and then across a slow one, and the axis names only one",
         "set mesh.data: {dcn: D, ici: I}, or parallel.reduce.type: ring",
     ),
-    Row(
+    ValidityRow(
         (("reduce: hierarchical",), ("parallel.zero.scope: ici",)),
         "shards are summed inside the fast network and across the slow one in two steps already, "
         "each on one network",
         "set parallel.reduce.type: ring, or parallel.zero.scope: all",
     ),
-    Row(
+    ValidityRow(
         (("parallel.zero.prefetch",), FROZEN),
         "layers that are fetched ahead have the gradients of all their parameters computed",
         "set parallel.zero.prefetch: false",
     ),
-    Row(
+    ValidityRow(
         (("zero 3", "parallel.zero.secondary"), ("stage (a pipeline)",)),
         "each microbatch would gather the parameters of its layers two times, which a stage that "
         "holds its own layers alone does not pay back",
         "set parallel.zero.stage: 1, or 2",
     ),
-    Row(
+    ValidityRow(
         (
             ("zero 2",),
             ("stage (a pipeline)",),
@@ -71,108 +71,108 @@ ROWS: tuple[Row, ...] = (
         "for those of the other stages",
         "set parallel.reduce.type: xla, or parallel.zero.stage: 1",
     ),
-    Row(
+    ValidityRow(
         (("stage (a pipeline)",), ("a sharding rule over data",)),
         "gradients of stages are summed by an explicit reduction (xla by default), which "
         "needs parameters that are not split along the axis of the batch",
         "set that rule to null, or take mesh.stage away",
     ),
-    Row(
+    ValidityRow(
         (COMPRESSION, ("no axis splits the batch",)),
         "messages are of gradients that are summed over the axis of the batch, and there is none",
         "set mesh.data (and leave sharding.rules.batch at data), or parallel.compression: null",
     ),
-    Row(
+    ValidityRow(
         (COMPRESSION, ("a sharding rule over data",)),
         "messages are of gradients that are not split along the axis of the batch",
         "set that rule to null, or parallel.compression: null",
     ),
-    Row(
+    ValidityRow(
         (("compression over data.dcn",), ("data on one network",)),
         "messages would cross the slow one of two networks, and the axis names only one",
         "set mesh.data: {dcn: D, ici: I}, or parallel.compression.axis: data",
     ),
-    Row(
+    ValidityRow(
         (("zero 2", "zero 3", "parallel.zero.secondary"), ("compression over data",)),
         "no device ever has a whole gradient to compress, nor keeps what a message of it left out",
         "set mesh.data: {dcn: D, ici: I}, parallel.zero.scope: ici and parallel.compression.axis: "
         "data.dcn (exact in the fast network, messages of shards across the slow one), or "
         "parallel.zero.stage: 1, or error_feedback: false with 4 bits or more",
     ),
-    Row(
+    ValidityRow(
         (("parallel.zero.secondary",), ("data on one network",)),
         "a second copy inside the fast one of two networks spares the slow one, and the axis names "
         "only one",
         "set mesh.data: {dcn: D, ici: I}, or parallel.zero.secondary: false",
     ),
-    Row(
+    ValidityRow(
         (("parallel.zero.secondary",), ("parallel.zero.scope: ici",)),
         "the state lies inside the fast network already, and no parameter crosses the slow one",
         "set parallel.zero.scope: all, or parallel.zero.secondary: false",
     ),
-    Row(
+    ValidityRow(
         (("parallel.zero.scope: ici",), COMPRESSION[:2]),
         "each part of the state is summed inside the fast network first",
         "set parallel.compression.axis: data.dcn, or parallel.zero.scope: all",
     ),
-    Row(
+    ValidityRow(
         (("parallel.zero.scope: all", "parallel.zero.secondary"), ("compression over data.dcn",)),
         "the state is split over both networks, and messages of shards cross one",
         "set parallel.zero.scope: ici, or parallel.compression.axis: data",
     ),
-    Row(
+    ValidityRow(
         (("compression over data.dcn",), ("reduce: hierarchical",)),
         "sums are made inside the fast network and across the slow one in two steps already, each "
         "on one network",
         "set parallel.reduce.type: ring",
     ),
-    Row(
+    ValidityRow(
         (("model.remat: {...: offload}",), ("stage (a pipeline)",)),
         "a stage keeps activations of its microbatches in buffers of its own, which are in the "
         "device's memory",
         "save or recompute them, or take mesh.stage away",
     ),
-    Row(
+    ValidityRow(
         (("deterministic: strict",), ("no axis splits the batch",)),
         "its logical shards lie along the axis of the batch, and there is none",
         "set mesh.data (1 will do; and leave sharding.rules.batch at data)",
     ),
-    Row(
+    ValidityRow(
         (("deterministic: strict",), ("a sharding rule over data",)),
         "a logical shard needs parameters that are not split along the axis of the batch",
         "set that rule to null; parallel.zero splits the training state and keeps the bits",
     ),
-    Row(
+    ValidityRow(
         (("deterministic: strict",), REDUCTIONS),
         "logical shards are added up in an order of their own, which no other reduction keeps",
         "set parallel.reduce: null",
     ),
-    Row(
+    ValidityRow(
         (("deterministic: strict",), COMPRESSION),
         "messages are of a device's own sum of gradients, and they leave out some of it",
         "set parallel.compression: null",
     ),
-    Row(
+    ValidityRow(
         (("deterministic: strict",), ("stage (a pipeline)",)),
         "stages add up microbatches in the order of their schedule, and not by logical shard",
         "take mesh.stage away",
     ),
-    Row(
+    ValidityRow(
         (("deterministic: strict",), ("parallel.zero.scope: ici",)),
         "shards inside the fast network are added up there first, in the order of its devices",
         "set parallel.zero.scope: all",
     ),
-    Row(
+    ValidityRow(
         (("deterministic: strict",), ("parallel.zero.secondary",)),
         "parameters are gathered once, at the beginning of a step, with no second copy to keep",
         "set parallel.zero.secondary: false",
     ),
-    Row(
+    ValidityRow(
         (("deterministic: strict",), ZERO_STAGES, ("tensor (or another axis)",)),
         "the norm of gradients that two axes split would be added up in the order of devices",
         "set parallel.zero.stage: 0, or keep data alone in mesh",
     ),
-    Row(
+    ValidityRow(
         (
             ("a scalar as loss",),
             (
@@ -188,13 +188,13 @@ ROWS: tuple[Row, ...] = (
         AS_MEAN,
         ("loss",),
     ),
-    Row(
+    ValidityRow(
         (("a scalar as loss",), ("weights in the data",)),
         "whether rows that weigh 0 are left out is not known of a scalar",
         AS_MEAN,
         ("loss",),
     ),
-    Row(
+    ValidityRow(
         (("a scalar as loss",), ("a held-out split in several batches",)),
         f"a scalar is evaluated in one batch without padding, for {OPAQUE}",
         AS_MEAN,

@@ -242,14 +242,14 @@ def test_a_file_that_is_missing_at_commit_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """As where another process could not write its part."""
-    place = pieces.place
+    place = pieces.place_pieces
 
     def lossy(staging: Path, *rest: Any) -> Any:
         records = place(staging, *rest)
         (staging / name).unlink()
         return records
 
-    monkeypatch.setattr(pieces, "place", lossy)
+    monkeypatch.setattr(pieces, "place_pieces", lossy)
     with pytest.raises(Exception, match=rf"saving step 1 .*{name}"):
         saved(tmp_path, {"w": jnp.ones((64, 256))})
     assert os.listdir(tmp_path) == []

@@ -17,7 +17,7 @@ from jaxdist.elastic.hosts.leader_election import (
     encode_answer,
     encode_renewal,
 )
-from jaxdist.elastic.hosts.places.contract import NOBODY, RendezvousError, Token
+from jaxdist.elastic.hosts.rendezvous.contract import NOBODY, RendezvousError, Token
 from jaxdist.elastic.membership import Generation, Grant, Host, Registry, Stop
 from jaxdist.heartbeat.config import MembershipConfig
 

@@ -8,8 +8,8 @@ import pytest
 
 from jaxdist.elastic.hosts.leader_election import LeaderElection
 from jaxdist.elastic.hosts.member import Membership
-from jaxdist.elastic.hosts.places.contract import RendezvousError
-from jaxdist.elastic.hosts.places.folder import FolderRendezvous
+from jaxdist.elastic.hosts.rendezvous.contract import RendezvousError
+from jaxdist.elastic.hosts.rendezvous.folder import FolderRendezvous
 from jaxdist.heartbeat.config import MembershipConfig
 
 CONFIG = MembershipConfig(min_hosts=1, max_hosts=2, lease_seconds=10.0, settle_seconds=0.0)

@@ -20,7 +20,7 @@ from jaxdist.elastic.hosts import identity, start
 from jaxdist.elastic.hosts.join import LOOK_SECONDS, Here
 from jaxdist.elastic.hosts.leader_election import boot_clock
 from jaxdist.elastic.hosts.multi_host import MultiHost
-from jaxdist.elastic.hosts.places.address import open_rendezvous
+from jaxdist.elastic.hosts.rendezvous.address import open_rendezvous
 from jaxdist.elastic.hosts.start import agent_of, local_device_count, read_host_token, split_host
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.heartbeat.config import MembershipConfig

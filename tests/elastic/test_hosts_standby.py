@@ -9,7 +9,7 @@ import pytest
 
 from jaxdist.elastic.hosts.leader_election import encode
 from jaxdist.elastic.hosts.messages import HostMessages
-from jaxdist.elastic.hosts.places.contract import RendezvousError
+from jaxdist.elastic.hosts.rendezvous.contract import RendezvousError
 from jaxdist.elastic.hosts.standby import Standby
 from jaxdist.elastic.membership import Generation, Registry
 from jaxdist.errors import RunError

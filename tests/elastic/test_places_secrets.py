@@ -7,9 +7,9 @@ import stat
 
 import pytest
 
-from jaxdist.elastic.hosts.places.contract import RendezvousError, Token
-from jaxdist.elastic.hosts.places.folder import FolderRendezvous
-from jaxdist.elastic.hosts.places.redis_server import check_secure, find_password
+from jaxdist.elastic.hosts.rendezvous.contract import RendezvousError, Token
+from jaxdist.elastic.hosts.rendezvous.folder import FolderRendezvous
+from jaxdist.elastic.hosts.rendezvous.redis_server import check_secure, find_password
 from jaxdist.errors import ConfigError
 
 

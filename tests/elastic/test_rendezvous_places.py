@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from redis_place import free_port, redis_server
 
-from jaxdist.elastic.hosts.places import folder as folder_module
-from jaxdist.elastic.hosts.places.address import open_rendezvous
-from jaxdist.elastic.hosts.places.contract import Rendezvous, RendezvousError, Token
-from jaxdist.elastic.hosts.places.redis_server import RedisRendezvous
+from jaxdist.elastic.hosts.rendezvous import folder as folder_module
+from jaxdist.elastic.hosts.rendezvous.address import open_rendezvous
+from jaxdist.elastic.hosts.rendezvous.contract import Rendezvous, RendezvousError, Token
+from jaxdist.elastic.hosts.rendezvous.redis_server import RedisRendezvous
 from jaxdist.errors import ConfigError
 
 

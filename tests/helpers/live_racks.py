@@ -12,7 +12,7 @@ from live_servers import SECONDS, TOKEN, Servers
 from jaxdist.param_server.aggregation import Racks
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.live.aggregator import Aggregator
-from jaxdist.param_server.live.client import Client, Patience
+from jaxdist.param_server.live.client import Client, Timeouts
 from jaxdist.param_server.protocol.rack import WITHIN
 from jaxdist.param_server.wire.contract import Wire
 from jaxdist.param_server.wire.frames import spec_for
@@ -83,7 +83,7 @@ class Racked:
         if rack is None:
             rack = next(at for at, team in enumerate(self.racks) if number in team)
         wires: Sequence[Wire] = [self.around(wire) for wire in self.wires(rack)]
-        patience = Patience(deadline, self.retry)
+        patience = Timeouts(deadline, self.retry)
         through = f"aggregator {rack} of "
         return Client(number, WITHIN, self.layouts, wires, patience=patience, through=through)
 

@@ -14,7 +14,7 @@ import optax
 
 from benchmarks.param_server.receivers import TOKEN
 from jaxdist.param_server.consistency.contract import Clocks, Consistency
-from jaxdist.param_server.live.client import Client, Patience
+from jaxdist.param_server.live.client import Client, Timeouts
 from jaxdist.param_server.live.layout import joined_shards, layouts
 from jaxdist.param_server.live.order import OrderLog
 from jaxdist.param_server.live.server import Server
@@ -76,7 +76,7 @@ class Servers:
             ]
 
     def client(self, number: int, *, wires: Sequence[Wire] = (), retry: float = 30.0) -> Client:
-        patience = Patience(SECONDS, retry)
+        patience = Timeouts(SECONDS, retry)
         return Client(number, self.model, self.layouts, wires or self.wires, patience=patience)
 
     def params_now(self) -> dict[str, np.ndarray]:

@@ -18,7 +18,7 @@ from jaxdist.config.schema import validate
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.aggregator import Aggregator
-from jaxdist.param_server.live.client import Client, Patience
+from jaxdist.param_server.live.client import Client, Timeouts
 from jaxdist.param_server.live.order import OrderLog
 from jaxdist.param_server.live.reception import Reception
 from jaxdist.param_server.live.server import Reached, Server
@@ -107,7 +107,7 @@ class Training:
         rack = self.cluster.rack_of(slot)
         wires = self._wires(self.servers if rack is None else self.racks[rack])
         given = (slot, self.cluster.of_workers, self.sharded.layouts, wires)
-        client = Client(*given, codes=self.sharded.codes, patience=Patience(60.0))
+        client = Client(*given, codes=self.sharded.codes, patience=Timeouts(60.0))
 
         def measure(clock: int, sums: Measured) -> None:
             with self._lock:

@@ -18,7 +18,7 @@ from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.hlo import ledger
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.models.loss import Mean
-from jaxdist.parallel.contract import Gradients, Held
+from jaxdist.parallel.contract import Gradients, StepInputs
 from jaxdist.parallel.exchange.all_reduce import AllReduce
 from jaxdist.trees import tree_bytes
 
@@ -94,7 +94,7 @@ def test_each_device_draws_its_own_random_numbers_and_buffers_become_their_mean(
 
     def run(key):
         params = {"w": jnp.zeros(8)}
-        held = Held(params, params, {"mean": jnp.zeros(()), "count": jnp.int32(4)}, None)
+        held = StepInputs(params, params, {"mean": jnp.zeros(()), "count": jnp.int32(4)}, None)
         return exchange.gradients(Drawn(), held, {"rows": jnp.arange(16.0)}, key, ())[0]
 
     key = jax.random.key(0)

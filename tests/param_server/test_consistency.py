@@ -27,7 +27,7 @@ from jaxdist.param_server.consistency.arrival import (
     extra_clocks,
 )
 from jaxdist.param_server.consistency.build import ConsistencyConfig
-from jaxdist.param_server.consistency.contract import Arrival, Clocks, Merge, Part, decide
+from jaxdist.param_server.consistency.contract import Arrival, Clocks, Merge, WeightedChange, decide
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.elastic import Elastic, alpha_limit
 from jaxdist.param_server.consistency.notices import consistency_notices
@@ -331,7 +331,9 @@ def test_one_change_and_equal_weights_round_as_plain_sums_do():
 
 
 def test_a_merge_weighs_and_divides():
-    parts = tuple(Part(Arrival(n, 0, 0, 0), weight, 0) for n, weight in enumerate([2.0, 1.0]))
+    parts = tuple(
+        WeightedChange(Arrival(n, 0, 0, 0), weight, 0) for n, weight in enumerate([2.0, 1.0])
+    )
     assert combined(Merge(parts, total=4.0), lambda one: 1.0 + one.client) == 1.0
 
 

@@ -15,7 +15,7 @@ from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.live.client import Client, Patience
+from jaxdist.param_server.live.client import Client, Timeouts
 from jaxdist.param_server.live.order import read_order, step
 from jaxdist.param_server.protocol.messages import Apply
 from jaxdist.param_server.protocol.server import RangeState
@@ -117,7 +117,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_counted():
 
 def test_who_is_late_is_named():
     with Servers(BSP(), 2, count=1, rpc=True) as servers:
-        patience = Patience(deadline_seconds=1.0, retry_seconds=9.0)
+        patience = Timeouts(deadline_seconds=1.0, retry_seconds=9.0)
         wires, layouts = servers.wires, servers.layouts
         with Client(0, servers.model, layouts, wires, patience=patience) as client:
             client.push([one * 0 for one in client.read()])
@@ -132,7 +132,7 @@ def test_who_is_late_is_named():
 def test_a_server_that_is_not_there_is_named():
     with Servers(BSP(), 1, count=1, rpc=True) as servers:
         servers.rpcs[0].close()
-        patience = Patience(deadline_seconds=0.3)
+        patience = Timeouts(deadline_seconds=0.3)
         with (
             Client(0, servers.model, servers.layouts, servers.wires, patience=patience) as client,
             pytest.raises(RunError, match="server 0 cannot be reached"),

@@ -13,7 +13,7 @@ from live_servers import Servers
 
 from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.arrival import Asynchronous
-from jaxdist.param_server.live.client import Client, Patience
+from jaxdist.param_server.live.client import Client, Timeouts
 from jaxdist.param_server.wire.config import TlsConfig
 from jaxdist.param_server.wire.security import Tls, certificate_refusal, read_tls
 
@@ -75,7 +75,7 @@ def test_nobody_comes_in_without_the_right_certificate(ours, how, tmp_path):
         wire = replace(servers.wires[0], tls=tls)
         given = (0, servers.model, servers.layouts, [wire])
         # Who is refused for good is told so long before patience ends.
-        patience = Patience(deadline_seconds=20 if tls_fails else 0.5)
+        patience = Timeouts(deadline_seconds=20 if tls_fails else 0.5)
         with (
             Client(*given, patience=patience) as client,
             pytest.raises(RunError, match=message),

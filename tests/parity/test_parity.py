@@ -37,7 +37,7 @@ from jaxdist.parity.cells import (
     possible_cells,
     valid_cells,
 )
-from jaxdist.parity.report import combination_line, from_json, parity_page, to_json
+from jaxdist.parity.report import combination_line, from_json, parity_page, results_to_json
 from jaxdist.parity.run import BUILT_IN, ParityResult, compare_combination, open_reference
 from jaxdist.parity.trace import Differences, limit_of, trace_differences
 from jaxdist.validity.table import violations
@@ -345,7 +345,7 @@ def test_an_inexact_combination_of_my_model_is_skipped_with_the_reason(
     first, second = from_json(report)
     assert (first.verdict, second.verdict, second.reason) == ("equal", "skipped", reason)
     settings = {"planned": 2, "full": False, "losses": report["losses"]}
-    expected = to_json(report["subject"], [first, second], **settings)
+    expected = results_to_json(report["subject"], [first, second], **settings)
     assert {"schema": 1, **expected} == report
 
 
@@ -390,7 +390,7 @@ def test_what_was_found_is_left_where_a_run_is_ended(two_cells, tmp_path, monkey
 
 def report_of(subject, results, **changes):
     settings = {"planned": 0, "full": False, "losses": subject.reference.losses, **changes}
-    return to_json(command.BUILT_IN_NAME, results, **settings)
+    return results_to_json(command.BUILT_IN_NAME, results, **settings)
 
 
 @pytest.mark.full
@@ -494,7 +494,7 @@ def row_of(page: str, start: str) -> list[str]:
 def test_a_page_shows_what_went_wrong():
     cell = Combination("data 8", 0, "all", "ring", 1, "none")
     result = ParityResult(cell, "differs", Differences(0, 1, 1), limit_of(cell.cuts, 512))
-    page = parity_page(to_json("x", [result], planned=1, full=False))
+    page = parity_page(results_to_json("x", [result], planned=1, full=False))
     assert "0 of 1 combinations equal one device" in page
     assert "more were not run" not in page
     assert row_of(page, "data 8 | 0")[2:5] == ["", "", "**differs**"]
@@ -510,7 +510,7 @@ def test_a_page_has_schedules_and_sequences_by_mesh():
         ParityResult(cell, "equal", Differences(0, gradient, 0), limit_of(cell.cuts, 512))
         for cell, gradient in zip(cells, (1e-7, 3e-7, 2e-7), strict=True)
     ]
-    page = parity_page(to_json("x", results, planned=3, full=False))
+    page = parity_page(results_to_json("x", results, planned=3, full=False))
     assert row_of(page, "zb_v | stash") == ["zb_v", "stash", "", "3.0e-07 (2)", "", ""]
     assert row_of(page, "zb_v | recompute")[2:] == [""] * 4
     assert row_of(page, "data 2, tensor 4 | ")[1:] == ["", "2.0e-07 (1)"]

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from jaxdist.errors import RunError
 from jaxdist.runtime import connection, gpus
 from jaxdist.runtime.gpu_query import query
-from jaxdist.runtime.gpus import Seen, check_started, divide, gpu_platforms, look
+from jaxdist.runtime.gpus import Seen, check_started, divide_gpus, gpu_platforms, look
 from jaxdist.runtime.processes import Processes, find_processes
 from jaxdist.runtime.rendezvous import free_port
 
@@ -44,10 +44,10 @@ def test_every_gpu_of_a_job_has_one_owner(name: str, monkeypatch: pytest.MonkeyP
         seen.append(look(environ, None))
     if "refused" in job:
         with pytest.raises(RunError) as raised:
-            divide(seen)
+            divide_gpus(seen)
         assert job["refused"] in str(raised.value)
     else:
-        assert divide(seen) == [tuple(process["owns"]) for process in job["processes"]]
+        assert divide_gpus(seen) == [tuple(process["owns"]) for process in job["processes"]]
 
 
 def node(*visible: str, **changes: Any) -> Seen:
@@ -69,16 +69,16 @@ def node(*visible: str, **changes: Any) -> Seen:
 )
 def test_gpus_that_would_be_idle_or_shared_are_refused(seen: list[Seen], message: str) -> None:
     with pytest.raises(RunError, match=message):
-        divide(seen)
+        divide_gpus(seen)
 
 
 def test_the_choice_of_the_user_stands() -> None:
     chosen = [node("a", "b", "c", given=3, chosen=(2,)), node("a", "b", "c", given=3, chosen=(0,))]
-    assert divide(chosen) == [(2,), (0,)]
+    assert divide_gpus(chosen) == [(2,), (0,)]
 
 
 def test_nothing_is_divided_where_there_is_no_gpu() -> None:
-    assert divide([Seen("n1", given=8), Seen("n2")]) == [(), ()]
+    assert divide_gpus([Seen("n1", given=8), Seen("n2")]) == [(), ()]
 
 
 def test_what_a_process_sees_is_told_as_json_and_read_back() -> None:

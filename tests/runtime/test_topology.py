@@ -11,8 +11,8 @@ from jaxdist.errors import MeshError
 from jaxdist.hlo.ledger import compile_with_text, ledger_of_text
 from jaxdist.runtime.topology import (
     FAMILIES,
-    Family,
     Topology,
+    TpuFamily,
     parse_topology,
     topology_devices,
 )
@@ -80,7 +80,7 @@ def test_every_family(name: str) -> None:
 
 @pytest.mark.needs_libtpu
 def test_a_family_that_libtpu_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "v9", Family(2, 16, "v9:2x2"))
+    monkeypatch.setitem(FAMILIES, "v9", TpuFamily(2, 16, "v9:2x2"))
     with pytest.raises(MeshError, match=r"topology 'v9:2x2' is none that libtpu knows: "):
         topology_devices("v9:2x2")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.study.comparison import Compared, comparison_table
+from jaxdist.study.comparison import VariantResult, comparison_table
 from jaxdist.study.comparison_plot import comparison_figure, plot_comparison
 from jaxdist.study.trial import TrialOutcome, VariantTrial
 from jaxdist.study.variants import Variant
@@ -26,12 +26,12 @@ def outcomes(name: str, *losses: float) -> Outcomes:
 BASE = outcomes("plain", 2.0, 4.0)
 
 
-def row(name: str, sent: float, *losses: float, base: Outcomes = BASE) -> Compared:
-    return Compared(Variant(name), sent, 400.0, outcomes(name, *losses), base)
+def row(name: str, sent: float, *losses: float, base: Outcomes = BASE) -> VariantResult:
+    return VariantResult(Variant(name), sent, 400.0, outcomes(name, *losses), base)
 
 
 ROWS = [
-    Compared(Variant("plain"), 400.0, 400.0, BASE, BASE),
+    VariantResult(Variant("plain"), 400.0, 400.0, BASE, BASE),
     row("near", 100.0, 2.01, 4.02),
     row("near, mostly", 13.0, 1.95, 4.06),
     row("far", 13.0, 2.2, 4.8),
@@ -63,7 +63,7 @@ def test_the_widest_table_is_80_wide() -> None:
 
 def test_one_seed_has_no_spread_and_no_bytes_no_ratio() -> None:
     base = outcomes("plain", 0.5)
-    alone = Compared(Variant("x"), 0.0, 0.0, outcomes("x", 0.6), base)
+    alone = VariantResult(Variant("x"), 0.0, 0.0, outcomes("x", 0.6), base)
     assert "| x       | 0.6000        | +20.0     | -     | worse   |" in comparison_table([alone])
     found = alone.as_json()
     assert (found["spread"], found["change_spread"], found["relative_bytes"]) == (None, None, None)

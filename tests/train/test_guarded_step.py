@@ -19,7 +19,7 @@ from jaxdist.optim.build import AdamWConfig
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.loss_scale import DynamicLossScaleConfig
 from jaxdist.optim.safety import SkipSpikesConfig
-from jaxdist.parallel.contract import BatchContext, Held
+from jaxdist.parallel.contract import BatchContext, StepInputs
 from jaxdist.parallel.zero import ZeroConfig, plan_zero
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.home import views_of
@@ -278,7 +278,7 @@ def test_sums_over_microbatches_and_devices_are_float32(way):
     state, key = found.state_shapes, jax.random.key(0)
 
     def grads_of(params, buffers, batch, key):
-        held = Held(params, params, buffers, None)
+        held = StepInputs(params, params, buffers, None)
         return found.compute.gradients(held, batch, key, BatchContext()).grads
 
     grads = jax.eval_shape(grads_of, state.params, state.buffers, found.batch, key)

@@ -83,7 +83,7 @@ class EncodedImages:
         return self._decoded(0).shape
 
     def _decoded(self, index: int) -> np.ndarray:
-        return decode(self.places[index], self.size)
+        return decode_image(self.places[index], self.size)
 
 
 @cache
@@ -92,7 +92,7 @@ def _decoders() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="decode")
 
 
-def decode(place: Place, size: int | None) -> np.ndarray:
+def decode_image(place: Place, size: int | None) -> np.ndarray:
     """Decode a JPEG or PNG to uint8 [H, W, 3].
 
     Args:
@@ -183,7 +183,7 @@ def _whole(listing: Listing) -> tuple[Listing, list[str]]:
     kept, broken = [], []
     for place, name in zip(listing.places, listing.names, strict=True):
         try:
-            decode(place, 1)
+            decode_image(place, 1)
         except DataError:
             broken.append(str(place))
         else:

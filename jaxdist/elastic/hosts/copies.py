@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 
 from jaxdist.checkpoint.layout import snapshot_of
 from jaxdist.config.files import parse_json
-from jaxdist.elastic.hosts.places.contract import is_loopback
+from jaxdist.elastic.hosts.rendezvous.contract import is_loopback
 from jaxdist.errors import RunError
 from jaxdist.types import JsonObject
 

@@ -10,7 +10,7 @@ from jaxdist.elastic.hosts.copies import CopyServer, address_of, parts_in, seed
 from jaxdist.elastic.hosts.identity import check_compatibility, digest_of
 from jaxdist.elastic.hosts.leader_election import STRANGER_TIMEOUT_LEASES, compatibility_of
 from jaxdist.elastic.hosts.member import Membership
-from jaxdist.elastic.hosts.places.contract import LostError, Token
+from jaxdist.elastic.hosts.rendezvous.contract import LostError, Token
 from jaxdist.errors import RunError
 from jaxdist.runtime.rendezvous import Wait
 from jaxdist.types import JsonObject

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from jaxdist.elastic.hosts.places.contract import NOBODY, Rendezvous, Token
+from jaxdist.elastic.hosts.rendezvous.contract import NOBODY, Rendezvous, Token
 from jaxdist.elastic.membership import Generation, Grant, Registry, Renew, Stop
 from jaxdist.heartbeat.config import MembershipConfig
 from jaxdist.types import JsonObject

@@ -17,7 +17,7 @@ from jaxdist.elastic.hosts.leader_election import (
     decode_answer,
     encode_renewal,
 )
-from jaxdist.elastic.hosts.places.contract import LostError, Rendezvous, RendezvousError, Token
+from jaxdist.elastic.hosts.rendezvous.contract import LostError, Rendezvous, RendezvousError, Token
 from jaxdist.elastic.hosts.run import OVER, ended_before
 from jaxdist.elastic.membership import Generation, Host
 from jaxdist.heartbeat.config import MembershipConfig

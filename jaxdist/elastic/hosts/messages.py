@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxdist.elastic.assignment import Assignment
 from jaxdist.elastic.hosts.leader_election import compatibility_of, registry_of
 from jaxdist.elastic.hosts.member import Membership
-from jaxdist.elastic.hosts.places.contract import RendezvousError
+from jaxdist.elastic.hosts.rendezvous.contract import RendezvousError
 from jaxdist.runtime.rendezvous import Wait
 
 

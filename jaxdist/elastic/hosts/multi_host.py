@@ -28,16 +28,16 @@ from jaxdist.elastic.hosts.join import LOOK_SECONDS, Here, join_hosts
 from jaxdist.elastic.hosts.leader_election import LeaderElection, boot_clock
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.hosts.messages import HostMessages
-from jaxdist.elastic.hosts.places.contract import Rendezvous, RendezvousError
 from jaxdist.elastic.hosts.plan import GenerationPlan
 from jaxdist.elastic.hosts.prepare import Preparing
 from jaxdist.elastic.hosts.remote_progress import RemoteProgress, encode_progress
+from jaxdist.elastic.hosts.rendezvous.contract import Rendezvous, RendezvousError
 from jaxdist.elastic.hosts.run import (
-    asked_of,
     command_of,
     ended_before,
     finished,
     known_run,
+    requested_directory,
     tell_run,
 )
 from jaxdist.elastic.hosts.snapshot_replica import SnapshotReplica
@@ -89,7 +89,7 @@ class MultiHost:
         told = {"before": before, "clock": clock, "fits": lambda f: self._preparing.has_mesh(f)}
         election = LeaderElection(rendezvous, config, here.host, compatibility, **told)
         self.members = Membership(rendezvous, config, here.host, election, clock)
-        self._command, self._asked = command_of(values), asked_of(values)
+        self._command, self._asked = command_of(values), requested_directory(values)
         self._values = values
         self._in_part = bool((values.get("checkpoint") or {}).get("parts"))
         self._messages = HostMessages(self.members, here.name, seconds)

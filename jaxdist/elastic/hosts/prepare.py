@@ -11,7 +11,7 @@ from jaxdist.elastic.hosts.copies import CopyError, fetch, parts_in
 from jaxdist.elastic.hosts.leader_election import registry_of
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.hosts.plan import BatchRule, GenerationPlan, HostFacts, make_plan
-from jaxdist.elastic.hosts.run import asked_of, run_to_begin
+from jaxdist.elastic.hosts.run import requested_directory, run_to_begin
 from jaxdist.elastic.hosts.snapshot_replica import SnapshotReplica
 from jaxdist.elastic.membership import Generation
 from jaxdist.errors import RunError
@@ -62,7 +62,7 @@ class Preparing:
             told = {"generation": number, "data": rule.data_size(plan.devices)}
             self.members.rendezvous.put(FULL, told)
         ended = self.members.ended_before
-        run = run_to_begin(self.members.rendezvous, ended, number, asked_of(self.values))
+        run = run_to_begin(self.members.rendezvous, ended, number, requested_directory(self.values))
         resume = self.resume or run.path is not None
         address = self.address
         port = free_port("127.0.0.1" if address in ("127.0.0.1", "localhost") else "")

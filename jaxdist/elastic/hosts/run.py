@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from jaxdist.checkpoint.identity import Identity, new_id, read_identity
-from jaxdist.elastic.hosts.places.contract import Rendezvous
+from jaxdist.elastic.hosts.rendezvous.contract import Rendezvous
 from jaxdist.errors import RunError
 from jaxdist.types import Json, JsonObject
 
@@ -35,7 +35,7 @@ def ended_before(rendezvous: Rendezvous) -> int:
     return -1 if over is None else over["generation"]
 
 
-def asked_of(values: JsonObject) -> str | None:
+def requested_directory(values: JsonObject) -> str | None:
     """Return the run directory that a config asks for; None if the config's name decides."""
     directory = (values.get("run") or {}).get("directory")
     return None if directory is None else str(directory)
@@ -46,7 +46,7 @@ def known_run(rendezvous: Rendezvous, ended: int, asked: str | None) -> Identity
 
     Args:
       ended: the generation in which the last run ended.
-      asked: see `asked_of`.
+      asked: see `requested_directory`.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from jaxdist.elastic.hosts.leader_election import registry_of
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.hosts.messages import HostMessages
-from jaxdist.elastic.hosts.places.contract import LostError, RendezvousError
+from jaxdist.elastic.hosts.rendezvous.contract import LostError, RendezvousError
 from jaxdist.elastic.membership import Generation
 from jaxdist.errors import RunError
 from jaxdist.runtime.rendezvous import Wait

@@ -17,12 +17,12 @@ from jaxdist.elastic.agent import Agent, AgentSettings
 from jaxdist.elastic.hosts.identity import compatibility
 from jaxdist.elastic.hosts.join import Here
 from jaxdist.elastic.hosts.multi_host import MultiHost
-from jaxdist.elastic.hosts.places.address import open_rendezvous
-from jaxdist.elastic.hosts.places.contract import Token
+from jaxdist.elastic.hosts.rendezvous.address import open_rendezvous
+from jaxdist.elastic.hosts.rendezvous.contract import Token
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.heartbeat.config import ElasticConfig
 from jaxdist.heartbeat.fence import newest_of_all
-from jaxdist.runtime.gpus import divide, look
+from jaxdist.runtime.gpus import divide_gpus, look
 from jaxdist.runtime.notices import PreemptionConfig
 from jaxdist.types import JsonObject
 
@@ -180,6 +180,6 @@ def local_device_count(values: JsonObject, environ: Mapping[str, str], processes
         return max(fake, 1)
     if environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return 1
-    share = divide([look(environ, environ.get("JAX_PLATFORMS"))] * processes)[0]
+    share = divide_gpus([look(environ, environ.get("JAX_PLATFORMS"))] * processes)[0]
     chips = [name for name in os.listdir("/dev") if re.fullmatch(r"accel\d+", name)]
     return len(share) or len(chips) or 1

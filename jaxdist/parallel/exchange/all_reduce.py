@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxdist.models.loss import Batch
-from jaxdist.parallel.contract import Compute, Gradients, Held
+from jaxdist.parallel.contract import Compute, Gradients, StepInputs
 from jaxdist.parallel.exchange.explicit import Explicit, over
 from jaxdist.parallel.layer_chunks import Layers, by_layers
 from jaxdist.types import Grads, Params, PyTree
@@ -19,7 +19,7 @@ class AllReduce(Explicit):
     """An all-reduce of whole gradients, some layers at a time."""
 
     def gradients(
-        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
+        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
         found = self.stacked(compute, held, batch, key)
         return found._replace(grads=self.mean(found.grads, found.sums["loss"].weight)), state

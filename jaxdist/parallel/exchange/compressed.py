@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxdist.collectives.axis import axis_size, rank
 from jaxdist.collectives.split import gather_leaves
 from jaxdist.models.loss import Batch
-from jaxdist.parallel.contract import Compute, Exchange, Gradients, Held
+from jaxdist.parallel.contract import Compute, Exchange, Gradients, StepInputs
 from jaxdist.parallel.exchange.all_reduce import AllReduce
 from jaxdist.parallel.exchange.explicit import EVERYWHERE, Explicit, together
 from jaxdist.parallel.exchange.messages import Messages
@@ -77,7 +77,7 @@ class CompressedAllReduce(Compressed, AllReduce):
     inside: ZeroSplit | None = field(default=None, kw_only=True)
 
     def gradients(
-        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
+        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
         found = self.stacked(compute, held, batch, key)
         ways: dict[str, Any] = {}
@@ -109,7 +109,7 @@ class CompressedScatter(Compressed, Scatter):
     """A reduce-scatter by messages: every device gets its shard of the sum (ZeRO 1)."""
 
     def gradients(
-        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
+        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
         found = self.stacked(compute, held, batch, key)
         ways: dict[str, Any] = {"before": partial(self.summed_inside, self.zero)}
@@ -148,7 +148,7 @@ class CompressedUnsharded(Compressed, Unsharded):
     """
 
     def gradients(
-        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
+        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
         zero = self.zero
         shards = zero.specs(jax.tree.map(lambda _: EVERYWHERE, held.stored))

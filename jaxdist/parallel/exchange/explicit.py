@@ -24,7 +24,7 @@ from jaxdist.compression import Codec
 from jaxdist.models.loss import Batch
 from jaxdist.models.mean import check_adds_up
 from jaxdist.optim.safety import global_norm, global_norm_of_shards
-from jaxdist.parallel.contract import BatchContext, Compute, Gradients, Held
+from jaxdist.parallel.contract import BatchContext, Compute, Gradients, StepInputs
 from jaxdist.parallel.exchange.base import Base
 from jaxdist.parallel.layer_chunks import Layers, by_layers
 from jaxdist.parallel.unshard import on_blocks
@@ -66,7 +66,7 @@ class Explicit(Base):
     def on_rows(
         self,
         compute: Compute,
-        held: Held,
+        held: StepInputs,
         batch: Batch,
         key: jax.Array,
         *,
@@ -117,7 +117,9 @@ class Explicit(Base):
             leaves[i] = mean
         return structure.unflatten(leaves)
 
-    def stacked(self, compute: Compute, held: Held, batch: Batch, key: jax.Array) -> Gradients:
+    def stacked(
+        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array
+    ) -> Gradients:
         """Stack each device's own gradients along a leading dim, split over `axes`."""
         per_device = PartitionSpec(self.axes)
         return self.on_rows(

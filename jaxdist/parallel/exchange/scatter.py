@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxdist.models.loss import Batch
-from jaxdist.parallel.contract import Compute, Gradients, Held
+from jaxdist.parallel.contract import Compute, Gradients, StepInputs
 from jaxdist.parallel.exchange.explicit import Sharding, over, together
 from jaxdist.parallel.layer_chunks import Layers, by_layers
 from jaxdist.types import Grads, PyTree
@@ -19,7 +19,7 @@ class Scatter(Sharding):
     """A reduce-scatter of whole gradients after the backward pass, some layers at a time."""
 
     def gradients(
-        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
+        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
         found = self.stacked(compute, held, batch, key)
         reduce = self.on_all_axes(self._mean_shards, self.zero.specs(self.specs))

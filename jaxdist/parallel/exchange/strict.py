@@ -27,7 +27,7 @@ from jaxdist.models.mean import check_adds_up, divisor
 from jaxdist.optim.owners import Owner
 from jaxdist.optim.safety import all_finite, global_norm
 from jaxdist.parallel.compiler import PASSES, Options
-from jaxdist.parallel.contract import BatchContext, Compute, Given, Gradients, Held
+from jaxdist.parallel.contract import BatchContext, Compute, Given, Gradients, StepInputs
 from jaxdist.parallel.exchange.explicit import EVERYWHERE, Explicit
 from jaxdist.parallel.exchange.scatter import Scatter
 from jaxdist.parallel.strict.pieces import in_pieces, once
@@ -102,7 +102,7 @@ class Strict(Explicit):
         return self.devices == self.mesh.size
 
     def gradients(
-        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
+        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
         found = self._blocks(compute, held, batch, key)
         specs = self.specs if self.zero is None else self.zero.specs(self.specs)
@@ -216,7 +216,9 @@ class Strict(Explicit):
         )
         return run(tuple(trees), rest)
 
-    def _blocks(self, compute: Compute, held: Held, batch: Batch, key: jax.Array) -> Gradients:
+    def _blocks(
+        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array
+    ) -> Gradients:
         """Stack each device's own gradient sums over `axes`; sums over all; buffers' means."""
 
         def run(stored: Params, buffers: Buffers, batch: PyTree, key: jax.Array) -> Gradients:

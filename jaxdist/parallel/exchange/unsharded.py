@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxdist.models.loss import Batch
-from jaxdist.parallel.contract import Compute, Gradients, Held
+from jaxdist.parallel.contract import Compute, Gradients, StepInputs
 from jaxdist.parallel.exchange.explicit import EVERYWHERE, Sharding, over
 from jaxdist.parallel.unshard import defer, on_blocks
 from jaxdist.types import Params, PyTree
@@ -25,7 +25,7 @@ class Unsharded(Sharding):
     """A reduce-scatter of each layer's gradients in the backward pass."""
 
     def gradients(
-        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
+        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
         shards = self.zero.specs(jax.tree.map(lambda _: EVERYWHERE, held.stored))
         found = self.on_rows(

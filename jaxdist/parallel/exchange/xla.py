@@ -10,7 +10,7 @@ import jax
 
 from jaxdist.models.loss import Batch
 from jaxdist.optim.safety import global_norm
-from jaxdist.parallel.contract import BatchContext, Compute, Gradients, Held
+from jaxdist.parallel.contract import BatchContext, Compute, Gradients, StepInputs
 from jaxdist.parallel.exchange.base import Base
 from jaxdist.types import Grads, Params, PyTree
 
@@ -22,7 +22,7 @@ class XlaExchange(Base):
     explicit: bool = field(default=False, init=False)
 
     def gradients(
-        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
+        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
         return compute.mean_gradients(held, batch, key, self._around), state
 

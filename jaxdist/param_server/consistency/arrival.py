@@ -10,7 +10,13 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from jaxdist.config.schema import Config
 from jaxdist.optim.common import Beta
-from jaxdist.param_server.consistency.contract import Arrival, Clocks, Consistency, Merge, Part
+from jaxdist.param_server.consistency.contract import (
+    Arrival,
+    Clocks,
+    Consistency,
+    Merge,
+    WeightedChange,
+)
 
 Bound = Annotated[int, Field(ge=0, le=2**20)]
 Reads = Literal["eager", "lazy", "each_clock", "ahead"]
@@ -75,7 +81,7 @@ class OnArrival(Consistency):
         if not clocks.held:
             return None
         staleness = clocks.version - clocks.held[0].version
-        part = Part(clocks.held[0], 1.0, staleness)
+        part = WeightedChange(clocks.held[0], 1.0, staleness)
         return Merge((part,), rate=self.rate(staleness, clocks.team))
 
     def holds_back(self, largest: float, workers: int) -> bool:

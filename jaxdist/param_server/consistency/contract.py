@@ -54,7 +54,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightedChange:
     """A weighted change in a merge.
 
     Attributes:
@@ -80,7 +80,7 @@ class Merge:
       without: changes that the merge settles without applying them (`Arrival.nothing`).
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[WeightedChange, ...]
     total: float = 1.0
     rate: float = 1.0
     without: tuple[Arrival, ...] = ()

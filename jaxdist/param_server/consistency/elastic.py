@@ -13,8 +13,8 @@ from jaxdist.param_server.consistency.contract import (
     Clocks,
     Consistency,
     Merge,
-    Part,
     Payload,
+    WeightedChange,
 )
 
 
@@ -77,7 +77,7 @@ class Elastic(Consistency):
             return None
         taken = sorted(clocks.held, key=_by_client) if together else clocks.held[:1]
         counted = [one for one in taken if one.nothing is None]
-        parts = (Part(one, 1.0, clocks.version - one.version) for one in counted)
+        parts = (WeightedChange(one, 1.0, clocks.version - one.version) for one in counted)
         without = tuple(one for one in taken if one.nothing is not None)
         return Merge(tuple(parts), without=without)
 

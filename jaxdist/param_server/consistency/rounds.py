@@ -8,7 +8,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jaxdist.errors import ConfigError
-from jaxdist.param_server.consistency.contract import Arrival, Clocks, Consistency, Merge, Part
+from jaxdist.param_server.consistency.contract import (
+    Arrival,
+    Clocks,
+    Consistency,
+    Merge,
+    WeightedChange,
+)
 
 
 class Rounds(Consistency):
@@ -66,7 +72,7 @@ def mean_of(held: Sequence[Arrival], version: int) -> Merge:
     ordered = sorted(held, key=lambda one: (one.client, one.sequence))
     counted = [one for one in ordered if one.nothing is None]
     most = max((one.tokens for one in counted), default=1.0)
-    parts = tuple(Part(one, one.tokens / most, version - one.version) for one in counted)
+    parts = tuple(WeightedChange(one, one.tokens / most, version - one.version) for one in counted)
     total = sum((part.weight for part in parts), start=0.0) if parts else 1.0
     without = tuple(one for one in ordered if one.nothing is not None)
     return Merge(parts, total=total, without=without)

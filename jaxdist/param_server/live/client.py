@@ -22,7 +22,7 @@ from jaxdist.param_server.wire.contract import Wire
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """Timeouts of a worker.
 
     Attributes:
@@ -61,10 +61,10 @@ class Client:
         *,
         codes: Sequence[Codes] = (),
         epoch: int = 0,
-        patience: Patience | None = None,
+        patience: Timeouts | None = None,
         through: str = "",
     ) -> None:
-        self.number, self.model, self.patience = number, model, patience or Patience()
+        self.number, self.model, self.patience = number, model, patience or Timeouts()
         self._encoders = [Encoder(one, number) for one in codes]
         self._links = [
             ServerLink(

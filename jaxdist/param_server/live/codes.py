@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.compression import Codec, Feedback, Sender, SenderState, Sent, first_round
+from jaxdist.compression import Codec, EncodedGradient, Feedback, Sender, SenderState, first_round
 from jaxdist.param_server.live.layout import ShardLayout, ShardPiece
 from jaxdist.param_server.wire.contract import Spec
 from jaxdist.types import PyTree
@@ -101,7 +101,7 @@ class Encoder:
             state = self._states.get(at)
             if state is None:
                 state = codes.sender.init(like(piece))
-            sent: Sent = codes.encode(x.astype(np.float32), state, round.part(at))
+            sent: EncodedGradient = codes.encode(x.astype(np.float32), state, round.part(at))
             self._states[at] = sent.state
             finite &= bool(sent.finite)
             parts += [np.asarray(leaf) for leaf in jax.tree.leaves(sent.message)]

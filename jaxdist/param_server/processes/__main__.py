@@ -20,7 +20,7 @@ from pathlib import Path
 from jaxdist.data.cache import cache_directory
 from jaxdist.errors import JaxdistError, RunError
 from jaxdist.param_server.consistency.contract import Clocks
-from jaxdist.param_server.live.client import Client, Patience
+from jaxdist.param_server.live.client import Client, Timeouts
 from jaxdist.param_server.live.order import OrderLog
 from jaxdist.param_server.live.server import Reached, Server
 from jaxdist.param_server.live.shard import ServerShard
@@ -141,7 +141,7 @@ class WorkerProcess:
         processes = cluster.processes
         # Longer than the supervisor's deadline, so that the supervisor ends late workers, and not
         # those that wait for them.
-        patience = Patience(2 * processes.deadline_seconds, processes.retry_seconds)
+        patience = Timeouts(2 * processes.deadline_seconds, processes.retry_seconds)
         self.client = Client(
             setup["number"],
             cluster.of_workers,

@@ -25,7 +25,7 @@ from jaxdist.experiment.flops import model_flops, on_one_device
 from jaxdist.parallel.compute import Unstaged
 from jaxdist.planner.formulas.contract import counts_of, invalid
 from jaxdist.planner.memory import PlanMemory, elements_of
-from jaxdist.planner.model import Tensor
+from jaxdist.planner.model import PlannedParameter
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.products import peak_of
 from jaxdist.planner.target import Places, Target
@@ -60,7 +60,7 @@ class Traced:
     unit: str
     batch: int
     units_per_example: int
-    tensors: tuple[tuple[Tensor, int], ...]
+    tensors: tuple[tuple[PlannedParameter, int], ...]
     param_bytes: float
     state_bytes: float
     buffer_bytes: int
@@ -111,7 +111,7 @@ class Traced:
 
 
 @lru_cache(maxsize=1024)
-def _elements(tensors: tuple[tuple[Tensor, int], ...], parts: int) -> int:
+def _elements(tensors: tuple[tuple[PlannedParameter, int], ...], parts: int) -> int:
     return sum(elements_of(tensor, 1, parts, count)[1] for tensor, count in tensors)
 
 
@@ -238,11 +238,13 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
     )
 
 
-def _tensor(name: str, shape: tuple[int, ...], dims: tuple[str | None, ...]) -> tuple[Tensor, int]:
+def _tensor(
+    name: str, shape: tuple[int, ...], dims: tuple[str | None, ...]
+) -> tuple[PlannedParameter, int]:
     """Return a parameter, and its number of stacked layers, which ZeRO does not split."""
     stacked = dims[:1] == ("layers",)
     own = shape[1:] if stacked else shape
-    return Tensor(name, own, None, stacked), shape[0] if stacked else 1
+    return PlannedParameter(name, own, None, stacked), shape[0] if stacked else 1
 
 
 def _of_rows(alone: Experiment, rows: int) -> Mapping[str, float]:

@@ -8,7 +8,7 @@ from functools import cached_property
 import jax
 import numpy as np
 
-from jaxdist.compression import Codec, Feedback, Sender, SenderState, Sent, first_round
+from jaxdist.compression import Codec, EncodedGradient, Feedback, Sender, SenderState, first_round
 from jaxdist.param_server.placement.ranges import Range
 from jaxdist.simulation.engine.shard import Shard
 
@@ -69,7 +69,7 @@ class ClientEncoder:
             if key not in self._states:
                 self._states[key] = encoding.sender.init(_like(array))
             x = array.astype(np.float32)
-            sent: Sent = encoding.encode(x, self._states[key], round.part(at))
+            sent: EncodedGradient = encoding.encode(x, self._states[key], round.part(at))
             self._states[key] = sent.state
             finite &= bool(sent.finite)
             found.append(np.asarray(sent.decoded).astype(array.dtype))

@@ -17,7 +17,7 @@ from jaxdist.simulation.engine.network import Action, EventQueue, Network, Node
 from jaxdist.simulation.engine.problem import TrainingProblem, UpdateRule
 from jaxdist.simulation.engine.rack import RackNode
 from jaxdist.simulation.engine.report import Report, WorkerReport
-from jaxdist.simulation.engine.setup import placed, server_rule
+from jaxdist.simulation.engine.setup import place_arrays, server_rule
 from jaxdist.simulation.engine.shard import Shard, ShardNode
 from jaxdist.simulation.engine.worker import WorkerNode
 
@@ -78,7 +78,7 @@ class Simulation:
         self.worker_model = WITHIN if cluster.clients < cluster.workers else self.model
         self.timeline = EventQueue()
         self.network = Network(self.config.link, self.timeline, self.config.seed)
-        self.placement = placed(problem.start, cluster, divisible=rule.divisible)
+        self.placement = place_arrays(problem.start, cluster, divisible=rule.divisible)
         outer = server_rule(self.model, rule)
         given = (problem.start, self.model, outer, cluster.clients, self.say)
         self.shards = [

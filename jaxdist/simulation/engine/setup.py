@@ -23,7 +23,7 @@ def server_rule(model: Consistency, rule: UpdateRule) -> UpdateRule:
     return rule
 
 
-def placed(start: Arrays, cluster: Cluster, *, divisible: bool) -> Placement:
+def place_arrays(start: Arrays, cluster: Cluster, *, divisible: bool) -> Placement:
     """Place the arrays of a problem on servers 0, 1, 2, ..."""
     tensors = [
         PlaceableTensor(name, len(np.atleast_1d(array)), np.asarray(array).nbytes, divisible)

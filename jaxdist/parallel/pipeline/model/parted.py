@@ -17,7 +17,7 @@ from jaxdist.mesh import axis_names
 from jaxdist.models.functional import Functional
 from jaxdist.models.layers import carried, whole
 from jaxdist.models.loss import Batch, Loss, Sums, weighted
-from jaxdist.parallel.contract import BatchContext, Gradients, Held
+from jaxdist.parallel.contract import BatchContext, Gradients, StepInputs
 from jaxdist.parallel.pipeline.called import inputs_of
 from jaxdist.parallel.pipeline.executor.model_fns import ModelFns, StageSpecs, Visit
 from jaxdist.parallel.pipeline.model.chunks import Cut
@@ -94,7 +94,7 @@ class PartedPipeline(Pipeline):
     batch: Mapping[str, jax.ShapeDtypeStruct]
 
     def gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
+        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients as the base does."""
         # Gradients are wider than narrow parameters, and so are the shapes used to unpack them.

@@ -18,7 +18,7 @@ from jaxdist.models.hints import RESIDUAL
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.models.mean import check_adds_up, divisor
 from jaxdist.parallel.compute import over_weight
-from jaxdist.parallel.contract import BatchContext, Gradients, Held
+from jaxdist.parallel.contract import BatchContext, Gradients, StepInputs
 from jaxdist.parallel.microbatch import split_rows
 from jaxdist.parallel.pipeline.called import inputs_of
 from jaxdist.parallel.pipeline.executor.execute import evaluate_pipeline, run_pipeline
@@ -84,7 +84,7 @@ class Pipeline:
         return self
 
     def gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
+        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients of the total loss of a batch, all sums, and the (empty) buffers.
 
@@ -118,7 +118,7 @@ class Pipeline:
         return Gradients(grads, found.sums, held.buffers)
 
     def mean_gradients(
-        self, held: Held, batch: Batch, key: jax.Array, around: BatchContext
+        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients of the mean loss, over the weight of the whole batch."""
         return over_weight(self.gradients(held, batch, key, around))

@@ -16,7 +16,7 @@ from secrets import token_hex
 from typing import Any
 from urllib.parse import urldefrag, urlsplit
 
-from jaxdist.elastic.hosts.places.contract import LostError, RendezvousError, Token, is_loopback
+from jaxdist.elastic.hosts.rendezvous.contract import LostError, RendezvousError, Token, is_loopback
 from jaxdist.errors import ConfigError
 from jaxdist.types import Json
 
@@ -33,7 +33,7 @@ return 0
 
 
 class RedisRendezvous:
-    """See `jaxdist.elastic.hosts.places.contract.Rendezvous`.
+    """See `jaxdist.elastic.hosts.rendezvous.contract.Rendezvous`.
 
     Args:
       address: redis://[:PASSWORD@]HOST:PORT/DB, rediss:// for TLS, and `#NAME` for another run on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxdist.elastic.hosts.places.contract import Rendezvous
+from jaxdist.elastic.hosts.rendezvous.contract import Rendezvous
 from jaxdist.errors import ConfigError
 
 SCHEMES = ("redis://", "rediss://")
@@ -18,13 +18,13 @@ def open_rendezvous(address: str) -> Rendezvous:
       RendezvousError: it cannot be reached, or is unsuitable.
     """
     if address.startswith(SCHEMES):
-        from jaxdist.elastic.hosts.places.redis_server import RedisRendezvous
+        from jaxdist.elastic.hosts.rendezvous.redis_server import RedisRendezvous
 
         return RedisRendezvous(address)
     if "://" in address:
         raise ConfigError(
             f"--rendezvous {address}: give a directory that all hosts see, or redis://HOST:PORT"
         )
-    from jaxdist.elastic.hosts.places.folder import FolderRendezvous
+    from jaxdist.elastic.hosts.rendezvous.folder import FolderRendezvous
 
     return FolderRendezvous(Path(address))

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 
-from jaxdist.elastic.hosts.places.contract import RendezvousError, Token
+from jaxdist.elastic.hosts.rendezvous.contract import RendezvousError, Token
 from jaxdist.types import Json
 
 KEEPER, SECRET = "keeper", "secret"
@@ -32,7 +32,7 @@ _TRIES, _PAUSE_SECONDS = 50, 0.01
 
 
 class FolderRendezvous:
-    """See `jaxdist.elastic.hosts.places.contract.Rendezvous`.
+    """See `jaxdist.elastic.hosts.rendezvous.contract.Rendezvous`.
 
     Args:
       folder: created if it does not exist.
