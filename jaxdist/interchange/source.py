@@ -145,7 +145,7 @@ def tensors_of(path: Path) -> Mapping[str, Tensor]:
     """Return the tensors of any directory with safetensors, of one such file, or of a GGUF file.
 
     Raises:
-      DataError: no such files, or damaged ones.
+      DataError: files that are missing or damaged.
     """
     if path.is_file():
         read = gguf_files.is_gguf(path)

@@ -37,7 +37,7 @@ class Table(Config):
     """The tensors of a model's parameters."""
 
     rename: dict[str, str] = Field(default_factory=dict)
-    """Tensor of a parameter; `*` stands for the same text in both, {layer} counts layers that the
+    """Tensor of a parameter; `*` is the same text in both, {layer} counts layers that the
     parameter stacks. The first pattern that matches wins; a parameter without one has its own name,
     with dots."""
     transpose: dict[str, str | tuple[int, ...]] = Field(default_factory=dict)

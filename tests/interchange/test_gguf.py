@@ -1,0 +1,145 @@
+"""GGUF files: float and quantized tensors are those of the safetensors, and damage is named."""
+
+import struct
+
+import numpy as np
+import pytest
+
+from benchmarks.models.drawn import CONFIGS, VOCAB, drawn
+from jaxdist.errors import DataError, JaxdistError
+from jaxdist.interchange.families import architecture, family_of
+from jaxdist.interchange.gguf_files import NAMES, rows
+from jaxdist.interchange.source import leaves_of, open_source
+from jaxdist.interchange.write import assembled, pieces_of
+from jaxdist.models.functional import functional
+from jaxdist.models.gpt import GptConfig
+from jaxdist.trees import flatten_with_names
+
+KINDS = {"F32": 0, "F16": 1, "Q4_1": 3, "Q8_0": 8}
+
+
+def text(value):
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def pair(key, value):
+    if isinstance(value, str):
+        return text(key) + struct.pack("<I", 8) + text(value)
+    kind, form = (6, "f") if isinstance(value, float) else (4, "I")
+    return text(key) + struct.pack(f"<I{form}", kind, value)
+
+
+def quantized(array, kind):
+    """Bytes of an array, and the array that they stand for."""
+    if kind in ("F32", "F16"):
+        held = array.astype({"F32": np.float32, "F16": np.float16}[kind])
+        return held.tobytes(), held.astype(np.float32)
+    blocks, least = array.reshape(-1, 32), array.reshape(-1, 32).min(1, keepdims=True)
+    if kind == "Q8_0":
+        scale = (np.abs(blocks).max(1, keepdims=True) / 127).astype(np.float16)
+        q = np.round(blocks / scale.astype(np.float32)).astype(np.int8)
+        raw = np.concatenate([scale.view(np.uint8), q.view(np.uint8)], 1)
+        return raw.tobytes(), (q * scale.astype(np.float32)).reshape(array.shape)
+    scale = ((blocks.max(1, keepdims=True) - least) / 15).astype(np.float16)
+    least = least.astype(np.float16)
+    wide, low = scale.astype(np.float32), least.astype(np.float32)
+    q = np.clip(np.round((blocks - low) / wide), 0, 15).astype(np.uint8)
+    packed = q[:, :16] | (q[:, 16:] << 4)
+    raw = np.concatenate([scale.view(np.uint8), least.view(np.uint8), packed], 1)
+    return raw.tobytes(), (q * wide + low).reshape(array.shape)
+
+
+def write_gguf(path, name, kind):
+    """A drawn model as a GGUF file; returns each parameter as the file's types have it."""
+    config = CONFIGS[name]
+    family = family_of(config, where=name)
+    model_config = GptConfig.model_validate(family.model(config))
+    model = functional(lambda rngs: model_config.build(rngs, vocab_size=VOCAB))
+    shapes = {
+        n: tuple(
+            VOCAB if d == "vocab" else s for s, d in zip(leaf.shape, model.dims[n], strict=True)
+        )
+        for n, leaf in flatten_with_names(model.params)
+    }
+    joined = {"blk.0.attn_qkv.weight": None} if family.name == "gpt2" else {}
+    pieces = pieces_of(shapes, model.stacked, rows(family, joined))
+    inner = {n: s[1:] if n in model.stacked else s for n, s in shapes.items()}
+    arch, own = family.name, architecture(model_config)
+    meta = {
+        "general.architecture": arch,
+        f"{arch}.block_count": own["layers"],
+        f"{arch}.embedding_length": own["embed"],
+        f"{arch}.feed_forward_length": own["mlp"],
+        f"{arch}.attention.head_count": own["heads"],
+        f"{arch}.attention.head_count_kv": own["kv_heads"],
+        f"{arch}.attention.key_length": own["head_size"],
+        f"{arch}.attention.layer_norm_rms_epsilon": own["norm_epsilon"],
+        f"{arch}.attention.layer_norm_epsilon": own["norm_epsilon"],
+        f"{arch}.rope.freq_base": own["rope_theta"],
+        f"{arch}.context_length": own["positions"] or 1024,
+    }
+    head, data, right = b"", b"", {}
+    for tensor, parts in pieces.items():
+        value = assembled(parts, lambda n, i: drawn(n, i, inner[n]), np.dtype("float32"))
+        used = "F32" if value.ndim == 1 or value.shape[-1] % 32 else kind
+        raw, held = quantized(value, used)
+        dims = struct.pack(f"<{value.ndim}Q", *value.shape[::-1])
+        head += text(tensor) + struct.pack("<I", value.ndim) + dims
+        head += struct.pack("<IQ", KINDS[used], len(data))
+        data += raw + b"\0" * (-len(raw) % 32)
+        for part in parts:
+            right[part.name, part.layer] = part.layout.read(held, part.shape)
+    raw = struct.pack("<4sIQQ", b"GGUF", 3, len(pieces), len(meta))
+    raw += b"".join(pair(*one) for one in meta.items()) + head
+    path.write_bytes(raw + b"\0" * (-len(raw) % 32) + data)
+    return right, model_config
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama", "Q4_1"), ("llama", "Q8_0"), ("gpt2", "F16"), ("qwen3", "F32")]
+)
+def test_a_gguf_file_is_the_model_that_was_written(name, kind, tmp_path):
+    """Heads of architecture llama, whose pairs are side by side in the file, are ours again."""
+    right, config = write_gguf(tmp_path / "m.gguf", name, kind)
+    source = open_source(tmp_path / "m.gguf")
+    found = GptConfig.model_validate(source.family.model(source.config))
+    assert architecture(found) == architecture(config)
+    model = functional(lambda rngs: found.build(rngs, vocab_size=VOCAB))
+    for leaf in leaves_of(source, model):
+        value = leaf.block((slice(None),) * len(leaf.shape))
+        for i in range(len(leaf.tensors)):
+            inside = tuple(slice(0, n) for n in leaf.filled[leaf.stacked :])
+            held = value[i] if leaf.stacked else value
+            wanted = right[leaf.name, i if leaf.stacked else None]
+            np.testing.assert_array_equal(held[inside], wanted, err_msg=leaf.name)
+
+
+def test_pairs_side_by_side_are_not_our_halves(tmp_path):
+    """The layout of the queries is not that of safetensors: a file read so would be another model."""
+    family = family_of(CONFIGS["llama"], where="")
+    name = "blocks/attention/query"
+    assert rows(family, {})[name].layout != family.rows[name].layout
+    assert set(NAMES) >= set(family.rows)
+
+
+def test_damaged_files_are_one_message_each(tmp_path):
+    file = tmp_path / "m.gguf"
+    write_gguf(file, "llama", "F32")
+    raw = file.read_bytes()
+    at = raw.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 16
+    cases = [
+        (raw[:-64], r"is truncated: '.*' ends at byte [\d,]+ of [\d,]+"),
+        (raw[:60], r"is a truncated or malformed GGUF file"),
+        (raw[:24] + b"\xff" * 8 + raw[32:], r"is a truncated or malformed GGUF file"),
+        (raw[:4] + struct.pack("<I", 1) + raw[8:], r"is GGUF of version 1; 2 and 3 are read"),
+        (raw[:at] + struct.pack("<I", 19) + raw[at + 4 :], r"the quantization number 19, which is"),
+    ]
+    for damaged, words in cases:
+        file.write_bytes(damaged)
+        with pytest.raises(DataError, match=words):
+            open_source(file)
+
+
+def test_what_a_gguf_file_changes_is_refused(tmp_path):
+    with pytest.raises(JaxdistError, match="1 added to the scales of its norms"):
+        rows(family_of(CONFIGS["gemma"], where=""), {})
