@@ -9,6 +9,7 @@ from benchmarks.models.drawn import CONFIGS, VOCAB, drawn
 from jaxdist.errors import DataError, JaxdistError
 from jaxdist.interchange.families import architecture, family_of
 from jaxdist.interchange.gguf_files import NAMES, rows
+from jaxdist.interchange.layouts import Layout
 from jaxdist.interchange.source import leaves_of, open_source
 from jaxdist.interchange.write import assembled, pieces_of
 from jaxdist.models.functional import functional
@@ -55,12 +56,9 @@ def write_gguf(path, name, kind):
     family = family_of(config, where=name)
     model_config = GptConfig.model_validate(family.model(config))
     model = functional(lambda rngs: model_config.build(rngs, vocab_size=VOCAB))
-    shapes = {
-        n: tuple(
-            VOCAB if d == "vocab" else s for s, d in zip(leaf.shape, model.dims[n], strict=True)
-        )
-        for n, leaf in flatten_with_names(model.params)
-    }
+    flat = flatten_with_names(model.params)
+    named = [(n, zip(s.shape, model.dims[n], strict=True)) for n, s in flat]
+    shapes = {n: tuple(VOCAB if d == "vocab" else s for s, d in dims) for n, dims in named}
     joined = {"blk.0.attn_qkv.weight": None} if family.name == "gpt2" else {}
     pieces = pieces_of(shapes, model.stacked, rows(family, joined))
     inner = {n: s[1:] if n in model.stacked else s for n, s in shapes.items()}
@@ -115,10 +113,13 @@ def test_a_gguf_file_is_the_model_that_was_written(name, kind, tmp_path):
 
 
 def test_pairs_side_by_side_are_not_our_halves(tmp_path):
-    """The layout of the queries is not that of safetensors: a file read so would be another model."""
-    family = family_of(CONFIGS["llama"], where="")
-    name = "blocks/attention/query"
-    assert rows(family, {})[name].layout != family.rows[name].layout
+    """Converters write the halves of a head in turn, (H, 2, d/2) as (H, d/2, 2); we read halves."""
+    family, name = family_of(CONFIGS["llama"], where=""), "blocks/attention/query"
+    theirs = np.arange(2 * 6 * 5).reshape(12, 5)
+    converted = theirs.reshape(2, 2, 3, 5).swapaxes(1, 2).reshape(12, 5)
+    read = Layout(rows(family, {})[name].layout).read(converted, (5, 2, 6))
+    right = Layout(family.rows[name].layout).read(theirs, (5, 2, 6))
+    np.testing.assert_array_equal(read, right)
     assert set(NAMES) >= set(family.rows)
 
 
