@@ -142,6 +142,8 @@ EVERY += [
         optim__master_weights="bfloat16", optim__skip_nonfinite="True", optim__max_grad_norm="1",
     ),
     replace(DATA, strategy="parameter_server", optim=ONEBIT),
+    replace(DATA, strategy="parameter_server", optim=OptimFacts("muon", 0.95)),
+    replace(DATA, shards=8, optim=OptimFacts("muon", 0.95)),
     replace(DATA, strategy="parameter_server", optim=replace(ADAMW, averages=True)),
     replace(DATA, strategy="parameter_server", buffers=("norm/mean",)),
     with_settings(strategy__codec="sign", strategy__consistency__type="elastic"),

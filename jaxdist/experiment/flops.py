@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxdist.cost.flops import jaxpr_flops
 from jaxdist.experiment.config import ExperimentConfig
@@ -11,7 +11,19 @@ from jaxdist.mesh import Device, MeshConfig
 from jaxdist.parallel.plan import ParallelConfig
 
 
+class StepFlops(NamedTuple):
+    """The FLOPs of a train step: those of its gradients, and those of its update."""
+
+    model: float
+    update: float
+
+
 def model_flops(config: ExperimentConfig, device: Device) -> float:
+    """Return the FLOPs of `step_flops` without the optimizer's."""
+    return step_flops(config, device).model
+
+
+def step_flops(config: ExperimentConfig, device: Device) -> StepFlops:
     """Count the FLOPs of matrix products and convolutions in a train step, over all devices.
 
     They are counted in jax's trace of the step for a single device, without the model's remat and
@@ -25,7 +37,9 @@ def model_flops(config: ExperimentConfig, device: Device) -> float:
     model = model.model_copy(update={name: plain[name] for name in plain if name in own})
     alone = config.model_copy(update={"model": model})
     program = build(on_one_device(alone), devices=[device]).program
-    return jaxpr_flops(program.train.trace(program.state_shapes, program.batch).jaxpr)
+    whole = jaxpr_flops(program.train.trace(program.state_shapes, program.batch).jaxpr)
+    model = jaxpr_flops(program.gradients.trace(program.state_shapes, program.batch).jaxpr)
+    return StepFlops(model, whole - model)
 
 
 def on_one_device(config: ExperimentConfig) -> ExperimentConfig:

@@ -12,7 +12,7 @@ import jax
 from jaxdist.cost.step_time import StepTime, can_predict, step_time
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
-from jaxdist.experiment.flops import model_flops
+from jaxdist.experiment.flops import step_flops
 from jaxdist.hlo import (
     Ledger,
     compile_with_text,
@@ -51,6 +51,7 @@ class Inspection:
       ledger: the ledger of the compiled program.
       program_sha256: digest of the program without names and order; equal for equal programs.
       model_flops: FLOPs of the whole step, without recomputation: see `jaxdist.experiment.flops`.
+      update_flops: FLOPs of its update, once: a rule of matrices (Newton-Schulz) has some.
       gradient_axes: mesh axes that share the batch.
       gradient_bound_bytes: the least bytes that a device must send over them.
       bound_notes: the assumptions of that bound, and what it leaves out.
@@ -82,11 +83,12 @@ class Inspection:
     tokens: int = 0
     estimate_seconds: float = 0.0
     worker: WorkerPart | None = None
+    update_flops: float = 0.0
 
     @property
     def ideal_flops(self) -> float:
-        """The model's FLOPs divided by the number of devices."""
-        return self.model_flops / self.ledger.devices
+        """The FLOPs of the model and the optimizer divided by the number of devices."""
+        return (self.model_flops + self.update_flops) / self.ledger.devices
 
     def mfu(self, *, masked: bool) -> float | None:
         """Return the model FLOPs utilization: the model's FLOPs over those of the devices' peak.
@@ -154,6 +156,7 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
     begun = time.perf_counter()
     compiled, text = _compiled(subject, lowered, arguments)
     seconds = time.perf_counter() - begun
+    flops = step_flops(config, subject.devices[0])
     axes, bound_bytes = gradient_bound(experiment) or ((), 0.0)
     begun = time.perf_counter()
     module = parse(text)
@@ -166,7 +169,9 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
         device_kind=subject.device_kind,
         ledger=ledger(compiled, mesh, module),
         program_sha256=program_digest(text, lowered.as_text()),
-        model_flops=model_flops(config, subject.devices[0]) * share,
+        model_flops=flops.model * share,
+        # Servers update the parameters, not the worker's program.
+        update_flops=0.0 if worker else flops.update,
         gradient_axes=axes,
         gradient_bound_bytes=bound_bytes,
         arguments=arguments,

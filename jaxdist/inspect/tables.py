@@ -108,7 +108,8 @@ def _print_flops(inspection: Inspection, console: Console) -> None:
     flops.add_row("matmul, conv", shown, show_number(ideal), show_ratio(ledger.flops_high, ideal))
     console.print()
     console.print(flops)
-    console.print("Ideal: the model's, without recomputing, divided by the devices.", style="dim")
+    whose = "the model's and the optimizer's" if inspection.update_flops else "the model's"
+    console.print(f"Ideal: {whose}, without recomputing, divided by the devices.", style="dim")
 
 
 def _print_memory(inspection: Inspection, console: Console) -> None:

@@ -96,9 +96,8 @@ def plan_exchange(
     strict = config.deterministic
     if strict is not None:
         check_devices(layout.mesh, facts.batch_axes, strict.shards)
-    by_layer = whole_matrices and strict is None
     given = config.zero, layout, params, dims
-    zero = plan_zero(*given, parts=config.shards, by_layer=by_layer)
+    zero = plan_zero(*given, parts=config.shards, by_layer=whole_matrices)
     told = tuple(notices(facts, zero))
     if strict is not None:
         settings = {"mesh": layout.mesh, "axes": facts.batch_axes, "scanned": scanned}

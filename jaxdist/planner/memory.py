@@ -122,6 +122,7 @@ class Share:
       layer: elements of a block, as in `whole`.
       ends: elements of embedding and head, as in `whole`.
       ends_shard: elements of embedding and head in its shard.
+      matrices, matrices_shard: elements of the matrices of blocks, whole and in its shard.
     """
 
     whole: int
@@ -129,6 +130,8 @@ class Share:
     layer: int
     ends: int
     ends_shard: int
+    matrices: int
+    matrices_shard: int
 
 
 def share(model: Decoder, plan: Plan) -> Share:
@@ -138,15 +141,27 @@ def share(model: Decoder, plan: Plan) -> Share:
 
 @lru_cache(maxsize=65536)
 def _share(model: Decoder, tensor: int, stage: int, parts: int) -> Share:
-    whole = shard = layer = ends = ends_shard = 0
+    whole = shard = layer = ends = ends_shard = matrices = matrices_shard = 0
     for one in model.tensors:
         mine, split = elements_of(one, tensor, parts, model.layers // stage)
         if one.stacked:
             layers = model.layers // stage
             whole, shard, layer = whole + mine * layers, shard + split * layers, layer + mine
+            if one.matrix:
+                matrices, matrices_shard = matrices + mine * layers, matrices_shard + split * layers
         else:
             ends, ends_shard = ends + mine, ends_shard + split
-    return Share(whole + ends, shard + ends_shard, layer, ends, ends_shard)
+    at_ends = ends, ends_shard
+    return Share(whole + ends, shard + ends_shard, layer, *at_ends, matrices, matrices_shard)
+
+
+def optimizer_bytes(model: Decoder, plan: Plan) -> int:
+    """Return the bytes of the optimizer's state on a device."""
+    mine = share(model, plan)
+    whole, matrices = mine.whole, mine.matrices
+    if plan.zero >= 1:
+        whole, matrices = mine.shard, mine.matrices_shard
+    return whole * model.state_bytes - matrices * model.spared_bytes
 
 
 def elements_of(one: PlannedParameter, tensor: int, parts: int, layers: int) -> tuple[int, int]:
@@ -211,11 +226,10 @@ def plan_memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> PlanM
     """
     mine, work = share(model, plan), work_of(plan)
     stored = mine.shard if plan.zero == 3 else mine.whole
-    optimizer = mine.shard if plan.zero >= 1 else mine.whole
     kept = _kept(model, plan, work, ticks)
     return PlanMemory(
         parameters=float(stored * model.param_bytes),
-        optimizer=float(optimizer * model.state_bytes),
+        optimizer=float(optimizer_bytes(model, plan)),
         gradients=_gradients(model, plan, mine, work),
         activations=kept,
         working=_working(model, plan, mine, work),

@@ -13,9 +13,10 @@ from jaxdist.experiment.config import at_setting
 from jaxdist.models.gpt import GptConfig
 from jaxdist.models.loss import NextTokenConfig
 from jaxdist.optim.build import AdamWConfig, SgdConfig
+from jaxdist.optim.muon import MuonConfig, newton_schulz_flops
 from jaxdist.parallel.compiler import PRESETS, SCOPED_VMEM
 
-MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1}
+MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "muon": 2}
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class PlannedParameter:
     split: int | None
     stacked: bool = True
 
+    @property
+    def matrix(self) -> bool:
+        """Whether it is a matrix of a block."""
+        return self.stacked and len(self.shape) > 1
+
 
 @dataclass(frozen=True)
 class Decoder:
@@ -45,6 +51,8 @@ class Decoder:
       narrow: whether activations, and the factors of matrix products, have two bytes.
       param_bytes: bytes of a parameter in the model.
       state_bytes: bytes of the optimizer's state per parameter.
+      spared_bytes: bytes that the state has less for each parameter in a block's matrices.
+      newton_schulz: number of steps of Newton-Schulz; 0 for an optimizer without.
       tied: whether the head shares the embedding.
       gated: whether the MLP has a gate.
       span: number of positions that a position attends to, including itself; None: all before it.
@@ -66,6 +74,8 @@ class Decoder:
     narrow: bool = True
     param_bytes: int = 4
     state_bytes: int = 8
+    spared_bytes: int = 0
+    newton_schulz: int = 0
     span: int | None = None
     loss_chunks: int = 1
     steps: int | None = None
@@ -125,6 +135,19 @@ class Decoder:
         attention = self.attention_flops * (1.0 if masked else 0.5)
         return 3 * self.tokens * (self.layers * (self.layer_flops + attention) + self.head_flops)
 
+    @property
+    def update_flops(self) -> float:
+        """The FLOPs of Newton-Schulz on all matrices of blocks, in a step."""
+        if not self.newton_schulz:
+            return 0.0
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sizes = [
+            (self.embed, width)
+            for width in (query, key, key, query, *(self.mlp,) * (3 if self.gated else 2))
+        ]
+        each = (newton_schulz_flops(size, self.newton_schulz) for size in sizes)
+        return self.layers * sum(each)
+
     def _tensors(self) -> Iterator[PlannedParameter]:
         d, h, k, e, f = self.embed, self.heads, self.kv_heads, self.head_dim, self.mlp
         yield PlannedParameter("query", (d, h, e), 1)
@@ -181,7 +204,7 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
     moments = MOMENTS[optim.type]
     if isinstance(optim, SgdConfig) and not optim.momentum:
         moments = 0
-    narrow_params = optim.master_weights is not None
+    narrow_params, moment_bytes = optim.master_weights is not None, 2 if optim.bf16_moments else 4
     xla = config.parallel.xla
     chunks = config.loss.chunks if isinstance(config.loss, NextTokenConfig) else 1
     return Decoder(
@@ -198,7 +221,9 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
         gated=model.mlp_type != "gelu",
         narrow=model.compute_dtype != "float32",
         param_bytes=2 if narrow_params else 4,
-        state_bytes=moments * (2 if optim.bf16_moments else 4) + 4 * narrow_params,
+        state_bytes=moments * moment_bytes + 4 * narrow_params,
+        spared_bytes=moment_bytes if isinstance(optim, MuonConfig) else 0,
+        newton_schulz=optim.ns_steps if isinstance(optim, MuonConfig) else 0,
         span=model.attention_window,
         loss_chunks=chunks,
         steps=config.train.steps,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from jaxdist.cost.kernels import SPLASH, computed_share, splash_block, splash_share
 from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.pipeline_schedules.schedule import TaskKind
-from jaxdist.planner.memory import rows_of, share
+from jaxdist.planner.memory import optimizer_bytes, rows_of, share
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.products import block_seconds, mean_share, peak_of
@@ -68,7 +68,8 @@ class Seconds:
       attention: attention's kernels.
       recomputed: recomputation in the backward pass.
       elements: activations through memory.
-      update: the optimizer's state through memory, with casts and sums of gradients.
+      update: the optimizer's state through memory, with casts and sums of gradients, and
+        Newton-Schulz with its exchange.
       data: waits for collectives over the data axis inside the fast network.
       slow: waits for collectives over the data axis across the slow network.
       tensor: waits for collectives over axis tensor.
@@ -185,7 +186,8 @@ def seconds(
         attention=count * layers * (forward + backward),
         recomputed=count * layers * again,
         elements=count * layers * 3 * element,
-        update=_update_bytes(model, plan, rates) / memory_rate,
+        update=_update_bytes(model, plan, rates) / memory_rate
+        + _orthogonalized_seconds(model, plan, places, target),
         data=count * layers * per_layer_data + once_data,
         slow=slow,
         tensor=count * layers * waits_tensor,
@@ -196,9 +198,8 @@ def seconds(
 def _update_bytes(model: Decoder, plan: Plan, rates: _Rates) -> float:
     """Return the bytes read and written per step for the update and the sum of gradients."""
     count, mine = plan.microbatches, share(model, plan)
-    found = (mine.shard if plan.zero else mine.whole) * (
-        2 * model.state_bytes + 2 * model.param_bytes + rates.update
-    )
+    found = (mine.shard if plan.zero else mine.whole) * (2 * model.param_bytes + rates.update)
+    found += 2 * optimizer_bytes(model, plan)
     # Each microbatch adds its gradients to their sum, and casts values stored in another dtype.
     summed = mine.shard if plan.zero >= 2 else mine.whole
     if count > 1:
@@ -206,6 +207,28 @@ def _update_bytes(model: Decoder, plan: Plan, rates: _Rates) -> float:
     if plan.zero < 3 and model.param_bytes > model.width:
         found += 2 * count * mine.whole * (model.param_bytes + model.width)
     return found
+
+
+def _orthogonalized_seconds(model: Decoder, plan: Plan, places: Places, target: Target) -> float:
+    """Return the seconds of Newton-Schulz, and of the exchange of its matrices.
+
+    Devices share the work where the optimizer's state is split. Nothing is sent where each device
+    has whole layers: on stages, and by ZeRO 1 where the layers divide.
+    """
+    if not model.newton_schulz:
+        return 0.0
+    parts = plan.state_parts if plan.zero else 1
+    sharing = plan.stage * plan.tensor * parts
+    peak = RATES.product * peak_of(target, narrow=True)
+    mine, layers = share(model, plan), model.layers // plan.stage
+    shard = (mine.matrices_shard if plan.zero else mine.matrices) * 4.0
+    by_layer = plan.zero == 1 and plan.stage == 1 and layers % parts == 0
+    sent = 0.0
+    if parts > 1 and not by_layer:
+        sent += 2 * gather_seconds(target, places.dims[1], parts, shard)
+    if plan.tensor > 1:
+        sent += 2 * gather_seconds(target, places.dims[2], plan.tensor, shard)
+    return model.update_flops / sharing / peak + sent
 
 
 def _attention_passes(

@@ -112,6 +112,7 @@ SECTIONS: Mapping[str, Feature] = {
         lambda f: f.strategy == "lookahead", lambda f: "strategy.type lookahead"
     ),
     "optim: onebit": Feature(lambda f: f.optim.freeze_step is not None, _optim),
+    "optim: muon": Feature(lambda f: f.optim.type == "muon", _optim),
     "an optimizer that evaluates other parameters": Feature(
         lambda f: f.optim.averages,
         lambda f: "an optimizer that has other parameters evaluated than it trains",

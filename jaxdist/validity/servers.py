@@ -1,4 +1,4 @@
-"""Rows on parameter servers, and on the slow weights of Lookahead."""
+"""Rows on parameter servers, on Muon, and on the slow weights of Lookahead."""
 
 from __future__ import annotations
 
@@ -84,6 +84,18 @@ SERVERS: tuple[ValidityRow, ...] = (
         (("optim: onebit",), SERVER),
         "it compresses what devices of one mesh exchange",
         "take adamw or lamb, and strategy.codec: {type: sign}",
+        ("optim", "type"),
+    ),
+    ValidityRow(
+        (("optim: muon",), SERVER),
+        "which parameters are matrices depends on their names, and a server's rule has only dims",
+        "take adamw, lamb or lars, or strategy.type: synchronous",
+        ("optim", "type"),
+    ),
+    ValidityRow(
+        (("optim: muon",), ("deterministic: strict",)),
+        "the products of its matrices had other bits on another number of devices",
+        "take adamw, sgd, lamb or lars, or set parallel.deterministic: null",
         ("optim", "type"),
     ),
     ValidityRow(

@@ -9,9 +9,10 @@ from ledgers import GPT
 
 from jaxdist.cost.flops import jaxpr_flops
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.experiment.flops import model_flops
+from jaxdist.experiment.flops import model_flops, step_flops
 from jaxdist.hlo import ledger
 from jaxdist.inspect.ideal import bound_notes, gradient_bound
+from jaxdist.optim.muon import newton_schulz_flops
 
 CNN = {
     **GPT,
@@ -97,6 +98,16 @@ def test_neither_remat_nor_kernels_nor_microbatches_nor_mesh_change_the_ideal() 
         assert model_flops(experiment(GPT, **changes), device) == model_flops(plain, device)
     longer = experiment(GPT, train={"batch_size": 32})
     assert model_flops(longer, device) == 2 * model_flops(plain, device)
+
+
+def test_newton_schulz_is_no_work_of_the_model() -> None:
+    """An MFU that counted it would grow with the optimizer."""
+    plain, device = experiment(GPT), jax.devices()[0]
+    found = step_flops(experiment(GPT, optim={"type": "muon"}), device)
+    assert found.model == model_flops(plain, device) == sum(step_flops(plain, device))
+    D, F, layers = 32, 128, 3
+    matrices = 4 * newton_schulz_flops((D, D)) + 3 * newton_schulz_flops((D, F))
+    assert found.update == layers * matrices
 
 
 def bound(*, devices: int = 8, **changes: Any) -> Any:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxdist.experiment import build, load
+from jaxdist.experiment.flops import step_flops
 from jaxdist.planner.explain import remedies
 from jaxdist.planner.formulas.decoder import plan_refusal, ticks_of
 from jaxdist.planner.memory import kept_bytes, plan_memory, share
@@ -43,6 +44,26 @@ PLANS = st.builds(
     remat=st.sampled_from(sorted(KEPT)),
     microbatches=st.sampled_from([1, 2, 4]),
 )
+
+
+MUON = {**CONFIG, "optim": {"type": "muon", "learning_rate": 1e-3}}
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(data=8, zero=3), Plan(data=4, tensor=2, zero=1)], ids=Plan.words
+)
+def test_matrices_that_muon_updates_have_a_momentum_alone(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(planned(MUON, plan)))
+    document, config = load(path)
+    model = decoder_of(config, document)
+    program = build(config, document, devices=jax.devices()).program
+    ours, found = (
+        plan_memory(model, plan).optimizer,
+        bytes_per_device(program.state_shapes.opt_state),
+    )
+    assert 0 <= found - ours <= 64  # its counters
+    assert model.update_flops == step_flops(config, jax.devices()[0]).update
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def _strict(random: Random, config: Sections) -> Sections | None:
         and _stages(config) == 1
         and "batch_ramp" not in config["train"]
         and config["sharding"]["rules"].get("embed") is None
-        and not config["optim"]["type"].startswith("onebit")
+        and not config["optim"]["type"].startswith(("onebit", "muon"))
         and not has_batch_norm(config["model"])
         and not config["model"].get("args", {}).get("dropout")
     )
@@ -251,9 +251,7 @@ def _strict(random: Random, config: Sections) -> Sections | None:
     fitting = [n for n in (1, 2, 3) if size % (n * data_size(config) * pieces) == 0]
     shards = data_size(config) * random.choice(fitting)
     parallel = _left_to_xla(config)
-    layerwise = (
-        config["optim"]["type"] in ("lamb", "lars", "muon") or "skip_spikes" in config["optim"]
-    )
+    layerwise = config["optim"]["type"] in ("lamb", "lars") or "skip_spikes" in config["optim"]
     # Norms of tensors that ZeRO splits, or two axes, would be summed in an order of devices.
     if layerwise or config["mesh"].get("tensor", 1) > 1:
         parallel = {**parallel, "zero": {**parallel["zero"], "stage": 0}}

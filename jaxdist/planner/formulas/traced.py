@@ -21,7 +21,7 @@ import jax
 from jaxdist.config import Document
 from jaxdist.cost.flops import jaxpr_flops, product_bytes
 from jaxdist.experiment import Experiment, ExperimentConfig, build
-from jaxdist.experiment.flops import model_flops, on_one_device
+from jaxdist.experiment.flops import on_one_device, step_flops
 from jaxdist.parallel.compute import Unstaged
 from jaxdist.planner.formulas.contract import counts_of, invalid
 from jaxdist.planner.memory import PlanMemory, elements_of
@@ -48,6 +48,7 @@ class Traced:
       tensors: each parameter, with its number of stacked layers.
       param_bytes: bytes of a parameter, on average.
       state_bytes: bytes of the optimizer's state per parameter, on average.
+      update_flops: FLOPs of the update of all parameters, once.
       buffer_bytes: bytes of statistics besides the parameters.
       example_bytes: bytes of an example of the data.
       kept_bytes: bytes that an example's forward pass keeps for the backward pass.
@@ -70,6 +71,7 @@ class Traced:
     step_flops: float
     narrow: bool = False
     steps: int | None = None
+    update_flops: float = 0.0
 
     @property
     def parameters(self) -> int:
@@ -164,7 +166,8 @@ class TracedFormulas:
             attention=0.0,
             recomputed=rows * max(0.0, model.step_flops - model.flops) / peak,
             elements=3 * RATES.passes * rows * model.kept_bytes / element_rate,
-            update=self._update_bytes(plan) / memory_rate,
+            update=self._update_bytes(plan) / memory_rate
+            + model.update_flops / (plan.state_parts if plan.zero else 1) / peak,
             data=data,
             slow=slow,
             tensor=0.0,
@@ -215,7 +218,7 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     low, high = (_of_rows(alone, rows) for rows in ROWS)
     added = ROWS[1] - ROWS[0]
-    examples = config.train.batch_size
+    examples, flops = config.train.batch_size, step_flops(config, device)
     return Traced(
         unit=alone.unit,
         batch=examples,
@@ -231,7 +234,8 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
         # XLA keeps factors and results of products, and recomputes the values between them where
         # they are used; it keeps less only where the model's own remat keeps less.
         kept_bytes=max(0, min(high[name] - low[name] for name in ("left", "products"))) / added,
-        flops=model_flops(config, device) / examples,
+        flops=flops.model / examples,
+        update_flops=flops.update,
         step_flops=(high["flops"] - low["flops"]) / added,
         narrow=bool(high["narrow"]),
         steps=config.train.steps,
