@@ -169,6 +169,7 @@ class CheckpointStore:
         outcome = self._join()
         if outcome is None:
             return
+        # A broadcast waits for every process, and after such a failure some would never join it.
         failure = broadcast_json(outcome.failure) if outcome.met else outcome.failure
         if failure is not None:
             raise CheckpointError(failure)
@@ -224,6 +225,8 @@ class CheckpointStore:
         return restore_as(self.directory, adapt, step=step, on_event=self._on_event)
 
     def _prepare_directory(self) -> None:
+        # An existing directory may refuse writes, which otherwise only the first save would show.
+        # All processes probe at the same time, so each uses its own name.
         probe = self.directory / f".probe-{jax.process_index()}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -294,8 +297,11 @@ class CheckpointStore:
     def _commit(self, pending: _Pending, written: Mapping[str, FileRecord]) -> None:
         staging = self._staging(pending.step)
         final = layout.step_directory(self.directory, pending.step)
+        # orbax creates a missing directory for its arrays. Only the file that was written first
+        # proves that this directory is still the original.
         if not (staging / layout.METADATA).exists():
             raise FileNotFoundError(f"{staging} was taken away while the arrays were written")
+        # The digests are computed after the write, so a truncated file would pass.
         for name, size in pending.whole.bytes.items():
             if (staging / name).stat().st_size != size:
                 raise OSError(f"{staging / name} is not {size} bytes long, as it was written")

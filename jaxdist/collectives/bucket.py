@@ -126,6 +126,7 @@ def plan_buckets(
 def pack(leaves: Sequence[jax.Array]) -> jax.Array:
     """Concatenate leaves of one dtype; a single leaf is only reshaped."""
     flat = [leaf.reshape(-1) for leaf in leaves]
+    # A concatenation of a single array may remain a copy in the compiled program.
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
 

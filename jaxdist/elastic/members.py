@@ -46,6 +46,8 @@ class Member:
             with log.open("ab") as errors, held(log.parent) as descriptor:
                 self.pid = server.fork([reader, errors.fileno(), descriptor])
         finally:
+            # The child has its own copy. If this one stayed open, a write to a dead child would
+            # never fail.
             os.close(reader)
         send(self._orders, {"args": {**args}, "environ": {**environ}})
 
@@ -68,6 +70,7 @@ class Member:
                 end(self.pid, Signals.SIGKILL)
         if self._code is None:
             self._code = self._server.ended(self.pid, wait=True)
+        # Closing flushes buffered orders, which fails if the process is dead.
         with suppress(BrokenPipeError):
             self._orders.close()
 

@@ -127,9 +127,12 @@ class Host:
         if isinstance(message, Stop):
             return self.stop(message.token)
         given, until = message.generation, message.sent + config.held_seconds
+        # A late or duplicated grant: with it, an ended generation could overlap the next.
         if given.number <= self.stopped:
             return self
         if given == self.generation:
+            # Grants may arrive out of order: an older grant must not cancel a pause or shorten the
+            # lease.
             pauses = self.pauses or message.pauses
             return replace(self, until=max(self.until, until), pauses=pauses)
         stopped = max(self.stopped, given.number - 1)
@@ -186,6 +189,8 @@ class Registry:
             holders = {**known.holders, message.host: now + config.lease_seconds}
             grant = Grant(known.generation, message.sent, known.pauses)
             return replace(known, holders=holders), grant
+        # While a generation is granted, only earlier generations must end; afterwards, its own
+        # members must stop too.
         return known, Stop(number if known.granted else number + 1)
 
     def heard(self, config: MembershipConfig, now: float, message: Renew) -> Registry:
@@ -203,6 +208,7 @@ class Registry:
         asks = {message.host} if message.quarantined else set()
         quarantined = self.quarantined - {message.host} | asks
         back = message.host in self.quarantined - quarantined
+        # A departure of an unknown host changes nothing, and neither does a renewal.
         since = now if came != message.leaves or back else self.since
         given = {"holders": holders, "granted": granted, "since": since}
         return replace(self, alive=alive, quarantined=quarantined, **given)
@@ -219,6 +225,7 @@ class Registry:
         if known.granted and known._grows(config, now, fits):
             # The members end it themselves, after they have saved, so that no step is lost.
             known = replace(known, pauses=True)
+        # No host can hold a valid lease any more, so the next generation cannot overlap this.
         if not known.granted and not holders:
             known = known._begun(config, now, fits)
         return known
@@ -242,6 +249,7 @@ class Registry:
         return replace(self, generation=following, granted=True, pauses=False)
 
     def _settled(self, config: MembershipConfig, now: float) -> bool:
+        # Hosts join one after another. Without this wait, each would start or end a generation.
         return now - self.since >= config.settle_seconds
 
     def _able(self, config: MembershipConfig, fits: Fits) -> tuple[str, ...]:

@@ -57,6 +57,7 @@ class Marks:
     def look(self, statuses: Sequence[Status], count: int, first_step: int) -> None:
         """Record the milestones that were reached since the last call."""
         now = time.monotonic()
+        # Processes that do not report yet are missing, and milestones are those of the slowest.
         if not count or len(statuses) < count:
             return
         self.up = self.up or now
@@ -145,6 +146,8 @@ class Team:
             lost = first_lost(codes)
             if lost is not None:
                 return self._lost(lost, codes[lost])
+            # `all` is true for an empty list: a host without processes must wait until it is asked
+            # to stop.
             if all(code == 0 for code in codes) and (codes or self._passed):
                 return None
             if 0 in codes or self._passed:
@@ -152,6 +155,7 @@ class Team:
             if over is not None and time.monotonic() > over:
                 late = next(at for at, code in enumerate(codes) if code is None)
                 return Failure(late, f"did not end within {END_SECONDS:g} s of the others")
+            # Exit codes are cheap, so every iteration reads them; statuses are files.
             if not looks:
                 continue
             look_at = now + LOOK_SECONDS
@@ -219,13 +223,16 @@ class Team:
             if code is None
         )
         statuses = [one for one in found if one is not None]
+        # Never lower than before: the lost process may be the process that had come furthest.
         self.newest = max([self.newest, *(one.step for one in statuses)])
         return statuses
 
     def _stuck(self, stuck: Stuck, statuses: Sequence[Status]) -> Failure:
         """Ask all processes for their stacks, and record what each was doing."""
         for member in self.members:
+            # faulthandler prints the stacks even if Python is blocked inside a collective.
             member.signal(signal.SIGUSR2)
+        # The processes write the stacks to their logs, and do not report when that is done.
         time.sleep(STACK_SECONDS)
         stacks = {str(member.index): member.last_words(STACK_LINES) for member in self.members}
         now = time.monotonic()

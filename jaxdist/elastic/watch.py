@@ -64,6 +64,7 @@ def find_stuck(
     if remote is None or not _still(remote, now, timeouts):
         return None
     everyone = [*found, *remote]
+    # If all processes compile or restore, none is stuck: these phases have no time limit.
     if not any(one.phase not in SLOW_PHASES for one in everyone):
         return None
     behind = min(

@@ -62,6 +62,7 @@ class RunFence:
                 f"run directory {self.run} cannot be written: {error.strerror or error}; choose "
                 "another with run.directory=PATH"
             ) from error
+        # After the mark, so that if two generations start at once, the older sees the newer.
         self.check()
 
     def check(self) -> None:

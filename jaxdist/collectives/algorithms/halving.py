@@ -28,6 +28,8 @@ class Halving(circulant.Circulant):
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         if axis_size(axis) == 2:
+            # The two devices add in opposite orders and still get equal bits, because addition of
+            # floating-point numbers is commutative.
             return combine(flat, shift(flat, axis, 1))
         blocks = split_padded(flat, axis_size(axis))
         mine = circulant.reduce_scatter(blocks, axis, combine)

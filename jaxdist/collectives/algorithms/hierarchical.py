@@ -62,6 +62,8 @@ class Hierarchical(Algorithm):
 
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         slow, fast, across, inside = self._levels(axis)
+        # Blocks are numbered along the slow axis first, but the fast network reduces first. After
+        # the transposition, a device's row has its blocks of all fast networks.
         by_fast = _transposed(blocks, axis_size(slow), axis_size(fast))
         mine = inside.reduce_scatter(by_fast.reshape(axis_size(fast), -1), fast, combine)
         return across.reduce_scatter(mine.reshape(axis_size(slow), -1), slow, combine)
@@ -75,6 +77,7 @@ class Hierarchical(Algorithm):
     def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
         slow, fast, across, inside = self._levels(axis)
         outer, inner = divmod(root, axis_size(fast))
+        # First inside: then each device of the root's network sends 1/g of the array across.
         blocks = split_padded(inside.broadcast(flat, fast, inner), axis_size(fast))
         mine = lax.dynamic_index_in_dim(blocks, rank(fast), keepdims=False)
         mine = across.broadcast(mine, slow, outer)
@@ -83,6 +86,7 @@ class Hierarchical(Algorithm):
     def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
         slow, fast, across, inside = self._levels(axis)
         mine = inside.reduce_scatter(split_padded(flat, axis_size(fast)), fast, combine)
+        # Networks without the root gather a useless result too: one program runs on all devices.
         mine = across.reduce(mine, slow, root // axis_size(fast), combine)
         return inside.all_gather(mine, fast).reshape(-1)[: flat.size]
 

@@ -60,12 +60,15 @@ class Ring(Algorithm):
 
     def _reduce_piece(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         def mine(offset: int) -> jax.Array:
+            # One program runs on all devices, so the index is known only at run time.
             return lax.dynamic_index_in_dim(blocks, neighbour(axis, offset), keepdims=False)
 
         total = mine(0)
         for way, hops in self._ways(axis_size(axis)):
             partial = mine(way * hops)
             for hop in range(hops - 1, 0, -1):
+                # The arrived sum is the left operand, because floating-point sums depend on their
+                # order, and the class documents this order.
                 partial = combine(shift(partial, axis, way), mine(way * hop))
             total = combine(shift(partial, axis, way), total)
         return total
@@ -76,6 +79,8 @@ class Ring(Algorithm):
         width = into.size // size
         start = 0
         for piece in pieces:
+            # Each device receives the blocks in a different order. Writing each to its place is
+            # free; a concatenation would need a rotation by the rank, a further pass over all.
             into = _put(into, piece, rank(axis) * width + start)
             for way, hops in self._ways(size):
                 travelling = piece
@@ -94,7 +99,10 @@ class Ring(Algorithm):
                 travelling = piece
                 for hop in range(1, hops + 1):
                     end = (root + way * hop) % size
+                    # Only this pair: other devices do not have the root's data yet, and would
+                    # load the links for nothing.
                     travelling = permute(travelling, axis, [((end - way) % size, end)])
+                    # `permute` gives zeros to all devices that receive nothing.
                     result = jnp.where(here == end, travelling, result)
             return result
 
@@ -129,6 +137,7 @@ class Ring(Algorithm):
         """Return direction and number of hops of each chain; together they reach all devices."""
         if self.directions == 1:
             return [(1, size - 1)]
+        # With two devices both neighbours are the same device, and the second way has no hops.
         ways = [(1, size // 2), (-1, (size - 1) // 2)]
         return [(way, hops) for way, hops in ways if hops]
 
@@ -140,6 +149,7 @@ class Ring(Algorithm):
         return [x[..., a:b] for a, b in pairwise(bounds)]
 
     def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
+        # Both directions run at the same time, so the longer chain determines the steps.
         longest = self._ways(size)[0][1]
         if kind == "all_to_all":
             sent = (size - 1) * payload_bytes / size

@@ -26,6 +26,7 @@ class Tree(circulant.Circulant):
     """Selects this algorithm."""
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+        # One device sums and the result is copied, so all devices have the same bits.
         places = binomial.rooted(0, axis_size(axis))
         return binomial.broadcast(binomial.reduce(flat, axis, places, combine), axis, places)
 

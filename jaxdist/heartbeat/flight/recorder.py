@@ -103,6 +103,7 @@ class Recorder:
                 path = folder / record_name(record)
                 path.write_text(json.dumps(record, indent=1), encoding="utf-8")
                 self._kept.append(path)
+                # Removed only after the write, so that a write to a full disk is retried.
                 self._unwritten.pop(0)
 
     def begun(self) -> None:
@@ -127,6 +128,7 @@ class Recorder:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # Ctrl-C goes to the whole process group of the terminal, and must not end the drawing.
             start_new_session=True,
         )
         self._kept = []

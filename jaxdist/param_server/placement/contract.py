@@ -103,8 +103,8 @@ class PlacementRule(Config):
           servers: the servers' numbers, which stay the same when other servers join or leave.
 
         Raises:
-            ConfigError: there is no server, a server twice, or more servers than ranges; also the
-              errors of `cut_ranges`.
+          ConfigError: there is no server, a server twice, or more servers than ranges; also the
+            errors of `cut_ranges`.
         """
         ranges, numbers = cut_ranges(tensors, self.range_bytes), tuple(sorted(servers))
         if not numbers or len(set(numbers)) < len(numbers):
