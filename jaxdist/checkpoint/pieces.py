@@ -103,6 +103,8 @@ def sizes(number: str, cuts: Cuts, dtype: np.dtype) -> dict[str, int]:
 def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
     """Copy this process's blocks of an array to the host; each block belongs to one process."""
     found: list[Piece] = []
+    # Replica 0 only, so that each block is written by one process. All copies start before the
+    # first is awaited, so that they overlap.
     shards = [shard for shard in array.addressable_shards if not shard.replica_id]
     for shard in shards:
         shard.data.copy_to_host_async()
@@ -201,6 +203,7 @@ def place_pieces(staging: Path, pieces: Sequence[Piece], known: Known) -> dict[s
     """
     for folder in {(staging / piece.name).parent for piece in pieces}:
         folder.mkdir(parents=True, exist_ok=True)
+    # Threads suffice, because hashing and writing release the GIL.
     with ThreadPoolExecutor() as pool:
         records = pool.map(lambda piece: _place(staging / piece.name, piece.block, known), pieces)
         return dict(zip((piece.name for piece in pieces), records, strict=True))
@@ -211,6 +214,8 @@ def _place(path: Path, block: np.ndarray, known: Known) -> FileRecord:
     digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
     record = FileRecord(bytes=len(data), blake2b=digest)
     if not known.link(record, path):
+        # Never into an existing file: it could be a link, and writing would change an earlier
+        # step.
         with path.open("xb") as file:
             file.write(data)
         known.add(record, path)

@@ -112,6 +112,7 @@ class Snapshots:
 
     def _write(self, step: int, pieces: list[_Piece], metadata: JsonObject) -> None:
         path = self.folder / snapshot_name(step, self._process, self._count)
+        # Readers match no name with a leading dot, so an incomplete file is never counted.
         staging = path.with_name(f".{path.name}")
         try:
             with staging.open("wb") as file:
@@ -176,6 +177,7 @@ def _raw(array: np.ndarray) -> memoryview:
 def _header(pieces: list[_Piece], metadata: JsonObject) -> bytes:
     told = [[piece.name, piece.span, str(piece.array.dtype)] for piece in pieces]
     body = json.dumps({"pieces": told, "metadata": metadata})
+    # The body is stored as text inside JSON, so that the digest is of exactly these bytes.
     digest = _digest(body, *(_raw(piece.array) for piece in pieces))
     return json.dumps({"blake2b": digest, "body": body}).encode() + b"\n"
 
@@ -267,6 +269,7 @@ def _placed(name: str, pieces: list[_Piece], leaf: Any) -> jax.Array:
 def _assembled(pieces: list[_Piece], span: Span, leaf: Any) -> np.ndarray:
     """Assemble a device's block from all pieces that overlap it."""
     for piece in pieces:
+        # The usual case, a resume on the same mesh, needs no copy.
         if piece.span == span:
             return piece.array
     out = np.empty([stop - start for start, stop in span], leaf.dtype)

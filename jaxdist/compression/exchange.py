@@ -122,6 +122,7 @@ def scatter_decoded(
         return codec.decode(message, shards[0], round.part(number))
 
     messages = jax.vmap(encode, in_axes=(0, 0, None))(shards, numbers, round)
+    # The sender decodes its own messages: the residual is what the receivers lack.
     up = feedback.settle(x, _joined(jax.vmap(decode)(messages, numbers), x.size), up)
 
     # messages: N of this device's shards -> N of this device's shard, from each device.
@@ -192,6 +193,7 @@ def _summed(codec: Codec, messages: Message, like: jax.Array, round: Round) -> j
     def add(total: jax.Array, message: Message) -> tuple[jax.Array, None]:
         return codec.add(total, message, like, round), None
 
+    # Decoding all messages first would need as many float32 arrays as there are devices.
     return jax.lax.scan(add, jnp.zeros_like(like), messages, unroll=UNROLL)[0]
 
 
@@ -242,6 +244,7 @@ def _to_bytes(x: jax.Array, lead: int) -> jax.Array:
 
 def _from_bytes(part: jax.Array, dtype: jnp.dtype, shape: tuple[int, ...]) -> jax.Array:
     """Convert uint8 [N, b] to [N, *shape]."""
+    # A bitcast removes the last dim only if the widths of the two dtypes differ.
     width = (dtype.itemsize,) if dtype.itemsize > 1 else ()
     return jax.lax.bitcast_convert_type(part.reshape(len(part), *shape, *width), dtype)
 

@@ -93,6 +93,8 @@ class Sender:
         memory = self.feedback.settle(x, decoded, memory)
         finite = array_is_finite(gradient) & array_is_finite(decoded)
         after = SenderState(codec, memory, state.skipped)
+        # A NaN in the residual would spoil every later round, so such a round keeps the old
+        # memory.
         before = state._replace(skipped=state.skipped + 1)
         return EncodedGradient(message, decoded, select_tree(finite, after, before), finite)
 

@@ -141,6 +141,7 @@ class _Walk:
         if trips is not None:
             each = self._each_turn(frame, loop, trips) if body.unknown_loops else None
             turns = body.times(trips, trips) if each is None else each
+            # A loop evaluates its condition once more than its body.
             return in_sequence([turns, condition.times(trips + 1, trips + 1)])
         once = in_sequence([body.times(0, 1), condition])
         name = loop.source or loop.name

@@ -63,6 +63,7 @@ def compile_with_text(
         }
         compiled = lowered.compile(told)
         for pattern in _WRITTEN:
+            # XLA dumps small helper programs too; the program itself has the longest text.
             if written := [path.read_text() for path in Path(directory).glob(pattern)]:
                 return compiled, max(written, key=len)
     return compiled, program_text(compiled)

@@ -108,6 +108,7 @@ class DynamicLossScale:
 
     def unscale(self, grads: Grads, state: LossScaleState) -> Grads:
         """Convert gradients of the scaled loss to float32 gradients of the loss."""
+        # Cast before the division: in float16 the unscaled gradient would vanish again.
         return jax.tree.map(lambda g: g.astype(jnp.float32) / state.scale, grads)
 
     def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:

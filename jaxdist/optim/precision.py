@@ -37,6 +37,7 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     # Magnitudes are ordered like their bits, so a carry out of the lower half is the next value up.
     rounded, cut = upper_half(bits + noise), upper_half(bits)
     rounded = jnp.where(jnp.isfinite(rounded), rounded, cut)
+    # Noise in the low bits could turn an infinity into a NaN, so these values are only cast.
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
@@ -97,6 +98,8 @@ def _narrowed(state: OptState, like: Params, key: jax.Array) -> OptState:
     leaves, structure = jax.tree.flatten(state)
     for i, moment in enumerate(_are_moments(state, like)):
         if moment and leaves[i].dtype == jnp.float32:
+            # A key for each leaf: with equal noise, the rounding errors of the leaves would be
+            # correlated.
             leaves[i] = stochastic_round(leaves[i], jax.random.fold_in(key, i))
     return jax.tree.unflatten(structure, leaves)
 

@@ -55,6 +55,7 @@ def clip_global_norm(
     one = [single_norm(leaf) for leaf in leaves]
     squares = add_shards([leaf.squares(g) for leaf, g in zip(one, grads, strict=True)], one)
     norm = jnp.sqrt(sum((jnp.sum(pair[0]) for pair in squares), jnp.float32(0)))
+    # Not min(1, max_norm / norm), which divides by zero where all gradients are zero.
     scale = 1 / jnp.maximum(norm / max_norm, 1.0)
     return [g * scale.astype(g.dtype) for g in grads]
 
@@ -84,6 +85,8 @@ def trust_ratio(
     1.0
     """
     fine = usable(norms)
+    # The inner choice avoids 0 / 0, a NaN that `jax_debug_nans` would report although it is
+    # unused.
     ratio = coefficient * jnp.clip(norms.weight, *phi) / (jnp.where(fine, norms.update, 1.0) + eps)
     return jnp.where(fine, jnp.clip(ratio, *ratio_bounds), 1.0)
 

@@ -208,8 +208,6 @@ def await_fork() -> bool:
     signal.signal(signal.SIGCHLD, lambda *_: None)  # an ignored signal would not wake the loop
     while True:
         ready, _, _ = select.select([channel, woken[0]], [], [])
-        # Children that have ended come first: a fork could otherwise reuse the id of an unreported
-        # child.
         if woken[0] in ready:
             os.read(woken[0], 4096)
             _tell_ended(channel)

@@ -83,6 +83,7 @@ class Quantize(Codec):
     def decode(self, message: Message, like: Leaf, round: Round) -> jax.Array:
         codes = unpack_rows(message["codes"], self.bits)
         spare = BITS - self.bits
+        # Shifted up and back down as signed integers, which extends the sign of a 4-bit code.
         signed = jax.lax.bitcast_convert_type(codes << spare, jnp.int8) >> spare
         blocks = signed.astype(jnp.float32) * scales_of(message["scales"])[:, None, None]
         return out_of_blocks(blocks, like.shape)
@@ -90,4 +91,5 @@ class Quantize(Codec):
 
 def inverse(scale: jax.Array) -> jax.Array:
     """Return 1 / scale, and 0 for a block of zeros."""
+    # The scale instead of 0, so that a NaN is passed on and the round is found to be not finite.
     return jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), scale)

@@ -89,7 +89,9 @@ def above_threshold(flat: jax.Array, count: int, key: jax.Array) -> tuple[jax.Ar
     start = jax.random.randint(start_key, (), 0, jnp.maximum(found - count, 0) + 1)
     slots = jnp.arange(count, dtype=jnp.int32)
     there = slots < found
+    # Empty slots find the first bit; `select` sets their values to 0.
     ordinal = jnp.where(there, start + slots, 0)
+    # `ends` counts the bits up to the end of each word, so the first larger count has the bit.
     word = jnp.searchsorted(ends, ordinal, side="right").astype(jnp.int32)
     within = ordinal - jnp.where(word > 0, ends[word - 1], 0)
     row = _bit_at(words[word], within)
@@ -101,6 +103,7 @@ def _threshold(flat: jax.Array, count: int, key: jax.Array) -> jax.Array:
     size = min(flat.size, max(LEAST_SAMPLE, math.ceil(HITS * flat.size / count)))
     stride = flat.size // size
     offset = jax.random.randint(key, (), 0, stride)
+    # Equal distances from a random start: a slice, where random positions would need a gather.
     columns = flat[: size * stride].reshape(size, stride)
     sample = jnp.abs(lax.dynamic_slice_in_dim(columns, offset, 1, axis=1)[:, 0])
     rank = max(1, round(count * size / flat.size))

@@ -111,6 +111,8 @@ class LeaderElection:
         """
         text, now = self.rendezvous.token(), self.clock()
         token = Token.parse(text)
+        # A change of the token is the heartbeat, at the time of this host's clock; a time inside
+        # the token would be that of another clock.
         if text != self._seen:
             self._seen, self._since = text, now
         waited = now - self._since > timeout_leases * self.config.lease_seconds
@@ -162,6 +164,7 @@ class LeaderElection:
         told = encode(term.registry)
         if told != term.saved or not term.begun:
             number = term.token.term
+            # Before the swap: the next leader must have read every decision that was answered.
             self.rendezvous.put(f"term/{number}", {"card": self.compatibility, "registry": told})
             self._drop_terms(number)
             term.saved = told
@@ -183,6 +186,7 @@ class LeaderElection:
         """Give up the term, so that the next leader can start at once."""
         term, self.term = self.term, None
         if term is not None:
+            # Swapped instead of written, since another host may have taken the token meanwhile.
             nobody = Token(term.token.name, term.token.term, NOBODY, term.token.beat + 1)
             self.rendezvous.compare_and_swap(str(term.token), str(nobody))
 

@@ -76,6 +76,7 @@ class Membership:
     @property
     def beat_seconds(self) -> float:
         """Seconds between two turns."""
+        # Many beats for each lease, so that a few lost messages do not end it.
         return min(BEAT_SECONDS, BEAT_LEASES * self.config.lease_seconds)
 
     @property
