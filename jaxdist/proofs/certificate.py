@@ -123,7 +123,7 @@ def identity_of(config: ExperimentConfig, devices: int) -> JsonObject:
     return {
         "digest": hashlib.sha256(text.encode()).hexdigest(),
         "mesh": {
-            axis: size if isinstance(size, int) else asdict(size)
+            axis: size if isinstance(size, int) else size.model_dump(mode="json")
             for axis, size in resolve_sizes(
                 config.mesh, config.mesh.fake_devices or devices
             ).items()

@@ -34,7 +34,8 @@ def settings_of(sections: Mapping[str, Json]) -> dict[str, Json]:
     """Return the settings of a config in the terms of a `Combination`, where it has such terms."""
     parallel, mesh = sections["parallel"], dict(sections["mesh"])
     mesh.pop("fake_devices", None)
-    zero, pipeline, remat = parallel["zero"], parallel["pipeline"], sections["model"].get("remat")
+    zero, pipeline = parallel["zero"], parallel.get("pipeline")
+    remat = sections["model"].get("remat")
     kinds = {name: kind for name, kind in REMATS.items() if kind == remat}
     return {
         "mesh": next((name for name, sizes in MESHES.items() if sizes == mesh), str(mesh)),

@@ -152,12 +152,15 @@ class Steps:
         """
         program, traces = self.experiment.program, []
         state, before = place_state(program, initial), initial
-        for scene, host in zip(taken, self.batches, strict=False):
+        outer = program.outer
+        for count, (scene, host) in enumerate(zip(taken, self.batches, strict=False), start=1):
             if scene.reload and reload:
                 state = reloaded(program, state, program)
             given = host if scene.weights is None else {**host, "weight": scene.weights}
             batch = {n: jax.device_put(v, program.batch[n].sharding) for n, v in given.items()}
             state, metrics = self.compiled(state, batch)
+            if outer is not None and outer.due(count):
+                state = program.between(state)
             used = jax.device_get(program.home.used(state))
             values = dict(zip(program.metrics, np.asarray(metrics, np.float64), strict=True))
             # A gradient of NaN is NaN wherever it was; the parameters show that it was skipped.

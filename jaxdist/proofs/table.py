@@ -91,5 +91,9 @@ def _problems(proof: Proof) -> Iterator[str]:
             )
     for line in proof.sent.missing if proof.sent else ():
         yield f"WRONG    bytes: {line}"
+    why: dict[tuple[str, str], list[str]] = {}
     for one in proof.undecided:
-        yield f"undecided {one.part}: {one.what}: {one.why}"
+        why.setdefault((one.part, one.why), []).append(one.what)
+    for (part, reason), names in why.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"undecided {part}: {names[0]}{more}: {reason}"

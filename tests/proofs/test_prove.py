@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,14 @@ from jaxdist.config import Document, validate
 from jaxdist.errors import RunError
 from jaxdist.experiment import ExperimentConfig, build, load
 from jaxdist.proofs.certificate import Kept, Proof, current, identity_of, path_of, write
+from jaxdist.proofs.neighbours import neighbours, settings_of
 from jaxdist.proofs.numbers import scenes
 from jaxdist.proofs.reduce import reduced
 from jaxdist.proofs.report import prove
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.report.proof import proof_lines, read_proof
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 RING = {
     **DIGITS,
     "mesh": {"data": 4, "fake_devices": 4},
@@ -151,3 +154,46 @@ def test_a_bucket_of_automatic_size_and_two_networks_stay_so():
     sections, _ = reduced(build(config, devices=jax.devices()[:4]))
     assert sections["mesh"] == mesh
     assert sections["parallel"]["reduce"]["bucket_bytes"] == "auto"
+
+
+def test_the_mesh_of_a_certificate_has_both_networks(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps({**DIGITS, "mesh": {"data": {"dcn": 2, "ici": 4}}}))
+    assert identity_of(load(path)[1], 8)["mesh"] == {"data": {"dcn": 2, "ici": 4}}
+
+
+SMALL: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "heads, ties and an odd vocabulary": (
+        [str(CONFIGS / "gpt/quickstart.yaml")],
+        {"embed": 16, "heads": 4, "kv_heads": 2, "vocab_multiple": 8, "layers": 2},
+    ),
+    "a stack of 80 layers": (
+        [str(CONFIGS / "gpt/70b.yaml")],
+        {"embed": 64, "heads": 16, "kv_heads": 8, "mlp": 8, "layers": 2, "tied_head": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_reduced_size_keeps_what_divides(name):
+    (path, *overrides), expected = SMALL[name]
+    document, config = load(path, [*overrides, "mesh.fake_devices=8"])
+    sections, _ = reduced(build(config, document, devices=jax.devices()))
+    model = {"compute_dtype": "float32", **sections["model"]}
+    assert {key: model[key] for key in expected} == expected
+    vocab = 257 if "quickstart" in path else 32000
+    assert sections["data"]["vocab_size"] % 8 == vocab % 8
+    validate(Document(sections), ExperimentConfig)
+
+
+def test_neighbours_change_three_settings():
+    path, overrides = CONFIGS / "gpt/quickstart.yaml", ["mesh.fake_devices=8"]
+    document, config = load(path, overrides)
+    sections, _ = reduced(build(config, document, devices=jax.devices()))
+    found = list(itertools.islice(neighbours(sections, seed=1), 5))
+    own = settings_of(sections)
+    for changed, other in found:
+        theirs = settings_of(other)
+        assert sum(theirs[name] != own[name] for name in own) == 3, changed
+    assert found == list(itertools.islice(neighbours(sections, seed=1), 5))
+    assert found != list(itertools.islice(neighbours(sections, seed=2), 5))
