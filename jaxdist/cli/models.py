@@ -12,7 +12,11 @@ from jaxdist.cli import shared
 
 def import_model(
     model: Annotated[
-        Path, typer.Argument(help="A Hugging Face directory, or a GGUF file.", metavar="DIR")
+        Path,
+        typer.Argument(
+            help="A Hugging Face directory, a GGUF file, or with --base adapters of PEFT.",
+            metavar="DIR",
+        ),
     ],
     overrides: shared.Overrides = None,
     *,
@@ -23,21 +27,27 @@ def import_model(
     table: Annotated[
         Path | None, typer.Option(help="YAML table of the tensors of --config's parameters.")
     ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="The run of the base model, for a directory of adapters.")
+    ] = None,
     json_file: shared.JsonFile = None,
 ) -> None:
     """Turn a downloaded model into a run directory, for train, eval, generate and export."""
     from jaxdist.runtime import environment
 
     environment.prepare()
+    from jaxdist.commands.adapters import import_adapters
     from jaxdist.commands.import_model import import_model as run
     from jaxdist.commands.import_model import import_with_table
     from jaxdist.errors import ConfigError
 
-    extra = list(overrides or [])
-    if config is not None and table is not None:
-        found = import_with_table(model, out, config, table, extra, console=shared.console())
+    extra, console = list(overrides or []), shared.console()
+    if base is not None:
+        found = import_adapters(model, base, out, extra, console=console)
+    elif config is not None and table is not None:
+        found = import_with_table(model, out, config, table, extra, console=console)
     elif config is None and table is None:
-        found = run(model, out, extra, console=shared.console())
+        found = run(model, out, extra, console=console)
     else:
         raise ConfigError("--config and --table belong together: give both, or none for a family")
     shared.write_result(json_file, "import", **found)
@@ -48,7 +58,7 @@ def export_model(
     out: Annotated[Path, typer.Argument(help="The directory to write.")],
     overrides: shared.Overrides = None,
     *,
-    to: Annotated[Literal["hf"], typer.Option(help="The form of the files.")] = "hf",
+    to: Annotated[Literal["hf", "peft"], typer.Option(help="The model, or its adapters.")] = "hf",
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 or float16; the imported model's by default."),
@@ -57,12 +67,15 @@ def export_model(
     devices: shared.Devices = None,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Write a run's model as files that transformers loads."""
-    del to
+    """Write a run's model as files that transformers loads, or its adapters for PEFT."""
     extra = shared.prepare_run(run, overrides, devices)
+    from jaxdist.commands.adapters import export_adapters
     from jaxdist.commands.export_model import export_model as write
 
-    found = write(run, out, extra, step=step, dtype=dtype, console=shared.console())
+    if to == "peft":
+        found = export_adapters(run, out, extra, step=step, console=shared.console())
+    else:
+        found = write(run, out, extra, step=step, dtype=dtype, console=shared.console())
     shared.write_result(json_file, "export", **found)
 
 

@@ -54,7 +54,7 @@ def export_model(
     held = dtype or str(config.get("dtype", config.get("torch_dtype", "float32")))
     if held not in DTYPES:
         raise ConfigError(f"--dtype {held}: there are {', '.join(DTYPES)}")
-    params = program.home.used_params(program.evaluated(state))
+    params = program.model.merged(program.home.used_params(program.evaluated(state)))
     values = dict(flatten_with_names(params))
     shapes = _shapes(params, program.model.dims, vocab_size)
     tensors = pieces_of(shapes, program.model.stacked, family.rows)

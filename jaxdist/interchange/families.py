@@ -16,6 +16,7 @@ from jaxdist.types import JsonObject
 
 RUN_ONLY = (
     "isolate_documents", "attention", "compute_dtype", "remat", "scan_unroll", "vocab_multiple",
+    "freeze", "lora",
 )  # fmt: skip
 """Options of `gpt` that say how it runs, and not which function it computes."""
 

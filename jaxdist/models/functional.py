@@ -163,6 +163,13 @@ class Functional:
             adapters=tuple(adapters),
         )
 
+    def merged(self, params: NestedDict) -> NestedDict:
+        """Return the module's own parameters, with adapters added to their kernels."""
+        if not self.adapters:
+            return params
+        values = lora.merge(self.adapters, dict(flatten_with_names(params)))
+        return nest(self._param_paths, [values[name] for name in self._names])
+
     def _lengths(self, values: Sequence[Leaf]) -> dict[int, int]:
         """Map the model's layer counts to those of `values` (a pipeline's chunk has fewer)."""
         declared = pick(self._param_paths, self.params)

@@ -1,0 +1,132 @@
+"""`jaxdist import --base` and `jaxdist export --to peft`: adapters in the files of PEFT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jaxdist.checkpoint.parts import BeginWith
+from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.commands.evaluate import open_run
+from jaxdist.config import plain_yaml
+from jaxdist.errors import ConfigError, RunError
+from jaxdist.experiment import build, load
+from jaxdist.interchange.adapters import (
+    SETTINGS,
+    open_adapters,
+    read_adapters,
+    settings_of,
+    write_adapters,
+)
+from jaxdist.interchange.families import Row, families_of, family_of
+from jaxdist.interchange.source import CONFIG, SOURCE
+from jaxdist.models.gpt import GptConfig
+from jaxdist.run.directory import RunDirectory, prepare_directory
+from jaxdist.run.loading.begin import begin_with
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import JsonObject
+
+
+def import_adapters(
+    folder: Path, base: Path, out: Path, overrides: Sequence[str] = (), *, console: Console
+) -> JsonObject:
+    """Write a run directory with a base run's parameters and a folder's adapters as step 0.
+
+    Returns:
+      The run, and the number of adapters.
+
+    Raises:
+      JaxdistError: no adapters, or those of another base model; no base run; a directory that
+        exists.
+    """
+    files, directory = open_adapters(folder), RunDirectory(out.absolute())
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunError(f"{out} exists already: name another directory with --out")
+    if not RunDirectory(base).occupied:
+        raise RunError(f"--base {base} is no run directory: import the base model first")
+    document, config = load(RunDirectory(base).config)
+    rows = _rows(config.model, base)
+    values: Any = json.loads(json.dumps(document.values))
+    values["model"] |= {"lora": settings_of(files, rows)}
+    section = {**(values.get("checkpoint") or {}), "begin_with": {"run": str(directory.path)}}
+    document, config = load({**values, "checkpoint": section}, overrides)
+    experiment = build(config, document)
+    program = experiment.program
+    read = read_adapters(files, program.model.adapters, rows)
+    state, _ = begin_with(program, BeginWith(run=str(base)), say=console.print)
+    given = {f"params/{name}": array for name, array in read.items()}
+    own = program.home.used(state)
+    leaves = [given.get(name, leaf) for name, leaf in flatten_with_names(own)]
+    shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)
+    filled = program.home.stored(jax.tree.unflatten(jax.tree.structure(own), leaves))
+    state = program.home.to_files(jax.device_put(filled, shardings))
+    prepare_directory(directory, plain_yaml(document.values))
+    with CheckpointStore(
+        directory.checkpoints, keep=1, keep_best=False, on_event=console.print
+    ) as store:
+        metadata = {"imported": str(folder)}
+        store.save(0, state, metadata=metadata, shapes=program.own_shapes)
+        store.wait()
+    count = len(program.model.adapters)
+    console.print(f"run    {out}: adapters of {count} kernels", soft_wrap=True, markup=False)
+    return {"run": str(out), "kernels": count}
+
+
+def export_adapters(
+    run: Path,
+    out: Path,
+    overrides: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    console: Console,
+) -> JsonObject:
+    """Write a run's adapters in PEFT's form.
+
+    Returns:
+      The directory, and the number of adapters.
+
+    Raises:
+      JaxdistError: no such run, one without adapters, or a directory that exists.
+    """
+    experiment, restored = open_run(run, overrides, step=step, console=console)
+    model, program = experiment.config.model, experiment.program
+    if model.lora is None:
+        raise ConfigError(f"{run} has no adapters (model.lora): export the model, --to hf")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunError(f"{out} exists already: name another directory")
+    state: Any = restored.state
+    params = program.home.used_params(program.evaluated(state))
+    values = {name: np.asarray(leaf) for name, leaf in flatten_with_names(params)}
+    rows, adapters = _rows(model, run), program.model.adapters
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        given = (model.lora, adapters, rows, values)
+        settings = write_adapters(out, *given, base=str(_source(run)))
+        (out / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{out} cannot be written: {error.strerror or error}") from error
+    console.print(f"files  {out}: adapters of {len(adapters)} kernels", soft_wrap=True)
+    return {"directory": str(out), "kernels": len(adapters)}
+
+
+def _source(run: Path) -> Path:
+    return run / SOURCE if (run / SOURCE).is_dir() else run
+
+
+def _rows(model: Any, run: Path) -> Mapping[str, Row]:
+    """Return the names of a model's tensors: those of its source, else those of its family."""
+    if not isinstance(model, GptConfig):
+        raise ConfigError(f"model.type {model.type} has no table of names: adapters take gpt")
+    file = run / SOURCE / CONFIG
+    if file.is_file():
+        return family_of(json.loads(file.read_text(encoding="utf-8")), where=str(file)).rows
+    fitting = families_of(model.model_copy(update={"lora": None}))
+    if not fitting:
+        raise ConfigError("no family of Hugging Face's models has the options of this model")
+    return fitting[0].rows

@@ -1,0 +1,230 @@
+"""Low-rank adapters in PEFT's files: adapter_config.json and adapter_model.safetensors.
+
+A file has, for each module, lora_A `[rank, inputs]` and lora_B `[outputs, rank]`; names of modules
+are those of the base model's tensors, by the table of its family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxdist.config.files import read_json
+from jaxdist.errors import ConfigError, DataError
+from jaxdist.interchange import safetensors
+from jaxdist.interchange.families import Row
+from jaxdist.interchange.layouts import Layout
+from jaxdist.interchange.leaves import names_of
+from jaxdist.interchange.tensors import Tensor
+from jaxdist.models.tuning.lora import Adapter
+from jaxdist.models.tuning.part import LoraConfig
+from jaxdist.types import JsonObject
+
+SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX, _A, _B, _WEIGHT = "base_model.model.", ".lora_A.weight", ".lora_B.weight", ".weight"
+_OFF: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "lora_bias": (False, None),
+    "layers_to_transform": (None,),
+    "trainable_token_indices": (None,),
+}
+"""Settings that say more than our adapters compute, with the values that leave it off."""
+_LISTED = 4
+
+
+class Files(NamedTuple):
+    """The adapters of a folder; no element is read yet."""
+
+    folder: Path
+    settings: JsonObject
+    tensors: Mapping[str, Tensor]
+
+
+def open_adapters(folder: Path) -> Files:
+    """Open a folder in PEFT's form.
+
+    Raises:
+      DataError: no adapters, damaged files, or kinds of adapters that are not LoRA's alone.
+    """
+    for name in (SETTINGS, TENSORS):
+        if not (folder / name).is_file():
+            raise DataError(f"{folder} has no adapters in PEFT's form, for it lacks {name}")
+    try:
+        settings: Any = read_json(folder / SETTINGS)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder / SETTINGS} cannot be read: {error}") from error
+    other = [
+        f"{key} {settings[key]!r}"
+        for key, off in _OFF.items()
+        if key in settings and settings[key] not in off
+    ]
+    if other:
+        raise DataError(
+            f"{folder / SETTINGS}: {', '.join(other)}: adapters here are a product of two matrices "
+            "of one rank for every kernel; merge these by PEFT (merge_and_unload), and import the "
+            "model"
+        )
+    return Files(folder, settings, safetensors.read_header(folder / TENSORS))
+
+
+def settings_of(files: Files, rows: Mapping[str, Row]) -> JsonObject:
+    """Return the section `model.lora` for a folder's adapters.
+
+    Args:
+      rows: the base model's table.
+
+    Raises:
+      ConfigError: modules that the base model does not have.
+    """
+    own = {_module(row, None): name for name, row in rows.items()}
+    found, unknown = set[str](), list[str]()
+    for name in files.tensors:
+        module = name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
+        parts = ["{layer}" if part.isdecimal() else part for part in module.split(".")]
+        kernel = own.get(".".join(parts))
+        if kernel is None:
+            unknown.append(name)
+        else:
+            found.add(kernel)
+    if unknown:
+        raise ConfigError(
+            f"{files.folder} has adapters of another base model: {_some(unknown)} are of no kernel "
+            "of this one"
+        )
+    given: Any = files.settings
+    return {
+        "rank": given["r"],
+        "alpha": float(given["lora_alpha"]),
+        "targets": sorted(found),
+        "rslora": bool(given.get("use_rslora")),
+        "dropout": float(given.get("lora_dropout") or 0.0),
+    }
+
+
+def read_adapters(
+    files: Files, adapters: Sequence[Adapter], rows: Mapping[str, Row]
+) -> dict[str, np.ndarray]:
+    """Read the parameters of adapters, float32 by name.
+
+    Raises:
+      ConfigError: tensors that are missing, or of another shape than the base model's kernels take.
+    """
+    values: dict[str, np.ndarray] = {}
+    problems: list[str] = []
+    for adapter in adapters:
+        for name, shape, end in zip(adapter.names, adapter.shapes, (_A, _B), strict=True):
+            layers = []
+            for module in _modules(adapter, rows[adapter.name]):
+                tensor = files.tensors.get(f"{_PREFIX}{module}{end}")
+                wanted = _file_shape(adapter, end)
+                if tensor is None or tensor.shape != wanted:
+                    what = "missing" if tensor is None else f"{list(tensor.shape)}"
+                    problems.append(f"{module}{end} is {what}, where {adapter.name} takes {wanted}")
+                    continue
+                layers.append(np.asarray(tensor.open(), np.float32).T)
+            if not problems:
+                values[name] = np.stack(layers).reshape(shape)
+    if problems:
+        raise ConfigError(
+            f"{files.folder} has adapters of another base model: {'; '.join(problems[:_LISTED])}"
+            + (f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else "")
+        )
+    return values
+
+
+def write_adapters(
+    out: Path,
+    config: LoraConfig,
+    adapters: Sequence[Adapter],
+    rows: Mapping[str, Row],
+    values: Mapping[str, np.ndarray],
+    *,
+    base: str,
+) -> JsonObject:
+    """Write adapters to a folder, and return the settings written.
+
+    Args:
+      base: name or path of the base model.
+
+    Raises:
+      ConfigError: adapters that PEFT's files do not have in this form.
+      OSError: the folder cannot be written.
+    """
+    odd = [one.name for one in adapters if rows[one.name].part is not None or not _inside(one)]
+    if odd:
+        raise ConfigError(
+            f"{_some(odd)}: PEFT has another form for adapters of embeddings, and none for a part "
+            "of a module: export the merged model (--to hf)"
+        )
+    arrays: dict[str, np.ndarray] = {}
+    modules: set[str] = set()
+    for adapter in adapters:
+        for name, shape, end in zip(adapter.names, adapter.shapes, (_A, _B), strict=True):
+            layers = values[name].reshape(-1, *shape[len(shape) - len(_own(adapter, end)) :])
+            for module, layer in zip(_modules(adapter, rows[adapter.name]), layers, strict=True):
+                modules.add(module.rpartition(".")[2])
+                file_shape = _file_shape(adapter, end)
+                array = layer.reshape(file_shape[::-1]).T
+                arrays[f"{_PREFIX}{module}{end}"] = np.ascontiguousarray(array, np.float32)
+    settings: JsonObject = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "use_rslora": config.rslora,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "fan_in_fan_out": any(_first_in(one, rows[one.name]) for one in adapters),
+        "inference_mode": True,
+    }
+    entries = [(name, array.shape, array.dtype) for name, array in sorted(arrays.items())]
+    safetensors.write(out / TENSORS, entries, lambda name: arrays[name])
+    return settings
+
+
+def _modules(adapter: Adapter, row: Row) -> list[str]:
+    return [_module(row, name) for name in names_of(row.tensor, adapter.layers)]
+
+
+def _module(row: Row, tensor: str | None) -> str:
+    return (tensor or row.tensor).removesuffix(_WEIGHT)
+
+
+def _own(adapter: Adapter, end: str) -> tuple[int, ...]:
+    """Return the shape of A or B for a single layer."""
+    ins, outs = adapter.shape[: adapter.inputs], adapter.shape[adapter.inputs :]
+    return (*ins, adapter.rank) if end == _A else (adapter.rank, *outs)
+
+
+def _file_shape(adapter: Adapter, end: str) -> tuple[int, int]:
+    own = _own(adapter, end)
+    if end == _A:
+        return adapter.rank, int(np.prod(own[:-1]))
+    return int(np.prod(own[1:])), adapter.rank
+
+
+def _first_in(adapter: Adapter, row: Row) -> bool:
+    """Return whether the module's tensor has its inputs first, as transformers' Conv1D."""
+    layout = Layout(row.layout, row.part)
+    inputs = [name for dim in layout.own[: adapter.inputs] for name in dim]
+    return list(layout.file[0]) == inputs
+
+
+def _inside(adapter: Adapter) -> bool:
+    """Return whether the kernel is in a block, and not an embedding or a head."""
+    return adapter.layers is not None
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
