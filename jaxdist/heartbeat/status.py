@@ -119,7 +119,11 @@ class Publisher:
         self._beats = self._late = 0
         self._over = threading.Event()
         self._thread = threading.Thread(
-            target=self._live, args=(random.Random(process),), name="status", daemon=True
+            # A generator of its own, since the global generator belongs to the user's code.
+            target=self._live,
+            args=(random.Random(process),),
+            name="status",
+            daemon=True,
         )
         struct.pack_into("<2q", self._memory, 0, process, os.getpid())
         self._write(self._begun)
@@ -174,6 +178,7 @@ class Publisher:
         while True:
             seconds = BEAT_SECONDS * rng.uniform(0.5, 1.5)
             begun = time.monotonic()
+            # Not `sleep`, so that `close` need not wait for the next heartbeat.
             if self._over.wait(seconds):
                 return
             self._beats += 1
@@ -184,6 +189,7 @@ class Publisher:
 def read_status(path: Path) -> Status | None:
     """Return the status of a process; None if it has not published one yet."""
     try:
+        # Unbuffered, so that a single system call reads all fields.
         with path.open("rb", buffering=0) as file:
             raw = file.read(_FIELDS.size)
     except FileNotFoundError:

@@ -46,6 +46,7 @@ def python_stdlib() -> list[TextFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, subfolders, names in os.walk(root):
+        # In place, because `os.walk` descends into the folders that are left in this list.
         subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]
         paths = (Path(folder, name) for name in names if name.endswith(".py"))
         files += [
@@ -74,6 +75,7 @@ def matching(patterns: Sequence[str]) -> list[TextFile]:
                     f"expected one of {', '.join(SUFFIXES)}; name the files more narrowly"
                 )
             name = path.relative_to(root).as_posix()
+            # Two globs may match the same file, also by a link; it counts once.
             found.setdefault(path.resolve(), TextFile(path, name))
     return _distinct(sorted(found.values(), key=lambda file: (file.name, file.path)))
 
@@ -107,6 +109,7 @@ def split_documents(
     for file in files:
         content = read_text_file(file.path)
         digest = hashlib.blake2b(content, digest_size=16).digest()
+        # Copies of a file could be in both splits, and the model would have seen held-out text.
         if not content or digest in seen or not _usable(file.path, content, not_utf8):
             continue
         seen.add(digest)
@@ -162,6 +165,7 @@ def _cut(documents: list[bytes], fraction: float) -> tuple[list[bytes], list[byt
 
 def _uniform(name: str) -> float:
     """Return a number in [0, 1) that depends only on the name."""
+    # 48 bits, which a float64 holds exactly.
     return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=6).digest()) / 2**48
 
 
