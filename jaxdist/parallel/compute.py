@@ -62,11 +62,13 @@ class Accumulated(Unstaged):
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         pieces = split_rows(dict(batch), self.microbatches, self.layout)
+        # With one key, all microbatches would drop the same units.
         keys = jax.random.split(key, self.microbatches)
 
         def one(buffers: Buffers, rows: PyTree, key: jax.Array) -> Gradients:
             given = held._replace(buffers=buffers)
             found = self.objective.total_gradients(given, rows, key, around)
+            # With a loss scale the gradients are float32 already.
             return found if held.scale is not None else found._replace(grads=_wide(found.grads))
 
         def body(carry: Gradients, piece: tuple[Any, Any]) -> tuple[Gradients, None]:
@@ -75,10 +77,12 @@ class Accumulated(Unstaged):
             return Gradients(total, sums, buffers), None
 
         rows, first = jax.tree.map(lambda x: x[0], (pieces, keys))
+        # The dtypes of the sums are those of a piece; nothing is computed for them here.
         shapes = jax.eval_shape(one, held.buffers, rows, first)
         check_adds_up(shapes.sums, f"the batch is computed in {self.microbatches} microbatches")
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:2])
         begun = Gradients(zeros[0], zeros[1], held.buffers)
+        # A scan, so that the activations of only one microbatch are in memory at a time.
         return jax.lax.scan(body, begun, (pieces, keys))[0]
 
     def mean_gradients(

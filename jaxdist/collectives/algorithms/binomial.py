@@ -55,6 +55,8 @@ def reduce(flat: jax.Array, axis: Axis, places: Places, combine: Combine) -> jax
     """Reduce [n] -> [n]; the result is valid on the root."""
     for step in steps_up(places):
         arrived = permute(flat, axis, step)
+        # Devices that receive nothing get zeros from `permute`, which must not enter a max or a
+        # min.
         flat = jnp.where(_receives(step, axis, places), combine(flat, arrived), flat)
     return flat
 
@@ -79,5 +81,6 @@ def traffic(kind: Operation, payload_bytes: float, trees: Sequence[Places]) -> T
 
 
 def _receives(step: SendPairs, axis: Axis, places: Places) -> jax.Array:
+    # A table that is indexed by the rank, because one program runs on all devices.
     receivers = {receiver for _, receiver in step}
     return jnp.asarray([device in receivers for device in range(len(places))])[rank(axis)]

@@ -58,6 +58,7 @@ def reduce_scatter(blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array
     """Reduce-scatter [N, c] -> [c]; rows are counted from this device's own block."""
     rows = [row[0] for row in _from_here(blocks, axis)]
     for more, fewer in rounds(axis_size(axis)):
+        # One message for all blocks of the round, which pays one latency.
         sent = jnp.concatenate(rows[fewer:more])
         arrived = jnp.split(shift(sent, axis, fewer), more - fewer)
         # Where `more` is odd, fewer blocks arrive than are kept: the last of these is unchanged.

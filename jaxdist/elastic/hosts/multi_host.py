@@ -251,6 +251,8 @@ class MultiHost:
                 f"generation {generation.number}: {plan.hosts} hosts, "
                 f"{plan.total} processes{settings}{waits}"
             )
+        # Only generations of the same rendezvous can be compared, so its name is part of the
+        # fence.
         fence = hashlib.sha256(self.members.name.encode()).hexdigest()[:16]
         coordinator = told["coordinator"] if plan.total > 1 else None
         given = (generation.number, first, count, plan.total, coordinator, told["resume"])
