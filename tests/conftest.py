@@ -9,10 +9,11 @@ import platform
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 from spent import Spent
 
-from jaxdist.runtime import environment
+from jaxdist.runtime import compilation_cache, environment
 
 # Tests compile much and compute little: the first and the last of these halve the time. In one
 # piece a program compiles with a tenth less work; the other core has tests of its own to run.
@@ -57,6 +58,14 @@ def read_flags_with(*added: str) -> None:
 # Later versions of XLA have but one way to make a fusion's loops.
 read_flags_with(IN_ONE_PIECE, *([OLD_LOOPS] if jax.__version_info__ < (0, 11) else []))
 CACHE = jax.config.jax_compilation_cache_dir
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs in this process share what they compile, though each has a cache of its own for data."""
+    folder, enable = tmp_path_factory.mktemp("programs"), compilation_cache.enable
+    with patch.object(compilation_cache, "enable", lambda directory: enable(folder)):
+        yield
 
 
 @pytest.fixture(autouse=True)
