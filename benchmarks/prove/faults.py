@@ -61,7 +61,11 @@ PLANS: dict[str, dict[str, Any]] = {
         zero={"stage": 1},
     ),
     "buffers": _plan(_tower(batch_norm=True), FOUR, reduce=RING),
-    "dropout": _plan(_tower(dropout=0.5), FOUR, reduce=RING),
+    "dropout": _plan(
+        {**_tower(dropout=0.5), "train": {"steps": 8, "batch_size": 64, "microbatches": 2}},
+        FOUR,
+        reduce=RING,
+    ),
     "pipeline": _plan(
         GPT, {"data": 2, "stage": 2}, reduce=RING, pipeline={"schedule": {"type": "1f1b"}}
     ),
