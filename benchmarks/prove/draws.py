@@ -15,8 +15,7 @@ from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.parity.draw.draw import draw
-from jaxdist.proofs.types.check import Typed, check_types
-from jaxdist.trees import flatten_with_names
+from jaxdist.proofs.types.program import types_of
 from jaxdist.types import Json
 
 ROWS = 4
@@ -54,7 +53,7 @@ def outcomes(seeds: Iterable[int]) -> Iterator[Outcome]:
 def judged(seed: int) -> Outcome:
     """Return the types of the step of a draw."""
     try:
-        found = types_of(built(enlarged(draw(seed).sections)))
+        found = types_of(built(enlarged(draw(seed).sections)).program)
     except JaxdistError as error:
         return Outcome(seed, refused=" ".join(str(error).split()))
     reasons = {reason for reasons in found.undecided.values() for reason in reasons}
@@ -78,11 +77,3 @@ def built(sections: Mapping[str, Json]) -> Experiment:
     """Build a draw's plan on its fake devices."""
     config = validate(Document(dict(sections)), ExperimentConfig)
     return build(config, devices=jax.devices()[: config.mesh.fake_devices])
-
-
-def types_of(experiment: Experiment) -> Typed:
-    """Return the types of a plan's step."""
-    program = experiment.program
-    shapes = program.state_shapes, program.batch
-    closed, out = jax.make_jaxpr(program.train, return_shape=True)(*shapes)
-    return check_types(closed, [name for name, _ in flatten_with_names(out)])

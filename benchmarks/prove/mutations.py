@@ -22,8 +22,7 @@ from jaxdist.config import Document, validate
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.proofs.numbers import Reference
 from jaxdist.proofs.reduce import reduced
-from jaxdist.proofs.types.check import Typed, check_types
-from jaxdist.trees import flatten_with_names
+from jaxdist.proofs.types.program import types_of
 from jaxdist.types import JsonObject
 
 ROOT = Path(jaxdist.__file__).parent
@@ -129,7 +128,7 @@ def judged(fault: Fault, name: str) -> Planted:
             wrong = _text(experiment)
         except Exception as error:
             return Planted(fault, name, types=f"cannot be traced: {type(error).__name__}")
-        typed = _typed(experiment)
+        typed = types_of(experiment.program)
         names = [
             one.name
             for reference in references
@@ -172,14 +171,6 @@ def _text(experiment: Experiment) -> str:
         program.state_shapes.params, program.state_shapes.buffers, padded
     )
     return re.sub(r"0x[0-9a-f]+", "", f"{step}{evaluated}")
-
-
-def _typed(experiment: Experiment) -> Typed:
-    program = experiment.program
-    closed, out = jax.make_jaxpr(program.train, return_shape=True)(
-        program.state_shapes, program.batch
-    )
-    return check_types(closed, [name for name, _ in flatten_with_names(out)])
 
 
 def mutations(count: int, seed: int) -> Iterator[Planted]:

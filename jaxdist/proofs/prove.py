@@ -15,7 +15,8 @@ from jaxdist.proofs.neighbours import neighbours
 from jaxdist.proofs.numbers import Compared, Reference
 from jaxdist.proofs.reduce import reduced
 from jaxdist.proofs.sent import Sent, compare
-from jaxdist.proofs.types.check import Typed, check_types
+from jaxdist.proofs.types.check import Typed
+from jaxdist.proofs.types.program import types_of
 from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import JsonObject
@@ -76,14 +77,11 @@ def _near(
 
 
 def _typed(program: Program) -> tuple[Typed | None, list[Undecided]]:
-    """Follow the types through the step; return what no rule decides too."""
-    shapes = program.state_shapes, program.batch
+    """Follow the types through step and evaluation; return what no rule decides too."""
     try:
-        closed, out = jax.make_jaxpr(program.train, return_shape=True)(*shapes)
+        typed = types_of(program)
     except JaxdistError as error:
         return None, [Undecided("types", "the step", f"it cannot be traced: {error}")]
-    names = [*(f"state/{name}" for name, _ in flatten_with_names(out[0])), "metrics"]
-    typed = check_types(closed, names)
     return typed, [
         Undecided("types", leaf, "; ".join(why)) for leaf, why in typed.undecided.items()
     ]

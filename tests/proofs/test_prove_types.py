@@ -14,13 +14,15 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from runs import DIGITS
 
+from benchmarks.prove.faults import PLANS, faults
+from benchmarks.prove.mutations import planted
 from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.proofs import rule
 from jaxdist.proofs.types import rules, walk
 from jaxdist.proofs.types.check import Typed, check_types
-from jaxdist.trees import flatten_with_names
+from jaxdist.proofs.types.program import types_of
 
 WHOLE, ROWS = PartitionSpec(), PartitionSpec("d")
 COLUMNS = PartitionSpec(None, "d")
@@ -188,14 +190,14 @@ def test_outside_of_shard_map_there_is_nothing_to_decide():
     assert (found.regions, found.outputs, found.findings) == (0, (), ())
 
 
+def _config(sections: dict[str, Any]) -> ExperimentConfig:
+    return validate(Document(sections), ExperimentConfig)
+
+
 def step_types(sections: dict[str, Any]) -> Typed:
     """The types of the step of the digits' config with these sections."""
-    config = validate(Document({**DIGITS, **sections}), ExperimentConfig)
-    program = build(config, devices=jax.devices()[:DEVICES]).program
-    closed, out = jax.make_jaxpr(program._train, return_shape=True)(
-        program.state_shapes, program.batch
-    )
-    return check_types(closed, [name for name, _ in flatten_with_names(out)])
+    program = build(_config({**DIGITS, **sections}), devices=jax.devices()[:DEVICES]).program
+    return types_of(program)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -209,3 +211,13 @@ def test_a_step_of_zero_is_proved(stage):
     assert (found.findings, dict(found.undecided)) == ((), {})
     assert set(found.proved) == set(found.outputs)
     assert any("kernel" in name for name in found.proved)
+
+
+def test_an_evaluation_in_stages_is_followed_along_the_data_axis():
+    """A missing sum over the rows of all devices is reported at the values of the evaluation."""
+    fault = next(one for one in faults() if one.file.endswith("model/pipeline.py"))
+    sections = PLANS["pipeline"]
+    with planted(fault):
+        found = types_of(build(_config(sections), devices=jax.devices()[:4]).program)
+    leaves = {leaf for finding in found.findings for leaf in finding.leaves}
+    assert leaves == {"evaluation/loss/total", "evaluation/loss/weight"}

@@ -1,0 +1,34 @@
+"""The types of a program: of its training step, and of its evaluation."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxdist.data.loader import WEIGHT
+from jaxdist.proofs.types.check import Typed, check_types
+from jaxdist.train.step import Program
+from jaxdist.trees import flatten_with_names
+
+
+def types_of(program: Program) -> Typed:
+    """Follow the types through a step and an evaluation; nothing is computed.
+
+    The outputs are named `state/NAME`, `metrics` and `evaluation/NAME`. An evaluated batch has
+    weights, since zeros fill it up.
+    """
+    state, batch = program.state_shapes, dict(program.batch)
+    step, out = jax.make_jaxpr(program.train, return_shape=True)(state, batch)
+    names = [*(f"state/{name}" for name, _ in flatten_with_names(out[0])), "metrics"]
+    trained = check_types(step, names)
+    rows = next(iter(batch.values())).shape[:1]
+    batch.setdefault(WEIGHT, jax.ShapeDtypeStruct(rows, "float32"))
+    given = state.params, state.buffers, batch
+    sums, shapes = jax.make_jaxpr(program.evaluate, return_shape=True)(*given)
+    names = [f"evaluation/{name}" for name, _ in flatten_with_names(shapes)]
+    evaluated = check_types(sums, names)
+    return Typed(
+        (*trained.findings, *evaluated.findings),
+        {**trained.undecided, **evaluated.undecided},
+        trained.regions + evaluated.regions,
+        (*trained.outputs, *evaluated.outputs),
+    )
