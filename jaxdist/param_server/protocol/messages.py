@@ -29,7 +29,7 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Pull:
-    """A worker's request of parameters for its next computation."""
+    """A worker's request for the parameters of its next computation."""
 
     stamp: Stamp
 

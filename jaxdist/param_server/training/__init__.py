@@ -1,1 +1,1 @@
-"""Runs with a parameter server: its processes, their files, and what a worker computes."""
+"""Runs with parameter servers: their processes, their files, and the computation of a worker."""

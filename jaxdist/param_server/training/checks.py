@@ -26,10 +26,10 @@ from jaxdist.trees import flatten_with_names
 
 
 def ineffective_settings(cluster: Cluster, given: RunSettings) -> tuple[str, ...]:
-    """Return the settings that do nothing with parameter servers, a sentence each.
+    """Return the settings without effect with parameter servers, a sentence each.
 
     Raises:
-      ConfigError: what does not go together, with the path of the setting in the whole config.
+      ConfigError: values cannot be combined; the error has the setting's path in the whole config.
     """
     with blamed("strategy"):
         _check_batch(cluster, given)
@@ -78,7 +78,7 @@ def _notices(cluster: Cluster, given: RunSettings) -> Iterator[str]:
 
 
 def peak(optimizer: Optimizer, total_steps: int) -> float:
-    """The largest learning rate of a run."""
+    """Return the largest learning rate of a run."""
     rates = jax.vmap(optimizer.schedule)(jnp.arange(total_steps, dtype=jnp.int32))
     return float(jnp.max(jnp.asarray(rates)))
 

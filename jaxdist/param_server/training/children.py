@@ -21,7 +21,7 @@ class RunProcess(children.Child):
 
     Args:
       number: the number of the server, the rack, or the client.
-      setup: its first message, which gains its role.
+      setup: first message to the process, to which its role is added.
       forks: the process that it is forked from.
     """
 
@@ -46,9 +46,9 @@ class WorkerTeam:
 
     Attributes:
       workers: client number to process.
-      slots: client number to the number of its part of each batch.
-      deaths: slot to its deaths in a row, without a finished clock in between.
-      done: slots that have taken all their clocks.
+      slots: number of each client's part of a batch.
+      deaths: number of successive deaths of each slot, without a finished clock in between.
+      done: slots that have finished all their clocks.
     """
 
     workers: dict[int, RunProcess] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Checkpoints of shards: each server writes its own, when all changes up to a clock are in it.
+"""Checkpoints of shards: each server writes its own after all changes up to a clock are applied.
 
 RUN/shards/server_0/step_00000500/     of clock 500, as `jaxdist.checkpoint.layout` has them
     arrays/000000.bin ...              the leaves in order, raw
@@ -38,7 +38,7 @@ def write_shard(run: Path, server: int, shard: ShardState) -> None:
     """Write, digest and commit the checkpoint of a shard.
 
     Raises:
-      CheckpointError: it cannot be written.
+      CheckpointError: the checkpoint cannot be written.
     """
     directory = directory_of(run, server)
     staging = names.staging_directory(directory, shard.floor)
@@ -61,10 +61,10 @@ def write_shard(run: Path, server: int, shard: ShardState) -> None:
 
 
 def read_shard(run: Path, sharded: Sharded, layout: ShardLayout, clock: int) -> ShardState:
-    """A shard as it was at a clock.
+    """Read the checkpoint of a shard at a clock.
 
     Raises:
-      CheckpointError: it is not there, damaged, or of other ranges or another optimizer.
+      CheckpointError: the checkpoint is missing, damaged, or of other ranges or another optimizer.
     """
     path = names.step_directory(directory_of(run, layout.server), clock)
     wanted = {
@@ -92,14 +92,14 @@ def read_shard(run: Path, sharded: Sharded, layout: ShardLayout, clock: int) -> 
 
 
 def prune(run: Path, stale: Callable[[int], bool]) -> None:
-    """Delete the shards of these clocks."""
+    """Delete the checkpoints of these clocks."""
     for directory in (run / FOLDER).glob("server_*"):
         for clock in filter(stale, names.steps_present(directory)):
             names.delete(names.step_directory(directory, clock))
 
 
 def clear(run: Path) -> None:
-    """Take away what a crash left half written."""
+    """Delete checkpoints that a crash left incomplete."""
     for directory in (run / FOLDER).glob("server_*"):
         names.recover(directory)
 

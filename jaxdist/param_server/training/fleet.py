@@ -12,17 +12,17 @@ from jaxdist.types import JsonObject
 
 
 class Starts(Protocol):
-    """Starts a process with a setup."""
+    """A function that starts a process with a setup."""
 
     def __call__(self, role: Role, number: int, /, **setup: object) -> RunProcess: ...
 
 
 class EssentialProcesses:
-    """The processes that a run cannot lose; it tells them which workers leave and join.
+    """The servers and aggregators of a run, which it cannot lose.
 
     Args:
-      start: starts a process.
-      next_event: the next thing that a process says, while something is waited for.
+      start: function that starts a process.
+      next_event: returns the next message of a process, while the caller waits for a reply.
     """
 
     def __init__(self, cluster: Cluster, start: Starts, next_event: Callable[[str], Event]) -> None:
@@ -32,9 +32,9 @@ class EssentialProcesses:
         self._ports: dict[RunProcess, list[int]] = {}
 
     def begin(self, due: list[int]) -> None:
-        """Start all of them, until they listen."""
+        """Start all processes, and wait until they listen."""
         clients, racks = range(self.cluster.clients), len(self.cluster.racks)
-        # A rack that all workers left comes back with its next number.
+        # A rack that all workers have left comes back with its next number.
         given = {"clients": [*clients], "admitted": [rack + racks for rack in range(racks)]}
         for number in range(self.cluster.servers):
             self.servers.append(self._start("server", number, due=due, **given))
@@ -63,21 +63,21 @@ class EssentialProcesses:
         return self._ports_of(self._in_front(slot))
 
     def leave(self, client: int, slot: int) -> None:
-        """A worker has gone for good."""
+        """Report that a worker has left permanently."""
         for child in self._in_front(slot):
             child.say({"leave": client})
 
     def admit(self, client: int, slot: int) -> None:
-        """A worker will join."""
+        """Report that a worker will join."""
         for child in self._in_front(slot):
             child.say({"admit": client})
 
     def gone(self, what: JsonObject) -> None:
-        """All workers of a rack have left it, and so it leaves a server."""
+        """Report that all workers of a rack have left, so that the rack leaves a server."""
         server, client = self.servers[what["server"]], what["client"]
         server.say({"leave": client})
         server.say({"admit": client + 2 * len(self.cluster.racks)})
 
     def end(self) -> None:
-        """End those that live."""
+        """Terminate the processes that are still alive."""
         end_together([*self.aggregators, *self.servers])

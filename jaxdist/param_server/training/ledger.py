@@ -12,7 +12,7 @@ from jaxdist.types import JsonObject
 
 Rate = Callable[[int], float]
 Sums = Mapping[str, Sequence[float]]
-"""Name of each value that the loss measures, to its total and weight."""
+"""Total and weight of each value that the loss measures, by name."""
 
 
 class ClockReports:
@@ -20,8 +20,8 @@ class ClockReports:
 
     Args:
       names: names of the values in a step's metrics.
-      rate: step to learning rate.
-      first: the clock that the run begins with.
+      rate: learning rate by step.
+      first: first clock of the run.
 
     Attributes:
       empty: clocks in which no worker's examples had any weight, so that servers took no step.
@@ -46,31 +46,31 @@ class ClockReports:
 
     @property
     def newest(self) -> int:
-        """The newest clock that anybody has computed."""
+        """The newest clock that any worker has computed."""
         return max(self.computed.values())
 
     @property
     def clock_seconds(self) -> float:
-        """The time of the fastest worker's last clock."""
+        """The duration of the fastest worker's last clock."""
         return min((report["seconds"] for report in self._workers.values()), default=1.0)
 
     @property
     def longest_seconds(self) -> float:
-        """The longest that a worker took for its last clock; 0 before the first."""
+        """The duration of the slowest worker's last clock; 0 before the first."""
         return max((report["seconds"] for report in self._workers.values()), default=0.0)
 
     def behind(self, slots: set[int]) -> set[int]:
-        """Those of the slots that have computed the least; who waits for others is not behind."""
+        """Return the slots with the fewest computed clocks, except those that wait for others."""
         least = min((self.computed[slot] for slot in slots), default=0)
         return {slot for slot in slots if self.computed[slot] == least}
 
     def measured(self, slot: int, clock: int, sums: Sums) -> None:
-        """A worker has computed a clock, and is about to push what came of it."""
+        """Record that a worker has computed a clock and is about to push."""
         self.computed[slot] = max(self.computed[slot], clock)
         self._sums[clock][slot] = sums
 
     def clock(self, slot: int, report: JsonObject) -> None:
-        """A worker has done a clock: its push is under way, and it can begin the next."""
+        """Record that a worker has finished a clock and can start the next."""
         self.progress[slot] = max(self.progress[slot], report["clock"])
         self._workers[slot] = report
         spent = self._busy[slot]
@@ -88,7 +88,7 @@ class ClockReports:
         self._aggregators[aggregator] = stats
 
     def complete(self, clock: int, done: set[int]) -> bool:
-        """Whether all who still compute have got past a clock, and so have the servers."""
+        """Return whether all active workers and all servers have passed a clock."""
         if any(floor <= clock for floor in self._floors.values()):
             return False
         return all(at >= clock for slot, at in self.progress.items() if slot not in done)
@@ -96,7 +96,7 @@ class ClockReports:
     def metrics(self, clock: int, step: int) -> tuple[list[float], float]:
         """Return the values of a step in the order of their names, and its duration.
 
-        The loss is that of the clock before if all workers died between a push and its loss
+        The loss is that of the previous clock if all workers died between a push and its loss
         (elastic averaging pushes first), or if no worker's examples had any weight.
         """
         self._last_sums = self._sums.pop(clock, self._last_sums)
@@ -128,7 +128,7 @@ class ClockReports:
         return math.sqrt(sum(self._known.values()))
 
     def summary(self) -> dict[str, float]:
-        """Staleness, queues, bytes and idle shares, of each server, aggregator and worker."""
+        """Return staleness, queues, bytes and idle shares of servers, aggregators and workers."""
         found: dict[str, float] = {"empty_steps": self.empty} if self.empty else {}
         for server, stats in sorted(self._stats.items()):
             found |= {

@@ -1,4 +1,4 @@
-"""A run again, from the order that its servers took messages in: to the same bits."""
+"""A replay of a run from the recorded order of its servers' messages, with the same bits."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from jaxdist.param_server.training.state import Sharded, ShardState
 from jaxdist.param_server.training.worker import Flats, PushComputation
 
 Key = tuple[int, int]
-"""A client and a clock of it: one change, a part of which went to each server."""
+"""A client and a clock, which identify a change; each server received a part of it."""
 Pushes = Mapping[Key, Push]
 """The pushes that a server received."""
 BatchesOf = Callable[[int, int], Sequence[DeviceBatch]]
-"""The batches of a client's clock."""
+"""A function that returns the batches of a client's clock."""
 
 
 class _NotYetError(Exception):
-    """A change was computed from a version that another server has not come to yet."""
+    """A change was computed from a version that another server has not reached yet."""
 
 
 class Replay:
     """Servers and workers without processes, in the recorded order of messages.
 
-    The changes of workers are computed again, from the recorded versions. The cost in memory is one
-    copy of the parameters for each version that a later change is computed from.
+    The workers' changes are recomputed from the recorded versions. Memory holds a copy of the
+    parameters for each version that a later change was computed from.
 
     Args:
-      start: the state of each server at the beginning.
-      states: the state of the protocol at each server's beginning.
+      start: initial state of each server.
+      states: initial protocol state of each server.
       logs: the recorded messages of each server.
-      work: a new computation for a client.
-      due: a clock; what servers saved at it is in `reached`.
+      work: returns a new computation for a client.
+      due: a clock at which the servers' shards are stored in `reached`.
 
     Raises:
-      RunError: racks combined what workers sent.
+      RunError: the run has racks, which combine changes.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Replay:
         """The parameters of each shard at the end.
 
         Raises:
-          RunError: a change was computed from versions that no log has: its worker died while it
-            was on its way, to some servers only; or `due` was not come to.
+          RunError: a change was computed from versions in no log, because its worker died before
+            all servers had received it; or `due` was not reached.
         """
         moved = True
         while moved:
@@ -104,7 +104,8 @@ class Replay:
 
     def _change_of(self, server: int, one: Arrival) -> np.ndarray:
         key = one.client, one.clock
-        # Those before it too, applied or not: workers have optimizers and residuals of their own.
+        # Earlier clocks of the client come first, applied or not, since workers carry state from
+        # one clock to the next.
         clocks = self._clocks[one.client]
         while clocks and clocks[0] <= one.clock:
             self._changes[one.client, clocks[0]] = self._computed(one.client, clocks[0])
@@ -144,9 +145,9 @@ class _Server:
     """A server of the replay.
 
     Attributes:
-      versions: parameters that changes were computed from which are not computed again yet.
-      waiting: effects that are to come.
-      reached: the shard when all changes of clocks before `due` were in it; None: not yet.
+      versions: parameters of versions that are still needed to recompute changes.
+      waiting: effects that are not executed yet.
+      reached: the shard after all changes of clocks before `due`; None until then.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class _Server:
 
     @property
     def stuck(self) -> bool:
-        """Whether it could not come to where it was to come."""
+        """Return whether the replay stopped before the state that it was to reach."""
         return bool(self.waiting) if self._due is None else self.reached is None
 
     @property
@@ -185,7 +186,7 @@ class _Server:
         return max(self.versions)
 
     def advance(self, change_of: Callable[[int, Arrival], np.ndarray]) -> bool:
-        """As far as what is known goes; whether that was anywhere."""
+        """Execute the effects whose changes are known; return whether there were any."""
         moved = False
         while self.waiting or self._log:
             while self.waiting:
@@ -207,7 +208,7 @@ class _Server:
         return moved
 
     def _look(self) -> None:
-        """As a server does when it has done all that a message brought about."""
+        """Store the shard when it is due, as a server does after each message."""
         clocks, due = self._state.clocks, self._due
         if self.reached is None and due is not None and clocks.floor >= due:
             params, optimizer = self.shard.params, self.shard.kept()

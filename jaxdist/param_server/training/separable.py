@@ -1,4 +1,4 @@
-"""Whether an update of each parameter depends on that parameter alone."""
+"""A check that the update of each parameter depends on that parameter alone."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from jaxdist.types import Dims, OptState, Params, Scalar, Updates
 def server_transform(
     optim: OptimizerConfig, schedule: optax.Schedule, params: Params, dims: Mapping[str, Dims]
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer as servers use it, on these parameters: they drop what is not finite anyway.
+    """Return an optimizer as servers use it, without the guard against values that are not finite.
 
     Args:
-      params: some of a model's, or all, or their shapes.
-      dims: logical dims of each, by name.
+      params: parameters of a model, all or some, or their shapes.
+      dims: logical dims of each parameter, by name.
     """
     plain = optim.model_copy(update={"skip_nonfinite": False, "max_skipped": None})
     rate = Rate(schedule)
@@ -31,9 +31,9 @@ def server_transform(
 
 
 def check_separable(transform: optax.GradientTransformationExtraArgs, params: Params) -> None:
-    """Refuse a transformation that cannot update parameters one by one.
+    """Refuse a transformation that cannot update parameters separately.
 
-    Nothing is computed: what each update depends on is read off the traced program.
+    Nothing is computed; the dependences of each update are read from the traced program.
 
     Args:
       params: all parameters, or their shapes.
@@ -56,7 +56,7 @@ def check_separable(transform: optax.GradientTransformationExtraArgs, params: Pa
 
 
 def _halves(count: int) -> list[frozenset[int]]:
-    """Return the empty set, then sets such that for any two numbers one has only the first."""
+    """Return the empty set, and sets such that for any two numbers some set has only the first."""
     found = [frozenset[int]()]
     for bit in range(max(count - 1, 0).bit_length()):
         one = frozenset(at for at in range(count) if at >> bit & 1)
@@ -67,7 +67,7 @@ def _halves(count: int) -> list[frozenset[int]]:
 def _moved_by(
     transform: optax.GradientTransformationExtraArgs, params: Params, half: frozenset[int]
 ) -> list[bool]:
-    """For each parameter, whether its update may depend on those of `half`, norm or loss."""
+    """Return, by parameter, whether its update may depend on `half`, the norm or the loss."""
     leaves, structure = jax.tree.flatten(params)
     shapes = jax.tree.unflatten(
         structure, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]

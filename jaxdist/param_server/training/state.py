@@ -1,4 +1,4 @@
-"""A training state in shards, and back: what servers hold is what a checkpoint of the model has."""
+"""Conversion of a training state to shards and back; checkpoints have the model's form."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ShardState:
     """The state of a server, on the host.
 
     Attributes:
-      floor: all changes of earlier clocks, of all workers, are in it.
+      floor: all changes of all workers from earlier clocks are in the state.
       params: `[layout.length]`.
       optimizer: the state of the server's transformation.
     """
@@ -50,7 +50,7 @@ class Sharded:
     """The distribution of a program's state over servers.
 
     Attributes:
-      program: the program of all workers together, which evaluates and is saved.
+      program: program of all workers together, which is evaluated and saved.
       seed: the seed of the run.
     """
 
@@ -64,15 +64,15 @@ class Sharded:
         """Return the program of a worker: the same program for its part of a batch.
 
         Args:
-          loader: the loader of that part.
+          loader: loader of that part of the batch.
         """
-        # Not in `worker`: `jaxdist inspect` needs no packages of the wire.
+        # Imported here, so that `jaxdist inspect` needs no packages of the wire.
         compute = self.program.compute.resized(microbatches)
         return replace(self.program, batch=loader.batch_shapes, compute=compute)
 
     @cached_property
     def codes(self) -> tuple[Codes, ...]:
-        """The encoding of pushes to each server; () where pushes are not encoded."""
+        """The encoding of pushes to each server; () if pushes are uncompressed."""
         codec = self.cluster.codec
         if codec is None:
             return ()
@@ -81,7 +81,7 @@ class Sharded:
 
     @property
     def pushes(self) -> tuple[Spec, ...]:
-        """The form of a push to each server."""
+        """The required shard, dtype and length of a push to each server."""
         return tuple(one.spec for one in self.codes or self.layouts)
 
     @cached_property
@@ -91,11 +91,11 @@ class Sharded:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name of each parameter to its shape."""
+        """Shape of each parameter, by name."""
         return {n: tuple(s.shape) for n, s in flatten_with_names(self.program.model.params)}
 
     def transform(self, layout: ShardLayout) -> optax.GradientTransformationExtraArgs:
-        """The optimizer of a server, for `jaxdist.param_server.live.shard.shapes`."""
+        """Return the optimizer of a server, for `jaxdist.param_server.live.shard.shapes`."""
         model = self.cluster.consistency
         if isinstance(model, Decoupled):
             return optax.with_extra_args_support(model.outer())
@@ -110,23 +110,26 @@ class Sharded:
 
     @property
     def schedule(self) -> optax.Schedule:
-        """Updates of a server to the learning rate; a step is `updates_per_step` of them."""
+        """The learning rate by the number of a server's updates.
+
+        A step has `updates_per_step` of them.
+        """
         per_step, schedule = self.cluster.updates_per_step, self.program.optimizer.schedule
         return (
             schedule if per_step == 1 else lambda count: schedule(jnp.floor_divide(count, per_step))
         )
 
     def rate_of(self, step: int) -> float:
-        """The learning rate of a step, from 0."""
+        """Return the learning rate of a step; steps count from 0."""
         return float(np.asarray(self.program.optimizer.schedule(step)))
 
     @property
     def keeps_moments(self) -> bool:
-        """Whether servers have the optimizer's state, and not each worker its own."""
+        """Whether servers hold the optimizer's state, rather than each worker its own."""
         return self.cluster.consistency.payload == "gradient"
 
     def begun(self, layout: ShardLayout) -> OptState:
-        """The shapes of a server's optimizer state."""
+        """Return the shapes of a server's optimizer state."""
         return jax.eval_shape(self.transform(layout).init, shapes(layout))
 
     def parted(self, state: TrainState, clock: int) -> list[ShardState]:
@@ -162,10 +165,10 @@ class Sharded:
         return jax.tree.unflatten(jax.tree.structure(begun), leaves)
 
     def whole(self, shards: Sequence[ShardState], state: TrainState, step: int) -> TrainState:
-        """The program's state, as its devices hold it, out of what all servers have.
+        """Assemble the program's state on its devices from the states of all servers.
 
         Args:
-          state: one of the program's, for what servers do not have.
+          state: state of the program, for the parts that servers do not have.
         """
         wanted = self.program.state_shapes
         arrays = joined_shards(self.layouts, [shard.params for shard in shards], self.shapes)
@@ -179,7 +182,10 @@ class Sharded:
         return replace(new, opt_state=_placed(wanted.opt_state, moments))
 
     def _moments(self, shards: Sequence[ShardState]) -> dict[str, np.ndarray]:
-        """The leaves of the program's optimizer state by path; counts are the first server's."""
+        """Return the leaves of the program's optimizer state by path.
+
+        Counts are the first server's.
+        """
         rows: dict[str, list[tuple[int, np.ndarray]]] = {}
         for layout, shard in zip(self.layouts, shards, strict=True):
             pieces = {piece.range.key: piece for piece in layout.pieces}
@@ -205,11 +211,10 @@ def _by_own_names(
 ) -> optax.GradientTransformationExtraArgs:
     """A transformation that sees the model's tree, with None for what the shard does not have.
 
-    The update of an imported transformation may depend on names; each of its parameters is whole on
-    one server.
+    Return the range that a leaf belongs to: the longest whose key is in the leaf's path.
 
     Args:
-      names: key of a range to the name of its parameter.
+      names: name of the parameter by a range's key.
     """
     structure = jax.tree.structure(params)
     order = [name for name, _ in flatten_with_names(params)]
@@ -232,13 +237,13 @@ def _by_own_names(
 
 
 def _key_in(path: str, keys: Mapping[str, object]) -> str | None:
-    """The range that a leaf belongs to: the longest whose key is a part of its path."""
+    """Return the range that a leaf belongs to: the longest whose key is a part of the leaf's path."""
     found = [key for key in keys if f"/{key}/" in f"/{path}/"]
     return max(found, key=len, default=None)
 
 
 def _placed(shapes: PyTree, arrays: Mapping[str, np.ndarray]) -> PyTree:
-    """A tree of arrays on their devices, from host arrays by path."""
+    """Return a tree of arrays on their devices, from host arrays by path."""
     leaves = [
         jax.device_put(np.asarray(arrays[name], leaf.dtype).reshape(leaf.shape), leaf.sharding)
         for name, leaf in flatten_with_names(shapes)

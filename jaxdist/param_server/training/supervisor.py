@@ -1,4 +1,4 @@
-"""A run of servers and workers as processes of this machine, from its first step to its last."""
+"""The supervisor of a run: it starts servers and workers on this machine and ends them."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ SIGNS_OF_LIFE = frozenset({"listening", "measured", "clock", "saved"})
 AHEAD_SECONDS = 1.0
 """Delay between the order to stop and the clock to stop at, which no worker may have passed."""
 STOP_SECONDS = 20.0
-"""Time without a sign of life after which a run that is to stop is ended; two of its clocks are
-added where they are long. Schedulers kill a process that is still there after 30 s."""
+"""Silence after which a stopping run is killed; if clocks are long, the duration of two clocks is
+added. Schedulers kill a process 30 s after their signal."""
 
 
 class Supervisor:
-    """Starts, watches and ends the processes of a run, and does what is due between its steps.
+    """A supervisor of a run's processes, which also does the work that is due between steps.
 
     Args:
-      prepared: the run.
+      prepared: the prepared run.
       token: the file of the token that its processes share.
       module: the Python module whose process forks those of the run, see `jaxdist.runtime.forks`.
       config: the file that processes build the run from.
@@ -74,11 +74,11 @@ class Supervisor:
         self.stop = self.last
 
     def step_of(self, clock: int) -> int:
-        """Steps taken at a clock."""
+        """Return the number of steps that a clock corresponds to."""
         return min(clock * self.cluster.local_steps, self.total_steps)
 
     def run(self) -> TrainState:
-        """All clocks that are left; the last state."""
+        """Run all remaining clocks, and return the last state."""
         state = self.prepared.state
         if self.first >= self.last:
             return state
@@ -86,7 +86,7 @@ class Supervisor:
         self.forks = self._forks()
         try:
             for forks in {*self.forks.values()}:
-                forks.start()  # its imports take seconds, during which files are written
+                forks.start()  # importing takes seconds, during which files are written
             self._shards(state)
             self.fleet.begin(sorted(due))
             for number in range(self.cluster.workers):
@@ -101,7 +101,7 @@ class Supervisor:
                 yield step
 
     def _shards(self, state: TrainState) -> None:
-        """Give servers their start: their own files of this clock, or parts of the checkpoint."""
+        """Write each server's initial state: its own checkpoint, or a part of the model's."""
         clear(self.directory)
         try:
             for layout in self.sharded.layouts:
@@ -125,7 +125,10 @@ class Supervisor:
         }
 
     def _forks(self) -> dict[bool, ForkServer]:
-        """Return what forks servers (False) and workers (True): one process where that will do."""
+        """Return the processes that fork servers (False) and workers (True).
+
+        One process if possible.
+        """
         log, mesh = self.directory / LOGS / "forks.log", self.sharded.program.layout.mesh
         log.parent.mkdir(exist_ok=True)
         workers = servers = ForkServer(self.module, log)
@@ -154,17 +157,17 @@ class Supervisor:
             file.write(json.dumps(told) + "\n")
 
     def _next(self, what: str) -> Event:
-        """The next thing that a process says.
+        """Return the next message of a process.
 
         Raises:
-          RunError: a process ended that should not have; nothing was heard for too long.
+          RunError: a process ended unexpectedly, or no message arrived for too long.
         """
         try:
             event = self.events.get(timeout=POLL_SECONDS)
         except Empty:
             event = Event(self.fleet.servers[0], {})
         self._check_stop(what)
-        # Not what servers count: they do so while everybody waits.
+        # Messages with a server's counts do not count, since servers send them even while all wait.
         if event.code is not None or event.what.get("event") in SIGNS_OF_LIFE:
             self.heard = time.monotonic()
         elif time.monotonic() - self.heard > self.cluster.processes.deadline_seconds:
@@ -174,10 +177,10 @@ class Supervisor:
         return event
 
     def _check_stop(self, what: str) -> None:
-        """End a run that is to stop and in which nothing happens any more.
+        """Kill a stopping run that makes no more progress.
 
         Raises:
-          StoppedError: it does not get to the clock that it was to stop at.
+          StoppedError: the run did not reach the clock at which it should stop.
         """
         if not self.prepared.hooks.told_to_stop:
             return
@@ -193,7 +196,7 @@ class Supervisor:
             )
 
     def _silent(self, what: str) -> None:
-        """End the workers that all others wait for, so that new workers take their place."""
+        """Kill the workers that all others wait for, so that new workers replace them."""
         seconds = self.cluster.processes.deadline_seconds
         late = self._late()
         if not late:
@@ -205,7 +208,7 @@ class Supervisor:
             child.process.kill()
 
     def _late(self) -> list[RunProcess]:
-        """The workers that have done the least."""
+        """Return the workers that have computed the fewest clocks."""
         team = self.team
         behind = self.ledger.behind({team.slots[client] for client in team.workers})
         return [child for client, child in team.workers.items() if team.slots[client] in behind]
@@ -257,7 +260,7 @@ class Supervisor:
                 raise RunError(f"{event.child}: {what['error']}")
 
     def _through(self, state: TrainState, due: set[int]) -> TrainState:
-        """Tell of each clock in turn, and do what is due after it."""
+        """Report each clock in turn, and do the work that is due after it."""
         hooks, clock = self.prepared.hooks, self.first
         while clock < self.stop:
             while not self.ledger.complete(clock, self.team.done):
@@ -273,7 +276,7 @@ class Supervisor:
                     "step; its loss is that of the step before. Said once; metrics.jsonl counts "
                     "such steps (empty_steps)"
                 )
-            # Until the first clock is done, processes start and compile.
+            # Before the first clock is finished, processes start and compile.
             self.prepared.account.switch(Activity.STEP)
             hooks.metrics(step, jnp.asarray(values, jnp.float32), seconds)
             clock += 1
@@ -298,7 +301,7 @@ class Supervisor:
         return state
 
     def _stop(self, due: set[int]) -> None:
-        """Let all processes stop at one clock, which all of them can still get to."""
+        """Stop all processes at a common clock that none of them has passed."""
         ahead = 2 + int(AHEAD_SECONDS / max(self.ledger.clock_seconds, 1e-4))
         self.stop = min(self.last, self.ledger.newest + 1 + ahead)
         due.add(self.stop)
@@ -306,7 +309,7 @@ class Supervisor:
             child.say({"stop": self.stop})
 
     def _end(self) -> None:
-        """No process outlives the run."""
+        """Terminate all processes, so that none outlives the run."""
         end_together([*self.team.workers.values()])
         self.fleet.end()
         for forks in self.forks.values():
@@ -314,7 +317,7 @@ class Supervisor:
 
 
 def supervise(sharded: Sharded, prepared: Prepared, *, module: str, config: Path) -> TrainState:
-    """Do a run with processes, and return the last state.
+    """Run a strategy with parameter servers in processes, and return the last state.
 
     Args:
       module, config: see `Supervisor`.

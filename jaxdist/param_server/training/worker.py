@@ -1,4 +1,4 @@
-"""A worker: it reads of every server, computes, and pushes to every server."""
+"""The worker of a run: it reads from all servers, computes, and pushes to all servers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import PyTree
 
 Flats = list[np.ndarray]
-"""Parameters or changes, an array of each server."""
+"""Parameters or changes, an array per server."""
 
 
 Measured = Mapping[str, tuple[float, float]]
-"""Name of each value that the loss measures, to its total and weight."""
+"""Total and weight of each value that the loss measures, by name."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Clocked:
     """A worker's report of one clock, sent when the next can begin.
 
     Attributes:
-      seconds: duration of the clock; `waited_seconds` of it is the wait for servers.
-      versions: by server, the version of the parameters that the change was computed from.
+      seconds: duration of the clock, of which `waited_seconds` is the wait for servers.
+      versions: version of the parameters that the change was computed from, by server.
     """
 
     clock: int
@@ -52,23 +52,23 @@ class Clocked:
 
 
 class PushComputation(Protocol):
-    """From parameters to what is pushed."""
+    """A computation from parameters to the change that is pushed."""
 
     def begin(self, flats: Flats) -> Flats | None:
-        """Parameters have come; what is pushed at once, where that is known before computing."""
+        """Accept new parameters, and return the change if it is known before the computation."""
         ...
 
     def compute(self, batches: Sequence[DeviceBatch], clock: int) -> tuple[Flats, Sums]:
-        """The change, and what the loss measured."""
+        """Return the change and the loss's measured values."""
         ...
 
 
 @dataclass
 class _OnDevices:
-    """Flat arrays as a program's tree of parameters, and back.
+    """Conversion between flat arrays and a program's tree of parameters.
 
     Attributes:
-      slot: the worker's number among those that compute.
+      slot: the worker's number among the active workers.
     """
 
     sharded: Sharded
@@ -95,7 +95,7 @@ class _OnDevices:
 
 @dataclass
 class GradientOnly(_OnDevices):
-    """Pushes the gradient of one batch."""
+    """A computation that pushes the gradient of one batch."""
 
     _params: PyTree = None
 
@@ -114,11 +114,11 @@ class GradientOnly(_OnDevices):
 
 @dataclass
 class LocalSteps(_OnDevices):
-    """Trains by itself with an optimizer of its own, and pushes what its steps changed.
+    """A computation that trains with the worker's own optimizer, and pushes the parameters' change.
 
     Attributes:
-      alpha: rate of elastic averaging, whose exchange precedes the steps; None pushes after
-        them.
+      alpha: rate of elastic averaging, whose exchange precedes the steps; None pushes after the
+        steps.
     """
 
     alpha: float | None = None
@@ -184,12 +184,12 @@ class Worker:
 
     Attributes:
       loader: loader of its part of each batch.
-      slot: its number among those that compute; one that takes the place of another has the same.
-      stop: the clock before which it ends; may be lowered while it runs.
-      measure: called with a clock and what its loss measured, before its gradient is pushed: of
-        all that servers apply the loss is known, whenever the worker dies.
+      slot: its number among the active workers; a replacement keeps the number.
+      stop: clock before which the worker ends, which may be lowered while it runs.
+      measure: called with a clock and the loss's measured values before the gradient is pushed, so
+        that the loss of every applied gradient is known even if the worker dies.
       tell: called after each clock.
-      delay_seconds: what each clock takes longer, for experiments with stragglers.
+      delay_seconds: extra duration of each clock, for experiments with stragglers.
     """
 
     client: Client
@@ -203,10 +203,10 @@ class Worker:
     delay_seconds: float = 0.0
 
     def run(self) -> None:
-        """To the stop, with all that it sent settled.
+        """Run until the stop clock, and wait until all pushes are settled.
 
         Raises:
-          RunError: a deadline passed, or a server refused something.
+          RunError: a deadline passed, or a server refused a message.
         """
         client, model = self.client, self.sharded.cluster.consistency
         work = computation(self.sharded, self.program, self.slot)
@@ -266,7 +266,7 @@ class _Ahead:
             self._batches.close()
 
     def take(self, clock: int) -> list[DeviceBatch]:
-        """The batches of a clock."""
+        """Return the batches of a clock."""
         if self._batches is None or clock != self._next:
             if self._batches is not None:
                 self._batches.close()
