@@ -42,5 +42,7 @@ class Mpi(Engine):
             command += ["-x", name]
         if self.port is not None:
             command += ["-x", f"JAX_COORDINATOR_PORT={self.port}"]
-        notes = ("a lost process ends all; run it again and it goes on from the newest checkpoint",)
+        notes = (
+            "a lost process ends all; run it again and it continues from the newest checkpoint",
+        )
         return Rendered({}, (*command, *job.train("--distributed")), waits=True, notes=notes)

@@ -35,7 +35,7 @@ from jaxdist.types import Json
 
 @dataclass(frozen=True)
 class HookParts:
-    """The parts that the hooks of a run use.
+    """The objects that the hooks of a run share.
 
     Attributes:
       kept: metadata that is saved next to each state.

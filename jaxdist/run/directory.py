@@ -124,8 +124,8 @@ def take_directory(
     run, whatever others have begun under these names.
 
     Args:
-      named: whether the user named the directory, so that another run there is no reason for
-        another name.
+      named: whether the user named the directory; then another run in it is an error, rather than a
+        reason to try the next name.
       resume: continue the run that has begun; begin a run if none has.
       say: called with a line about another run.
       exact: with `resume`, take `base` itself, and none of the numbered names.

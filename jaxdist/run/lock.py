@@ -1,11 +1,11 @@
 """The lock on a run directory: only a single run writes there, from its first moment on.
 
 The lock is a file that names its holder. Three signs show whether the holder is alive. An `flock`
-on the file ends with its process, however that ends, so that on a single host the kernel knows.
-Some network disks keep an `flock` to a single host or have none: for these the holder touches the
-file every few seconds, and a process that finds the file of another host watches it for a while.
-Clocks are never compared, and a process number is only printed, never trusted: it may belong to
-another process by now.
+on the file ends with its process, however the process ends, so that on a single host the kernel
+knows whether the holder is alive. Some network disks limit an `flock` to a single host or do not
+support it. For these, the holder touches the file every few seconds, and a process that finds the
+file of another host watches it for a while. Clocks are never compared. A process number is only
+printed, never trusted, since it may belong to another process by now.
 """
 
 from __future__ import annotations

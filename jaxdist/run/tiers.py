@@ -50,9 +50,8 @@ class Tiers:
     def newest(
         self, shapes: TrainState, say: Say
     ) -> tuple[TrainState, Mapping[str, Json], str] | None:
-        """Load the newest complete snapshot, if it is newer than all checkpoints.
-
-        Return it with its location.
+        """Load the newest complete snapshot, with its location, if it is newer than all
+        checkpoints.
 
         All processes decide together: a snapshot that one process cannot load is used by none.
 

@@ -97,7 +97,7 @@ class SnapshotReplica:
                 if failed == FAILURES:
                     self.failure = (
                         f"no copy is made of the snapshots of {self.address}: {error}; if that "
-                        "host is lost, the run goes on from the newest checkpoint"
+                        "host is lost, the run continues from the newest checkpoint"
                     )
                     self._say(self.failure)
                 continue

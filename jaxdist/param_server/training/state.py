@@ -211,7 +211,7 @@ def _by_own_names(
 ) -> optax.GradientTransformationExtraArgs:
     """A transformation that sees the model's tree, with None for what the shard does not have.
 
-    Return the range that a leaf belongs to: the longest whose key is in the leaf's path.
+    Return the range that a leaf belongs to: the longest key that is in the leaf's path.
 
     Args:
       names: name of the parameter by a range's key.

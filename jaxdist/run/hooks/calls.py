@@ -123,7 +123,7 @@ class HookCalls:
         except Exception as error:
             raise RunError(
                 f"hook {type(hook).__name__} raised in its {what}, at step {self._step}: "
-                f"{describe_exception(error)}. Mend it or leave it out; --resume goes on from the "
+                f"{describe_exception(error)}. Fix it or leave it out; --resume continues from the "
                 "newest checkpoint"
             ) from error
 

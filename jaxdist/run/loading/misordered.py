@@ -1,8 +1,8 @@
 """Checkpoints whose parameters are stored in another order than that in which they were trained.
 
 While checkpoints had format 1, ZeRO 3 with an explicit reduction also split dims that another mesh
-axis splits. It stored those shards in one order and gathered them in another: the model was trained
-with its rows permuted, by a permutation that depends on the mesh.
+axis splits. ZeRO stored those shards in one order and gathered them in another. The model was
+therefore trained with permuted rows, and the permutation depends on the mesh.
 """
 
 from __future__ import annotations

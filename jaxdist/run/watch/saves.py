@@ -41,8 +41,8 @@ class Chooser:
     Attributes:
       kind: kind of time in the account that these saves take.
       what: name of such a save in output.
-      run: run directory with a journal of failures; None if it has none that such a save helps
-        with.
+      run: run directory whose journal has the failures that these saves protect from; None without
+        such a journal.
       mttf: mean seconds between failures, assumed until a failure was seen.
       say: called with lines for the user.
       writer: writer of metrics.
