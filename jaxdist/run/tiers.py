@@ -50,8 +50,7 @@ class Tiers:
     def newest(
         self, shapes: TrainState, say: Say
     ) -> tuple[TrainState, Mapping[str, Json], str] | None:
-        """Load the newest complete snapshot, with its location, if it is newer than all
-        checkpoints.
+        """Load the newest complete snapshot, with its tier, if newer than all checkpoints.
 
         All processes decide together: a snapshot that one process cannot load is used by none.
 

@@ -237,7 +237,7 @@ def _by_own_names(
 
 
 def _key_in(path: str, keys: Mapping[str, object]) -> str | None:
-    """Return the range that a leaf belongs to: the longest whose key is a part of the leaf's path."""
+    """Return the range that a leaf belongs to: the longest key in the leaf's path."""
     found = [key for key in keys if f"/{key}/" in f"/{path}/"]
     return max(found, key=len, default=None)
 

@@ -192,7 +192,7 @@ class Supervisor:
             raise StoppedError(
                 f"the run was told to stop and waited {seconds:.0f} s for {what}"
                 + (f" ({late} is behind)" if late else "")
-                + ": it ends without a new checkpoint; --resume continues from the newest checkpoint"
+                + ": it ends without a new checkpoint; --resume continues from the newest"
             )
 
     def _silent(self, what: str) -> None:
