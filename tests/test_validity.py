@@ -152,6 +152,10 @@ EVERY += [
     with_settings("lookahead", optim__master_weights="bfloat16"),
     with_settings(model__freeze="['blocks/*']"),
     with_settings(model__lora="{}"),
+    with_settings(optim__rates="{}"),
+    replace(
+        with_settings("synchronous", optim__rates="{}"), optim=replace(ADAMW, averages=True)
+    ),
     replace(
         with_settings("synchronous", model__freeze="['blocks/*']"),
         zero=ZeroConfig(stage=3, prefetch=True),

@@ -26,6 +26,7 @@ OFF: Mapping[str, object] = {
     "train.phases": None,
     "train.check_replicas": None,
     "elastic.batch": "same",
+    "optim.rates": {},
     "optim.scale_from": None,
     "optim.clip_norm": None,
     "optim.skip_spikes": None,

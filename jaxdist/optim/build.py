@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -37,7 +38,19 @@ from jaxdist.optim.safety import (
 )
 from jaxdist.optim.schedules import StepClock, build_schedule
 from jaxdist.optim.stacks.by_layer import by_layer
-from jaxdist.types import Dims, Grads, Kwargs, OptState, Params, Scalar, Shardings, Updates
+from jaxdist.sharding.dims import near_names
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import (
+    Dims,
+    Grads,
+    Kwargs,
+    OptState,
+    Params,
+    PyTree,
+    Scalar,
+    Shardings,
+    Updates,
+)
 
 __all__ = [
     "AdamWConfig",
@@ -343,15 +356,17 @@ def build_optimizer(
     clock = StepClock()
     schedule, tree = clock.by_steps(rate.schedule), NamedParams(params, dims)
     rule = config.transform(schedule, tree)
+    factors = _factors(config.rates, params)
 
     def place(shares: Shardings) -> optax.GradientTransformationExtraArgs:
-        return _wrapped(config.transform(schedule, replace(tree, shares=shares)), config)
+        own = config.transform(schedule, replace(tree, shares=shares))
+        return _wrapped(_scaled(own, factors), config)
 
     eval_params: EvalParams | None = None
     if isinstance(config, ImportedOptimizerConfig):
         eval_params = eval_params_of(config.eval_params, rule, params)
     return Optimizer(
-        transform=_wrapped(rule, config),
+        transform=_wrapped(_scaled(rule, factors), config),
         schedule=rate.schedule,
         explained=rate.explained,
         param_dtype=jnp.dtype(config.master_weights) if config.master_weights else None,
@@ -362,6 +377,42 @@ def build_optimizer(
         eval_params=eval_params,
         place=place if config.whole_matrices else None,
     )
+
+
+def _factors(rates: Mapping[str, float], params: Params) -> PyTree:
+    """Return the factor of each parameter's learning rate, a tree like the parameters.
+
+    Raises:
+      ConfigError: a pattern that counts for no parameter.
+    """
+    names = [name for name, _ in flatten_with_names(params)]
+    first = [next((p for p in rates if fnmatch.fnmatchcase(name, p)), None) for name in names]
+    idle = [pattern for pattern in rates if pattern not in first]
+    if idle:
+        lines = [
+            f"{p!r} comes after patterns that match all that it does"
+            if fnmatch.filter(names, p)
+            else f"{p!r} matches no parameter that is trained: {near_names(p, names)}"
+            for p in idle
+        ]
+        raise ConfigError("\n".join(lines), setting=("rates",))
+    factors = [1.0 if pattern is None else rates[pattern] for pattern in first]
+    return jax.tree.unflatten(jax.tree.structure(params), factors)
+
+
+def _scaled(inner: optax.GradientTransformation, factors: PyTree) -> optax.GradientTransformation:
+    """Scale the updates of each parameter, and so its learning rate."""
+    if all(factor == 1.0 for factor in jax.tree.leaves(factors)):
+        return inner
+    inner = optax.with_extra_args_support(inner)
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, **extra: object
+    ) -> tuple[Updates, OptState]:
+        found, state = inner.update(updates, state, params, **extra)
+        return jax.tree.map(lambda factor, u: u * factor, factors, found), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _wrapped(

@@ -33,6 +33,9 @@ class OptimizerConfig(Config):
     """Selects the optimizer."""
     learning_rate: PositiveFloat | None = None
     """Peak learning rate."""
+    rates: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """Factors of the learning rate, by pattern of names of parameters, in which `*` matches any
+    characters; the first pattern that matches counts, and 1 where none does."""
     scale_from: ScaleFromConfig | None = None
     """Derive learning_rate and warm-up from values that work at another batch size."""
     schedule: ScheduleConfig = ScheduleConfig()

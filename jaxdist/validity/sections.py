@@ -82,6 +82,7 @@ _PATHS = (
     "model.lora",
     "train.check_replicas",
     "optim.clip_norm",
+    "optim.rates",
     "optim.skip_spikes",
     "optim.loss_scale",
     "optim.master_weights",

@@ -69,6 +69,7 @@ SERVERS: tuple[ValidityRow, ...] = (
         "it would have to be the same on all workers",
         "set null, and train in bfloat16 or float32",
     ),
+    _refused("optim.rates", "servers have a single rate for their parameters", "leave it out"),
     _refused("optim.master_weights", "servers hold float32 parameters", "set null"),
     _refused(
         "optim.skip_nonfinite",
@@ -103,6 +104,12 @@ SERVERS: tuple[ValidityRow, ...] = (
         "workers evaluate the parameters that they train",
         "take another optimizer, or strategy.type: synchronous",
         ("optim",),
+    ),
+    ValidityRow(
+        (("an optimizer that evaluates other parameters",), ("optim.rates",)),
+        "the parameters that it evaluates follow from updates at a single rate",
+        "leave optim.rates out",
+        ("optim", "rates"),
     ),
     ValidityRow(
         (("state of the model besides parameters",), SERVER),

@@ -87,3 +87,25 @@ def test_layers_fetched_ahead_cannot_be_frozen():
             mesh={"data": 2},
             parallel={"zero": zero, "reduce": {"type": "ring"}},
         )
+
+
+def test_a_rate_is_multiplied_by_the_first_pattern_that_matches():
+    rates = {"blocks/attention/*": 0.5, "blocks/*": 3.0}
+    plain, scaled = (trained_a_step(built({}, optim={**ADAMW, "rates": r})) for r in ({}, rates))
+    moves = [
+        {name: new - old for (name, old), new in zip(flatten_with_names(before.params),
+         jax.tree.leaves(after.params), strict=True)}
+        for before, after in (plain, scaled)
+    ]  # fmt: skip
+    for name, move in moves[0].items():
+        attention = name.startswith("blocks/attention/")
+        factor = 0.5 if attention else 3.0 if name.startswith("blocks/") else 1.0
+        np.testing.assert_allclose(moves[1][name], factor * move, rtol=1e-3, atol=1e-7)
+
+
+def test_rates_without_a_trained_parameter_are_refused():
+    rates = {"*": 2.0, "norm/scale": 3.0, "embeding": 2.0}
+    with pytest.raises(ConfigError) as refused:
+        built({"freeze": ["embedding"]}, optim={**ADAMW, "rates": rates})
+    assert "'norm/scale' comes after patterns that match all" in str(refused.value)
+    assert "'embeding' matches no parameter that is trained" in str(refused.value)
