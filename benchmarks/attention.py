@@ -63,7 +63,7 @@ def gradient(kernel: Kernel) -> jax.stages.Wrapped:
     """The jitted gradients of the result's square, by query, key and value."""
 
     def total(q_BLHd: jax.Array, k_BLKd: jax.Array, v_BLKd: jax.Array) -> jax.Array:
-        out_BLHd = kernel(q_BLHd, k_BLKd, v_BLKd, None, window=None, hint=no_hint)
+        out_BLHd = kernel(q_BLHd, k_BLKd, v_BLKd, None, window=None, causal=True, hint=no_hint)
         return jnp.square(out_BLHd).sum()
 
     return jax.jit(jax.grad(total, argnums=(0, 1, 2)))

@@ -7,6 +7,7 @@ Dims: B batch, L sequence, D embed, H heads, K kv_heads, d head_dim, F mlp, V vo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -23,7 +24,6 @@ from jaxdist.models.fences import Pass, fence
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, SequenceRing, no_hint
 from jaxdist.models.layers import (
     ComputeDtype,
-    Initializer,
     LayerNorm,
     RMSNorm,
     Stacked,
@@ -34,10 +34,19 @@ from jaxdist.models.layers import (
 from jaxdist.models.remat import RematConfig, named
 from jaxdist.models.rotary import RopeScaling, rotate
 from jaxdist.models.tuning.part import PartConfig
+from jaxdist.models.vocabulary import cut_padding, filled_up, hide_padding, padded_size
 
 Biases = Literal["none", "qkv", "attention", "all"]
 Norm = Literal["rms", "rms_offset", "layer"]
-Mlp = Literal["swiglu", "geglu", "gelu"]
+Mlp = Literal["swiglu", "geglu", "gelu", "gelu_erf"]
+GATED = ("swiglu", "geglu")
+"""MLPs whose hidden values are a product of two."""
+ACTIVATIONS: Mapping[Mlp, Callable[[jax.Array], jax.Array]] = {
+    "swiglu": jax.nn.silu,
+    "geglu": jax.nn.gelu,
+    "gelu": jax.nn.gelu,
+    "gelu_erf": partial(jax.nn.gelu, approximate=False),
+}
 
 
 class GptConfig(PartConfig):
@@ -73,7 +82,8 @@ class GptConfig(PartConfig):
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
     """Number that norms add to a variance."""
     mlp_type: Mlp = "swiglu"
-    """MLP: swiglu, geglu (gated by the tanh form of gelu), or gelu (that form without a gate)."""
+    """MLP: swiglu, geglu (gated by the tanh form of gelu), gelu (that form without a gate), or
+    gelu_erf (the exact form without a gate)."""
     biases: Biases = "none"
     """Products with a bias: none, qkv (query, key and value), attention (its output too), or all
     (the MLP's too)."""
@@ -302,13 +312,13 @@ class SwiGLU(nnx.Module):
         init = nnx.initializers.normal(D**-0.5)
         down = nnx.initializers.normal(F**-0.5 / (2 * config.layers) ** 0.5)
         self.kind: Mlp = config.mlp_type
-        if self.kind != "gelu":
+        if self.kind in GATED:
             self.gate = param(rngs, init, (D, F), ("embed", "mlp"))
         self.up = param(rngs, init, (D, F), ("embed", "mlp"))
         self.down = param(rngs, down, (F, D), ("mlp", "embed"))
         if config.biases == "all":
             zeros = nnx.initializers.zeros
-            if self.kind != "gelu":
+            if self.kind in GATED:
                 self.gate_bias = param(rngs, zeros, (F,), ("mlp",))
             self.up_bias = param(rngs, zeros, (F,), ("mlp",))
             self.down_bias = param(rngs, zeros, (D,), ("embed",))
@@ -318,7 +328,7 @@ class SwiGLU(nnx.Module):
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Map x `[B, L, D]`, laid out as the residual stream, to the same shape and layout."""
         # The products into the hidden width: up, after a gate where there is one.
-        names = ("up",) if self.kind == "gelu" else ("gate", "up")
+        names = ("gate", "up") if self.kind in GATED else ("up",)
         into = [getattr(self, name)[...] for name in names]
         down_FD, ring = self.down[...], self.hint.ring
         if ring is None:
@@ -336,7 +346,7 @@ class SwiGLU(nnx.Module):
     def _activated(self, *columns_BLF: jax.Array) -> jax.Array:
         """Return the hidden features from the product of up, or from those of gate and up."""
         names = ("mlp_gate", "mlp_up")[-len(columns_BLF) :]
-        act = jax.nn.silu if self.kind == "swiglu" else jax.nn.gelu
+        act = ACTIVATIONS[self.kind]
         first_BLF, *more = (
             fence(named(x_BLF, name), self.fences)
             for x_BLF, name in zip(columns_BLF, names, strict=True)
@@ -397,12 +407,12 @@ class Gpt(Stacked):
         self.vocab_size = vocab_size
         self.remat, self.unroll = config.remat, config.scan_unroll
         D = config.embed
-        V = -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
-        self.embedding = param(rngs, _filled_up(vocab_size, D), (V, D), ("vocab", "embed"))
+        V = padded_size(vocab_size, config.vocab_multiple)
+        self.embedding = param(rngs, filled_up(vocab_size, D), (V, D), ("vocab", "embed"))
         self.blocks = stack(lambda r: Block(config, r, hint, attend), config.layers, rngs)
         self.norm = _norm(config, rngs, D)
         if not config.tied_head:
-            self.output = param(rngs, _filled_up(D, vocab_size), (D, V), ("embed", "vocab"))
+            self.output = param(rngs, filled_up(D, vocab_size), (D, V), ("embed", "vocab"))
         if config.positions is not None:
             normal = nnx.initializers.normal(0.02)
             self.positions = param(rngs, normal, (config.positions, D), (None, "embed"))
@@ -428,43 +438,12 @@ class Gpt(Stacked):
 
     def head(self, x_BLD: jax.Array) -> jax.Array:
         """Apply the final norm and return logits `[B, L, vocab_size]` in the compute dtype."""
-        logits_BLV = self.padded_head(x_BLD)
-        if logits_BLV.shape[-1] == self.vocab_size:
-            return logits_BLV
-        # A slice of a dim that a mesh splits unevenly becomes a permute over all devices, for which
-        # the stages of a pipeline on CPU would wait forever; a gather waits only for devices that
-        # share the dim.
-        whole_BLV = self.hint(logits_BLV, *WITHIN[:2], None, was=(*WITHIN[:2], "vocab"))
-        return whole_BLV[..., : self.vocab_size]
+        return cut_padding(self.padded_head(x_BLD), self.vocab_size, self.hint)
 
     def padded_head(self, x_BLD: jax.Array) -> jax.Array:
-        """Apply the final norm; return logits `[B, L, V]` with probability 0 for V's padding.
-
-        The softmax is that of `head`, but without a slice: a mask moves nothing between devices.
-        """
+        """Apply the final norm; return logits `[B, L, V]` with probability 0 for V's padding."""
         table = self.embedding[...].T if self.config.tied_head else self.output[...]
         with jax.named_scope("head"):
             h_BLD = self.hint(self.norm(x_BLD), *WITHIN, was=RESIDUAL)
             logits_BLV = self.hint(matmul(h_BLD, table), "batch", "seq", "vocab")
-            if logits_BLV.shape[-1] == self.vocab_size:
-                return logits_BLV
-            # Added instead of selected: XLA would keep a select's loop-invariant mask, as large as
-            # the logits, in memory. The gradient is still 0, by the softmax. Finite, since a
-            # difference of infinities is NaN.
-            least = float(jnp.finfo(logits_BLV.dtype).min) / 2
-            bias_V = jnp.where(jnp.arange(logits_BLV.shape[-1]) < self.vocab_size, 0.0, least)
-            return logits_BLV + bias_V.astype(logits_BLV.dtype).reshape(1, 1, -1)
-
-
-def _filled_up(*drawn: int) -> Initializer:
-    """Draw normal weights of shape `drawn`, and pad them with zeros to the requested shape.
-
-    The weights are then the same for any padding.
-    """
-
-    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        weights = nnx.initializers.normal(0.02)(key, drawn, dtype)
-        more = [(0, whole - own) for whole, own in zip(shape, drawn, strict=True)]
-        return jnp.pad(weights, more) if any(n for _, n in more) else weights
-
-    return init
+            return hide_padding(logits_BLV, self.vocab_size)

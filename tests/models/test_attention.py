@@ -41,20 +41,22 @@ def drawn(seed, lengths, most_features):
     return arrays, segments if draw.random() < 0.5 else None, window
 
 
-def attended(kernel, arrays, segments, window):
+def attended(kernel, arrays, segments, window, causal):
     """The result and the three gradients, float32."""
 
     def run(*arrays):
-        out = kernel(*arrays, segments, window=window, hint=no_hint).astype(jnp.float32)
+        out = kernel(*arrays, segments, window=window, causal=causal, hint=no_hint)
+        out = out.astype(jnp.float32)
         return jnp.square(out).sum(), out
 
     grads, out = jax.jit(jax.grad(run, argnums=(0, 1, 2), has_aux=True))(*arrays)
     return [np.asarray(x, np.float32) for x in (out, *grads)]
 
 
-def agree(kernel, arrays, segments, window):
-    found = attended(kernel, arrays, segments, window)
-    expected = attended(Plain(), arrays, segments, window)
+def agree(kernel, arrays, segments, window, *, seed):
+    causal = random.Random(f"causal {seed}").random() < 0.6
+    found = attended(kernel, arrays, segments, window, causal)
+    expected = attended(Plain(), arrays, segments, window, causal)
     bound = TOLERANCE[str(arrays[0].dtype)]
     for ours, reference in zip(found, expected, strict=True):
         assert np.isfinite(ours).all()
@@ -67,14 +69,15 @@ def seeds(few, many):
 
 @pytest.mark.parametrize("seed", seeds(4, 40))
 def test_blockwise_gives_plain_numbers(seed):
-    agree(Blockwise(most=random.Random(seed).choice((8, 16, 40))), *drawn(seed, range(1, 90), 12))
+    kernel = Blockwise(most=random.Random(seed).choice((8, 16, 40)))
+    agree(kernel, *drawn(seed, range(1, 90), 12), seed=seed)
 
 
 @pytest.mark.parametrize("seed", seeds(2, 12))
 def test_splash_gives_plain_numbers(seed):
     arrays, segments, _ = drawn(seed, (128, 256, 640), 64)
     window = random.Random(seed).randint(1, 120) if seed % 2 else None
-    agree(Splash(interpret=True), arrays, segments, window)
+    agree(Splash(interpret=True), arrays, segments, window, seed=seed)
 
 
 def test_a_window_hides_what_is_further_back():
@@ -83,7 +86,9 @@ def test_a_window_hides_what_is_further_back():
     q, k, v = (jax.random.normal(key, (1, 40, 1, 8)) for key in keys)
     for kernel in (Plain(), Blockwise(most=8)):
         last = jax.jit(
-            lambda v, kernel=kernel: kernel(q, k, v, None, window=5, hint=no_hint)[:, -1]
+            lambda v, kernel=kernel: kernel(q, k, v, None, window=5, causal=True, hint=no_hint)[
+                :, -1
+            ]
         )
         assert (last(v) == last(v.at[:, 33].add(9))).all()
         assert (last(v) != last(v.at[:, 34].add(9))).any()
@@ -94,7 +99,7 @@ def temp_bytes(kernel, length):
     shapes = [jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32) for heads in (2, 1, 1)]
 
     def total(*arrays):
-        return kernel(*arrays, None, window=None, hint=no_hint).sum()
+        return kernel(*arrays, None, window=None, causal=True, hint=no_hint).sum()
 
     compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*shapes).compile()
     return compiled.memory_analysis().temp_size_in_bytes
@@ -186,7 +191,7 @@ def test_what_blockwise_keeps_has_the_name_that_policies_save():
         policy = jax.checkpoint_policies.save_only_these_names(name)
 
         def run(*arrays):
-            return jnp.sin(Blockwise()(*arrays, None, window=None, hint=no_hint)).sum()
+            return jnp.sin(Blockwise()(*arrays, None, window=None, causal=True, hint=no_hint)).sum()
 
         shapes = [jax.ShapeDtypeStruct((1, 300, 2, 8), jnp.float32)] * 3
         gradient = jax.make_jaxpr(jax.grad(jax.checkpoint(run, policy=policy)))(*shapes)

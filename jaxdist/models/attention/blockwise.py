@@ -55,6 +55,7 @@ class Blockwise:
         segments_BL: jax.Array | None,
         *,
         window: int | None,
+        causal: bool,
         hint: Hint,
     ) -> jax.Array:
         """Attend, by the contract; keeps operands, result and a float per row for backward."""
@@ -62,11 +63,14 @@ class Blockwise:
         length = q_BLHd.shape[1]
         blocks = -(-length // self.most)
         size = -(-length // (8 * blocks)) * 8
-        # Padded at the end, where causality hides the padding from every query of the sequence.
+        # Padded at the end, where causality hides the padding from every query of the sequence;
+        # without causality, `Blocks` hides it.
         given = [_filled(x, blocks * size) for x in (q_BLHd, k_BLKd, v_BLKd)]
         if segments_BL is not None:
             segments_BL = _filled(segments_BL, blocks * size)
-        out: Any = _attention(Blocks(blocks, size, window), *given, segments_BL)
+        out: Any = _attention(
+            Blocks(blocks, size, window, None if causal else length), *given, segments_BL
+        )
         return out[:, :length]
 
 
@@ -82,11 +86,20 @@ Grads = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Blocks:
-    """A sequence in `count` blocks of `size` positions; `window` as in the contract."""
+    """A sequence in blocks.
+
+    Attributes:
+      count: number of blocks.
+      size: positions of a block.
+      window: as in the contract.
+      both_ways: number of positions that are not padding, if queries also see what is behind them;
+        None is causal.
+    """
 
     count: int
     size: int
     window: int | None
+    both_ways: int | None = None
 
     def pairs(self) -> tuple[jax.Array, jax.Array]:
         """Return the blocks of queries and of keys that see each other, int32 `[pairs]` each.
@@ -99,7 +112,10 @@ class Blocks:
 
     def _seen_by(self, i: int) -> Iterator[int]:
         reach = self.count * self.size if self.window is None else self.window
-        yield from range(max(0, i * self.size - reach) // self.size, i + 1)
+        last = i
+        if self.both_ways is not None:
+            last = min((i + 1) * self.size - 1 + reach, self.count * self.size - 1) // self.size
+        yield from range(max(0, i * self.size - reach) // self.size, last + 1)
 
     def scores(
         self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array, segments: Segments | None
@@ -114,9 +130,12 @@ class Blocks:
         """Return which keys of block j each query of block i sees, bool `[B or 1, 1, 1, S, S]`."""
         within = jnp.arange(self.size)
         distance = (i - j) * self.size + within[:, None] - within[None, :]
-        seen = distance >= 0
+        if self.both_ways is None:
+            seen = distance >= 0
+        else:
+            seen = jnp.broadcast_to(j * self.size + within < self.both_ways, distance.shape)
         if self.window is not None:
-            seen &= distance <= self.window
+            seen &= jnp.abs(distance) <= self.window
         seen = seen[None, None, None]
         if segments is not None:
             ours, theirs = segments[i], segments[j]
@@ -201,7 +220,8 @@ def _forward(
         total=jnp.zeros(q.shape[:-1], jnp.float32),
     )
     rows, _ = lax.scan(body, start, blocks.pairs())
-    # The total is never 0, since a query sees at least its own position.
+    # The total is never 0: a query sees its own position, and padding sees any real one or, in a
+    # window, only hidden keys, whose equal weights are never used.
     found = (rows.out / rows.total[..., None]).astype(q.dtype)
     out_BLHd = checkpoint_name(blocks.joined(found, q_BLHd.shape), KEPT)
     log_total = checkpoint_name(rows.top + jnp.log(rows.total), KEPT)

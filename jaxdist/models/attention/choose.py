@@ -97,4 +97,12 @@ class Attend:
         kernel = KERNELS[choose_kernel(self.name, ask)]
         if isinstance(kernel, Splash):
             kernel = replace(kernel, family=ask.family)
-        return kernel(q_BLHd, k_BLKd, v_BLKd, segments_BL, window=ask.window, hint=self.hint)
+        return kernel(
+            q_BLHd,
+            k_BLKd,
+            v_BLKd,
+            segments_BL,
+            window=ask.window,
+            causal=ask.causal,
+            hint=self.hint,
+        )

@@ -28,12 +28,14 @@ class AttentionRequest:
       dtype: dtype of the operands: float32 or bfloat16.
       heads: number of query heads, over all devices.
       kv_heads: number of key and value heads, each shared by heads / kv_heads query heads.
-      window: number of positions before itself that a query sees; None is all.
+      window: number of positions before itself that a query sees (and, if not causal, behind
+        itself); None is all.
       segments: whether a query sees only its own document.
       length: length of a sequence; None is not known yet.
       head_parts, kv_head_parts, seq_parts: number of devices over which each of these dims is
         split.
       family: short name of the devices, such as v5e; empty is unknown.
+      causal: whether a query sees no position behind itself.
     """
 
     platform: str | None
@@ -48,13 +50,14 @@ class AttentionRequest:
     kv_head_parts: int = 1
     seq_parts: int = 1
     family: str = ""
+    causal: bool = True
 
 
 class Kernel(Protocol):
-    """Causal grouped-query attention: softmax(q k^T / sqrt(d)) v.
+    """Grouped-query attention: softmax(q k^T / sqrt(d)) v.
 
-    Position i sees position j where 0 <= i - j <= window and both are in the same segment. All
-    kernels compute the same numbers, up to rounding.
+    Position i sees position j where |i - j| <= window, both are in the same segment, and, if
+    causal, j <= i. All kernels compute the same numbers, up to rounding.
     """
 
     @property
@@ -74,6 +77,7 @@ class Kernel(Protocol):
         segments_BL: jax.Array | None,
         *,
         window: int | None,
+        causal: bool,
         hint: Hint,
     ) -> jax.Array:
         """Compute the attended values `[B, L, H, d]`, in q's dtype.
@@ -82,7 +86,7 @@ class Kernel(Protocol):
           q_BLHd, k_BLKd, v_BLKd: queries, keys, values of one dtype; head h reads keys h // (H /
             K).
           segments_BL: document of each position, int32; None is one document.
-          window: see `AttentionRequest`.
+          window, causal: see `AttentionRequest`.
           hint: the layout of q, k and v on the mesh.
         """
         ...

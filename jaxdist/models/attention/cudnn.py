@@ -40,8 +40,9 @@ class Cudnn:
         segments_BL: jax.Array | None,
         *,
         window: int | None,
+        causal: bool,
         hint: Hint,
     ) -> jax.Array:
         """Attend, by the contract."""
         del hint
-        return of_jax("cudnn", q_BLHd, k_BLKd, v_BLKd, segments_BL, window)
+        return of_jax("cudnn", q_BLHd, k_BLKd, v_BLKd, segments_BL, window, causal=causal)

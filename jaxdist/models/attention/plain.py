@@ -31,11 +31,12 @@ class Plain:
         segments_BL: jax.Array | None,
         *,
         window: int | None,
+        causal: bool,
         hint: Hint,
     ) -> jax.Array:
         """Attend, by the contract."""
         del hint
-        return of_jax("xla", q_BLHd, k_BLKd, v_BLKd, segments_BL, window)
+        return of_jax("xla", q_BLHd, k_BLKd, v_BLKd, segments_BL, window, causal=causal)
 
 
 def of_jax(
@@ -45,6 +46,8 @@ def of_jax(
     v_BLKd: jax.Array,
     segments_BL: jax.Array | None,
     window: int | None,
+    *,
+    causal: bool,
 ) -> jax.Array:
     """Call `jax.nn.dot_product_attention` with the arguments of the contract."""
     mask_B1LL = None
@@ -55,8 +58,8 @@ def of_jax(
         k_BLKd,
         v_BLKd,
         mask=mask_B1LL,
-        is_causal=True,
-        local_window_size=None if window is None else (window, 0),
+        is_causal=causal,
+        local_window_size=None if window is None else (window, 0 if causal else window),
         implementation=implementation,
     )
     return checkpoint_name(y_BLHd, KEPT)

@@ -59,6 +59,7 @@ class Splash:
         segments_BL: jax.Array | None,
         *,
         window: int | None,
+        causal: bool,
         hint: Hint,
     ) -> jax.Array:
         """Attend, by the contract."""
@@ -73,7 +74,9 @@ class Splash:
             q_BLHd: jax.Array, k_BLKd: jax.Array, v_BLKd: jax.Array, segments_BL: Any = None
         ) -> jax.Array:
             length, heads = q_BLHd.shape[1], q_BLHd.shape[2]
-            attend = self._kernel(length, heads, window, narrow=q_BLHd.dtype.itemsize == 2)
+            attend = self._kernel(
+                length, heads, window, causal=causal, narrow=q_BLHd.dtype.itemsize == 2
+            )
             by_head = [x.swapaxes(1, 2) for x in (q_BLHd, k_BLKd, v_BLKd)]
             if segments_BL is None:
                 return jax.vmap(attend)(*by_head).swapaxes(1, 2)
@@ -82,7 +85,7 @@ class Splash:
         return hint.on_blocks(local, *dims)(*given)
 
     def _kernel(
-        self, length: int, heads: int, window: int | None, *, narrow: bool
+        self, length: int, heads: int, window: int | None, *, causal: bool, narrow: bool
     ) -> Callable[..., Any]:
         """Return the kernel: scaled q `[H, L, d]`, k and v `[K, L, d]`, segments to `[H, L, d]`."""
         # Imported here, because the import takes a third of a second and most runs do not need it.
@@ -93,10 +96,10 @@ class Splash:
             splash_block(name, self.family, length, window=window, narrow=narrow)
             for name in ("fwd", "dkv", "dq")
         )
-        if window is None or window >= length:
-            mask = splash.CausalMask(shape)
+        if window is not None and window < length:
+            mask = splash.LocalMask(shape, (window, 0 if causal else window), offset=0)
         else:
-            mask = splash.LocalMask(shape, window_size=(window, 0), offset=0)
+            mask = splash.CausalMask(shape) if causal else splash.FullMask(shape)
         sizes = splash.BlockSizes(
             block_q=forward,
             block_kv=forward,

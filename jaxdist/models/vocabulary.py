@@ -1,0 +1,64 @@
+"""Vocabularies that are padded to a multiple, so that they divide over a mesh.
+
+Dims: B batch, L sequence, V vocab.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxdist.models.hints import WITHIN, Hint
+from jaxdist.models.layers import Initializer
+
+
+def padded_size(size: int, multiple: int) -> int:
+    """Return the number of tokens of a padded vocabulary.
+
+    >>> padded_size(257, 64)
+    320
+    """
+    return -(-size // multiple) * multiple
+
+
+def filled_up(*drawn: int) -> Initializer:
+    """Draw normal weights of shape `drawn`, and pad them with zeros to the requested shape.
+
+    The weights are then the same for any padding.
+    """
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        weights = nnx.initializers.normal(0.02)(key, drawn, dtype)
+        more = [(0, whole - own) for whole, own in zip(shape, drawn, strict=True)]
+        return jnp.pad(weights, more) if any(n for _, n in more) else weights
+
+    return init
+
+
+def hide_padding(logits_BLV: jax.Array, size: int) -> jax.Array:
+    """Give probability 0 to the padding of a vocabulary of `size` tokens.
+
+    The softmax is that of the slice, but a mask moves nothing between devices.
+    """
+    if logits_BLV.shape[-1] == size:
+        return logits_BLV
+    # Added instead of selected: XLA would keep a select's loop-invariant mask, as large as the
+    # logits, in memory. The gradient is still 0, by the softmax. Finite, since a difference of
+    # infinities is NaN.
+    least = float(jnp.finfo(logits_BLV.dtype).min) / 2
+    bias_V = jnp.where(jnp.arange(logits_BLV.shape[-1]) < size, 0.0, least)
+    return logits_BLV + bias_V.astype(logits_BLV.dtype).reshape(1, 1, -1)
+
+
+def cut_padding(logits_BLV: jax.Array, size: int, hint: Hint) -> jax.Array:
+    """Return the logits of the `size` tokens of a vocabulary, without its padding."""
+    if logits_BLV.shape[-1] == size:
+        return logits_BLV
+    # A slice of a dim that a mesh splits unevenly becomes a permute over all devices, for which
+    # the stages of a pipeline on CPU would wait forever; a gather waits only for devices that
+    # share the dim.
+    whole_BLV = hint(logits_BLV, *WITHIN[:2], None, was=(*WITHIN[:2], "vocab"))
+    return whole_BLV[..., :size]
