@@ -8,14 +8,13 @@ Dims: N examples, H height, W width, C channels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt
 
 from jaxdist.config.schema import Count
-from jaxdist.data.permutation import mix
+from jaxdist.data.draws import Draws
 from jaxdist.data.scale import Scaled
 from jaxdist.data.source import HostBatch, Source, take
 from jaxdist.errors import DataError
@@ -102,27 +101,6 @@ class AugmentConfig(Scaled):
             mirrored = draws.integers(2).astype(bool)
             across = np.where(mirrored[:, None], across[:, ::-1], across)
         return image[np.arange(len(image))[:, None, None], down[:, :, None], across[:, None, :]]
-
-
-@dataclass
-class Draws:
-    """Random numbers of N examples, one stream for each key; each call takes the next number."""
-
-    keys: np.ndarray
-    count: int = 0
-
-    def bits(self) -> np.ndarray:
-        """Draw uint64 [N]."""
-        self.count += 1
-        return mix(self.keys ^ mix(np.full(1, self.count, np.uint64)))
-
-    def integers(self, below: int) -> np.ndarray:
-        """Draw int64 [N] in 0 to `below` - 1."""
-        return (self.bits() % np.uint64(below)).astype(np.int64)
-
-    def uniform(self) -> np.ndarray:
-        """Draw float64 [N] in [0, 1)."""
-        return (self.bits() >> np.uint64(11)) * 2.0**-53
 
 
 def _room(image: np.ndarray, height: int, width: int) -> tuple[int, int]:

@@ -59,7 +59,7 @@ class Dataset:
     Attributes:
       train: the examples to train on.
       heldout: the examples to evaluate on, or None.
-      vocab_size: `tokens` are in [0, vocab_size), or None where there are no tokens.
+      vocab_size: `tokens` and `targets` are in [0, vocab_size), or None where there are no tokens.
       classes: each `label` is in [0, classes), or None where there are no labels.
       description: a line for people.
       facts: sizes, by name with the unit.
@@ -82,7 +82,8 @@ class Dataset:
     @property
     def allowed(self) -> Allowed:
         """The allowed values of its examples."""
-        limits = {"tokens": self.vocab_size, "label": self.classes}
+        size = self.vocab_size
+        limits = {"tokens": size, "targets": size, "label": self.classes}
         declared = {name: limit for name, limit in limits.items() if limit is not None}
         return Allowed(declared, self.unchecked)
 

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from jaxdist.config.importing import call_object, load_object
 from jaxdist.errors import ConfigError
+from jaxdist.models.bert import BertConfig
 from jaxdist.models.gpt import GptConfig
 from jaxdist.models.hints import Hint
 from jaxdist.models.images.cnn import CnnConfig
@@ -18,6 +19,7 @@ from jaxdist.models.images.resnet import ResnetConfig
 from jaxdist.models.loss import (
     ClassificationConfig,
     LossConfig,
+    MaskedTokensConfig,
     NextTokenConfig,
     check_fields,
 )
@@ -44,7 +46,7 @@ class ImportedModelConfig(PartConfig):
 
 
 ModelConfig = Annotated[
-    GptConfig | MlpConfig | CnnConfig | ResnetConfig | ImportedModelConfig,
+    GptConfig | BertConfig | MlpConfig | CnnConfig | ResnetConfig | ImportedModelConfig,
     Field(discriminator="type"),
 ]
 
@@ -86,9 +88,11 @@ def make_model(
         )
     if isinstance(config, ImportedModelConfig):
         return lambda rngs: _imported(config, rngs)
-    if isinstance(config, GptConfig):
+    if isinstance(config, GptConfig | BertConfig):
         if vocab_size is None:
-            raise ConfigError(f"model.type gpt needs tokens, but the data gives {sorted(shapes)}")
+            raise ConfigError(
+                f"model.type {config.type} needs tokens, but the data gives {sorted(shapes)}"
+            )
         platform, family = None if device is None else device.platform, ""
         if device is not None:
             if platform == "tpu" and (known := find_device(device.device_kind)):
@@ -109,7 +113,7 @@ def make_model(
 
 def offloads_of(config: ModelConfig) -> bool:
     """Return whether a model's activations are offloaded to the host's memory."""
-    return isinstance(config, GptConfig) and offloads(config.remat)
+    return isinstance(config, GptConfig | BertConfig) and offloads(config.remat)
 
 
 def model_notices(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
@@ -156,6 +160,8 @@ def default_loss(config: ModelConfig) -> LossConfig | None:
     """Return the default loss of a model; None for the user's own model."""
     if isinstance(config, GptConfig):
         return NextTokenConfig(type="next_token")
+    if isinstance(config, BertConfig):
+        return MaskedTokensConfig(type="masked_tokens")
     if isinstance(config, MlpConfig | CnnConfig | ResnetConfig):
         return ClassificationConfig(type="classification")
     return None

@@ -94,6 +94,23 @@ class NextTokenConfig(Config):
         return next_token if self.chunks == 1 else partial(next_token_in_chunks, chunks=self.chunks)
 
 
+class MaskedTokensConfig(Config):
+    """Cross-entropy of each masked token, in nats, and accuracy."""
+
+    needs: ClassVar[Needs] = {
+        "tokens": ("length",),
+        "segments": ("length",),
+        "positions": ("predicted",),
+        "targets": ("predicted",),
+    }
+    type: Literal["masked_tokens"]
+    """Selects this loss."""
+
+    def build(self) -> Loss:
+        """Build the loss of a `Stacked` called as `module.hidden(tokens, segments)`."""
+        return masked_tokens
+
+
 class ClassificationConfig(Config):
     """Softmax cross-entropy of one label per example, in nats, and accuracy."""
 
@@ -125,7 +142,8 @@ class ImportedLossConfig(Config):
 
 
 LossConfig = Annotated[
-    NextTokenConfig | ClassificationConfig | ImportedLossConfig, Field(discriminator="type")
+    NextTokenConfig | MaskedTokensConfig | ClassificationConfig | ImportedLossConfig,
+    Field(discriminator="type"),
 ]
 
 
@@ -144,7 +162,11 @@ def check_fields(config: LossConfig, shapes: Mapping[str, tuple[int, ...]]) -> N
         if isinstance(config, NextTokenConfig):
             _check_chunks(config.chunks, shapes["segments"][0])
         return
-    built_in = (NextTokenConfig(type="next_token"), ClassificationConfig(type="classification"))
+    built_in = (
+        MaskedTokensConfig(type="masked_tokens"),
+        NextTokenConfig(type="next_token"),
+        ClassificationConfig(type="classification"),
+    )
     fitting = [f"loss.type {other.type}" for other in built_in if _reads(other.needs, shapes)]
     instead = (*fitting, "a loss of your own, {type: import, path: ...}")[0]
     needed = " and ".join(
@@ -220,6 +242,27 @@ def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
     pieces = cut(x_BLD), cut(targets), cut(_weights(batch))
     nothing = jnp.zeros((), jnp.float32)
     return {"loss": jax.lax.scan(add, Mean(nothing, nothing), pieces)[0]}
+
+
+def masked_tokens(module: Model, batch: Batch) -> Sums:
+    """Compute the mean cross-entropy and accuracy of masked tokens, in rows with weight.
+
+    The head runs on the predicted positions alone, a seventh of the sequence.
+
+    Args:
+      module: has `hidden(tokens, segments)` -> `[B, L, D]`, and `head` from that to logits.
+      batch: tokens int32 `[B, L]`, segments int32 `[B, L]`, positions int32 `[B, P]` of the masked
+        tokens, targets int32 `[B, P]`, and weight float32 `[B]`.
+    """
+    x_BLD = module.hidden(batch["tokens"], batch["segments"])
+    x_BPD = jnp.take_along_axis(x_BLD, batch["positions"][:, :, None], axis=1)
+    logits_BPV = (_padded_head(module) or module.head)(x_BPD)
+    hits_BP = (logits_BPV.argmax(-1) == batch["targets"]).astype(jnp.float32)
+    weight_BP = jnp.broadcast_to(batch["weight"][:, None], hits_BP.shape)
+    return {
+        "loss": _nats(logits_BPV, batch["targets"], batch["weight"]),
+        "accuracy": Mean((hits_BP * weight_BP).sum(), weight_BP.sum()),
+    }
 
 
 def _check_chunks(chunks: int, length: int) -> None:

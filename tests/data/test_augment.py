@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdist.data.augment import AugmentConfig, Draws
+from jaxdist.data.augment import AugmentConfig
+from jaxdist.data.draws import Draws
 from jaxdist.data.loader import Loader
 from jaxdist.data.source import ArraySource, Dataset
 from jaxdist.data.transform import transformed

@@ -21,6 +21,7 @@ from jaxdist.data.cache import cache_directory, publish_folder, write_file
 from jaxdist.data.source import Dataset
 from jaxdist.data.text import ngram
 from jaxdist.data.text.documents import TextFile, matching, python_stdlib, split_documents
+from jaxdist.data.text.masking import MaskedWindows, MaskingConfig
 from jaxdist.data.text.tokenizer import (
     ByteTokenizer,
     ByteTokenizerConfig,
@@ -51,6 +52,8 @@ class TextConfig(Config):
     """The tokenizer, by type."""
     window: int = Field(default=256, ge=2, le=LARGEST)
     """Tokens in an example: the context length."""
+    masking: MaskingConfig | None = None
+    """Tokens that are hidden from an encoder (bert), which predicts them; null hides none."""
     heldout_fraction: float = Field(default=0.05, ge=0, lt=1)
     """Fraction of files held out for evaluation, chosen by their names; 0 holds out none."""
 
@@ -103,6 +106,8 @@ class TextConfig(Config):
         if self.heldout_fraction:
             heldout = self._windows(streams.heldout, tokenizer, "held-out split")
         facts |= {"train_examples": len(train), "heldout_examples": len(heldout or ())}
+        if self.masking is not None:
+            return self._masked(train, heldout, tokenizer, facts, self.masking)
         return Dataset(
             train=train,
             heldout=heldout,
@@ -112,6 +117,32 @@ class TextConfig(Config):
             facts=facts,
             tokenizer=tokenizer,
             baselines=partial(_baselines, streams, tokenizer.vocab_size) if heldout else dict,
+        )
+
+    def _masked(
+        self,
+        train: WindowSource,
+        heldout: WindowSource | None,
+        tokenizer: Tokenizer,
+        facts: Mapping[str, int],
+        masking: MaskingConfig,
+    ) -> Dataset:
+        known, size = tokenizer.number(masking.token), tokenizer.vocab_size
+        mask = size if known is None else known
+        special = (tokenizer.end_of_document, mask)
+
+        def hidden(source: WindowSource) -> MaskedWindows:
+            return MaskedWindows(source, masking, mask, size, special)
+
+        count = masking.predicted(self.window)
+        return Dataset(
+            train=hidden(train),
+            heldout=None if heldout is None else hidden(heldout),
+            vocab_size=max(size, mask + 1),
+            classes=None,
+            description=f"{self._describe(facts)}; {count} of {self.window} tokens are predicted",
+            facts={**facts, "predicted_tokens": count},
+            tokenizer=tokenizer,
         )
 
     def _windows(self, stream: np.ndarray, tokenizer: Tokenizer, what: str) -> WindowSource:

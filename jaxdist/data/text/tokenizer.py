@@ -38,6 +38,10 @@ class Tokenizer(Protocol):
         """Decode tokens to text; bytes that are not UTF-8 become the replacement character."""
         ...
 
+    def number(self, token: str) -> int | None:
+        """Return the number of a special token, such as [MASK]; None if there is no such token."""
+        ...
+
 
 class ByteTokenizer:
     """A tokenizer in which a byte is its own token, and 256 ends a document; it needs no training.
@@ -58,6 +62,10 @@ class ByteTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def number(self, token: str) -> int | None:
+        del token
+        return None
 
 
 class BpeTokenizer:
@@ -137,6 +145,9 @@ class BpeTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._tokenizer.decode(list(tokens))  # skips numbers it does not know
+
+    def number(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
 
 
 class ByteTokenizerConfig(Config):

@@ -1,0 +1,109 @@
+"""Masked tokens for an encoder: which are hidden, and by what (Devlin, arXiv 1810.04805).
+
+Dims: N examples, L sequence, P predicted positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from jaxdist.config.schema import Config
+from jaxdist.data.draws import Draws
+from jaxdist.data.permutation import mix
+from jaxdist.data.source import Example, HostBatch, Source, take, take_one
+
+_Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class MaskingConfig(Config):
+    """Hide some tokens of each window, which an encoder must predict."""
+
+    rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Fraction of the tokens that are predicted; every window has the same number of them."""
+    masked: _Fraction = 0.8
+    """Fraction of the predicted tokens that the mask replaces."""
+    random: _Fraction = 0.1
+    """Fraction of the predicted tokens that a random token replaces; the others are kept."""
+    token: str = "[MASK]"
+    """The tokenizer's token for the mask; a tokenizer without it gets a further token."""
+
+    @model_validator(mode="after")
+    def _check(self) -> MaskingConfig:
+        if self.masked + self.random > 1:
+            raise ValueError(
+                f"masked {self.masked} and random {self.random} exceed the whole together"
+            )
+        return self
+
+    def predicted(self, window: int) -> int:
+        """Return the number of predicted tokens of a window.
+
+        >>> MaskingConfig().predicted(128)
+        19
+        """
+        return max(1, round(self.rate * window))
+
+
+@dataclass(frozen=True)
+class MaskedWindows:
+    """Windows of a source of `tokens` [L + 1] and `segments` [L], with hidden tokens.
+
+    An example has `tokens` int32 [L], with the hidden ones replaced, `segments` int32 [L],
+    `positions` int32 [P] of the predicted tokens, and `targets` int32 [P], what they were. Training
+    hides others each time that it draws a window, by its key; evaluation always hides the same.
+
+    Attributes:
+      mask: the token that replaces hidden tokens.
+      vocab_size: random tokens are below it.
+      special: tokens that are never predicted, such as the end of a document.
+    """
+
+    source: Source
+    config: MaskingConfig
+    mask: int
+    vocab_size: int
+    special: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Example:
+        return take_one(self, index)
+
+    def take(self, indices: np.ndarray) -> Example:
+        return self.draw(indices, mix(indices.astype(np.uint64)))
+
+    def draw(self, indices: np.ndarray, keys: np.ndarray) -> Example:
+        batch = take(self.source, indices)
+        return self._hidden(batch["tokens"][:, :-1], batch["segments"], Draws(keys))
+
+    def _hidden(self, tokens: np.ndarray, segments: np.ndarray, draws: Draws) -> HostBatch:
+        L = tokens.shape[1]
+        count = self.config.predicted(L)
+        # The places with the smallest random numbers; special tokens come last.
+        order = mix(draws.bits()[:, None] ^ mix(np.arange(L, dtype=np.uint64)))
+        order >>= np.uint64(1)
+        special = np.isin(tokens, self.special)
+        order[special] |= np.uint64(1 << 63)
+        positions = np.sort(np.argpartition(order, count - 1, axis=1)[:, :count], axis=1)
+        targets = np.take_along_axis(tokens, positions, axis=1)
+        chosen = mix(draws.bits()[:, None] ^ mix(np.arange(count, dtype=np.uint64)))
+        kind = (chosen >> np.uint64(11)) * 2.0**-53
+        other = (mix(chosen) % np.uint64(self.vocab_size)).astype(np.int32)
+        replaced = np.where(
+            kind < self.config.masked,
+            np.int32(self.mask),
+            np.where(kind < self.config.masked + self.config.random, other, targets),
+        )
+        hidden = tokens.copy()
+        np.put_along_axis(hidden, positions, replaced, axis=1)
+        return {
+            "tokens": hidden,
+            "segments": segments,
+            "positions": positions.astype(np.int32),
+            "targets": targets,
+        }

@@ -1,0 +1,237 @@
+"""BERT: an encoder that sees both ways, with a head for masked tokens (Devlin, arXiv 1810.04805).
+
+Dims: B batch, L sequence, D embed, V vocab, P predicted positions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from pydantic import Field, model_validator
+
+from jaxdist.config.schema import Count
+from jaxdist.errors import ConfigError
+from jaxdist.models.attention.choose import Attend, KernelName, choose
+from jaxdist.models.attention.contract import AttentionRequest
+from jaxdist.models.gpt import Attention, GptConfig, SwiGLU
+from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, no_hint
+from jaxdist.models.layers import ComputeDtype, LayerNorm, Stacked, matmul, param, stack
+from jaxdist.models.remat import RematConfig, named
+from jaxdist.models.tuning.part import PartConfig
+from jaxdist.models.vocabulary import cut_padding, filled_up, hide_padding, padded_size
+
+_INIT = nnx.initializers.normal(0.02)
+
+
+class BertConfig(PartConfig):
+    """An encoder for masked tokens: norms after each residual sum, learned positions, exact gelu.
+
+    BERT-base has layers 12, embed 768, heads 12; BERT-large 24, 1024, 16.
+    """
+
+    type: Literal["bert"]
+    """Selects this model."""
+    layers: Count
+    """Number of blocks."""
+    embed: Count
+    """Width of the residual stream."""
+    heads: Count
+    """Number of heads; must divide embed."""
+    mlp: Count | None = None
+    """Hidden width of the MLP; null is 4 times embed."""
+    positions: Count = 512
+    """Number of learned positions: the longest sequence."""
+    token_types: Count = 2
+    """Number of kinds of tokens (first and second sentence); data without kinds have the first."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
+    """Number that norms add to a variance."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of values that training drops, of embeddings and of what blocks add; the paper has
+    0.1."""
+    vocab_multiple: Count = 64
+    """The embedding table is padded to a multiple of this, as that of gpt."""
+    isolate_documents: bool = False
+    """Block attention across the documents packed in one window, and to padding."""
+    attention: KernelName = "auto"
+    """Kernel, as for gpt."""
+    compute_dtype: ComputeDtype = "float32"
+    """Dtype of activations and matmuls; parameters are float32."""
+    remat: RematConfig = "none"
+    """Activations that the backward pass recomputes, as for gpt."""
+    scan_unroll: Count = 1
+    """Blocks per iteration of the loop over layers."""
+
+    @model_validator(mode="after")
+    def _check(self) -> BertConfig:
+        if self.embed % self.heads:
+            fitting = [n for n in range(1, self.embed + 1) if self.embed % n == 0]
+            near = min(fitting, key=lambda n: abs(n - self.heads))
+            raise ValueError(f"heads {self.heads} must divide embed {self.embed}: use {near}")
+        if self.scan_unroll > self.layers:
+            raise ValueError(f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}")
+        return self
+
+    def block(self) -> GptConfig:
+        """Return the config of the attention and the MLP, which are those of `gpt`."""
+        return GptConfig.model_construct(
+            type="gpt",
+            layers=self.layers,
+            embed=self.embed,
+            heads=self.heads,
+            mlp=self.mlp or 4 * self.embed,
+            mlp_type="gelu_erf",
+            positions=self.positions,
+            biases="all",
+            compute_dtype=self.compute_dtype,
+        )
+
+    def ask(
+        self,
+        platform: str | None = None,
+        hint: Hint = no_hint,
+        length: int | None = None,
+        family: str = "",
+    ) -> AttentionRequest:
+        """Return this model's request to an attention kernel; arguments as for `build`."""
+        return AttentionRequest(
+            platform,
+            self.compute_dtype,
+            heads=self.heads,
+            kv_heads=self.heads,
+            head_dim=self.embed // self.heads,
+            segments=self.isolate_documents,
+            length=length,
+            head_parts=hint.parts("heads"),
+            kv_head_parts=hint.parts("kv_heads"),
+            seq_parts=hint.parts("seq"),
+            family=family,
+            causal=False,
+        )
+
+    def build(
+        self,
+        rngs: nnx.Rngs,
+        *,
+        vocab_size: int,
+        hint: Hint = no_hint,
+        platform: str | None = None,
+        length: int | None = None,
+        family: str = "",
+    ) -> Bert:
+        """Build the module for a vocabulary of `vocab_size` tokens; arguments as for gpt's.
+
+        Raises:
+          ConfigError: an attention kernel that does not support these devices or sequences;
+            sequences longer than the positions.
+        """
+        ask = self.ask(platform, hint, length, family)
+        choose(self.attention, ask)
+        if (length or 0) > self.positions:
+            raise ConfigError(
+                f"sequences have {length} tokens, and model.positions learns {self.positions}: "
+                "lower data.window",
+                setting=("positions",),
+            )
+        attend = Attend(self.attention, ask, hint)
+        return Bert(self, rngs, vocab_size=vocab_size, hint=hint, attend=attend)
+
+
+class Encoder(nnx.Module):
+    """A block: attention, then an MLP; a norm follows each residual sum."""
+
+    def __init__(self, config: BertConfig, rngs: nnx.Rngs, hint: Hint, attend: Attend):
+        block = config.block()
+        self.attention = Attention(block, rngs, hint, attend)
+        self.attention_norm = LayerNorm(config.embed, rngs, epsilon=config.norm_epsilon)
+        self.mlp = SwiGLU(block, rngs, hint)
+        self.mlp_norm = LayerNorm(config.embed, rngs, epsilon=config.norm_epsilon)
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs) if config.dropout else None
+        self.hint = hint
+
+    def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
+        """Map x `[B, L, D]` to the same shape."""
+        x_BLD = named(x_BLD, "block_input")
+        with jax.named_scope("attention"):
+            y_BLD = self.attention(self.hint(x_BLD, *WITHIN, was=RESIDUAL), segments_BL)
+            y_BLD = named(self.hint(y_BLD, *RESIDUAL, was=WITHIN), "attention_out")
+            x_BLD = self.attention_norm(x_BLD + _dropped(y_BLD, self.dropout))
+        with jax.named_scope("mlp"):
+            x_BLD = self.mlp_norm(x_BLD + _dropped(self.mlp(x_BLD), self.dropout))
+        return self.hint(x_BLD, *RESIDUAL)
+
+
+def _dropped(x: jax.Array, dropout: nnx.Dropout | None) -> jax.Array:
+    return x if dropout is None else dropout(x)
+
+
+class Bert(Stacked):
+    """A model from tokens int32 `[B, L]` to logits `[B, L, vocab_size]` of what each token was.
+
+    An optional second input, segments int32 `[B, L]`, is the document of each position, and a
+    third, kinds int32 `[B, L]`, the kind of each token. `hidden` gives the states `[B, L, D]`, and
+    `head` the logits of any of them.
+    """
+
+    def __init__(
+        self, config: BertConfig, rngs: nnx.Rngs, *, vocab_size: int, hint: Hint, attend: Attend
+    ):
+        self.config, self.hint, self.vocab_size = config, hint, vocab_size
+        self.remat, self.unroll = config.remat, config.scan_unroll
+        D, V = config.embed, padded_size(vocab_size, config.vocab_multiple)
+        zeros, epsilon = nnx.initializers.zeros, config.norm_epsilon
+        self.embedding = param(rngs, filled_up(vocab_size, D), (V, D), ("vocab", "embed"))
+        self.positions = param(rngs, _INIT, (config.positions, D), (None, "embed"))
+        self.kinds = param(rngs, _INIT, (config.token_types, D), (None, "embed"))
+        self.embed_norm = LayerNorm(D, rngs, epsilon=epsilon)
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs) if config.dropout else None
+        self.blocks = stack(lambda r: Encoder(config, r, hint, attend), config.layers, rngs)
+        self.transform = param(rngs, _INIT, (D, D), ("embed", None))
+        self.transform_bias = param(rngs, zeros, (D,), ("embed",))
+        self.norm = LayerNorm(D, rngs, epsilon=epsilon)
+        self.output_bias = param(rngs, zeros, (V,), ("vocab",))
+
+    def embed(
+        self,
+        tokens_BL: jax.Array,
+        segments_BL: jax.Array | None = None,
+        kinds_BL: jax.Array | None = None,
+    ) -> jax.Array:
+        """Embed tokens `[B, L]` as `[B, L, D]` in the compute dtype; segments are ignored."""
+        del segments_BL
+        with jax.named_scope("embed"):
+            kinds = self.kinds[...]
+            # Data without kinds add a row instead of a gather of the same row at each position.
+            kind_BLD = kinds[:1][None] if kinds_BL is None else kinds[kinds_BL]
+            own_LD = self.positions[...][: tokens_BL.shape[1]]
+            x_BLD = self.embedding[...][tokens_BL] + own_LD[None] + kind_BLD
+            x_BLD = self.embed_norm(x_BLD.astype(jnp.dtype(self.config.compute_dtype)))
+            x_BLD = _dropped(x_BLD, self.dropout)
+        return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)
+
+    def operands(
+        self,
+        tokens_BL: jax.Array,
+        segments_BL: jax.Array | None = None,
+        kinds_BL: jax.Array | None = None,
+    ) -> tuple[jax.Array | None]:
+        """Return the document of each position, for attention; None is a single document."""
+        del tokens_BL, kinds_BL
+        return (segments_BL if self.config.isolate_documents else None,)
+
+    def head(self, x_BLD: jax.Array) -> jax.Array:
+        """Return logits `[B, L, vocab_size]` of states x `[B, L, D]`, in the compute dtype."""
+        return cut_padding(self.padded_head(x_BLD), self.vocab_size, self.hint)
+
+    def padded_head(self, x_BPD: jax.Array) -> jax.Array:
+        """Return logits `[B, P, V]` with probability 0 for V's padding."""
+        with jax.named_scope("head"):
+            x_BPD = self.hint(x_BPD, *WITHIN, was=RESIDUAL)
+            bias_D = self.transform_bias[...].astype(x_BPD.dtype).reshape(1, 1, -1)
+            h_BPD = jax.nn.gelu(matmul(x_BPD, self.transform[...]) + bias_D, approximate=False)
+            logits_BPV = matmul(self.norm(h_BPD), self.embedding[...].T)
+            bias_V = self.output_bias[...].astype(x_BPD.dtype).reshape(1, 1, -1)
+            logits_BPV = self.hint(logits_BPV + bias_V, "batch", "seq", "vocab")
+            return hide_padding(logits_BPV, self.vocab_size)

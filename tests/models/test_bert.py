@@ -1,0 +1,149 @@
+"""BERT beside a plain computation of its formulas, and in the programs of several devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from jaxdist.errors import ConfigError
+from jaxdist.models.bert import BertConfig
+from jaxdist.models.functional import functional
+from jaxdist.models.loss import masked_tokens
+from jaxdist.trees import tree_size
+
+VOCAB = 99
+
+
+def config(**changes):
+    return BertConfig.model_validate(
+        {"type": "bert", "layers": 2, "embed": 24, "heads": 3, "positions": 16, **changes}
+    )
+
+
+def bert(**changes):
+    given = config(**changes)
+    return functional(lambda rngs: given.build(rngs, vocab_size=VOCAB))
+
+
+@functools.cache
+def initial():
+    model = bert()
+    # Norms, biases and positions that start as 0 or 1 would hide where they are used.
+    keys = iter(jax.random.split(jax.random.key(5), 99))
+    params = model.init(jax.random.key(0))[0]
+    return jax.tree.map(lambda p: p + 0.1 * jax.random.normal(next(keys), p.shape), params)
+
+
+def tokens(seed=1, batch=2, length=16):
+    return np.asarray(jax.random.randint(jax.random.key(seed), (batch, length), 0, VOCAB))
+
+
+def plain(params, tokens, segments, kinds):
+    """The logits in float64, written from the paper's formulas."""
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+
+    def norm(x, own):
+        x = x - x.mean(-1, keepdims=True)
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-12) * own["scale"] + own["bias"]
+
+    def gelu(x):
+        from scipy.special import erf
+
+        return x * 0.5 * (1 + erf(x / np.sqrt(2)))
+
+    x = p["embedding"][tokens] + p["positions"][: tokens.shape[1]] + p["kinds"][kinds]
+    x = norm(x, p["embed_norm"])
+    for i in range(2):
+        b = jax.tree.map(lambda leaf, i=i: leaf[i], p["blocks"])
+        a = b["attention"]
+        q, k, v = (
+            np.einsum("bld,dhk->bhlk", x, a[name]) + a[f"{name}_bias"][None, :, None]
+            for name in ("query", "key", "value")
+        )
+        scores = np.einsum("bhik,bhjk->bhij", q, k) / np.sqrt(q.shape[-1])
+        scores[
+            np.broadcast_to((segments[:, :, None] != segments[:, None])[:, None], scores.shape)
+        ] = -1e30
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        y = np.einsum("bhij,bhjk,hkd->bid", weights, v, a["out"]) + a["out_bias"]
+        x = norm(x + y, b["attention_norm"])
+        m = b["mlp"]
+        x = norm(x + gelu(x @ m["up"] + m["up_bias"]) @ m["down"] + m["down_bias"], b["mlp_norm"])
+    h = norm(gelu(x @ p["transform"] + p["transform_bias"]), p["norm"])
+    return (h @ p["embedding"].T + p["output_bias"])[..., :VOCAB]
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_logits_are_those_of_the_formulas(isolate):
+    model, given = bert(isolate_documents=isolate), tokens()
+    segments = np.sort(np.asarray(tokens(2) % 3), axis=1)
+    kinds = tokens(3) % 2
+    found = jax.jit(lambda p: model.bind(p, {})(given, segments, kinds))(initial())
+    expected = plain(initial(), given, segments if isolate else 0 * segments, kinds)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_are_the_published_ones():
+    large = config(layers=24, embed=1024, heads=16, positions=512, vocab_multiple=1)
+    model = functional(lambda rngs: large.build(rngs, vocab_size=30_522))
+    # 335,174,458 of the published model with its masked-language head, less its unused parts: none.
+    assert tree_size(model.params) == 335_174_458
+
+
+def test_a_position_sees_both_ways_and_padding_has_no_probability():
+    model, given = bert(), tokens()
+    run = jax.jit(lambda p, t: model.bind(p, {}).hidden(t, jnp.zeros_like(t)))
+    before = run(initial(), given)
+    changed = given.copy()
+    changed[:, 9] = (changed[:, 9] + 1) % VOCAB
+    assert (np.abs(run(initial(), changed) - before).max((0, 2)) > 0).all()
+    module = model.bind(initial(), {})
+    padded = jax.nn.softmax(module.padded_head(before))
+    assert padded.shape[-1] == 128
+    assert padded[..., VOCAB:].max() == 0
+
+
+def test_the_loss_counts_masked_positions_alone_and_rows_by_their_weight():
+    model, given = bert(), tokens()
+    positions, targets = np.array([[1, 5, 9], [0, 2, 15]]), tokens(4, 2, 3)
+    weight = np.array([1.0, 0.5], np.float32)
+    batch = {
+        "tokens": jnp.asarray(given), "segments": jnp.zeros_like(given), "weight": weight,
+        "positions": jnp.asarray(positions), "targets": jnp.asarray(targets),
+    }  # fmt: skip
+    found = masked_tokens(model.bind(initial(), {}), batch)
+    logits = plain(initial(), given, np.zeros_like(given), np.zeros_like(given))
+    chosen = np.take_along_axis(logits, positions[:, :, None], 1)
+    nats = (
+        np.log(np.exp(chosen).sum(-1)) - np.take_along_axis(chosen, targets[:, :, None], 2)[..., 0]
+    )
+    assert float(found["loss"].weight) == 4.5
+    np.testing.assert_allclose(found["loss"].total, (nats * weight[:, None]).sum(), rtol=1e-4)
+    hits = (chosen.argmax(-1) == targets) * weight[:, None]
+    np.testing.assert_allclose(found["accuracy"].total, hits.sum())
+
+
+def test_dropout_drops_in_training_alone():
+    model = bert(dropout=0.5)
+    given = jnp.asarray(tokens())
+    params = initial()
+    module = model.bind(params, {}, jax.random.key(3))
+    trained = module(given)
+    module.eval()
+    np.testing.assert_allclose(module(given), bert().bind(params, {})(given), rtol=1e-5, atol=1e-5)
+    assert np.abs(module(given) - trained).max() > 0.1
+
+
+def test_settings_that_do_not_fit_are_refused():
+    with pytest.raises(ValidationError, match="heads 5 must divide embed 24: use 4"):
+        config(heads=5)
+    with pytest.raises(ValidationError, match="scan_unroll 3 exceeds layers 2"):
+        config(scan_unroll=3)
+    with pytest.raises(
+        ConfigError, match="sequences have 32 tokens, and model.positions learns 16"
+    ):
+        functional(lambda rngs: config().build(rngs, vocab_size=VOCAB, length=32))
