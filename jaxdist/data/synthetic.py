@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ from pydantic import Field, model_validator
 from jaxdist.config.schema import LARGEST, Config
 from jaxdist.data.permutation import mix
 from jaxdist.data.source import Dataset, Example, take_one
+from jaxdist.data.text.masking import MaskedWindows, MaskingConfig
 from jaxdist.data.transform import TransformConfig, transformed
 from jaxdist.errors import DataError
 from jaxdist.runtime.hardware import host_memory_bytes
@@ -20,7 +22,7 @@ _NOISES = 64
 _TRAIN, _HELDOUT, _WORLD = range(3)
 
 _ONLY = {
-    "tokens": {"vocab_size", "window"},
+    "tokens": {"vocab_size", "window", "masking"},
     "images": {"height", "width", "channels", "classes", "transform"},
 }
 
@@ -42,6 +44,8 @@ class SyntheticConfig(Config):
     """Tokens: size of the vocabulary."""
     window: int = Field(default=256, ge=1, le=LARGEST)
     """Tokens: number of tokens that an example predicts."""
+    masking: MaskingConfig | None = None
+    """Tokens: what is hidden from an encoder (bert), which predicts it; null hides nothing."""
     height: int = Field(default=32, ge=1, le=LARGEST)
     """Images: number of rows."""
     width: int = Field(default=32, ge=1, le=LARGEST)
@@ -93,7 +97,19 @@ class SyntheticConfig(Config):
                 "heldout_examples": self.heldout_examples,
             },
         )
+        if self.masking is not None:
+            return _masked(dataset, self.masking, self.vocab_size)
         return transformed(dataset, self.transform)
+
+
+def _masked(dataset: Dataset, masking: MaskingConfig, size: int) -> Dataset:
+    """Hide tokens; the mask is a further token of the vocabulary."""
+    train, heldout = (
+        None if split is None else MaskedWindows(split, masking, size, size, (size,))
+        for split in (dataset.train, dataset.heldout)
+    )
+    assert train is not None
+    return replace(dataset, train=train, heldout=heldout, vocab_size=size + 1)
 
 
 class _TokenSource:

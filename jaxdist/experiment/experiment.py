@@ -82,7 +82,11 @@ class Experiment:
     @property
     def units_per_example(self) -> int:
         """The number of tokens in an example, or 1."""
-        return self.program.batch["tokens"].shape[1] - 1 if self.unit == "tokens" else 1
+        if self.unit != "tokens":
+            return 1
+        batch = self.program.batch
+        # The last token of a decoder's window is only a target; an encoder's targets are apart.
+        return batch["tokens"].shape[1] - ("targets" not in batch)
 
 
 def build(

@@ -23,6 +23,7 @@ from jaxdist.parity.draw.model import (
     WHOLE_MODELS,
     ModelNeeds,
     Sections,
+    bert,
     embeds_of,
     has_batch_norm,
     layers_of,
@@ -105,9 +106,11 @@ def draw(seed: int) -> Draw:
         whole=first.stages == second.stages == first.microbatches == 1,
     )
     common = MODELS[kind](random, needs)
-    apart = Random(f"resnet {seed}")  # again, the rest of a seed's draw stays as it was
+    apart = Random(f"other model {seed}")  # again, the rest of a seed's draw stays as it was
     if kind == "cnn" and apart.random() < 0.5:
         common |= {"model": resnet(apart, needs)}
+    if kind == "gpt" and apart.random() < 0.2:
+        common |= bert(apart, common)
     common |= {"optim": optimizer(random), "seed": random.randrange(100)}
     if any("compression" in plan.parallel for plan in (first, second)):
         common["optim"] |= {"skip_nonfinite": True}  # as messages set it by themselves
@@ -142,6 +145,8 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
         model["remat"] = REMATS[random.choice(policies)]
         if isinstance(model["remat"], tuple):
             model["remat"] = [*model["remat"]][:layers]
+    if model["type"] == "bert" and parallel["zero"].get("prefetch"):
+        model["remat"] = "full"
     if plan.chunks > 1 and random.random() < 0.3:
         counts = _composition(random, layers, plan.chunks)
         parallel["pipeline"] = {**parallel["pipeline"], "layers": counts}
@@ -327,7 +332,7 @@ def _tensor_rules(
     random: Random, model: Mapping[str, Json], data: Mapping[str, Json], plan: TrainingPlan
 ) -> Sections:
     """Draw a dim that is not split, or a sequence that is split."""
-    if model["type"] != "gpt":
+    if model["type"] not in ("gpt", "bert"):
         return {"channels_out" if model["type"] == "resnet" else "mlp": None}
     if plan.stages == 1 and data["window"] % plan.tensor == 0 and random.random() < 0.5:
         return {"residual_seq": "tensor"}

@@ -148,6 +148,19 @@ def resnet(random: Random, needs: ModelNeeds) -> Sections:
     }
 
 
+def bert(random: Random, common: Sections) -> Sections:
+    """Draw an encoder of the sizes of a gpt that was drawn, on the same data with hidden tokens."""
+    own = common["model"]
+    data = common["data"]
+    model = {name: own[name] for name in ("layers", "embed", "heads", "vocab_multiple")}
+    mlp = own["mlp"] * random.choice((1, 2))
+    isolated = {"isolate_documents": own["isolate_documents"], "scan_unroll": own["scan_unroll"]}
+    return {
+        "model": {"type": "bert", **model, "mlp": mlp, "positions": data["window"], **isolated},
+        "data": {**data, "masking": {"rate": random.choice((0.2, 0.5))}},
+    }
+
+
 def _tower(random: Random, needs: ModelNeeds) -> Sections:
     """Draw a user's model with blocks and biases, and batch statistics where they are allowed."""
     data = _images(random)

@@ -168,9 +168,8 @@ def _collective_matmul(random: Random, config: Sections) -> Sections | None:
 def _weights(random: Random, config: Sections) -> Sections | None:
     """Give rows unequal weights, many of them zero."""
     data = {name: value for name, value in config["data"].items() if name != "type"}
-    size = "vocab_size" if data["kind"] == "tokens" else "classes"
     path = "jaxdist.parity.draw.foreign:weighted_synthetic"
-    return {"data": {"type": "import", "path": path, "args": data, size: data[size]}}
+    return {"data": {"type": "import", "path": path, "args": data}}
 
 
 def _dropout(random: Random, config: Sections) -> Sections | None:
@@ -332,8 +331,10 @@ def _weighted(config: Sections) -> str:
 
 FREEZABLE: Mapping[str, tuple[str, ...]] = {
     "gpt": ("embedding", "blocks/*", "*norm*", "blocks/attention/*"),
+    "bert": ("embedding", "blocks/*", "*norm*", "positions"),
     "mlp": ("*bias",),
     "cnn": ("*bias",),
+    "resnet": ("*bias", "stem/*", "blocks/*"),
     "import": ("*bias",),
 }
 """Patterns of parameters that models of each type have, and not alone."""
