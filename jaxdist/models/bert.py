@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from jaxdist.config.schema import Count
 from jaxdist.errors import ConfigError
-from jaxdist.models.attention.choose import Attend, KernelName, choose
+from jaxdist.models.attention.choose import Attend, KernelName, choose_kernel
 from jaxdist.models.attention.contract import AttentionRequest
 from jaxdist.models.gpt import Attention, GptConfig, SwiGLU
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, no_hint
@@ -128,7 +128,7 @@ class BertConfig(PartConfig):
             sequences longer than the positions.
         """
         ask = self.ask(platform, hint, length, family)
-        choose(self.attention, ask)
+        choose_kernel(self.attention, ask)
         if (length or 0) > self.positions:
             raise ConfigError(
                 f"sequences have {length} tokens, and model.positions learns {self.positions}: "

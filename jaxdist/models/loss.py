@@ -260,7 +260,7 @@ def masked_tokens(module: Model, batch: Batch) -> Sums:
     hits_BP = (logits_BPV.argmax(-1) == batch["targets"]).astype(jnp.float32)
     weight_BP = jnp.broadcast_to(batch["weight"][:, None], hits_BP.shape)
     return {
-        "loss": _nats(logits_BPV, batch["targets"], batch["weight"]),
+        "loss": _nats(logits_BPV, batch["targets"], weight_BP),
         "accuracy": Mean((hits_BP * weight_BP).sum(), weight_BP.sum()),
     }
 
