@@ -52,7 +52,7 @@ class MaskingConfig(Config):
 class MaskedWindows:
     """Windows of a source of `tokens` [L + 1] and `segments` [L], with hidden tokens.
 
-    An example has `tokens` int32 [L], in which the hidden tokens are replaced, `segments` int32 [L],
+    An example has `tokens` int32 [L], in which hidden tokens are replaced, `segments` int32 [L],
     `positions` int32 [P] of the predicted tokens, and `targets` int32 [P], what they were. Training
     hides others each time that it draws a window, by its key; evaluation always hides the same.
 
