@@ -43,6 +43,7 @@ def generate(
         module: Any = program.model.bind(program.home.used_params(params), buffers)
         module.eval()
         logits = module(tokens_L[None], jnp.zeros_like(tokens_L)[None])[0, length - 1, :vocab_size]
+        # At temperature 0 only the order of the logits counts; the bound avoids a division by 0.
         scaled = logits.astype(jnp.float32) / max(temperature, 1e-6)
         return jax.random.categorical(key, scaled) if temperature > 0 else scaled.argmax()
 
@@ -50,6 +51,8 @@ def generate(
     out = list(prompt)
     for i in range(count):
         seen = out[-window:]
+        # One shape for every length compiles once. Attention is causal, so padding at the end has
+        # no effect.
         padded = np.zeros(window, np.int32)
         padded[: len(seen)] = seen
         key = jax.random.fold_in(jax.random.key(seed), i)

@@ -149,6 +149,7 @@ class Program:
 
     def _gradients(self, stored: TrainState, state: TrainState, batch: Batch) -> StepGradients:
         """Compute gradients from a state in its stored form and in that of steps."""
+        # A function of the step alone, so that a resumed run draws the same masks.
         key = jax.random.fold_in(self._keys()[1], state.step)
         scale = scale_for(state.params, state.loss_scale)
         held = StepInputs(state.params, stored.params, state.buffers, scale)

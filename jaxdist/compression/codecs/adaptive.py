@@ -101,7 +101,9 @@ def allocate(energy: jax.Array, planes: int) -> jax.Array:
     # A stable sort, levels first: among equal gains no block gets a later bit before an earlier
     # bit.
     order = jnp.argsort(-taken.reshape(-1), stable=True)[:planes]
+    # The gains are flattened level by level, so the remainder is the number of the block.
     bits = jnp.zeros_like(energy, jnp.int32).at[order % len(energy)].add(1)
+    # The budget may end between a block's first two planes, and a single plane is useless.
     return jnp.where(bits == 1, 0, bits)
 
 

@@ -106,6 +106,8 @@ def orthogonal(columns: jax.Array) -> jax.Array:
     for index in range(columns.shape[-1]):
         column = _of_length_one(columns[..., index])
         rest = column
+        # A single pass would leave a part of the earlier columns in a column that nearly depends
+        # on them.
         for other in done * 2:
             rest = rest - jnp.sum(other * rest, axis=-1, keepdims=True) * other
         left = jnp.sum(rest * rest, axis=-1, keepdims=True)

@@ -45,7 +45,9 @@ class Sign(Codec):
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
         blocks = in_blocks(x, self.block)
+        # Not `jnp.mean`: the zeros that fill up the last block must not count.
         mean = jnp.sum(jnp.abs(blocks), axis=1) / block_sizes(x.size, self.block)
+        # The sign bit itself: a comparison with 0 would need a third value for zeros.
         rows = (to_words(blocks) >> 31).reshape(len(blocks), BITS, -1)
         scales = scale_words(coarse(mean, up=False))
         return {"signs": pack_rows(rows, 1), "scales": scales}, state

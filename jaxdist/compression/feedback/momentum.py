@@ -64,5 +64,7 @@ class MomentumCorrection(Feedback):
     def settle(self, x: jax.Array, decoded: jax.Array, memory: Memory) -> Memory:
         velocity = memory["velocity"]
         if self.masking:
+            # The message shows which elements were sent; an element that was rounded to zero was
+            # not.
             velocity = jnp.where(decoded != 0, 0.0, velocity)
         return {"velocity": velocity, "sum": x - decoded}
