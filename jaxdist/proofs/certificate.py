@@ -72,16 +72,28 @@ class Proof:
         return "\n".join(table(self))
 
     @property
+    def doubted(self) -> bool:
+        """Whether every number equals that of one device, so that findings of types are in doubt.
+
+        A type may take a dim for another of the same size. Such a plan is undecided: what types
+        say of the full size was not seen at the reduced size.
+        """
+        decided = not any(one.part == "numbers" for one in self.undecided)
+        equal = not any(one.wrong for one in (*self.numbers, *self.near))
+        return decided and equal and bool(self.numbers)
+
+    @property
     def wrong(self) -> bool:
         """Whether any part found something that one device would not compute."""
-        found = self.types is not None and bool(self.types.findings)
+        found = self.types is not None and bool(self.types.findings) and not self.doubted
         compared = any(one.wrong for one in (*self.numbers, *self.near))
         return found or compared or (self.sent is not None and bool(self.sent.missing))
 
     @property
     def verdict(self) -> str:
         """The verdict: "proved", "wrong" or "undecided"."""
-        return "wrong" if self.wrong else "undecided" if self.undecided else "proved"
+        open_ = bool(self.undecided) or (self.types is not None and bool(self.types.findings))
+        return "wrong" if self.wrong else "undecided" if open_ else "proved"
 
 
 def to_json(proof: Proof, identity: JsonObject, name: str) -> JsonObject:

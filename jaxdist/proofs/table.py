@@ -48,7 +48,7 @@ def _typed(proof: Proof, leaf: str) -> str:
         return any(output == leaf or output.endswith(f"/{leaf}") for output in outputs)
 
     if any_of(output for finding in typed.findings for output in finding.leaves):
-        return "WRONG"
+        return "doubt" if proof.doubted else "WRONG"
     if any_of(typed.undecided):
         return "undecided"
     return "proved" if any_of(typed.proved) else "by XLA"
@@ -82,7 +82,10 @@ def _bytes(proof: Proof) -> Iterator[str]:
 
 def _problems(proof: Proof) -> Iterator[str]:
     for finding in proof.types.findings if proof.types else ():
-        yield f"WRONG    types: {finding}"
+        if proof.doubted:
+            yield f"doubt    types, which no number confirms: {finding}"
+        else:
+            yield f"WRONG    types: {finding}"
     for compared in (*proof.numbers, *proof.near):
         for one in compared.wrong:
             yield (

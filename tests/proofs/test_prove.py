@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,11 +20,12 @@ from runs import DIGITS
 from jaxdist.config import Document, validate
 from jaxdist.errors import RunError
 from jaxdist.experiment import ExperimentConfig, build, load
-from jaxdist.proofs.certificate import Kept, Proof, current, identity_of, path_of, write
+from jaxdist.proofs.certificate import Kept, Proof, Undecided, current, identity_of, path_of, write
 from jaxdist.proofs.neighbours import neighbours, settings_of
 from jaxdist.proofs.numbers import scenes
 from jaxdist.proofs.reduce import reduced
 from jaxdist.proofs.report import prove
+from jaxdist.proofs.types.check import Finding, Typed
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.report.proof import proof_lines, read_proof
 
@@ -197,3 +199,15 @@ def test_neighbours_change_three_settings():
         assert sum(theirs[name] != own[name] for name in own) == 3, changed
     assert found == list(itertools.islice(neighbours(sections, seed=1), 5))
     assert found != list(itertools.islice(neighbours(sections, seed=2), 5))
+
+
+def test_a_finding_that_no_number_confirms_leaves_the_plan_undecided(ring):
+    """Without numbers it stands."""
+    leaf = "state/params/layers/1/bias"
+    typed = Typed((Finding("data", "sums twice", "a.py:1", (leaf,)),), outputs=(leaf,))
+    doubted = replace(ring.proof, types=typed)
+    assert doubted.verdict == "undecided"
+    assert "doubt    types, which no number confirms: a.py:1: sums twice" in str(doubted)
+    alone = replace(doubted, undecided=(Undecided("numbers", "as configured", "no reason"),))
+    assert alone.verdict == replace(doubted, numbers=(), near=()).verdict == "wrong"
+    assert "WRONG    types: a.py:1" in str(alone)
