@@ -3,11 +3,13 @@
 import sys
 
 import numpy as np
-import torch  # pyright: ignore[reportMissingImports]
-import transformers  # pyright: ignore[reportMissingImports]
 
 
 def main(path: str, given: str, out: str) -> None:
+    # Imported here, so that tests can be collected where these packages are not installed.
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+
     tokens = torch.from_numpy(np.load(given))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"

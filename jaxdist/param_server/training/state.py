@@ -209,9 +209,10 @@ class Sharded:
 def _by_own_names(
     inner: optax.GradientTransformationExtraArgs, names: Mapping[str, str], params: Params
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation that sees the model's tree, with None for what the shard does not have.
+    """Return a transformation that sees the model's tree, with None for the absent parameters.
 
-    Return the range that a leaf belongs to: the longest key that is in the leaf's path.
+    The update of an imported transformation may depend on names; each of its parameters is whole on
+    one server.
 
     Args:
       names: name of the parameter by a range's key.
