@@ -1,5 +1,5 @@
-"""Optimizer steps: time beside optax's, bytes and temporaries of the compiled program, and what a
-sharded update sends.
+"""Optimizer steps: time beside optax's, bytes and temporaries of the compiled program, and what
+sharded updates send.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from benchmarks import muon
 from benchmarks.core import child
 from benchmarks.core.harness import REPEATS, interleave
 from benchmarks.core.report import Figure, Report
@@ -39,6 +40,7 @@ def bench(repeats: int = REPEATS) -> Report:
     figures = [*_in_plain_process(repeats), *timed(repeats, "huge pages"), *counted()]
     if len(jax.devices()) >= SHARDS:
         figures += sharded_figures(bert_base())
+    figures += muon.figures()
     return Report("optim", figures)
 
 

@@ -1,0 +1,79 @@
+"""Muon on shards, in the compiled program of a TPU: what it sends, and whether work is repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.core.report import Figure
+from jaxdist.errors import JaxdistError
+from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.experiment.flops import step_flops
+from jaxdist.hlo import ledger
+from jaxdist.mesh import Device
+from jaxdist.optim.common import NamedParams
+from jaxdist.optim.muon import MuonConfig, newton_schulz_flops
+from jaxdist.runtime.topology import topology_devices
+from jaxdist.types import JsonObject
+
+TOPOLOGY = "v5e:2x4"
+PLANS: dict[str, tuple[int, JsonObject, JsonObject]] = {
+    "ZeRO 1, 8 layers over 8": (8, {"data": 8}, {"stage": 1}),
+    "ZeRO 3, 8 layers over 8": (8, {"data": 8}, {"stage": 3}),
+    "ZeRO 2 and tensor, 6 layers over 8": (6, {"data": 4, "tensor": 2}, {"stage": 2}),
+}
+"""Number of layers, mesh and `parallel.zero` of each plan."""
+
+
+def figures(plans: Sequence[str] = tuple(PLANS)) -> list[Figure]:
+    """Bytes of the exchange of matrices beside their formula, and FLOPs beside one copy's."""
+    try:
+        devices = topology_devices(TOPOLOGY)
+    except JaxdistError as error:
+        return [Figure.skipped(f"Muon on {TOPOLOGY}", str(error))]
+    return [figure for name in plans for figure in on(devices, name)]
+
+
+def on(devices: Sequence[Device], name: str) -> list[Figure]:
+    """Compare a plan's program for these devices."""
+    layers, mesh, zero = PLANS[name]
+    config = ExperimentConfig.model_validate(
+        {
+            "model": {"type": "gpt", "layers": layers, "embed": 256, "heads": 8, "mlp": 512},
+            "data": {"type": "synthetic", "kind": "tokens", "vocab_size": 512, "window": 128},
+            "optim": {"type": "muon", "learning_rate": 3e-4},
+            "train": {"steps": 10, "batch_size": 16},
+            "mesh": mesh,
+            "parallel": {"reduce": {"type": "xla"}, "zero": zero},
+        }
+    )
+    experiment = build(config, devices=devices)
+    program, optim = experiment.program, config.optim
+    assert isinstance(optim, MuonConfig)
+    compiled = program.train.lower(program.state_shapes, program.batch).compile()
+    found = ledger(compiled, experiment.layout.mesh)
+    sent = sum(
+        one.sent_bytes * one.times_high
+        for one in found.collectives
+        if "newton_schulz" in one.source
+    )
+    tree = NamedParams(program.model.params, program.dims, program.exchange.placements.shares)
+    exchange = optim.exchange(tree)
+    formula = exchange.sent_bytes
+    # A branch of the program: only the device that owns a left-over matrix takes it.
+    alone = sum(
+        len(devices)
+        // group.devices
+        * sum(at is not None for at in group.last)
+        * newton_schulz_flops(group.held[0].of.size, optim.ns_steps)
+        for group in exchange.groups
+    )
+    flops, ends = step_flops(config, devices[0]), f"Muon, {name}"
+    note = "of each device in a step, to the owners of matrices and back"
+    figures = [Figure(f"{ends}: bytes", sent, formula, "<= 1.02", "bytes", note)]
+    if not formula:
+        # A ratio to 0 says nothing: one is added to both.
+        note += "; the formula is 0 bytes, and both have 1 added"
+        figures = [Figure(f"{ends}: bytes", sent + 1, 1, "<= 1", "bytes", note)]
+    done = len(devices) * found.flops_low + alone
+    note = "of all devices, of the whole step; the reference is one copy's"
+    return [*figures, Figure(f"{ends}: FLOPs", done, sum(flops), "<= 1.05", "FLOP", note)]
