@@ -7,6 +7,7 @@ from functools import partial
 import optax
 import pytest
 
+from benchmarks import muon
 from benchmarks import optim as bench_optim
 from benchmarks.core.shapes import bert_base, resnet50
 from benchmarks.optim import OptimizerStep, counted, sharded_figures, timed
@@ -81,3 +82,9 @@ def test_an_optimizer_with_a_norm_of_its_own_is_found_out(devices, monkeypatch):
     monkeypatch.setattr(bench_optim, "lamb", partial(lamb, variant="apex"))
     count, _ = sharded_figures(SMALL)
     assert (count.ours, count.holds) == (2, False)
+
+
+@pytest.mark.slow
+def test_muon_sends_its_formula_and_computes_one_copy():
+    found = muon.figures(["ZeRO 2 and tensor, 6 layers over 8"])
+    assert [figure.ratio for figure in found] == [1.0, 1.0]

@@ -90,6 +90,18 @@ def test_where_no_dim_divides_one_is_filled_up(devices):
     assert not found.uneven
 
 
+def test_only_stage_1_gives_a_device_whole_layers(devices):
+    """Muon then needs no exchange; the other stages send each layer's gradients by themselves."""
+    layout = make_layout(ShardingConfig(), build_mesh(MeshConfig(data=8)))
+    params = {n: jax.ShapeDtypeStruct((n, 8, 8), jnp.float32) for n in (8, 6)}
+    dims = {str(n): ("layers", "embed", "mlp") for n in params}
+    for stage in (1, 2, 3):
+        config = ZeroConfig(stage=stage, whole_below=0)
+        zero = plan_zero(config, layout, params, dims, by_layer=True)
+        assert zero is not None
+        assert zero.dims == {"8": 0 if stage == 1 else 1, "6": 1}
+
+
 def test_a_dim_is_filled_up_to_twice_its_length_at_most(devices):
     layout = make_layout(ShardingConfig(), build_mesh(MeshConfig(data=8)))
 

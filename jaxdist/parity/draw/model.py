@@ -282,7 +282,6 @@ def _lars(random: Random) -> Sections:
 
 
 def _muon(random: Random) -> Sections:
-    # Newton-Schulz magnifies small singular values, of which a gradient of few rows has many.
     return {
         "learning_rate": 1e-2,
         "ns_steps": random.choice((2, 5)),
