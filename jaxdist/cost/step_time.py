@@ -59,11 +59,6 @@ class StepTime:
     schedule: str = ""
     unmatched: str = ""
 
-    @property
-    def communication_seconds(self) -> float:
-        """The sum of all waits for collectives."""
-        return math.fsum(self.exposed_seconds.values())
-
     def to_json(self) -> JsonObject:
         """Return the totals, and the entries that rest on an assumption, as plain data."""
         found = dataclasses.asdict(self)

@@ -26,8 +26,6 @@ from jaxdist.hlo.records import Collective
 from jaxdist.runtime.hardware import CHIPLET_LINKS, Link
 from jaxdist.runtime.topology import FAMILIES, rings
 
-Coordinates = tuple[int, ...]
-
 
 @dataclass(frozen=True)
 class Transfer:

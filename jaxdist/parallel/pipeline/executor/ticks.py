@@ -127,11 +127,6 @@ class Ticks:
         return len(self.placement)
 
     @property
-    def chunks_per_stage(self) -> int:
-        """The largest number of chunks on a stage."""
-        return max(self.placement.count(stage) for stage in range(self.stages))
-
-    @property
     def trains(self) -> bool:
         """Whether there are backward tasks."""
         return bool((self.backward.kind != NONE).any())
