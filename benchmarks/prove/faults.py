@@ -48,6 +48,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "ring": _plan(MLP, FOUR, reduce=RING),
     "xla": _plan(MLP, FOUR, reduce={"type": "xla"}),
     "networks": _plan(MLP, TWO_BY_TWO, reduce={"type": "xla"}),
+    "networks_zero": _plan(MLP, TWO_BY_TWO, reduce={"type": "xla"}, zero={"stage": 1}),
     "zero1": _plan(MLP, FOUR, reduce=RING, zero={"stage": 1}),
     "zero2": _plan(MLP, FOUR, reduce=RING, zero={"stage": 2}),
     "zero3": _plan(MLP, FOUR, reduce=RING, zero={"stage": 3}),

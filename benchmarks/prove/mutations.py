@@ -33,7 +33,8 @@ class Planted:
     """A fault in a plan, and what reported it.
 
     Attributes:
-      types, numbers: the right leaf or value that each part reported; empty where it reported none.
+      types, numbers: the right leaf or value that the part reported; numbers are compared where
+        types report none.
       elsewhere: reports of other leaves or values alone.
       changed: whether the program is another at all; without a change nothing is wrong.
     """
@@ -118,34 +119,33 @@ def plan(name: str) -> tuple[JsonObject, Reference, Reference]:
 
 
 def judged(fault: Fault, name: str) -> Planted:
-    """Plant a fault in a plan and prove it; one device computes without it."""
+    """Plant a fault in a plan and prove it; one device computes without it.
+
+    Numbers are compared where types report nothing right: devices that disagree about a value take
+    different branches, and a program with collectives in them never ends.
+    """
     sections, *references = plan(name)
     jax.clear_caches()
     right = _text(_built(sections))
     with planted(fault):
-        try:
-            experiment = _built(sections)
-            wrong = _text(experiment)
-        except Exception as error:
-            return Planted(fault, name, types=f"cannot be traced: {type(error).__name__}")
-        typed = types_of(experiment.program)
+        experiment = _built(sections)
+        changed = _text(experiment) != right
+        findings = types_of(experiment.program).findings
+        lines = _lines(fault)
+        reports = [(finding, leaf) for finding in findings for leaf in finding.leaves or ("",)]
+        for finding, leaf in reports:
+            if re.search(fault.spoils, leaf) or finding.where in lines:
+                return Planted(fault, name, types=f"{finding.where} {leaf}", changed=changed)
         names = [
             one.name
             for reference in references
             for one in reference.compare("planted", sections)[0].wrong
         ]
-    lines = _lines(fault)
-    by_types = [
-        f"{finding.where} {leaf}".strip()
-        for finding in typed.findings
-        for leaf in finding.leaves or ("",)
-        if re.search(fault.spoils, leaf) or finding.where in lines
-    ]
-    by_numbers = [one for one in names if re.search(fault.spoils, one)]
-    found = [f"{f.where}: {f.message}" for f in typed.findings]
-    right_one = "; ".join(by_types[:1]), "; ".join(by_numbers[:1])
-    elsewhere = () if any(right_one) else (*found, *names)
-    return Planted(fault, name, *right_one, elsewhere, changed=right != wrong)
+    for one in names:
+        if re.search(fault.spoils, one):
+            return Planted(fault, name, numbers=one, changed=changed)
+    elsewhere = tuple(dict.fromkeys([*(leaf for _, leaf in reports), *names]))
+    return Planted(fault, name, elsewhere=elsewhere, changed=changed)
 
 
 def _lines(fault: Fault) -> set[str]:
