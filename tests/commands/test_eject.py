@@ -155,7 +155,7 @@ def test_what_it_cannot_write_is_refused_at_once() -> None:
         (
             DIGITS,
             ["model={type: import, path: 'my:build'}", "loss={type: import, path: 'my:loss'}"],
-            "a model of your own is not written",
+            "your own model is not written",
         ),
         (DIGITS, ["train.microbatches=2"], "train.microbatches: 2 without mesh.stage"),
         (DIGITS, ["mesh={stage: 2, data: 4}"], "mesh.stage with model.type mlp: it can gpt"),

@@ -65,9 +65,10 @@ def check_ejectable(config: ExperimentConfig, *, keeps_data: bool) -> None:
         problems.append("  data.type: import (with --keep data it can: images, text, synthetic)")
     if config.model.type == "import":
         problems.append(
-            "a model of your own is not written: the step of a built-in one is a pattern"
+            "your own model is not written: eject a built-in model, and put yours into that file"
         )
-    if not keeps_data and any(line.startswith("  data.") for line in problems):
+    read = config.data.type != "import" and not keeps_data
+    if read and any(line.startswith("  data.") for line in problems):
         problems.append("or let jaxdist read the data: --keep data")
     if problems:
         raise ConfigError(
