@@ -30,12 +30,17 @@ class ConfigOrFleet(ConfigOrCommand):
     default = "servers"
 
 
+Weights = Annotated[
+    Path | None, typer.Option(help="models: a directory, or a GGUF file, with real weights.")
+]
+
+
 def bench(
     name: Annotated[
         str,
         typer.Argument(
             help="overhead, compile, startup, quickstart, attention, collectives, optim, zero, "
-            "pipeline, tpu, plan, compression, param-server, elastic or prove."
+            "pipeline, tpu, plan, compression, param-server, elastic, prove or models."
         ),
     ],
     json_file: shared.JsonFile = None,
@@ -51,7 +56,7 @@ def bench(
     torch: Annotated[
         str | None,
         typer.Option(
-            help="compression --lab, elastic: a Python with torch, if this Python lacks it."
+            help="compression --lab, elastic, models: a Python with torch, if this one lacks it."
         ),
     ] = None,
     ray: Annotated[
@@ -77,6 +82,7 @@ def bench(
         Path | None,
         typer.Option(help="plan: dumps of MaxText's programs, written by scripts/maxtext."),
     ] = None,
+    weights: Weights = None,
     plot: Annotated[
         Path | None, typer.Option(help="collectives, zero: draw into this directory.")
     ] = None,
@@ -101,6 +107,7 @@ def bench(
         "scoreboard": scoreboard,
         "programs": programs,
         "maxtext": maxtext,
+        "weights": weights,
     }
     given = {option: value for option, value in options.items() if value is not None}
     report = run(name, json_file, **given)
