@@ -47,17 +47,17 @@ def divide(tree: PyTree, names: Collection[str], above: str = "") -> tuple[PyTre
     return parts
 
 
-def join(some: PyTree, others: PyTree) -> PyTree:
+def join_leaves(some: PyTree, others: PyTree) -> PyTree:
     """Invert `divide`, with keys in jax's order.
 
-    >>> join({"a": {"y": 2}}, {"a": {"x": 1}, "b": 3})
+    >>> join_leaves({"a": {"y": 2}}, {"a": {"x": 1}, "b": 3})
     {'a': {'x': 1, 'y': 2}, 'b': 3}
     """
     if not others:
         return some
     found = {**others, **some}
     for key in some.keys() & others.keys():
-        found[key] = join(some[key], others[key])
+        found[key] = join_leaves(some[key], others[key])
     return {key: found[key] for key in sorted(found)}
 
 

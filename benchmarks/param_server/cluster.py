@@ -24,7 +24,7 @@ from jaxdist.param_server.live.client import Client, Timeouts
 from jaxdist.param_server.live.layout import ShardLayout, layouts
 from jaxdist.param_server.live.server import Server
 from jaxdist.param_server.placement.balanced import Balanced
-from jaxdist.param_server.placement.ranges import tensors_of
+from jaxdist.param_server.placement.ranges import placeable_tensors
 from jaxdist.param_server.protocol.rack import WITHIN
 from jaxdist.param_server.wire.contract import Service
 from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
@@ -62,7 +62,7 @@ def played(
     aggregation: Direct | Racks = DIRECT,
 ) -> Iterator[Played]:
     """Servers in front of these parameters, and a client for each worker, over gRPC."""
-    placement = Balanced(range_bytes=range_bytes).place(tensors_of(params), range(servers))
+    placement = Balanced(range_bytes=range_bytes).place(placeable_tensors(params), range(servers))
     shards = layouts(placement, params)
     racks = aggregation.racks(range(workers))
     with ExitStack() as stack:

@@ -15,7 +15,7 @@ from jaxdist.param_server.live.layout import ShardLayout, layouts
 from jaxdist.param_server.live.server import Server
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.placement.central import Central
-from jaxdist.param_server.placement.ranges import tensors_of
+from jaxdist.param_server.placement.ranges import placeable_tensors
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.wire.contract import Spec
 from jaxdist.param_server.wire.frames import spec_for
@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 
 def central(params: Mapping[str, np.ndarray]) -> ShardLayout:
     """Return the layout of one server that holds all parameters."""
-    (layout,) = layouts(Central(range_bytes=None).place(tensors_of(params), [0]), params)
+    (layout,) = layouts(Central(range_bytes=None).place(placeable_tensors(params), [0]), params)
     return layout
 
 

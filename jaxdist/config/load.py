@@ -54,7 +54,7 @@ def read(
     return Document(root.plain(), root.origins(), file, tuple(loader.files))
 
 
-def merge(base: Node, child: Node, replaced: frozenset[KeyPath], path: KeyPath = ()) -> Node:
+def _merge(base: Node, child: Node, replaced: frozenset[KeyPath], path: KeyPath = ()) -> Node:
     """Merge `child` over `base`, by the rules at the top of this file."""
     if not (isinstance(base.value, dict) and isinstance(child.value, dict)) or path in replaced:
         return child
@@ -63,7 +63,7 @@ def merge(base: Node, child: Node, replaced: frozenset[KeyPath], path: KeyPath =
         return child
     merged = dict(base.value)
     for key, node in child.value.items():
-        merged[key] = merge(merged[key], node, replaced, (*path, key)) if key in merged else node
+        merged[key] = _merge(merged[key], node, replaced, (*path, key)) if key in merged else node
     return Node(merged, child.origin)
 
 
@@ -99,8 +99,8 @@ class _Loader:
         merged = Node({}, Origin(name))
         for include, origin in includes:
             base = self.load(file.parent / include, origin, (*chain, file))
-            merged = merge(merged, base, frozenset())
-        return merge(merged, Node(values, Origin(name)), replaced)
+            merged = _merge(merged, base, frozenset())
+        return _merge(merged, Node(values, Origin(name)), replaced)
 
 
 def _texts(node: Node | None, key: str, what: str) -> list[tuple[str, Origin]]:

@@ -23,7 +23,7 @@ def trained_part(config: PartConfig, model: Functional) -> Functional:
     names = [name for name, _ in flatten_with_names(model.params)]
     if config.lora is not None:
         return model.adapted(_adapters(config.lora, model))
-    frozen = matched(config.freeze, names, "freeze")
+    frozen = matching_names(config.freeze, names, "freeze")
     if frozen and len(frozen) == len(names):
         raise ConfigError(
             f"all {len(names)} parameters match {', '.join(config.freeze)}, so that none is left "
@@ -48,7 +48,7 @@ def _adapters(config: LoraConfig, model: Functional) -> list[Adapter]:
         )
     adapters = []
     for pattern in config.targets:
-        names = sorted(matched([pattern], shapes, "lora", "targets"))
+        names = sorted(matching_names([pattern], shapes, "lora", "targets"))
         given = [(name, shapes[name], model.dims[name] or ()) for name in names]
         made = [adapter_of(config, *one, stacked=one[0] in model.stacked) for one in given]
         if not any(made):
@@ -61,7 +61,9 @@ def _adapters(config: LoraConfig, model: Functional) -> list[Adapter]:
     return [*{adapter.name: adapter for adapter in adapters}.values()]
 
 
-def matched(patterns: Sequence[str], names: Collection[str], *setting: str) -> frozenset[str]:
+def matching_names(
+    patterns: Sequence[str], names: Collection[str], *setting: str
+) -> frozenset[str]:
     """Return the names that any pattern matches.
 
     Raises:

@@ -16,7 +16,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from jaxdist.errors import ConfigError
 from jaxdist.optim.common import Beta, LayerwiseConfig, NamedParams
 from jaxdist.optim.layers import Squares, StepCount
-from jaxdist.optim.layerwise import Leaves, StepInputs, choose_rule, layerwise
+from jaxdist.optim.layerwise import Leaves, RuleInputs, choose_rule, layerwise
 from jaxdist.optim.trust_ratio import (
     UNBOUNDED,
     Bounds,
@@ -122,7 +122,7 @@ def lamb(
 
 
 def _step(
-    now: StepInputs, *, b1: float, b2: float, eps: float, rule: LambRule
+    now: RuleInputs, *, b1: float, b2: float, eps: float, rule: LambRule
 ) -> tuple[Leaves, ...]:
     """Compute updates and moments after a step."""
     mu, nu = now.moments
@@ -219,7 +219,7 @@ class _Look(NamedTuple):
 
 
 def _ratios(
-    tensors: Sequence[_Tensors], now: StepInputs, look: _Look, rule: LambRule
+    tensors: Sequence[_Tensors], now: RuleInputs, look: _Look, rule: LambRule
 ) -> list[jax.Array]:
     """Return the trust ratio of each leaf's layers; 1 where it does not apply."""
     squares: list[Squares] = []

@@ -13,7 +13,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from jaxdist.optim.common import Beta, LayerwiseConfig, NamedParams
 from jaxdist.optim.layers import StepCount
-from jaxdist.optim.layerwise import Leaves, StepInputs, choose_rule, layerwise
+from jaxdist.optim.layerwise import Leaves, RuleInputs, choose_rule, layerwise
 from jaxdist.optim.trust_ratio import (
     Mask,
     NormPair,
@@ -120,7 +120,7 @@ def lars(
 
 
 def _step(
-    now: StepInputs, *, momentum: float, coefficient: float, eps: float, rule: LarsRule
+    now: RuleInputs, *, momentum: float, coefficient: float, eps: float, rule: LarsRule
 ) -> tuple[Leaves, ...]:
     """Compute updates and momentum after a step."""
     leaves = zip(now.params, now.grads, *now.moments, now.decay, strict=True)

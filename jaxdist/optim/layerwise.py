@@ -56,7 +56,7 @@ def choose_rule(
     return replace(rule, **options)
 
 
-class StepInputs(NamedTuple):
+class RuleInputs(NamedTuple):
     """The inputs of a step, leaf by leaf; `count` includes this step."""
 
     params: Leaves
@@ -75,7 +75,7 @@ class StepInputs(NamedTuple):
 
 
 def layerwise(
-    step: Callable[[StepInputs], tuple[Leaves, ...]],
+    step: Callable[[RuleInputs], tuple[Leaves, ...]],
     state_type: type[OptState],
     rule: LayerwiseRule,
     learning_rate: optax.ScalarOrSchedule,
@@ -114,7 +114,7 @@ def layerwise(
         chosen = decays_and_adapts(rule, weight_decay, params, leaves, decay_mask, adapt_mask)
         count = optax.safe_increment(state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        now = StepInputs(p, g, moments, leaves, *chosen, count, rate)
+        now = RuleInputs(p, g, moments, leaves, *chosen, count, rate)
         moves, *moments = map(structure.unflatten, step(now))
         return moves, state_type(count, *moments)
 

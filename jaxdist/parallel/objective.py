@@ -15,7 +15,7 @@ from jaxdist.models.mean import divisor
 from jaxdist.optim.loss_scale import DynamicLossScale
 from jaxdist.parallel.contract import BatchContext, Gradients, StepInputs
 from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
-from jaxdist.trees import join
+from jaxdist.trees import join_leaves
 from jaxdist.types import Buffers, Params
 
 NOWHERE = BatchContext()
@@ -56,7 +56,7 @@ class Objective:
         own, frozen = self.model.divided(held.params)
 
         def mean(own: Params) -> tuple[jax.Array, tuple[Sums, Any]]:
-            given = (join(own, frozen), held.buffers, batch, key)
+            given = (join_leaves(own, frozen), held.buffers, batch, key)
             return self._mean(held, around, *given)
 
         grads, (sums, buffers) = jax.grad(mean, has_aux=True)(own)
@@ -77,7 +77,7 @@ class Objective:
         own, frozen = self.model.divided(held.params)
 
         def total(own: Params) -> tuple[jax.Array, tuple[Sums, Any]]:
-            return self.sums(join(own, frozen), held.buffers, batch, key, around)
+            return self.sums(join_leaves(own, frozen), held.buffers, batch, key, around)
 
         grads, (sums, buffers) = jax.grad(total, has_aux=True)(own)
         return Gradients(around.placed(carried(grads)), sums, buffers)

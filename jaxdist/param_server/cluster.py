@@ -18,7 +18,7 @@ from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.build import PlacementConfig
 from jaxdist.param_server.placement.contract import Placement
-from jaxdist.param_server.placement.ranges import tensors_of, updates_elementwise
+from jaxdist.param_server.placement.ranges import placeable_tensors, updates_elementwise
 from jaxdist.param_server.protocol.rack import WITHIN
 from jaxdist.param_server.scenario import SimulationConfig, shares_by_speed
 from jaxdist.param_server.wire.config import ProcessesConfig
@@ -111,7 +111,7 @@ class Cluster(Config):
             ConfigError: there are more servers than ranges, or than the placement supports.
         """
         with blamed("servers"):
-            tensors = tensors_of(params, divisible=updates_elementwise(optim))
+            tensors = placeable_tensors(params, divisible=updates_elementwise(optim))
             return self.placement.place(tensors, range(self.servers))
 
     @property

@@ -168,7 +168,7 @@ class FirstSteps:
 
     def begin(self) -> TrainState:
         """Return the experiment's own initial state, on the host."""
-        return initial_state(self.experiment.program)
+        return own_initial_state(self.experiment.program)
 
     def run(self, initial: TrainState) -> tuple[Trace, TrainState]:
         """Train for three steps; return the results to compare, and the last stored state.
@@ -195,7 +195,7 @@ class FirstSteps:
         return Trace(initial, np.array(losses), gradients, updates, evaluation), state
 
 
-def initial_state(program: Program) -> TrainState:
+def own_initial_state(program: Program) -> TrainState:
     """Return a program's own initial state, on the host."""
     state = jax.jit(program.init, compiler_options=compile_options())()
     return jax.device_get(program.home.used(state))

@@ -25,13 +25,13 @@ from jaxdist.parity.trace import (
     Differences,
     Trace,
     compile_options,
-    initial_state,
     leaves_by_name,
     limit_of,
     moving,
     norms_at_least,
     noted,
     nudged,
+    own_initial_state,
     place_state,
     trace_distances,
 )
@@ -203,7 +203,7 @@ class Reference:
     @cached_property
     def initial(self) -> TrainState:
         """The state with which all begin, on the host."""
-        return initial_state(self.steps.experiment.program)
+        return own_initial_state(self.steps.experiment.program)
 
     def _data(self, sections: JsonObject) -> JsonObject:
         return {**sections, "data": with_weights(sections["data"])} if self.weighted else sections

@@ -35,7 +35,7 @@ class Event(NamedTuple):
     code: int | None = None
 
 
-class Process(Protocol):
+class PipedProcess(Protocol):
     """The part of `subprocess.Popen` that a child needs of its process."""
 
     pid: int
@@ -58,7 +58,7 @@ class Child:
     def __init__(
         self,
         name: str,
-        begin: Callable[[int, int], Process],
+        begin: Callable[[int, int], PipedProcess],
         *,
         log: Path,
         events: SimpleQueue[Event],

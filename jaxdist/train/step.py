@@ -29,7 +29,7 @@ from jaxdist.parallel.jitted import Compiled, Jitted
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.home import Home, View
 from jaxdist.train.state import Outer, TrainState
-from jaxdist.trees import flatten_with_names, join
+from jaxdist.trees import flatten_with_names, join_leaves
 from jaxdist.types import Buffers, Grads, OptState, Params, PyTree, Scalar
 
 STEP_METRICS = ("grad_norm", "learning_rate")
@@ -178,7 +178,7 @@ class Program:
         new = replace(
             state,
             step=state.step + 1,
-            params=join(params, frozen),
+            params=join_leaves(params, frozen),
             opt_state=opt_state,
             buffers=found.buffers,
             exchange=found.exchange,
@@ -306,7 +306,7 @@ class Program:
             given = (shares, of_params(shares)), (carried, self.home.owners_of_outer)
             moved, carried = self.exchange.apply(outer.exchange, given, ())
             params = self.exchange.publish(moved, trained)
-            new = self.home.from_step(replace(state, params=join(params, frozen)))
+            new = self.home.from_step(replace(state, params=join_leaves(params, frozen)))
             return replace(new, outer=self.home.outer_from_step(carried))
 
         return self._jitted.updating(between, self._stored_shardings)
@@ -342,7 +342,7 @@ class Program:
             if self.outer is not None:
                 carried = self.home.outer_to_step(stored.outer)
                 params = self.outer.evaluated(params, carried, state.step)
-            return self.home.from_step(replace(state, params=join(params, frozen))).params
+            return self.home.from_step(replace(state, params=join_leaves(params, frozen))).params
 
         return self._jitted(evaluated, out_shardings=self._stored_shardings.params)
 

@@ -20,7 +20,7 @@ from jaxdist.param_server.live.order import OrderLog
 from jaxdist.param_server.live.server import Server
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.placement.balanced import Balanced
-from jaxdist.param_server.placement.ranges import tensors_of
+from jaxdist.param_server.placement.ranges import placeable_tensors
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.wire.contract import Envelope, Hear, Session, Wire
 from jaxdist.param_server.wire.frames import spec_for
@@ -50,7 +50,7 @@ class Servers:
         log: Path | None = None,
     ) -> None:
         self.params, self.model = dict(params), model
-        placement = Balanced(range_bytes=48).place(tensors_of(self.params), range(count))
+        placement = Balanced(range_bytes=48).place(placeable_tensors(self.params), range(count))
         self.layouts = layouts(placement, self.params)
         self.servers = [
             Server(

@@ -12,7 +12,7 @@ from live_training import Training
 
 from jaxdist.errors import CheckpointError
 from jaxdist.param_server.consistency.contract import Clocks
-from jaxdist.param_server.live.codes import Encoder
+from jaxdist.param_server.live.codes import PushEncoder
 from jaxdist.param_server.live.order import read_order
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.files import read_shard, write_shard
@@ -165,7 +165,7 @@ def test_pushes_in_few_bytes(codec):
                 "train": {"steps": 2, "batch_size": 32}}  # fmt: skip
     run = Training(consistency={"type": "bsp"}, codec=codec, sections=sections, servers=2)
     wanted = [server.shard.params for server in run.servers]
-    encoders = [[Encoder(codes, slot) for codes in run.sharded.codes] for slot in range(2)]
+    encoders = [[PushEncoder(codes, slot) for codes in run.sharded.codes] for slot in range(2)]
     workers = [run.worker(slot) for slot in range(2)]
     for step in range(2):
         sums = [0, 0]

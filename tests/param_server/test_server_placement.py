@@ -16,7 +16,7 @@ from jaxdist.param_server.placement.build import PlacementConfig
 from jaxdist.param_server.placement.central import Central
 from jaxdist.param_server.placement.contract import least_bytes, moved_bytes
 from jaxdist.param_server.placement.hashed import Hashed
-from jaxdist.param_server.placement.ranges import PlaceableTensor, cut_ranges, tensors_of
+from jaxdist.param_server.placement.ranges import PlaceableTensor, cut_ranges, placeable_tensors
 
 
 def tensors(*sizes):
@@ -61,7 +61,7 @@ def test_a_tensor_whose_update_needs_all_of_it_stays_whole():
 
 def test_tensors_of_a_tree():
     tree = {"b": np.zeros(3, np.float32), "s": jax.ShapeDtypeStruct((), "bfloat16")}
-    assert [(t.rows, t.size_bytes) for t in tensors_of(tree)] == [(3, 12), (1, 2)]
+    assert [(t.rows, t.size_bytes) for t in placeable_tensors(tree)] == [(3, 12), (1, 2)]
 
 
 @settings(max_examples=60)

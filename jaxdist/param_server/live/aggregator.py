@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxdist.param_server.consistency.arrays import combined
 from jaxdist.param_server.consistency.contract import Arrival, Consistency
-from jaxdist.param_server.live.codes import Codes, Encoder
+from jaxdist.param_server.live.codes import Codes, PushEncoder
 from jaxdist.param_server.live.exchange import ServerLink, Sessions
 from jaxdist.param_server.live.layout import ShardLayout
 from jaxdist.param_server.live.reception import Reception
@@ -74,7 +74,7 @@ class Aggregator(Reception):
         """Start as a client that is new to the server."""
         number = next(self._numbers)
         self.state = rack.begin_rack(number, self._workers)
-        self._encoder = None if self._codes is None else Encoder(self._codes, number)
+        self._encoder = None if self._codes is None else PushEncoder(self._codes, number)
 
     @property
     def _range(self) -> RangeState:

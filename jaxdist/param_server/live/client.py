@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.contract import Consistency
-from jaxdist.param_server.live.codes import Codes, Encoder
+from jaxdist.param_server.live.codes import Codes, PushEncoder
 from jaxdist.param_server.live.exchange import ServerLink, Sessions
 from jaxdist.param_server.live.layout import ShardLayout
 from jaxdist.param_server.protocol import client as protocol
@@ -65,7 +65,7 @@ class Client:
         through: str = "",
     ) -> None:
         self.number, self.model, self.patience = number, model, patience or Timeouts()
-        self._encoders = [Encoder(one, number) for one in codes]
+        self._encoders = [PushEncoder(one, number) for one in codes]
         self._links = [
             ServerLink(
                 layout.server,

@@ -74,7 +74,7 @@ class Codes:
         return flat
 
 
-class Encoder:
+class PushEncoder:
     """A worker's encoder for one server, with the error feedback of its messages."""
 
     def __init__(self, codes: Codes, client: int) -> None:

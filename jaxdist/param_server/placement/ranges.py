@@ -57,11 +57,11 @@ def updates_elementwise(optim: OptimizerConfig) -> bool:
     return isinstance(optim, AdamWConfig | SgdConfig)
 
 
-def tensors_of(params: Params, *, divisible: bool = True) -> tuple[PlaceableTensor, ...]:
+def placeable_tensors(params: Params, *, divisible: bool = True) -> tuple[PlaceableTensor, ...]:
     """Return the leaves of a tree of parameters, or of their shapes, as tensors to place.
 
     >>> import jax
-    >>> tensors_of({"w": jax.ShapeDtypeStruct((4, 2), "float32")})
+    >>> placeable_tensors({"w": jax.ShapeDtypeStruct((4, 2), "float32")})
     (PlaceableTensor(name='w', rows=4, size_bytes=32, divisible=True),)
     """
     return tuple(

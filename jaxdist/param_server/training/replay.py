@@ -10,7 +10,7 @@ import numpy as np
 from jaxdist.data.loader import DeviceBatch
 from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.contract import Arrival
-from jaxdist.param_server.live.codes import Encoder
+from jaxdist.param_server.live.codes import PushEncoder
 from jaxdist.param_server.live.layout import ShardLayout
 from jaxdist.param_server.live.order import ProtocolCall, step
 from jaxdist.param_server.live.shard import ServerShard
@@ -66,7 +66,7 @@ class Replay:
         self.sharded, self._work, self._batches_of = sharded, work, batches_of
         taken = [list(log) for log in logs]
         self._pushes = [_pushes(log) for log in taken]
-        self._works: dict[int, tuple[PushComputation, list[Encoder]]] = {}
+        self._works: dict[int, tuple[PushComputation, list[PushEncoder]]] = {}
         self._changes: dict[Key, Flats] = {}
         self._left: Counter[Key] = Counter()
         for pushes in self._pushes:
@@ -125,7 +125,7 @@ class Replay:
                 raise _NotYetError
             flats.append(found)
         if client not in self._works:
-            encoders = [Encoder(codes, client) for codes in self.sharded.codes]
+            encoders = [PushEncoder(codes, client) for codes in self.sharded.codes]
             self._works[client] = self._work(client), encoders
         work, encoders = self._works[client]
         first = work.begin(flats)

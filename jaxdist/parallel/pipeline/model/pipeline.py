@@ -37,7 +37,7 @@ from jaxdist.parallel.pipeline.stand_in import HeadOnly
 from jaxdist.pipeline_schedules.derived import eager, forward_only
 from jaxdist.pipeline_schedules.schedule import Schedule
 from jaxdist.sharding import Dims, Layout
-from jaxdist.trees import flatten_with_names, join
+from jaxdist.trees import flatten_with_names, join_leaves
 from jaxdist.types import Buffers, Leaf, Params, PyTree, Specs
 
 Apart = tuple[list[Any], list[Any]]
@@ -178,7 +178,7 @@ class Pipeline:
 
         def bind(layers: PyTree, shared: PyTree, visit: Visit) -> PyTree:
             frozen = self._together(*visit.frozen, others)
-            params = join(self._together(layers, shared, own), frozen)
+            params = join_leaves(self._together(layers, shared, own), frozen)
             module = self.model.bind(params, {}, visit.key)
             module.train() if training else module.eval()
             return module
