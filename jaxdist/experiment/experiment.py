@@ -86,7 +86,7 @@ class Experiment:
             return 1
         batch = self.program.batch
         # The last token of a decoder's window is only a target; an encoder's targets are apart.
-        return batch["tokens"].shape[1] - ("targets" not in batch)
+        return batch["tokens"].shape[-1] - ("targets" not in batch)
 
 
 def build(

@@ -98,7 +98,7 @@ def make_model(
             if platform == "tpu" and (known := find_device(device.device_kind)):
                 family = known.name
             check_memory(config.remat, [memory.kind for memory in device.addressable_memories()])
-        length = next(iter(shapes.get("segments", ())), None)
+        length = shapes.get("segments", (None,))[-1]
         given: Kwargs = {"hint": hint, "platform": platform, "length": length, "family": family}
         return lambda rngs: config.build(rngs, vocab_size=vocab_size, **given)
     image = shapes.get("image")
@@ -123,7 +123,7 @@ def model_notices(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) ->
       shapes: shapes of one example of the data, by field.
     """
     window = config.attention_window if isinstance(config, GptConfig) else None
-    length = next(iter(shapes.get("segments", ())), None)
+    length = shapes.get("segments", (None,))[-1]
     if window is None or length is None or window < length - 1:
         return ()
     return (
@@ -148,7 +148,10 @@ def choose_loss(
     if found is None:
         raise ConfigError("an imported model needs a loss, e.g. {type: next_token}")
     check_fields(found, shapes)
-    if own is not None and found.type not in (own.type, "import"):
+    fits = (own.type, "import") if own is not None else ()
+    if isinstance(config, GptConfig):
+        fits = (*fits, "dpo")
+    if own is not None and found.type not in fits:
         raise ConfigError(
             f"loss.type {found.type} does not go with model.type {config.type}; use loss.type "
             f"{own.type}, or a loss of your own, {{type: import, path: ...}}"

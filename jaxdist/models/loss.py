@@ -19,6 +19,7 @@ from jaxdist.config.importing import load_object
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.models.mean import Mean, OpaqueMean, Sums
+from jaxdist.models.tuning.dpo import DpoConfig
 from jaxdist.types import Kwargs, PyTree, Scalar
 
 Batch = Mapping[str, jax.Array]
@@ -142,7 +143,7 @@ class ImportedLossConfig(Config):
 
 
 LossConfig = Annotated[
-    NextTokenConfig | MaskedTokensConfig | ClassificationConfig | ImportedLossConfig,
+    NextTokenConfig | MaskedTokensConfig | ClassificationConfig | DpoConfig | ImportedLossConfig,
     Field(discriminator="type"),
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -44,8 +44,16 @@ class Objective:
             params, buffers, key, statistics_over=around.statistics_over if key is not None else ()
         )
         module.train() if key is not None else module.eval()
-        sums = as_sums(self.loss(module, batch), batch)
+        sums = as_sums(self.loss(module, batch, *self._base(params, buffers)), batch)
         return sums["loss"].total, (sums, self.model.buffers_of(module))
+
+    def _base(self, params: Params, buffers: Buffers) -> tuple[Any, ...]:
+        """Return the model without its adapters, for a loss that takes it as a reference."""
+        if not (self.model.adapters and getattr(self.loss, "takes_base", False)):
+            return ()
+        base = replace(self.model, adapters=()).bind(params, buffers)
+        base.eval()
+        return (base,)
 
     def mean_gradients(
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext

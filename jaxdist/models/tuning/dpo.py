@@ -1,0 +1,88 @@
+"""Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290), from pairs of answers.
+
+Dims: B batch, P the pair (the preferred answer first), L sequence, V vocab.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from pydantic import PositiveFloat
+
+from jaxdist.config.schema import Config
+from jaxdist.errors import ConfigError
+from jaxdist.models.mean import Mean, Sums
+
+
+class DpoConfig(Config):
+    """The loss of a preferred answer against another: -log sigmoid(beta (margin - reference))."""
+
+    needs: ClassVar[dict[str, tuple[str, ...] | None]] = {
+        "tokens": ("pair", "length + 1"),
+        "segments": ("pair", "length"),
+        "answer": ("pair", "length"),
+    }
+    type: Literal["dpo"]
+    """Selects this loss."""
+    beta: PositiveFloat = 0.1
+    """Strength with which the model is kept near the reference."""
+
+    def build(self) -> Dpo:
+        """Build the loss of a module called as `module(tokens, segments)`."""
+        return Dpo(self.beta)
+
+
+@dataclass(frozen=True)
+class Dpo:
+    """The loss as a function of (module, batch, base).
+
+    Attributes:
+      takes_base: whether it is given the module with the model's own frozen parameters.
+    """
+
+    beta: float
+    takes_base: ClassVar[bool] = True
+
+    def __call__(self, module: Any, batch: Any, base: Any = None) -> Sums:
+        """Compute the mean loss of pairs with weight, and how often the preferred answer leads.
+
+        Args:
+          batch: tokens int32 `[B, 2, L + 1]`, segments int32 and answer float32 `[B, 2, L]`, weight
+            float32 `[B]`; if it has reference float32 `[B, 2]`, these are the log-probabilities of
+            the answers by the reference.
+          base: the reference model, where the batch has no `reference`.
+
+        Raises:
+          ConfigError: there is neither.
+        """
+        own_BP = log_probabilities(module, batch)
+        if "reference" in batch:
+            reference_BP = batch["reference"]
+        elif base is not None:
+            reference_BP = jax.lax.stop_gradient(log_probabilities(base, batch))
+        else:
+            raise ConfigError(
+                "loss.type dpo needs a reference: set model.lora, whose frozen base is one, or "
+                "give each example the field reference, the log-probabilities of its two answers"
+            )
+        gained_BP = own_BP - reference_BP
+        margin_B = self.beta * (gained_BP[:, 0] - gained_BP[:, 1])
+        weight_B = batch["weight"]
+        total = weight_B.sum()
+        return {
+            "loss": Mean((-jax.nn.log_sigmoid(margin_B) * weight_B).sum(), total),
+            "preferred": Mean(((margin_B > 0) * weight_B).sum(), total),
+        }
+
+
+def log_probabilities(module: Any, batch: Any) -> jax.Array:
+    """Return the summed log-probability of each answer's tokens, float32 `[B, 2]`."""
+    tokens, segments = batch["tokens"], batch["segments"]
+    flat = tokens.reshape(-1, tokens.shape[-1])
+    logits = module(flat[:, :-1], segments.reshape(-1, segments.shape[-1]))
+    logs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    said = jnp.take_along_axis(logs, flat[:, 1:, None], -1)[..., 0].reshape(segments.shape)
+    return (said * batch["answer"]).sum(-1)
