@@ -121,8 +121,8 @@ def plan(name: str) -> tuple[JsonObject, Reference, Reference]:
 def judged(fault: Fault, name: str) -> Planted:
     """Plant a fault in a plan and prove it; one device computes without it.
 
-    Numbers are compared where types report nothing right: devices that disagree about a value take
-    different branches, and a program with collectives in them never ends.
+    Numbers are compared where types report nothing right, and with weights where they do not show
+    it without: devices that disagree about a weight take different branches, and never end.
     """
     sections, *references = plan(name)
     jax.clear_caches()
@@ -136,14 +136,12 @@ def judged(fault: Fault, name: str) -> Planted:
         for finding, leaf in reports:
             if re.search(fault.spoils, leaf) or finding.where in lines:
                 return Planted(fault, name, types=f"{finding.where} {leaf}", changed=changed)
-        names = [
-            one.name
-            for reference in references
-            for one in reference.compare("planted", sections)[0].wrong
-        ]
-    for one in names:
-        if re.search(fault.spoils, one):
-            return Planted(fault, name, numbers=one, changed=changed)
+        names: list[str] = []
+        for reference in references:
+            names += [one.name for one in reference.compare("planted", sections)[0].wrong]
+            for one in names:
+                if re.search(fault.spoils, one):
+                    return Planted(fault, name, numbers=one, changed=changed)
     elsewhere = tuple(dict.fromkeys([*(leaf for _, leaf in reports), *names]))
     return Planted(fault, name, elsewhere=elsewhere, changed=changed)
 
