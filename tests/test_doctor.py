@@ -213,7 +213,7 @@ def test_printed_lines_fit_80_columns_with_the_remedy_below():
 @pytest.mark.parametrize(("python", "code"), [("3.12.1", 0), ("3.10.4", 1)])
 def test_exit_code_and_json(monkeypatch, python, code):
     faulty = dataclasses.replace(HEALTHY, python=python, open_files=256)
-    monkeypatch.setattr(doctor, "gather", lambda devices: faulty)
+    monkeypatch.setattr(doctor, "gather_facts", lambda devices: faulty)
     console = Console(file=io.StringIO(), width=20)
     assert doctor.main(as_json=True, console=console) == code
     assert isinstance(console.file, io.StringIO)
