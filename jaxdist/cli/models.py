@@ -55,10 +55,12 @@ def import_model(
 
 def export_model(
     run: shared.Run,
-    out: Annotated[Path, typer.Argument(help="The directory to write.")],
+    out: Annotated[Path, typer.Argument(help="The directory, or the GGUF file, to write.")],
     overrides: shared.Overrides = None,
     *,
-    to: Annotated[Literal["hf", "peft"], typer.Option(help="The model, or its adapters.")] = "hf",
+    to: Annotated[
+        Literal["hf", "gguf", "peft"], typer.Option(help="The model, or its adapters.")
+    ] = "hf",
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 or float16; the imported model's by default."),
@@ -75,7 +77,8 @@ def export_model(
     if to == "peft":
         found = export_adapters(run, out, extra, step=step, console=shared.console())
     else:
-        found = write(run, out, extra, step=step, dtype=dtype, console=shared.console())
+        form = {"step": step, "dtype": dtype, "gguf": to == "gguf"}
+        found = write(run, out, extra, **form, console=shared.console())
     shared.write_result(json_file, "export", **found)
 
 

@@ -14,6 +14,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.interchange.families import family_of
 from jaxdist.interchange.source import CONFIG, SOURCE
 from jaxdist.interchange.write import DTYPES, config_of, pieces_of, write_directory
+from jaxdist.interchange.write_gguf import gguf_rows, metadata_of, tokenizer_metadata, write_file
 from jaxdist.models.gpt import GptConfig
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import JsonObject, Params
@@ -26,16 +27,17 @@ def export_model(
     *,
     step: int | None = None,
     dtype: str | None = None,
+    gguf: bool = False,
     console: Console,
 ) -> JsonObject:
-    """Write a run's parameters as a Hugging Face directory.
+    """Write a run's parameters as a Hugging Face directory, or as a GGUF file.
 
     Args:
       step: step of the checkpoint; None is the newest.
       dtype: dtype of the tensors; None is that of the imported model, else float32.
 
     Returns:
-      The directory, the family, the dtype, and the number of tensors.
+      The directory or file, the family, the dtype, and the number of tensors.
 
     Raises:
       JaxdistError: no such run, or a model that no family describes.
@@ -57,12 +59,18 @@ def export_model(
     params = program.model.merged(program.home.used_params(program.evaluated(state)))
     values = dict(flatten_with_names(params))
     shapes = _shapes(params, program.model.dims, vocab_size)
-    tensors = pieces_of(shapes, program.model.stacked, family.rows)
+    rows = gguf_rows(family, model) if gguf else family.rows
+    tensors = pieces_of(shapes, program.model.stacked, rows)
 
     def value(name: str, layer: int | None) -> np.ndarray:
         return np.asarray(values[name] if layer is None else values[name][layer])
 
-    write_directory(out, config, tensors, value, dtype=held, folder=folder)
+    if gguf:
+        metadata = metadata_of(family, model, int(str(config.get("max_position_embeddings") or 0)))
+        metadata |= tokenizer_metadata(folder, config)
+        write_file(out, metadata, tensors, value, dtype=held)
+    else:
+        write_directory(out, config, tensors, value, dtype=held, folder=folder)
     console.print(f"model  {family.name}, {len(tensors):,} tensors of {held}", soft_wrap=True)
     console.print(f"files  {out}", soft_wrap=True, markup=False)
     return {"directory": str(out), "family": family.name, "dtype": held, "tensors": len(tensors)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -193,7 +193,7 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == MAGIC
 
 
-def rows(family: Family, tensors: Mapping[str, Tensor]) -> dict[str, Row]:
+def rows(family: Family, tensors: Collection[str]) -> dict[str, Row]:
     """Return the table of a family for the names and layouts of GGUF files.
 
     Raises:

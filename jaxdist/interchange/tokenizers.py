@@ -87,6 +87,21 @@ def from_gguf(path: Path, metadata: Mapping[str, Any]) -> str:
     return tokenizer.to_str()
 
 
+def pre_of(content: Mapping[str, Any]) -> str | None:
+    """Return the name that GGUF files give to the cut of text of a tokenizer.json, or None."""
+    given = content.get("pre_tokenizer") or {}
+    steps = given.get("pretokenizers", [given])
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+        return "gpt-2"
+    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
+        return "smollm"
+    if kinds == ["Split", "ByteLevel"]:
+        text = steps[0]["pattern"].get("Regex")
+        return next((name for name, split in SPLITS.items() if split == text), None)
+    return None
+
+
 def tokenizer_config(metadata: Mapping[str, Any]) -> str:
     """Return the content of a tokenizer_config.json for the tokenizer of a GGUF file."""
     tokens = metadata["tokenizer.ggml.tokens"]

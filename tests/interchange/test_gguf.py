@@ -4,18 +4,23 @@ import struct
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from benchmarks.models.drawn import CONFIGS, VOCAB, drawn
+from benchmarks.models.drawn import CONFIGS, VOCAB, drawn, write_drawn
+from jaxdist.commands.export_model import export_model
+from jaxdist.commands.import_model import import_model
 from jaxdist.errors import DataError, JaxdistError
 from jaxdist.interchange.families import architecture, family_of
 from jaxdist.interchange.gguf_files import NAMES, rows
 from jaxdist.interchange.layouts import Layout
 from jaxdist.interchange.source import leaves_of, open_source
 from jaxdist.interchange.write import assembled, pieces_of
+from jaxdist.interchange.write_gguf import gguf_rows
 from jaxdist.models.functional import functional
 from jaxdist.models.gpt import GptConfig
 from jaxdist.trees import flatten_with_names
 
+QUIET = Console(quiet=True)
 KINDS = {"F32": 0, "F16": 1, "Q4_1": 3, "Q8_0": 8}
 
 
@@ -121,6 +126,33 @@ def test_pairs_side_by_side_are_not_our_halves(tmp_path):
     right = Layout(family.rows[name].layout).read(theirs, (5, 2, 6))
     np.testing.assert_array_equal(read, right)
     assert set(NAMES) >= set(family.rows)
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.full)])
+def test_an_exported_file_is_the_model_that_was_imported(name, tmp_path):
+    write_drawn(name, tmp_path / "given")
+    small = ["data.examples=16", "data.heldout_examples=8", "data.window=16"]
+    run, out = tmp_path / "run", tmp_path / "out.gguf"
+    import_model(tmp_path / "given", run, small, console=QUIET)
+    export_model(run, out, gguf=True, console=QUIET)
+    source, given = open_source(out), open_source(tmp_path / "given")
+    made = GptConfig.model_validate(source.family.model(source.config))
+    own = GptConfig.model_validate(given.family.model(given.config))
+    assert architecture(made) == architecture(own)
+    model = functional(lambda rngs: made.build(rngs, vocab_size=VOCAB))
+    for one, other in zip(leaves_of(source, model), leaves_of(given, model), strict=True):
+        whole = (slice(None),) * len(one.shape)
+        np.testing.assert_array_equal(one.block(whole), other.block(whole), err_msg=one.name)
+    with pytest.raises(JaxdistError, match="exists already: name another file"):
+        export_model(run, out, gguf=True, console=QUIET)
+
+
+def test_what_a_gguf_file_cannot_name_is_refused():
+    for name, words in (("mistral", "does not write mistral"), ("llama3", "rope_scaling")):
+        family = family_of(CONFIGS[name], where=name)
+        model = GptConfig.model_validate(family.model(CONFIGS[name]))
+        with pytest.raises(JaxdistError, match=words):
+            gguf_rows(family, model)
 
 
 def test_damaged_files_are_one_message_each(tmp_path):

@@ -1,0 +1,153 @@
+"""The writing of a model's parameters as a GGUF file of a float type."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdist.errors import ConfigError, RunError
+from jaxdist.interchange.families import LLAMA_ROWS, Family, Row
+from jaxdist.interchange.gguf_files import ALIGNMENT, FLOATS, MAGIC, rows
+from jaxdist.interchange.source import TOKENIZER
+from jaxdist.interchange.tokenizers import pre_of
+from jaxdist.interchange.write import DTYPES, Piece, Value, assembled
+from jaxdist.models.gpt import GptConfig
+from jaxdist.types import JsonObject
+
+WRITTEN = ("llama", "qwen2", "qwen3", "gpt2")
+"""Families that are written: other programs read their options from such a file."""
+
+
+def gguf_rows(family: Family, model: GptConfig) -> Mapping[str, Row]:
+    """Return the table of names and layouts for a file of a family.
+
+    Raises:
+      ConfigError: a family, or an option, that such a file does not name.
+    """
+    if family.name not in WRITTEN or model.attention_window or model.rope_scaling:
+        why = "attention_window or rope_scaling" if family.name in WRITTEN else family.name
+        raise ConfigError(
+            f"--to gguf does not write {why}: it takes {', '.join(WRITTEN)} without windows and "
+            "stretched rotations; use --to hf"
+        )
+    joined = family.rows is not LLAMA_ROWS
+    return rows(family, ["blk.0.attn_qkv.weight"] if joined else ())
+
+
+def metadata_of(family: Family, model: GptConfig, length: int) -> JsonObject:
+    """Return the sizes of a model as a GGUF file names them."""
+    arch = family.name
+    return {
+        "general.architecture": arch,
+        f"{arch}.block_count": model.layers,
+        f"{arch}.context_length": model.positions or length,
+        f"{arch}.embedding_length": model.embed,
+        f"{arch}.feed_forward_length": model.mlp_width,
+        f"{arch}.attention.head_count": model.heads,
+        f"{arch}.attention.head_count_kv": model.kv_heads or model.heads,
+        f"{arch}.attention.key_length": model.head_dim,
+        f"{arch}.attention.value_length": model.head_dim,
+        f"{arch}.attention.layer_norm_rms_epsilon": model.norm_epsilon,
+        f"{arch}.attention.layer_norm_epsilon": model.norm_epsilon,
+        f"{arch}.rope.freq_base": model.rope_theta,
+        f"{arch}.rope.dimension_count": model.head_dim,
+    }
+
+
+def tokenizer_metadata(folder: Path | None, config: Mapping[str, Any]) -> JsonObject:
+    """Return the tokens and merges of a tokenizer.json; empty without one.
+
+    Raises:
+      ConfigError: a tokenizer that is not of byte pairs, or cuts text in an unknown way.
+    """
+    if folder is None or not (folder / TOKENIZER).is_file():
+        return {}
+    content: Any = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
+    pre = pre_of(content)
+    if content["model"]["type"] != "BPE" or pre is None:
+        raise ConfigError(
+            f"{folder / TOKENIZER} has no byte pairs, or cuts text in a way that --to gguf does not "
+            "write; use --to hf"
+        )
+    added: Any = {one["id"]: one for one in content.get("added_tokens") or ()}
+    held = {i: t for t, i in content["model"]["vocab"].items()}
+    held |= {i: one["content"] for i, one in added.items()}
+    count = int(config["vocab_size"])
+    kinds = [
+        3 if i in added and added[i]["special"] else 1 if i in held else 5 for i in range(count)
+    ]
+    merges = [m if isinstance(m, str) else " ".join(m) for m in content["model"]["merges"]]
+    found: JsonObject = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [held.get(i, f"[PAD{i}]") for i in range(count)],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges,
+    }
+    for which in ("bos", "eos"):
+        number = config.get(f"{which}_token_id")
+        if isinstance(number, int):
+            found[f"tokenizer.ggml.{which}_token_id"] = number
+    return found
+
+
+def write_file(
+    out: Path,
+    metadata: JsonObject,
+    tensors: Mapping[str, Sequence[Piece]],
+    value: Value,
+    *,
+    dtype: str,
+) -> None:
+    """Write the file; vectors are float32, as readers of such files expect.
+
+    Raises:
+      RunError: the file exists, or cannot be written.
+    """
+    if out.exists():
+        raise RunError(f"{out} exists already: name another file")
+    numbers = {held: number for number, held in FLOATS.items()}
+    entries, offset = [], 0
+    for name, pieces in tensors.items():
+        shape = pieces[0].layout.file_shape(pieces[0].shape)
+        held = DTYPES[dtype] if len(shape) > 1 else DTYPES["float32"]
+        entries.append((name, shape, held, offset))
+        offset += -(-math.prod(shape) * held.itemsize // ALIGNMENT) * ALIGNMENT
+    head = struct.pack("<4sIQQ", MAGIC, 3, len(entries), len(metadata))
+    head += b"".join(_text(key) + _typed(value) for key, value in metadata.items())
+    for name, shape, held, begin in entries:
+        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+        head += _text(name) + dims + struct.pack("<IQ", numbers[held], begin)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("wb") as file:
+            file.write(head + b"\0" * (-len(head) % ALIGNMENT))
+            for name, _, held, _ in entries:
+                raw = np.ascontiguousarray(assembled(tensors[name], value, held)).reshape(-1)
+                file.write(raw.view(np.uint8).data)
+                file.write(b"\0" * (-raw.nbytes % ALIGNMENT))
+    except OSError as error:
+        raise RunError(f"{out} cannot be written: {error.strerror or error}") from error
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _typed(value: Any) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    text = bool(value) and isinstance(value[0], str)
+    items = (_text(one) if text else struct.pack("<i", one) for one in value)
+    return struct.pack("<IIQ", 9, 8 if text else 5, len(value)) + b"".join(items)
