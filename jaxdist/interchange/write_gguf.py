@@ -72,7 +72,7 @@ def tokenizer_metadata(folder: Path | None, config: Mapping[str, Any]) -> JsonOb
     pre = pre_of(content)
     if content["model"]["type"] != "BPE" or pre is None:
         raise ConfigError(
-            f"{folder / TOKENIZER} has no byte pairs, or cuts text in a way that --to gguf does not "
+            f"{folder / TOKENIZER} has no byte pairs, or a cut of text that --to gguf does not "
             "write; use --to hf"
         )
     added: Any = {one["id"]: one for one in content.get("added_tokens") or ()}
