@@ -379,7 +379,7 @@ def test_what_was_found_is_left_where_a_run_is_ended(two_cells, tmp_path, monkey
             raise KeyboardInterrupt
         return ParityResult(cell, "equal", Differences(0, 0, 0), limit_of(cell.cuts, 512))
 
-    monkeypatch.setattr(command, "open_subject", lambda sections: subject)
+    monkeypatch.setattr(command, "open_reference", lambda sections: subject)
     monkeypatch.setattr(command, "compare", compared)
     assert run("--json", tmp_path / "c.json").exit_code != 0
     report = json.loads((tmp_path / "c.json").read_text())
@@ -401,7 +401,7 @@ def test_resumed_it_compares_what_is_left_in_as_many_processes_as_jobs(
     file = tmp_path / "c.json"
     first = Combination("data 8", 1, "all", None, 1, "none")
     known = ParityResult(first, "equal", Differences(0.25, 0.25, 0.25), limit_of(first.cuts, 512))
-    monkeypatch.setattr(command, "open_subject", lambda sections: subject)
+    monkeypatch.setattr(command, "open_reference", lambda sections: subject)
     file.write_text(json.dumps(report_of(subject, [known], planned=2)))
     found = run("--json", file, "--resume", "--jobs", 2)
     assert found.exit_code == 0, found.output
@@ -454,7 +454,7 @@ def test_what_is_no_report_is_not_gone_on_with(text, said, tmp_path, monkeypatch
 def refuse_to_resume(text, said, tmp_path, monkeypatch, subject):
     """What is there stays as it is."""
     (tmp_path / "c.json").write_text(text)
-    monkeypatch.setattr(command, "open_subject", lambda sections: subject)
+    monkeypatch.setattr(command, "open_reference", lambda sections: subject)
     monkeypatch.setattr(command, "cover", lambda cells: [])
     refused = run("--json", tmp_path / "c.json", "--resume")
     assert isinstance(refused.exception, ConfigError)
@@ -468,7 +468,7 @@ def test_resume_without_a_file_is_told():
 
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path, monkeypatch, subject):
-    monkeypatch.setattr(command, "open_subject", lambda sections: subject)
+    monkeypatch.setattr(command, "open_reference", lambda sections: subject)
     monkeypatch.setattr(command, "cover", lambda cells: [])
     refused = run("--json", tmp_path / "none" / "c.json")
     assert f"cannot write the comparison to {tmp_path}/none/c.json" in str(refused.exception)
