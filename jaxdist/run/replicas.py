@@ -24,7 +24,7 @@ _LISTED = 3
 class CompareReplicas(LoopHook):
     """A check that ends a run, or lets it go back, where replicas of its state differ.
 
-    They are compared when due and at every other boundary, so that a state has been compared before
+    Replicas are compared when due and at every other boundary, so that a state is compared before
     later hooks evaluate or save it.
 
     Attributes:

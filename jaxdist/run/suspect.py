@@ -9,7 +9,7 @@ class SuspectStateError(RunError):
     """The state of a run is wrong, possibly because of a faulty device.
 
     Attributes:
-      what: the observation.
+      what: description of the anomaly.
       max_restores: number of times that a run may restart from its newest checkpoint because of it.
     """
 

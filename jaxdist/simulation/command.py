@@ -81,8 +81,8 @@ def run_simulation(
       variants: as for `jaxdist.study.variants.parse_variants`; without any, CONFIG itself.
       seeds: number of runs of each variant, with seed, seed + 1, ... of the config and of the
         script.
-      target: the loss whose time is measured; None is a loss for each seed, 1% above the last loss
-        of the first variant.
+      target: loss whose time is measured; by default, for each seed, 1% above the last loss of the
+        first variant.
       json_file, plot: a file and a directory to write to.
 
     Raises:

@@ -150,7 +150,7 @@ class Network:
 
     def _finish(self, plan: int, end: float) -> None:
         if plan != self._plan:
-            return  # rates have changed since
+            return  # the rates changed after this was planned
         done = [flow for flow in self._flows if flow.ends <= end]
         self._flows = [flow for flow in self._flows if flow.ends > end]
         for flow in done:
