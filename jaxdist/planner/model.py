@@ -179,6 +179,14 @@ def check_plannable(config: ExperimentConfig, document: Document) -> None:
                     "plans are not searched for it, and would leave it out: take it away to see "
                     "them, and set it again in the config that --write makes"
                 )
+    for name in ("freeze", "lora"):
+        with at_setting(document, "model", name):
+            if getattr(config.model, name):
+                raise ConfigError(
+                    "plans are ranked by the memory and time of training all parameters: take it "
+                    "away to see them (they are upper bounds), and set it again in the config that "
+                    "--write makes; `jaxdist inspect` has the memory of the part that is trained"
+                )
     with at_setting(document, "strategy", "type"):
         if config.strategy.type != "synchronous":
             raise ConfigError(f"{config.strategy.type}: only synchronous steps are planned")
