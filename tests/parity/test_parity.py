@@ -380,7 +380,7 @@ def test_what_was_found_is_left_where_a_run_is_ended(two_cells, tmp_path, monkey
         return ParityResult(cell, "equal", Differences(0, 0, 0), limit_of(cell.cuts, 512))
 
     monkeypatch.setattr(command, "open_reference", lambda sections: subject)
-    monkeypatch.setattr(command, "compare", compared)
+    monkeypatch.setattr(command, "compare_combination", compared)
     assert run("--json", tmp_path / "c.json").exit_code != 0
     report = json.loads((tmp_path / "c.json").read_text())
     assert [result.cell.stage for result in from_json(report)] == [1]
