@@ -66,7 +66,8 @@ def export_model(
         return np.asarray(values[name] if layer is None else values[name][layer])
 
     if gguf:
-        metadata = metadata_of(family, model, int(str(config.get("max_position_embeddings") or 0)))
+        length = int(str(config.get("max_position_embeddings") or 0))
+        metadata = metadata_of(family, model, length, vocab_size)
         metadata |= tokenizer_metadata(folder, config)
         write_file(out, metadata, tensors, value, dtype=held)
     else:

@@ -40,11 +40,12 @@ def gguf_rows(family: Family, model: GptConfig) -> Mapping[str, Row]:
     return rows(family, ["blk.0.attn_qkv.weight"] if joined else ())
 
 
-def metadata_of(family: Family, model: GptConfig, length: int) -> JsonObject:
+def metadata_of(family: Family, model: GptConfig, length: int, vocab_size: int) -> JsonObject:
     """Return the sizes of a model as a GGUF file names them."""
     arch = family.name
     return {
         "general.architecture": arch,
+        f"{arch}.vocab_size": vocab_size,
         f"{arch}.block_count": model.layers,
         f"{arch}.context_length": model.positions or length,
         f"{arch}.embedding_length": model.embed,

@@ -11,7 +11,7 @@ from jaxdist.commands.export_model import export_model
 from jaxdist.commands.import_model import import_model
 from jaxdist.errors import DataError, JaxdistError
 from jaxdist.interchange.families import architecture, family_of
-from jaxdist.interchange.gguf_files import NAMES, rows
+from jaxdist.interchange.gguf_files import NAMES, read, rows
 from jaxdist.interchange.layouts import Layout
 from jaxdist.interchange.source import leaves_of, open_source
 from jaxdist.interchange.write import assembled, pieces_of
@@ -139,6 +139,8 @@ def test_an_exported_file_is_the_model_that_was_imported(name, tmp_path):
     made = GptConfig.model_validate(source.family.model(source.config))
     own = GptConfig.model_validate(given.family.model(given.config))
     assert architecture(made) == architecture(own)
+    # Without it transformers takes the number of tokens of a llama.
+    assert read(out).metadata[f"{source.family.name}.vocab_size"] == VOCAB
     model = functional(lambda rngs: made.build(rngs, vocab_size=VOCAB))
     for one, other in zip(leaves_of(source, model), leaves_of(given, model), strict=True):
         whole = (slice(None),) * len(one.shape)
