@@ -57,7 +57,7 @@ def compared(name: str, path: Path, text: np.ndarray, python: str) -> Iterator[F
         return
     for what, distance in apart(ours(path, text), right).items():
         note = "largest difference over the largest number, 512 positions, float32"
-        yield Figure(f"{name}: {what}", distance, BOUND, goal="<= 1", note=note)
+        yield Figure(f"{name}: {what}", distance, BOUND, goal="<= 1", unit="", note=note)
 
 
 def returned(name: str, path: Path) -> Figure:
@@ -74,7 +74,7 @@ def returned(name: str, path: Path) -> Figure:
             path, out = out, Path(folder) / "last"
         given, made = (open_source(one).tensors for one in (path, out))
         same = sum(np.array_equal(t.open(), made[n].open()) for n, t in given.items() if n in made)
-        return Figure(f"{name}: tensors to the bit", same, len(given), goal=">= 1")
+        return Figure(f"{name}: tensors to the bit", same, len(given), goal=">= 1", unit="")
 
 
 def loaded(path: Path) -> Iterator[Figure]:
