@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -79,12 +81,27 @@ def start(name: str, commands: Sequence[Command], directory: Path) -> Iterator[T
             rank = len(children)
             log, environ = directory / f"{name} {rank}.txt", {**_environ(), **variables}
             with _only(core):
-                child = Child(f"process {rank}", command, environ=environ, log=log, events=events)
+                begin = partial(_begin, command, environ)
+                child = Child(f"process {rank}", begin, log=log, events=events)
             children.append(child)
         yield Team(name, tuple(children), events)
     finally:
         for child in children:
             child.kill()
+
+
+def _begin(
+    command: Sequence[str], environ: Mapping[str, str], socket: int, errors: int
+) -> subprocess.Popen[bytes]:
+    """Start a process that reads and answers over one socket, in a session of its own."""
+    return subprocess.Popen(
+        command,
+        stdin=socket,
+        stdout=socket,
+        stderr=errors,
+        env={**environ},
+        start_new_session=True,
+    )
 
 
 @contextmanager

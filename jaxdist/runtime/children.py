@@ -66,8 +66,12 @@ class Child:
         self.name, self.log, self._events = name, log, events
         log.parent.mkdir(parents=True, exist_ok=True)
         self._socket, theirs = socket.socketpair()
-        with log.open("ab") as errors, theirs:
-            self.process = begin(theirs.fileno(), errors.fileno())
+        try:
+            with log.open("ab") as errors, theirs:
+                self.process = begin(theirs.fileno(), errors.fileno())
+        except BaseException:  # no reader that closes it is started
+            self._socket.close()
+            raise
         # A thread for each child, so that the parent can wait for all children in one queue.
         self._reader = threading.Thread(target=self._read, name=name, daemon=True)
         self._reader.start()
