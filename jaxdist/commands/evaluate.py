@@ -113,6 +113,11 @@ def generate_from_run(
     tokenizer = experiment.dataset.tokenizer
     if tokenizer is None:
         raise RunError("the model of this run was not trained on text, so it generates none")
+    if "targets" in experiment.program.batch:
+        raise RunError(
+            "the model of this run predicts hidden tokens from both sides, so it cannot continue a "
+            "text: generate needs a decoder, model.type gpt"
+        )
     state: Any = restored.state
     out = generate(
         experiment.program,
