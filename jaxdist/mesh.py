@@ -40,27 +40,27 @@ DCN, ICI = "_dcn", "_ici"
 
 
 class Split(Config):
-    """Sizes of one axis over two networks."""
+    """The sizes of one axis that is split over two networks."""
 
     dcn: Count
-    """Size of the axis across the slow network (between slices or hosts)."""
+    """The size of the axis across the slow network (between slices or hosts)."""
     ici: Count
-    """Size of the axis inside the fast network."""
+    """The size of the axis inside the fast network."""
 
 
 class MeshConfig(Config):
-    """Axis sizes in order, slowest first; one size may be -1 (all remaining devices)."""
+    """The sizes of the axes in order, slowest first; one size may be -1 (all remaining devices)."""
 
     data: int | Split | None = None
-    """Splits the batch (and, with ZeRO, the training state)."""
+    """The size of the axis that splits the batch (and, with ZeRO, the training state)."""
     stage: int | Split | None = None
-    """Splits the layers into pipeline stages."""
+    """The size of the axis that splits the layers into pipeline stages."""
     tensor: int | Split | None = None
-    """Splits the work within a layer."""
+    """The size of the axis that splits the work within a layer (tensor parallelism)."""
     context: int | Split | None = None
-    """Splits the sequence."""
+    """The size of the axis that splits the sequence (context parallelism)."""
     expert: int | Split | None = None
-    """Splits the experts of a mixture."""
+    """The size of the axis that splits the experts of a mixture of experts."""
     fake_devices: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Train on this many fake CPU devices instead of the real devices."""
 
@@ -69,6 +69,8 @@ class MeshConfig(Config):
     @model_validator(mode="wrap")
     @classmethod
     def _keep_order(cls, data: Any, handler: Any) -> MeshConfig:
+        # A validated model has its fields in the order of the class, but the order of the keys in
+        # the config determines which devices are neighbours along each axis.
         mesh = handler(data)
         if isinstance(data, Mapping):
             mesh._order = tuple(k for k in data if k in AXES and data[k] is not None)
@@ -96,7 +98,7 @@ class MeshConfig(Config):
         return values
 
     def sizes(self) -> dict[str, int | Split]:
-        """Return the size of each axis in the order of the config; `{data: -1}` if it is empty."""
+        """Return the size of each axis in the order of the config, or `{data: -1}` without axes."""
         return {axis: getattr(self, axis) for axis in self._order} or {MeshAxis.DATA.value: -1}
 
 
@@ -184,7 +186,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
     types = (AxisType.Auto,) * len(names)
     try:
         return _arranged(devices, dcn, ici, tuple(names), types)
-    except NotImplementedError as error:  # jax's error for an axis on part of a dim
+    # jax raises this error if an axis would use only a part of a dim of the torus.
+    except NotImplementedError as error:
         dims = _torus(devices)
         raise MeshError(
             f"mesh {describe_mesh(sizes)} does not lie on whole dims of a torus of "
@@ -201,13 +204,17 @@ def _arranged(
     types: tuple[AxisType, ...],
 ) -> Mesh:
     if math.prod(dcn) == 1:
+        # `jax.make_mesh` may reorder TPU devices, so that the axes are rings of their torus.
         shape = tuple(i * d for i, d in zip(ici, dcn, strict=True))
         return jax.make_mesh(shape, names, axis_types=types, devices=devices)
     return Mesh(_two_level(devices, dcn, ici), names, axis_types=types)
 
 
 def _torus(devices: Sequence[Device]) -> tuple[int, ...]:
-    """Return the sizes of the TPU devices' torus, without dims of 1; a chip's cores are a dim."""
+    """Return the sizes of the dims of the TPU devices' torus that are larger than 1.
+
+    The cores of a chip count as a further dim.
+    """
     places = np.array([(*device.coords, device.core_on_chip) for device in devices])
     sizes = places.max(axis=0) - places.min(axis=0) + 1
     return tuple(int(size) for size in sizes if size > 1)
@@ -216,7 +223,10 @@ def _torus(devices: Sequence[Device]) -> tuple[int, ...]:
 def _on_whole_dims(
     sizes: Mapping[str, int | Split], dims: Sequence[int], most: int = 3
 ) -> list[str]:
-    """Return meshes over the same axes on whole dims inside a slice, nearest to `sizes` first."""
+    """Return meshes whose axes fill whole dims of the torus, those nearest to `sizes` first.
+
+    Each mesh has the axes of `sizes`. The parts of axes across the slow network are unchanged.
+    """
     axes = list(sizes)
     owners = itertools.product(range(len(axes)), repeat=len(dims))
     found = {
@@ -241,7 +251,8 @@ def _on_whole_dims(
 
 
 def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndarray:
-    """Arrange devices with the slow network's sizes outside, the fast network's inside."""
+    """Arrange devices in the shape `dcn * ici`; a block of shape `ici` is inside a fast network."""
+    # Where devices have no `slice_index`, each process has a fast network of its own.
     granules = {getattr(d, "slice_index", d.process_index) for d in devices}
     if len(granules) > 1:
         try:
@@ -253,7 +264,8 @@ def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndar
                 f"the dcn sizes multiply to {math.prod(dcn)}, but the devices lie on "
                 f"{len(granules)} hosts or slices: {error}"
             ) from error
-    # A single host (fake devices, tests): consecutive devices represent a fast network each.
+    # There is a single host (fake devices, tests): each block of consecutive devices represents a
+    # fast network.
     blocks = np.asarray(devices).reshape(*dcn, *ici)
     order = [i + offset for i in range(len(dcn)) for offset in (0, len(dcn))]
     return blocks.transpose(order).reshape([d * i for d, i in zip(dcn, ici, strict=True)])
@@ -277,5 +289,5 @@ def entry_names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def mesh_axis_size(mesh: Mesh, axis: str) -> int:
-    """Return the number of devices along `axis`; 1 when the mesh does not have it."""
+    """Return the number of devices along `axis`, or 1 if the mesh does not have the axis."""
     return math.prod(mesh.shape[name] for name in axis_names(mesh, axis))

@@ -1,8 +1,8 @@
 """The mapping from logical dims to mesh axes; a dim or rule without a match is an error.
 
-Models name the *dims* of each parameter ("embed", "mlp"); rules map a dim to a mesh axis; if the
-mesh lacks the axis, the dim is not split. The same rules therefore serve every mesh, and moving a
-model to another mesh changes only the config's `mesh:`.
+Models name the *dims* of each parameter ("embed", "mlp"), and rules map a dim to a mesh axis. If
+the mesh lacks the axis, the dim is not split. The same rules therefore serve every mesh, and moving
+a model to another mesh changes only the config's `mesh:`.
 """
 
 from jaxdist.sharding.dims import resolve_dims

@@ -1,15 +1,15 @@
 """Matmuls over a tensor axis that overlap with their collectives, piece by piece.
 
 Where the sequence of the residual stream is split over the axis, an MLP begins with an all-gather
-of its input and ends with a reduce-scatter of its result. Here each device's piece of the sequence
-travels around the ring instead: a device multiplies the pieces that it has while the next arrive,
-and partial sums are added up on their way back (Wang et al., "Overlap Communication with Dependent
-Computation via Decomposition", ASPLOS 2023).
+of its input and ends with a reduce-scatter of its result. This module passes each device's piece of
+the sequence around a ring instead: a device multiplies the pieces that it has while the next pieces
+arrive, and partial sums are added up on their way back (Wang et al., "Overlap Communication with
+Dependent Computation via Decomposition", ASPLOS 2023).
 
-Devices work on pieces in the order of their arrival, which differs between devices, and never
-reorder them: an MLP does not depend on the order, and nothing is copied. The gradient of a kernel
-is a single matmul over several pieces: XLA would reduce a gradient of each piece over the data
-axis.
+Devices process pieces in the order of arrival, which differs between devices, and never reorder
+them, because an MLP does not depend on the order of the sequence, and reordering would copy data.
+The gradient of a kernel is a single matmul over several pieces, because XLA would all-reduce a
+separate gradient of each piece over the data axis.
 
 Dims: B batch, L sequence, D embed, F mlp, n devices on the ring, l = L/n.
 """
@@ -25,14 +25,14 @@ import jax
 import jax.numpy as jnp
 
 Pieces = tuple[jax.Array, ...]
-"""A sequence in pieces `[B, l, ...]`, nearest first: see `distances`."""
+"""A sequence in pieces `[B, l, ...]`, in the order of the distances that `distances` returns."""
 
 MOST_READ = 4
-"""Pieces that XLA:TPU reads within a matmul; it would first copy a larger number together."""
+"""The largest number of stacked pieces that XLA:TPU reads inside a matmul without copying them."""
 
 
 def distances(count: int) -> list[int]:
-    """Return how many places each piece travels, nearest first; negative is the other direction.
+    """Return the signed number of hops that each piece travels on a ring, the nearest piece first.
 
     >>> distances(5), distances(4)
     ([0, 1, -1, 2, -2], [0, 1, -1, 2])
@@ -42,12 +42,12 @@ def distances(count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class AxisRing:
-    """The devices of a mesh axis, in order; the axis is manual where the methods are called."""
+    """A ring of the devices of a mesh axis, for use in a `jax.shard_map` manual on the axis."""
 
     axis: str
 
     def gathered(self, x: jax.Array) -> Pieces:
-        """Gather the pieces of all devices; `x [B, l, ...]` is this device's."""
+        """Gather the pieces of all devices, given this device's piece `x [B, l, ...]`."""
         count = jax.lax.axis_size(self.axis)
         found = {0: x}
         for distance in distances(count)[1:]:
@@ -61,13 +61,13 @@ class AxisRing:
         """Multiply all pieces `[B, l, D]` by each kernel `[D, F]`, in their dtype.
 
         Args:
-          leaving: whether the products return to their devices; otherwise the pieces come from
-            there.
+          leaving: whether `reduced` follows, so that the farthest piece is multiplied first; else
+            the pieces come from `gathered`, and the nearest piece is multiplied first.
         """
         return _products(leaving, pieces, kernels)
 
     def reduced(self, pieces: Pieces) -> jax.Array:
-        """Sum the pieces over the ring, and return this device's `[B, l, ...]`."""
+        """Sum each piece over the devices of the ring; return this device's sum `[B, l, ...]`."""
         order = distances(len(pieces))
         totals = dict(zip(order, pieces, strict=True))
         for distance in reversed(order[1:]):
@@ -102,7 +102,8 @@ def _backward(leaving: bool, kept: Any, cotangents: Sequence[Pieces]) -> Any:
 
     columns = list(zip(*cotangents, strict=True))
     if not leaving:
-        # Pieces of another gather travel before these matmuls, not between them and the next.
+        # By this barrier the pieces of another gather travel before these matmuls, not between
+        # these matmuls and the following matmuls.
         pieces, columns[-1] = jax.lax.optimization_barrier((pieces, columns[-1]))
     passed = _one_by_one(back, columns, farthest_first=not leaving)
     return tuple(passed), tuple(_kernel_gradient(pieces, grads) for grads in cotangents)
@@ -110,7 +111,8 @@ def _backward(leaving: bool, kept: Any, cotangents: Sequence[Pieces]) -> Any:
 
 def _kernel_gradient(pieces: Pieces, grads: Pieces) -> jax.Array:
     rows = (0, 1, 2)
-    # In a new dim: along a dim that the data axis splits, concatenated pieces would change devices.
+    # The pieces are stacked in a new dim, because a concatenation along a dim that the data axis
+    # splits would move elements between devices.
     total, *more = (
         jnp.tensordot(jnp.stack(pieces[part]), jnp.stack(grads[part]), (rows, rows))
         for part in (slice(i, i + MOST_READ) for i in range(0, len(pieces), MOST_READ))

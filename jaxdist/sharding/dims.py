@@ -13,16 +13,17 @@ from jaxdist.trees import pattern_of
 from jaxdist.types import Dims, PyTree
 
 STACKED = "layers"
-"""The first dim of stacked layers."""
+"""The name of the first dim of the parameters of stacked layers."""
 
 MOST_NAMES = 4
-"""Parameter names in a message where none is close to the given name."""
+"""The number of parameter names that a message lists if no name is close to the given pattern."""
 
 ACTIVATION_DIMS = frozenset({"batch", "seq", "residual_seq"})
-"""Dims that parameters never have.
+"""The dims that only activations have.
 
-Between layers the sequence is `residual_seq`, inside them `seq`: `residual_seq: tensor` is sequence
-parallelism (Korthikanti et al. 2022, arXiv 2205.05198), in which norms and residuals are split too.
+The sequence dim is named `residual_seq` between layers and `seq` inside layers. The rule
+`residual_seq: tensor` is sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198), in which
+norms and residuals are split too.
 """
 
 
@@ -35,17 +36,17 @@ def resolve_dims(
 ) -> dict[str, Dims]:
     """Resolve each parameter's dims: the model's own, else those of the config's first match.
 
-    A parameter with neither is not split if no axis of the mesh splits parameters.
+    A parameter without dims from either is not split if no axis of the mesh splits parameters.
 
     Args:
       shapes: shape of each parameter, by name.
-      dims: dims of each parameter from the model; None where it names none.
+      dims: dims of each parameter from the model; None where the model names none.
       stacked: names of the parameters whose first dim counts layers; a single layer's dims suffice.
-      layout: the layout of the parameters; None assumes axes that split parameters.
+      layout: the layout of the parameters; with None, some axis is assumed to split parameters.
 
     Raises:
-      ShardingError: parameters without dims, patterns without effect, rules for dims that no
-        parameter has: all of them in one message.
+      ShardingError: parameters lack dims, patterns have no effect, or rules name dims that no
+        parameter has; one message lists all of these.
     """
     resolved: dict[str, Dims] = {}
     unnamed: dict[str, tuple[int, ...]] = {}
@@ -73,7 +74,7 @@ def resolve_dims(
 
 
 def _splits_parameters(layout: Layout) -> bool:
-    """Return whether an axis larger than 1, other than stages, splits dims of parameters."""
+    """Return whether an axis larger than 1 splits a dim of parameters other than stacked layers."""
     dims = {dim for dim, _ in layout.rules} - ACTIVATION_DIMS - {STACKED}
     return any(layout.parts(dim) > 1 for dim in dims)
 
@@ -84,7 +85,7 @@ def _first(name: str, params: Mapping[str, Any]) -> PyTree:
 
 
 def _given(own: Dims | None, pattern: Any, shape: tuple[int, ...], stacked: bool) -> Dims | None:
-    """Return a parameter's dims from the model and a pattern; None where neither names any."""
+    """Return a parameter's dims from the model, else from the pattern; None if both name none."""
     if own is not None:
         return (STACKED, *own) if stacked and len(own) == len(shape) - 1 else own
     if pattern is None:
@@ -99,13 +100,14 @@ def _given(own: Dims | None, pattern: Any, shape: tuple[int, ...], stacked: bool
 
 
 def _idle_patterns(params: Mapping[str, Any], dims: Mapping[str, Dims | None]) -> list[str]:
-    """Describe the problems of patterns that give no parameter its dims."""
+    """Describe why some patterns have no effect: each gives no parameter its dims."""
     matched = {
         pattern: {name for name in dims if fnmatch.fnmatchcase(name, pattern)} for pattern in params
     }
     free = {name for name, own in dims.items() if own is None}
     problems, before = [], []
     for pattern, names in matched.items():
+        # The first match wins, so an earlier pattern that matches all of these and more hides them.
         hides = next((p for p in before if names & free < matched[p] & free), None)
         if not names:
             why = f"matches no parameter: {near_names(pattern, dims)}"
@@ -128,7 +130,7 @@ def _idle_patterns(params: Mapping[str, Any], dims: Mapping[str, Dims | None]) -
 
 
 def near_names(pattern: str, names: Iterable[str]) -> str:
-    """Return the parameter that a pattern may mean, or the names of some parameters."""
+    """Suggest the parameter that a misspelt pattern may mean, or list names of some parameters."""
     known = [*dict.fromkeys(map(pattern_of, names))]
     more, match = len(known) - MOST_NAMES, closest(pattern, known)
     if more <= 0:
@@ -139,14 +141,14 @@ def near_names(pattern: str, names: Iterable[str]) -> str:
 
 
 def _unnamed(shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str]) -> str:
-    """Describe parameters without dims: a line for each group of a shape, as YAML to paste."""
+    """Describe parameters without dims as YAML to paste: a line for each pattern and rank."""
     groups: dict[tuple[str, int], list[str]] = {}
     for name, shape in shapes.items():
         groups.setdefault((pattern_of(name), len(shape)), []).append(name)
     lines: dict[str, str] = {}
     for (pattern, rank), names in sorted(groups.items(), key=lambda group: -len(group[1])):
-        # If a pattern fits several ranks, the most frequent rank keeps it; others are listed before
-        # it.
+        # If parameters of several ranks match a pattern, the most frequent rank keeps the pattern,
+        # and parameters of other ranks are listed by their names before it.
         for key, members in _keys(pattern, names, taken=pattern in lines).items():
             free = ["null"] * rank
             if names[0] in stacked:

@@ -35,26 +35,28 @@ DEFAULT_RULES: Mapping[str, str | None] = {
     "window": None,
     "classes": None,
 }
-"""Mesh axis of each logical dim, or None; `sharding.rules` of a config override these."""
+"""The mesh axis of each logical dim, or None; `sharding.rules` of a config override these rules."""
 
 ELLIPSIS = "..."
-"""In a pattern's dims, a placeholder for all unnamed dims, which are never split."""
+"""The placeholder, in a pattern's dims, for all unnamed dims, which are never split."""
 
 
 class ShardingConfig(Config):
     """The mapping of the model's logical dims to mesh axes."""
 
     rules: dict[str, str | None] = Field(default_factory=dict)
-    """Mesh axis of a logical dim (null keeps it whole), over the defaults; each must be used."""
+    """The mesh axis of a logical dim, or null to keep the dim whole. These rules override the
+    defaults, and a rule for a dim that no parameter or activation has is an error."""
     params: dict[str, Literal["whole"] | list[str | None]] = Field(default_factory=dict)
-    """Dims of parameters that the model does not annotate, by path pattern (`blocks/*/kernel`, in
-    which `*` is any text, including `/`). The first pattern that matches, in the order of the file,
-    wins. Null is a dim that is never split, `...` any number of such dims, as in `[..., mlp]`;
-    `whole` is all of them. For stacked layers a pattern names the dims of a single layer."""
+    """The dims of parameters that the model does not annotate, by path pattern (`blocks/*/kernel`,
+    in which `*` matches any text, including `/`). The first pattern that matches, in the order of
+    the file, wins. A dim `null` is never split; `...` represents any number of such dims, as in
+    `[..., mlp]`; `whole` means that no dim is split. For stacked layers a pattern names the dims of
+    a single layer."""
 
     collective_matmul: bool = False
-    """If `residual_seq` is split, MLPs (gpt) pass pieces of the sequence around that axis during
-    their matmuls, instead of a gather before and a reduction after them."""
+    """Whether MLPs (gpt) pass pieces of the sequence around the axis of `residual_seq` during their
+    matmuls, instead of a gather before and a reduction after the matmuls."""
 
     @field_validator("rules")
     @classmethod
@@ -133,20 +135,24 @@ class Layout:
 
     @property
     def ring(self) -> AxisRing | None:
-        """The ring of collective matmuls; None without them."""
+        """The ring of collective matmuls; None if matmuls do not overlap with collectives."""
         axis = self.axis_of("residual_seq") if self.collective_matmul else None
         return AxisRing(axis) if axis and mesh_axis_size(self.mesh, axis) > 1 else None
 
     def __call__(self, x: jax.Array, *dims: str | None, was: Dims | None = None) -> jax.Array:
         """Constrain an activation's layout; for use under jit.
 
-        With `was` both ends of a move are constrained, because the backward pass moves back; if
-        both layouts are equal, nothing is constrained. An axis splits the first dim that is mapped
-        to it: the batch before the dims of parameters. Inside `jax.shard_map` a manual axis is left
-        out: x is a single device's part.
+        If several dims are mapped to the same axis, the axis splits only the first of them. Inside
+        `jax.shard_map` manual axes are left out, because x is then a single device's part.
+
+        Args:
+          x: the activation.
+          dims: the logical dims of x.
+          was: the logical dims of the layout before; both layouts are then constrained, because the
+            backward pass moves x back. If both are equal, nothing is constrained.
 
         Raises:
-          ShardingError: a number of dims other than x has; a dim other than the batch does not
+          ShardingError: the number of dims is not that of x, or a dim other than the batch does not
             divide.
         """
         if len(dims) != x.ndim:
@@ -175,7 +181,7 @@ class Layout:
             taken.update(free)
             entries.append(free or None)
             parts = self._size(free)
-            # A single row may be padded to a batch, but padding another dim wastes work and bytes.
+            # XLA may pad a single row to a batch, but padding another dim wastes work and bytes.
             if dim != "batch" and length % parts:
                 shown = f"activation {dims} {x.shape}"
                 raise ShardingError(_indivisible(shown, dim, length, self.axis_of(dim), parts))
@@ -192,12 +198,14 @@ class Layout:
     ) -> Callable[..., jax.Array]:
         """Map `function` over each device's blocks of arrays with these dims, under jit.
 
-        It runs in a `jax.shard_map` over all axes that are not manual already, including those that
-        split no dim: over an automatic axis XLA would have to partition the function. The result
-        has the layout of the first array. Rows that do not divide over their axis are replicated.
+        The function runs in a `jax.shard_map` over all axes that are not manual already, including
+        axes that split no dim, because XLA would have to partition the function over an automatic
+        axis. The result has the layout of the first array. Rows that do not divide over their axis
+        are replicated.
 
         Args:
-          axes: the axes to make manual, while XLA partitions over the others; None is all.
+          axes: the axes to make manual, while XLA partitions over the others; None makes all axes
+            manual.
         """
 
         def run(*arrays: jax.Array) -> jax.Array:
@@ -224,10 +232,11 @@ class Layout:
         return PartitionSpec(*(e if n % self._size(e) == 0 else None for n, e in sizes))
 
     def problem(self, name: str, shape: Sequence[int], dims: Dims, count: int = 1) -> str | None:
-        """Explain why a tensor of this shape cannot be laid out with these dims; None when it can.
+        """Explain why these dims cannot lay out a tensor of this shape; None if they can.
 
         Args:
-          count: number of such tensors.
+          name: name of the parameter, or the pattern of several parameters.
+          count: number of parameters with this pattern, shape and dims.
         """
         shown = f"parameter {name} {tuple(shape)}" + (f", {count} of them" if count > 1 else "")
         if len(dims) != len(shape):
@@ -264,7 +273,7 @@ def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
     """Combine the default rules with the config's, on a mesh.
 
     Raises:
-      ShardingError: collective matmuls without an axis for their ring.
+      ShardingError: collective matmuls are requested, but no single mesh axis can be their ring.
     """
     rules = {**DEFAULT_RULES, **config.rules}
     axis = rules["residual_seq"]
@@ -287,8 +296,8 @@ def param_shardings(layout: Layout, params: Params, dims: Mapping[str, Dims]) ->
     """Return a tree of shardings for a tree of parameters (arrays or shapes).
 
     Raises:
-      ShardingError: parameters that cannot be laid out, grouped where they are alike, with path,
-        shape, numbers and remedy.
+      ShardingError: some parameters cannot be laid out; the message gives path, shape, numbers and
+        remedy for each group of parameters that are alike.
     """
     named = flatten_with_names(params)
     alike: dict[tuple[str, tuple[int, ...], Dims], list[str]] = {}
