@@ -26,7 +26,7 @@ def check_schedule(schedule: Schedule, slots: int | Sequence[int] | None = None)
     Args:
       slots: the size of the ring buffer of a chunk's activations, a number or a number for each
         chunk: microbatch b is in slot b mod size, from its FORWARD task to the end of its FULL or
-          WEIGHT task. None: not checked.
+        WEIGHT task. With None, slots are not checked.
 
     Raises:
       ConfigError: the first violation.
@@ -91,7 +91,7 @@ def _check_row(schedule: Schedule, stage: int) -> None:
 
 
 def _same_work(task: Task) -> list[Task]:
-    """Return the task and those that do part of the same work, so that they exclude each other."""
+    """Return the task, and the other kinds of task that would repeat part of its work."""
     others = _SAME_WORK[task.kind]
     return [task, *(Task(kind, task.chunk, task.microbatch) for kind in others)]
 
@@ -135,6 +135,7 @@ def _absent(row: frozenset[Task], chunk: int, microbatch: int, trained: bool) ->
 
 def _check_order(schedule: Schedule) -> None:
     walk = Walk(schedule)
+    # `walk.blocked` is final only when the walk has ended.
     for _ in walk:
         pass
     if not walk.blocked:
@@ -160,6 +161,7 @@ def _find(schedule: Schedule, missing: Dependency) -> tuple[Task, int]:
     stage = schedule.placement[chunk]
     row = set(schedule.tasks(stage))
     kinds = (TaskKind.FULL, TaskKind.INPUT) if backward else (TaskKind.FORWARD,)
+    # The task exists, or `_check_complete` would have raised before.
     task = next(t for t in (Task(kind, chunk, microbatch) for kind in kinds) if t in row)
     return task, stage
 

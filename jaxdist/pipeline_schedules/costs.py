@@ -26,10 +26,10 @@ class Costs:
       backward_weight: time of a WEIGHT task.
       full: time of a FULL task; None: the sum of its two halves.
       transfer: time of a message between chunk c and chunk c + 1, in either direction, where they
-        are on different stages. The last chunk's is not used. Messages travel while stages work,
-        and do not wait for each other.
+        are on different stages. The number of the last chunk is not used. Messages travel while
+        stages work, and do not wait for each other.
       activation: memory that a microbatch's forward pass leaves for its backward pass.
-      kept: the part of it that an INPUT task leaves for the WEIGHT task.
+      kept: the fraction of `activation` that an INPUT task leaves for the WEIGHT task.
     """
 
     forward: Times = 1.0
@@ -101,7 +101,7 @@ class CostsConfig(Config):
     activation: Time | tuple[Time, ...] = 1.0
     """Memory that a forward task leaves for its backward task, in any unit."""
     kept: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Fraction of that memory that the input half leaves for the weight half."""
+    """Fraction of `activation` that the input half leaves for the weight half."""
 
     def costs(self) -> Costs:
         return Costs(**dict(self))

@@ -63,6 +63,7 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
         two stages (with row, column and value), or the order cannot be kept.
     """
     try:
+        # Some spreadsheet programs begin a file with a byte order mark, which `-sig` drops.
         text = read_regular(path).decode("utf-8-sig")
     except (OSError, UnicodeError) as error:
         raise ConfigError(
@@ -73,7 +74,7 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
 
 
 def write_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write a schedule in the form that `read_csv`, and torch, read."""
+    """Write a schedule as a CSV file, which `read_csv` and torch can read."""
     Path(path).write_text(format_csv(schedule), encoding="utf-8")
 
 
@@ -158,7 +159,7 @@ def _cells(name: str, row: int, line: list[str]) -> list[_Cell]:
 
 
 def _counted_from_0(cells: list[list[_Cell]]) -> list[list[_Cell]]:
-    """Renumber forwards from 0, for chunks whose backwards are counted from 0."""
+    """Renumber forward tasks from 0 where they count from 1 but backward tasks from 0."""
     forward: dict[int, set[int]] = {}
     backward: dict[int, set[int]] = {}
     for task in (cell.task for row in cells for cell in row if cell.task is not None):

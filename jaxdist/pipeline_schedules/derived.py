@@ -14,10 +14,10 @@ def eager(schedule: Schedule) -> Schedule:
 
     A forward task of a chunk that has n chunks after it moves before n more backward tasks. A
     microbatch takes a tick per hop to the last chunk and a tick per hop back, so twice as many must
-    be in flight as when ticks hold a single task: 1F1B then takes (m + p - 1) ticks of forward and
-    backward, and stage s holds 2 (p - s) - 1 microbatches instead of p - s. (Interleaved 1F1B as
-    published has this order
-    already: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.)
+    be in flight as when ticks hold a single task. 1F1B of m microbatches on p stages then takes
+    m + p - 1 ticks of forward and backward, and stage s holds 2 (p - s) - 1 microbatches instead of
+    p - s. Interleaved 1F1B as published already has this order (Narayanan et al., arXiv 2104.04473
+    section 2.2).
 
     >>> from jaxdist.pipeline_schedules.schedule import TaskKind, Schedule, Task
     >>> kinds = (TaskKind.FORWARD, TaskKind.FULL)
@@ -37,7 +37,7 @@ def _ahead(tasks: tuple[Task, ...], chunks: int) -> tuple[Task, ...]:
     least = 0
     for task in tasks:
         if task.kind is TaskKind.FORWARD:
-            # Not before the previous forward task: the order of forward tasks is kept.
+            # `max` keeps the order of forward tasks: none moves before the previous forward task.
             least = max(least, len(backwards) - (chunks - 1 - task.chunk))
             forwards.append((least, task))
         else:
@@ -51,12 +51,13 @@ def _ahead(tasks: tuple[Task, ...], chunks: int) -> tuple[Task, ...]:
 
 
 def forward_only(placement: Sequence[int], microbatches: int) -> Schedule:
-    """Schedule an evaluation: each microbatch once through all chunks, latest chunks first.
+    """Schedule an evaluation, in which each microbatch passes once through all chunks.
+
+    A stage runs the latest of its chunks that has an input. With one chunk per stage the bubble is
+    (stages - 1) F.
 
     Args:
       placement: the stage of each chunk, from the schedule of training.
-
-    With one chunk per stage the bubble is (stages - 1) F.
 
     Raises:
       ConfigError: no chunk, or no microbatch.

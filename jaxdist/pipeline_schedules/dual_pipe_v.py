@@ -23,12 +23,13 @@ class DualPipeV(Config):
 def dual_pipe_v(stages: int, microbatches: int) -> Schedule:
     """The V-shaped half of DualPipe, in which each stage stores its parameters once.
 
-    In the middle every FORWARD task comes directly before a FULL task of the other direction, so
-    that the messages of each can overlap with the work of the other. If F, I and W take equally
-    long: bubble (stages - 1) (F&B + B - 3 W) where such a pair is a single task of time F&B, at
-    whose end both results are sent; (stages - 1) W where the forward result is sent as soon as it
-    is computed, as in `simulate`. Every stage keeps 2 stages + 1 activations of a chunk.
-    DeepSeek-V3, arXiv 2412.19437 section 3.2.1, and its V form (github.com/deepseek-ai/DualPipe).
+    In the middle of a row every FORWARD task comes directly before a FULL task of the other
+    direction, so that the messages of each can overlap with the work of the other. Let F, I and W
+    take equally long. If such a pair is a single task of time F&B, at whose end both results are
+    sent, the bubble is (stages - 1) (F&B + B - 3 W). If the forward result is sent as soon as it is
+    computed, as in `simulate`, the bubble is (stages - 1) W. Every stage keeps 2 stages + 1
+    activations of a chunk. The sources are DeepSeek-V3, arXiv 2412.19437 section 3.2.1, and
+    github.com/deepseek-ai/DualPipe for the V form.
 
     Raises:
       ConfigError: fewer than 2 stages microbatches.
@@ -42,7 +43,7 @@ def dual_pipe_v(stages: int, microbatches: int) -> Schedule:
 
 
 class _Writer:
-    """A writer of a stage's row; weight tasks wait in a queue."""
+    """A writer of a stage's row, which keeps weight tasks in a queue until their turn."""
 
     def __init__(self, stage: int, stages: int) -> None:
         self.stage, self.stages = stage, stages
@@ -75,7 +76,7 @@ class _Writer:
         return tuple(self.tasks)
 
     def _drain(self, after: int) -> None:
-        """Write the backward tasks of the last microbatches, the second half of them split."""
+        """Write the backward tasks of the last microbatches; split those of the second half."""
         left = 2 * (self.stage + 1)
         for number in range(left):
             self._back(self.down if number % 2 else self.up, split=number > self.stage)

@@ -20,10 +20,10 @@ class GPipe(Config):
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forward passes, then all backward passes.
+    """Return the schedule of all forward passes, then all backward passes.
 
-    Bubble (stages - 1) (F + B); every stage keeps the activations of all microbatches.
-    Huang et al., arXiv 1811.06965.
+    The bubble is (stages - 1) (F + B); every stage keeps the activations of all microbatches. The
+    source is Huang et al., arXiv 1811.06965.
 
     Raises:
       ConfigError: no stage, or no microbatch.

@@ -28,11 +28,11 @@ class Interleaved(Config):
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B over `chunks` chunks per stage, `stages` microbatches at a time (depth first).
+    """Return 1F1B over `chunks` chunks per stage, `stages` microbatches at a time (depth first).
 
-    With F and B the times of a stage: bubble (stages - 1) (F + B) / chunks; the first stage keeps
-    stages (1 + (stages - 1) / (stages chunks)) activations, or all where there are fewer.
-    Narayanan et al., arXiv 2104.04473 section 2.2.
+    If F and B are the times of a stage, the bubble is (stages - 1) (F + B) / chunks. The first
+    stage keeps stages (1 + (stages - 1) / (stages chunks)) activations, or all where there are
+    fewer. The source is Narayanan et al., arXiv 2104.04473 section 2.2.
 
     Raises:
       ConfigError: fewer than 2 chunks, or microbatches that are not a multiple of the stages.
@@ -62,7 +62,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def _rounds(kind: TaskKind, stage: int, stages: int, microbatches: int, chunks: int) -> list[Task]:
-    """Return all of a stage's tasks of a kind: round by round, and in each chunk by chunk."""
+    """Return a stage's tasks of a kind, round by round; within a round, chunk by chunk."""
     turns = range(chunks) if kind is TaskKind.FORWARD else reversed(range(chunks))
     order = [turn * stages + stage for turn in turns]
     return [
@@ -86,12 +86,11 @@ class BreadthFirst(Config):
 
 
 def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """All microbatches through a chunk before the next: GPipe over `chunks` chunks per stage.
+    """Return GPipe over `chunks` chunks per stage: all microbatches pass a chunk before the next.
 
-    The bubble is that of `interleaved`; every stage keeps all activations, but each chunk's weights
-    are used in a single period, so that they can be gathered, and their gradients reduced, once per
-    step.
-    Lamy-Poirier, arXiv 2211.05953.
+    The bubble is that of `interleaved`. Every stage keeps all activations, but each chunk's weights
+    are used without interruption in each pass, so that weights can be gathered, and their gradients
+    reduced, once per step. The source is Lamy-Poirier, arXiv 2211.05953.
 
     Raises:
       ConfigError: fewer than 2 chunks, or fewer microbatches than stages.

@@ -20,10 +20,10 @@ class OneFOneB(Config):
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """A forward and a backward task in turn.
+    """Return the schedule that takes a forward and a backward task in turn.
 
-    Bubble (stages - 1) (F + B), as GPipe; stage i keeps the activations of min(microbatches, stages
-    - i) microbatches. Narayanan et al., arXiv 2006.09503.
+    The bubble is (stages - 1) (F + B), as with GPipe; stage i keeps the activations of
+    min(microbatches, stages - i) microbatches. The source is Narayanan et al., arXiv 2006.09503.
 
     Raises:
       ConfigError: no stage, or no microbatch.

@@ -21,7 +21,7 @@ def key(task: Task) -> Dependency:
 
 
 def needed(task: Task, chunks: int) -> list[Dependency]:
-    """Return the dependencies of a task: those of `schedule.needs`."""
+    """Return the dependencies of a task, as `schedule.needs` does, but by result."""
     kind, chunk, microbatch = task.kind, task.chunk, task.microbatch
     if kind is TaskKind.FORWARD:
         return [(False, chunk - 1, microbatch)] if chunk else []
@@ -63,6 +63,7 @@ class Walk:
                 if task is not None:
                     missing = _missing(task, chunks, done)
                     if missing is not None:
+                        # Other dependencies may be missing too: they are looked up on waking.
                         waiting.setdefault(missing, []).append(stage)
                         self.blocked[stage] = (place[stage], missing)
                         break
@@ -81,7 +82,7 @@ def _missing(task: Task, chunks: int, done: set[Dependency]) -> Dependency | Non
 
 
 def places(row: tuple[Slot, ...]) -> dict[Task, int]:
-    """Return each task's place in a row, from 0; the first place of a duplicate."""
+    """Return each task's place in a row, counted from 0; for a duplicate, the first place."""
     found: dict[Task, int] = {}
     for place, task in enumerate(row):
         if task is not None:

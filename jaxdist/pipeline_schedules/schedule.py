@@ -1,9 +1,9 @@
 """A pipeline schedule as data: the tasks of each stage, in order.
 
 A *stage* is a position along the `stage` axis, a *chunk* a slice of the model's layers, counted in
-the order in which activations pass through them. A stage holds one chunk, or several. The forward
-task of chunk c needs that of chunk c - 1 of the same microbatch; its backward task needs that of
-chunk c + 1, and its own forward task.
+the order in which activations pass through them. A stage holds one chunk, or several. For the same
+microbatch, the forward task of chunk c needs the forward task of chunk c - 1; the backward task of
+chunk c needs the backward task of chunk c + 1, and the forward task of chunk c.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from enum import StrEnum
 class TaskKind(StrEnum):
     """The work of a task on its microbatch; the letters are those of the CSV form.
 
-    A backward pass is a FULL task, or two tasks: first the gradient of the chunk's input, which the
-    previous stage waits for, and at any later time that of its weights.
+    A backward pass is a FULL task, or two tasks: an INPUT task computes the gradient of the chunk's
+    input, which the previous stage waits for, and a later WEIGHT task that of the chunk's weights.
     """
 
     FORWARD = "F"
@@ -42,7 +42,7 @@ class Task:
 
 
 Slot = Task | None
-"""A task, or None: the stage waits for a unit of time."""
+"""A task, or None where the stage waits for a unit of time."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class Schedule:
 def needs(task: Task, chunks: int) -> tuple[Task, ...]:
     """Return the dependencies of a task, apart from its stage's order.
 
-    A backward task may need the next chunk's FULL or its INPUT task: that which the schedule has.
+    A backward task needs the next chunk's FULL or INPUT task, whichever the schedule has; both are
+    returned.
 
     >>> [str(t) for t in needs(Task(TaskKind.FULL, chunk=0, microbatch=5), chunks=2)]
     ['0F5', '1B5', '1I5']

@@ -31,8 +31,9 @@ class Timeline:
       peak_activations: for each stage, the most activations that are live at once: a microbatch
         through a chunk counts `activation` of the costs, divided by the chunks per stage (chunks
         over stages). With the default costs the unit is thus a microbatch through a whole stage:
-        1F1B has stages - rank. They are live from the FORWARD task to the end of the FULL task, or
-        of the WEIGHT task where the backward pass is split (from INPUT on, only the part `kept`).
+        stage i of 1F1B has stages - i. Activations are live from the FORWARD task to the end of the
+        FULL task, or of the WEIGHT task where the backward pass is split (after the INPUT task,
+        only the fraction `kept`).
       sent: for each stage, the number of messages that it sends to other stages.
       received: for each stage, the number of messages that it receives from other stages.
     """
@@ -55,12 +56,12 @@ class Timeline:
 
     @cached_property
     def period(self) -> float:
-        """The time from a step to the next, when a stage may begin it before the others end.
+        """The time from a step to the next, if a stage may begin a step before the others end one.
 
-        It is the longest time between a stage's first start and its last end: equal to the makespan
-        where the first stage starts first and ends last (GPipe, 1F1B, interleaved). Zero-bubble
-        schedules aim at this figure; it requires an optimizer step that waits for no other stage
-        (arXiv 2401.10241 section 4).
+        The period is the longest time between a stage's first start and its last end. It equals the
+        makespan where the first stage starts first and ends last (GPipe, 1F1B, interleaved).
+        Zero-bubble schedules minimize it; it requires an optimizer step that waits for no other
+        stage (arXiv 2401.10241 section 4).
         """
         return max((row[-1].end - row[0].start for row in self.spans if row), default=0)
 
@@ -134,6 +135,7 @@ def _spans(schedule: Schedule, costs: Costs) -> tuple[tuple[Span, ...], ...]:
         for need in needed(task, chunks):
             end = ends[need]
             if placement[need[1]] != stage:
+                # The hop between chunks c and c + 1 has the number c in both directions.
                 end += transfers[min(need[1], task.chunk)]
             start = max(start, end)
         end = start + durations[task.kind][task.chunk]
@@ -191,6 +193,7 @@ def in_ticks(schedule: Schedule) -> Schedule:
     >>> [" ".join(str(t or "-") for t in row) for row in in_ticks(gpipe(2, 1)).rows]
     ['0F0 - - 0B0', '- 1F0 1B0 -']
     """
+    # Every task takes one tick, a FULL task too, whose default would be the sum of its halves.
     timeline = simulate(schedule, Costs(full=1.0))
     rows: list[tuple[Slot, ...]] = []
     for spans in timeline.spans:

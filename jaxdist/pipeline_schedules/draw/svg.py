@@ -114,6 +114,7 @@ def _axis(timeline: Timeline, scale: float, top: float) -> Iterator[str]:
     """Draw times at steps of 1, 2 or 5 times a power of ten, about ten of them."""
     step = _step(timeline.makespan / 10)
     tick = 0.0
+    # The tolerance draws the last tick although sums of steps are rounded.
     while step and tick <= timeline.makespan * (1 + 1e-9):
         left = _LEFT + tick * scale
         yield f'<path d="M{left:.2f} {top}v5" stroke="#666666"/>'

@@ -19,7 +19,7 @@ _COLOURS = {
 
 
 def draw_text(timeline: Timeline, columns: int = 80, *, colour: bool = False) -> str:
-    """Draw stages downwards, time to the right; then a legend and the figures.
+    """Draw stages downwards and time to the right, followed by a legend and the figures.
 
     If it fits, each task shows its kind and microbatch (and chunk, where stages have several);
     otherwise a character is a unit of time, F, B, I or W, or a dot where the stage waits. Text
@@ -96,7 +96,7 @@ def _line(
     label: Callable[[Task], str],
     colour: bool,
 ) -> str:
-    """Draw a stage: in every cell the task in its middle, with a label where it begins."""
+    """Draw a stage: a cell shows the task at the cell's middle, labelled in its first cell."""
     parts: list[str] = []
     spans = iter(row)
     span, shown = next(spans, None), None

@@ -1,9 +1,9 @@
 """Zero bubble for given times and a given memory: a heuristic with a search around it.
 
-Qi et al., arXiv 2401.10241 section 3.1. The parts of their heuristic are the same: as many forward
-passes as fit before the first gradient arrives, then forward and backward in turn, weight halves in
-the gaps and where memory is short, and a grid over the remaining choices. Instead of their integer
-program, a local search changes the numbers of first forward passes.
+The heuristic is that of Qi et al., arXiv 2401.10241 section 3.1. It takes as many forward passes as
+fit before the first gradient arrives, then forward and backward in turn, with weight halves in the
+gaps and where memory is short, and tries a grid of the remaining choices. Where the paper solves an
+integer program, a local search changes the numbers of first forward passes.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def zb_auto(
 ) -> Schedule:
     """Return the schedule with the shortest period that was found within the memory.
 
-    With equal times it has no bubble in twice 1F1B's memory, from 2 stages - 1 microbatches on, and
-    that of ZB-H1 in the memory of 1F1B. Where W is shorter than F and I, more memory shortens the
-    bubble further, the less of the activations W needs (`costs.kept`).
+    If all times are equal, there is no bubble in twice 1F1B's memory for at least 2 stages - 1
+    microbatches, and the bubble of ZB-H1 in the memory of 1F1B. Where W is shorter than F and I,
+    more memory shortens the bubble further; the smaller `costs.kept` is, the more it does.
 
     Args:
       costs: times and activations of the stages, with a chunk each; by default all times are equal.
@@ -87,7 +87,7 @@ def zb_auto(
 
 
 class _Found(NamedTuple):
-    """A schedule that was tried: its period, its choices, its rows (None: beyond the memory)."""
+    """A schedule that was tried; `rows` is None if it needs more than the memory."""
 
     period: float
     first: tuple[int, ...]
@@ -96,7 +96,7 @@ class _Found(NamedTuple):
 
 
 class _Problem:
-    """The stages, times and memory, and the operations within them."""
+    """A search problem: its stages, times and memory, and how to fill and vary a schedule."""
 
     def __init__(self, stages: int, microbatches: int, costs: Costs, memory_limit: float) -> None:
         self.stages, self.microbatches, self.costs = stages, microbatches, costs
@@ -109,7 +109,7 @@ class _Problem:
         self.most = [self._most(stage, memory_limit) for stage in range(stages)]
 
     def _most(self, stage: int, memory_limit: float) -> int:
-        """Return the most forward passes with which a stage may begin."""
+        """Return the largest number of forward passes with which a stage may begin."""
         size = self.sizes[stage]
         room = int(self.limit / size + _ROOM) if size else self.microbatches
         if room < 1:
@@ -121,7 +121,7 @@ class _Problem:
         return min(room, self.microbatches)
 
     def starts(self) -> Iterator[tuple[int, ...]]:
-        """Yield numbers of first forward passes, by stage, that last until the first gradient."""
+        """Yield, by stage, numbers of forward passes that fill the time to the first gradient."""
         yield self._within(range(self.stages, 0, -1))
         ends = self._eager_ends()
         for overrun in _OVERRUNS:
@@ -139,8 +139,9 @@ class _Problem:
     def _within(self, first: Iterable[int]) -> tuple[int, ...]:
         """Limit numbers of first forward passes to the memory, and below the previous stage's.
 
-        A stage that begins with as many as the previous stage would wait for the last of them while
-        gradients are ready. There is no such limit where all microbatches come first.
+        A stage that begins with as many forward passes as the previous stage would wait for the
+        last of them while gradients are ready. If the previous stage begins with all microbatches,
+        so may this stage.
         """
         found: list[int] = []
         for wanted, most in zip(first, self.most, strict=True):
@@ -150,7 +151,7 @@ class _Problem:
         return tuple(found)
 
     def _eager_ends(self) -> list[list[float]]:
-        """Return the ends of forward passes by stage and microbatch, if nothing else runs."""
+        """Return when forward passes end, by stage and microbatch, if nothing else runs."""
         arrivals = [0.0] * self.microbatches
         found = []
         for time, transfer in zip(self.forward, self.transfer, strict=True):
@@ -163,7 +164,7 @@ class _Problem:
         return found
 
     def fill(self, first: tuple[int, ...], patience: float) -> _Found:
-        """Run first forward passes, then input and forward tasks in turn; weight tasks between."""
+        """Run `first` forward passes, then input and forward tasks in turn, and weight tasks."""
         orders = []
         for stage, ahead in enumerate(first):
             row = RowWriter()
@@ -177,7 +178,7 @@ class _Problem:
         return _Found(period, first, patience, run.rows)
 
     def around(self, found: _Found) -> Iterator[_Found]:
-        """Yield neighbouring schedules: a forward pass more or less on the first few stages."""
+        """Yield neighbours: one forward pass more or less on the first stages, or a patience."""
         for change in (1, -1):
             for last in range(self.stages):
                 moved = [n + change if s <= last else n for s, n in enumerate(found.first)]

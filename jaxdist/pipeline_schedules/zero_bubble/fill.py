@@ -1,7 +1,7 @@
 """The placement of weight tasks in the gaps between forward and input tasks of a given order.
 
 A weight task may run any time after its input task. It is placed where its stage would wait anyway,
-or where its freed memory is needed; the rest comes last.
+or where the memory that it frees is needed; the remaining weight tasks come last.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ it."""
 class Fill:
     """A run of the greedy placement; `rows` is its result.
 
-    It simulates all stages at once. A free stage runs its next forward or input task if that can
-    begin now. If not, it runs its oldest weight task, provided that the memory is full or that the
-    wait is at least `patience` times as long as the weight task.
+    All stages are simulated at once. A free stage runs its next forward or input task if that task
+    can begin now. If not, the stage runs its oldest weight task, provided that the memory is full
+    or that the wait is at least `patience` times as long as the weight task.
 
     Attributes:
       rows: for each stage, its tasks; None where the order cannot be kept within the limit.
@@ -122,6 +122,8 @@ class Fill:
 
     def _hand_on(self, task: Task, now: float, end: float) -> None:
         """Record when a task will end, and wake the stage that waits for it."""
+        # The end is known when the task starts, so that a waiting stage can compare the rest of its
+        # wait with a weight task.
         self.ends[key(task)] = end
         waiter = self.waiting.pop(key(task), None)
         if waiter is not None:

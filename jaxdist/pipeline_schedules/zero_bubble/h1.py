@@ -1,7 +1,7 @@
 """Handcrafted zero-bubble schedules: weight halves of the backward pass fill the waiting times.
 
-Qi et al., arXiv 2401.10241 section 2. F, I and W are the times of the forward pass and of the two
-halves of the backward pass of a stage.
+The source is Qi et al., arXiv 2401.10241 section 2. F, I and W are the times of the forward pass
+and of the two halves of the backward pass of a stage.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class ZBH1(Config):
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """1F1B with weight halves delayed, by more on later stages.
+    """Return 1F1B with weight halves delayed, by more on later stages.
 
-    Bubble (stages - 1) (F + I - W), a third of 1F1B's where the three are equal; every stage keeps
-    `stages` activations, as 1F1B's first stage does.
+    The bubble is (stages - 1) (F + I - W), a third of 1F1B's if F, I and W are equal. Every stage
+    keeps `stages` activations, as 1F1B's first stage does.
 
     Raises:
       ConfigError: fewer microbatches than stages.
@@ -50,11 +50,11 @@ class ZBH2(Config):
 
 
 def zb_h2(stages: int, microbatches: int) -> Schedule:
-    """Zero bubble: forward passes begin so early that a stage never waits after its start.
+    """Return a schedule whose forward passes begin so early that a started stage never waits.
 
-    Bubble (stages - 1) (F + I - 2 W), none where the three are equal; every stage keeps
-    2 stages - 1 activations. Stage i begins and ends a step i forward passes after the first stage:
-    see `Timeline.period`.
+    The bubble is (stages - 1) (F + I - 2 W), and 0 if F, I and W are equal. Every stage keeps
+    2 stages - 1 activations. Stage i begins and ends a step i forward passes after the first stage
+    (see `Timeline.period`).
 
     Raises:
       ConfigError: fewer than 2 stages - 1 microbatches.
@@ -69,7 +69,8 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
 def _delayed(name: str, stages: int, microbatches: int, reach: int) -> Schedule:
     """Begin stage i with reach * (stages - 1 - i) + 1 forwards; delay reach * i weight halves.
 
-    Both hold activations, and their sum is the same on every stage.
+    Forward passes and delayed weight halves both hold activations: the sum of the two numbers is
+    the same on every stage.
     """
     rows = []
     for stage in range(stages):

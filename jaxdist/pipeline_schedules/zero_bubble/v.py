@@ -1,10 +1,10 @@
 """Zero bubble with the chunks in a V: the first and the last chunk are on the first stage.
 
-Qi et al., "Pipeline parallelism with controllable memory", arXiv 2405.15362. Every microbatch
-repeats the pattern of the previous microbatch six units of time later, a unit for each of its six
-tasks on a stage; the distances between these tasks determine the memory of the schedule. Bubbles
-are in units of a task of a chunk, if all take equally long; memory is in microbatches through a
-whole stage.
+The source is Qi et al., "Pipeline parallelism with controllable memory", arXiv 2405.15362. Every
+microbatch repeats the pattern of the previous microbatch six units of time later, a unit for each
+of its six tasks on a stage; the distances between these tasks determine the memory of the schedule.
+All tasks of a chunk are assumed to take one unit of time, in which bubbles are counted. Memory is
+counted in microbatches through a whole stage.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ZBV(Config):
 
 
 def zb_v(stages: int, microbatches: int) -> Schedule:
-    """No bubble if all tasks take equally long, in the memory of 1F1B, on every stage.
+    """Return a schedule without bubble in the memory of 1F1B, if all tasks take equally long.
 
-    Every stage keeps `stages` activations. It sends twice the messages of 1F1B.
+    Every stage keeps `stages` activations. There are twice as many messages as in 1F1B.
 
     Raises:
       ConfigError: fewer than 2 stages - 1 microbatches.
@@ -58,7 +58,7 @@ def _zb_v_row(stage: int, stages: int, microbatches: int) -> tuple[Task, ...]:
     row.add(*turn, times=stages - stage)
     row.add(forward, *back, *turn, times=microbatches - 2 * stages + stage + 1)
     row.add(*back, *turn, times=stages - 1 - stage)
-    # The rest of the way back: weight tasks wait until no other stage waits for an input task.
+    # In the last backward tasks, weight tasks wait until no other stage waits for an input task.
     row.add(back[0], turn[1], times=stage)
     row.add(*back, times=stages - stage)
     row.add(turn[2], times=microbatches - row.count[turn[2]])
@@ -70,16 +70,16 @@ class _Block(NamedTuple):
     """The building block: units of time between the tasks of a microbatch.
 
     Attributes:
-      hops: time from stage to stage, in F of the first chunk, F of the second, I of the second, I
-        of the first.
-      turns: time on the same stage, between these four.
+      hops: time from a stage to the next, for each of four tasks: F of the first chunk, F of the
+        second, I of the second, I of the first.
+      turns: time between one of these four tasks and the next, on the stage where both meet.
     """
 
     hops: tuple[int, int, int, int]
     turns: tuple[int, int, int]
 
     def times(self, stages: int, stage: int) -> tuple[int, int, int, int]:
-        """Return the starts of microbatch 0's four tasks on a stage; microbatch b is 6 b later."""
+        """Return when microbatch 0's four tasks start on a stage; microbatch b is 6 b later."""
         last = stages - 1
         found: list[int] = []
         corner = 0
@@ -102,11 +102,11 @@ class VHalf(Config):
 
 
 def v_half(stages: int, microbatches: int) -> Schedule:
-    """Half of 1F1B's memory, and no more than half of its bubble.
+    """Return a schedule with half of 1F1B's memory, and no more than half of its bubble.
 
-    At most (stages + 1) / 2 activations for an odd number of stages, stages / 2 + 1 for an even
-    one. Bubble 3 stages - 4 or 3 stages - 5 units, 2 for two stages (1F1B: 6 (stages - 1)); these
-    hold from 2 stages microbatches on.
+    A stage keeps at most (stages + 1) / 2 activations if the number of stages is odd, and
+    stages / 2 + 1 if it is even. From 2 stages microbatches on, the bubble is 3 stages - 4 or
+    3 stages - 5 units, and 2 for two stages; that of 1F1B is 6 (stages - 1).
 
     Raises:
       ConfigError: no stage, or no microbatch.
@@ -126,10 +126,10 @@ class VMin(Config):
 
 
 def v_min(stages: int, microbatches: int) -> Schedule:
-    """A third of 1F1B's memory, and two thirds of its bubble.
+    """Return a schedule with a third of 1F1B's memory, and two thirds of its bubble.
 
-    At most stages / 3 + 4 / 3 activations. Bubble 4 stages - 5 units (1F1B: 6 (stages - 1)) from
-    2 stages microbatches on.
+    A stage keeps at most stages / 3 + 4 / 3 activations. From 2 stages microbatches on, the bubble
+    is 4 stages - 5 units; that of 1F1B is 6 (stages - 1).
 
     Raises:
       ConfigError: no stage, or no microbatch.
@@ -180,6 +180,7 @@ def _peak(times: tuple[int, int, int, int], microbatches: int) -> int:
         taken.add(weight % _UNITS)
         changes.append((weight + 1, -1))
     live = most = 0
+    # At the same time, -1 sorts before 1: memory is freed before it is taken.
     for _, change in sorted(
         (time + _UNITS * microbatch, change)
         for microbatch in range(microbatches)
