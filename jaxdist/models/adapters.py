@@ -88,8 +88,7 @@ def from_functions(init: Init, apply: Apply) -> Make:
     """Make a model of plain functions.
 
     Args:
-      init: function from a key to a tree of arrays (nested dicts; of other trees the paths are
-        names).
+      init: function from a key to a tree of arrays, whose paths become the parameters' names.
       apply: function from (params, *inputs) to outputs, for a whole batch.
     """
 
@@ -110,7 +109,7 @@ def from_functions(init: Init, apply: Apply) -> Make:
 def from_linen(module: Any, *example: Any) -> Make:
     """Make a model of a `flax.linen.Module`; collections other than "params" are buffers.
 
-    If the module's `__call__` has an argument `train`, `training` or `deterministic`, it is passed.
+    An argument `train`, `training` or `deterministic` of the module's `__call__` gets the mode.
 
     Args:
       example: inputs with any number of rows, from which shapes are inferred.
@@ -126,6 +125,7 @@ def from_linen(module: Any, *example: Any) -> Make:
         params = variables.pop("params", {})
 
         def run(params: Params, buffers: Buffers, inputs: PyTree, call: Call) -> tuple[Any, Any]:
+            # An empty list, unlike False, still makes `apply` return a pair.
             changed = [*buffers] if call.training else []
             with _averaging(call.statistics_over):
                 out, new = module.apply(
@@ -145,12 +145,12 @@ def from_linen(module: Any, *example: Any) -> Make:
 def from_equinox(build: Callable[[jax.Array], Any]) -> Make:
     """Make a model of an `equinox.Module` for one example, mapped over the rows of a batch.
 
-    Its inexact arrays are the parameters; everything else is constant.
+    The module's inexact arrays are the parameters; everything else in it is constant.
 
     Args:
       build: function from a key to the module.
     """
-    import equinox  # an extra
+    import equinox  # Imported here, because equinox is an optional dependency.
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = build(rngs.params())
@@ -166,7 +166,7 @@ def from_equinox(build: Callable[[jax.Array], Any]) -> Make:
 
 @contextmanager
 def _averaging(axes: tuple[str, ...]) -> Iterator[None]:
-    """Let linen's batch norms average over these axes, unless they have axes of their own."""
+    """Let linen's batch norms average statistics over these axes, unless they have their own."""
     if not axes:
         yield
         return

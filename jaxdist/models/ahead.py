@@ -2,7 +2,7 @@
 
 `jax.lax.scan` could do this in the forward pass, but its gradient would keep every fetched layer
 for the backward pass. Here both passes are written out: only the layers' inputs are kept, as with
-full remat, and the backward pass fetches again, the previous layer while a layer computes.
+full remat, and the backward pass fetches each layer again, while the layer after it computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxdist.types import Grads, Params, PyTree, TreeT
 BlockFn = Callable[..., jax.Array]
 """Function from (a layer's parameters, x, *operands) to a new x."""
 Fetch = Callable[[PyTree], Params]
-"""Function from a layer's slice of the scanned tree to its parameters, by a gather; linear."""
+"""Linear function, a gather, from a layer's slice of the scanned tree to its parameters."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -29,8 +29,8 @@ def scan_ahead(
 ) -> jax.Array:
     """Apply `block(fetch(layer), x, *operands)` for each layer in turn.
 
-    Each layer is fetched twice (forward and backward). Two fetched layers, and each layer's input
-    for the backward pass, are held.
+    Each layer is fetched twice (forward and backward). Two fetched layers are in memory at a time,
+    besides each layer's input for the backward pass.
 
     Args:
       layers: a pytree of arrays with a leading dim that counts layers.
@@ -78,8 +78,8 @@ def _backward(
 
     found = (_zeros(layers), _zeros(operands), cotangent)
     params = fetch(_layer(layers, count - 1))
-    # The last layer is outside of the loop: the forward pass did not stack its input. So is the
-    # first, since no layer is left to fetch while it computes.
+    # The last layer is outside of the loop: the forward pass did not stack its input. The first
+    # layer is outside of it too, since no layer is left to fetch while the first computes.
     if count > 1:
         before = fetch(_layer(layers, count - 2))
         found = pulled(count - 1, params, last, found)

@@ -45,18 +45,18 @@ class BertConfig(PartConfig):
     positions: Count = 512
     """Number of learned positions: the longest sequence."""
     token_types: Count = 2
-    """Number of kinds of tokens (first and second sentence); data without kinds have the first."""
+    """Number of kinds of tokens (first and second sentence); data without kinds use the first."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
-    """Number that norms add to a variance."""
+    """Epsilon that norms add to a variance."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of values that training drops, of embeddings and of what blocks add; the paper has
+    """Fraction of the embeddings and of the residual branches that training drops; the paper has
     0.1."""
     vocab_multiple: Count = 64
-    """The embedding table is padded to a multiple of this, as that of gpt."""
+    """The embedding table is padded to a multiple of this number, as in gpt."""
     isolate_documents: bool = False
     """Block attention across the documents packed in one window, and to padding."""
     attention: KernelName = "auto"
-    """Kernel, as for gpt."""
+    """Attention kernel, as for gpt."""
     compute_dtype: ComputeDtype = "float32"
     """Dtype of activations and matmuls; parameters are float32."""
     remat: RematConfig = "none"
@@ -121,7 +121,7 @@ class BertConfig(PartConfig):
         length: int | None = None,
         family: str = "",
     ) -> Bert:
-        """Build the module for a vocabulary of `vocab_size` tokens; arguments as for gpt's.
+        """Build the module for a vocabulary of `vocab_size` tokens, as `GptConfig.build` does.
 
         Raises:
           ConfigError: an attention kernel that does not support these devices or sequences;
@@ -168,11 +168,11 @@ def _dropped(x: jax.Array, dropout: nnx.Dropout | None) -> jax.Array:
 
 
 class Bert(Stacked):
-    """A model from tokens int32 `[B, L]` to logits `[B, L, vocab_size]` of what each token was.
+    """A model from masked tokens int32 `[B, L]` to logits `[B, L, vocab_size]` of the originals.
 
     An optional second input, segments int32 `[B, L]`, is the document of each position, and a
-    third, kinds int32 `[B, L]`, the kind of each token. `hidden` gives the states `[B, L, D]`, and
-    `head` the logits of any of them.
+    third, kinds int32 `[B, L]`, the kind of each token. `hidden` gives the states `[B, L, D]`;
+    `head` gives the logits of all states or of a selection.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Bert(Stacked):
         del segments_BL
         with jax.named_scope("embed"):
             kinds = self.kinds[...]
-            # Data without kinds add a row instead of a gather of the same row at each position.
+            # For data without kinds, adding row 0 is cheaper than a gather of it at each position.
             kind_BLD = kinds[:1][None] if kinds_BL is None else kinds[kinds_BL]
             own_LD = self.positions[...][: tokens_BL.shape[1]]
             x_BLD = self.embedding[...][tokens_BL] + own_LD[None] + kind_BLD

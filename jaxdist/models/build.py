@@ -76,7 +76,7 @@ def make_model(
       vocab_size: size of the data's vocabulary, if it has tokens.
       classes: number of the data's classes, if it has labels.
       hint: the layout of activations on the mesh.
-      device: one of the devices that it will run on; None is unknown.
+      device: one of the devices that the model will run on; None is unknown.
 
     Raises:
       ConfigError: the model does not fit the data or the devices.

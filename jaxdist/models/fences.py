@@ -1,9 +1,9 @@
 """Fences: identities that XLA does not fuse across.
 
 XLA:TPU fuses element-wise work and reductions into the kernel of a neighbouring matrix product. In
-a decoder's block that costs more than it saves: by libtpu's own estimates a product fused with a
-norm or a gate takes up to 1.4 times as long, more than the two separately (`jaxdist bench tpu`). A
-fence is an identity whose two sides are computed by different kernels.
+a decoder's block such a fusion costs more than it saves: by libtpu's own estimates a product fused
+with a norm or a gate takes up to 1.4 times as long, more than two separate kernels (`jaxdist bench
+tpu`). A fence is an identity whose two sides are computed by different kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def fence(x: jax.Array, passes: Pass) -> jax.Array:
     """Return x unchanged, but computed by a different kernel than its uses.
 
     Args:
-      passes: only the backward pass, for the gradient of x, or both; "none" has no fence.
+      passes: the passes that have a fence: "backward" (for the gradient of x), "both" or "none".
     """
     return x if passes == "none" else _fence(x, passes)
 

@@ -91,7 +91,7 @@ class Functional:
         return self.divided(self.params)[0]
 
     def divided(self, params: NestedDict) -> tuple[NestedDict, NestedDict]:
-        """Divide a tree like the parameters into those that are trained and those that are not."""
+        """Divide a tree with the names of the parameters into the trained part and the rest."""
         return divide(params, self.frozen)
 
     def init(self, key: jax.Array) -> tuple[NestedDict, NestedDict]:
@@ -101,6 +101,7 @@ class Functional:
         _, params, _, buffers = nnx.split(module, nnx.Param, nnx.RngState, ...)
         own = _values(params, self._param_paths)
         if self.adapters:
+            # Adapters draw from another key than the module, which draws from `key` itself.
             drawn = lora.init(self.adapters, jax.random.fold_in(key, len(self._param_paths)))
             own |= nest([tuple(name.split("/")) for name in drawn], [*drawn.values()])
         return own, _values(buffers, self._buffer_paths)
@@ -113,10 +114,10 @@ class Functional:
         *,
         statistics_over: tuple[str, ...] = (),
     ) -> nnx.Module:
-        """Build the module with these values; random layers draw from `key` (a zero key when None).
+        """Build the module with these values; random layers draw from `key` (None is key 0).
 
-        A `Deferred` parameter is gathered here, unless `scan_blocks` reads it: that gathers it
-        layer by layer.
+        A `Deferred` parameter is gathered here, unless `scan_blocks` reads it: `scan_blocks`
+        gathers it layer by layer.
 
         Args:
           statistics_over: manual mesh axes over which batch norms average their statistics, unless
@@ -206,6 +207,7 @@ class Functional:
 
         named = flatten_with_names(self.params)
         jaxpr = jax.make_jaxpr(run)(self.params, self.buffers, given).jaxpr
+        # The parameters come first among the arguments of `run`.
         cut = {named[i][0]: named[i][1].shape[0] for i in sliced(jaxpr) if i < len(named)}
         modules: dict[str, set[int | None]] = {}
         for name, _ in named:
@@ -216,7 +218,7 @@ class Functional:
         return replace(self, stacked=self.stacked | found)
 
     def with_dims(self, dims: Mapping[str, Dims]) -> Functional:
-        """Replace the dims; a parameter whose first dim is "layers" is a stack."""
+        """Replace the dims; parameters whose first dim is "layers" are added to `stacked`."""
         return replace(self, dims=dims, stacked=self.stacked | _counting_layers(dims))
 
     def buffers_of(self, module: nnx.Module) -> NestedDict:
@@ -228,11 +230,12 @@ class Functional:
 def _average(module: nnx.Module, axes: tuple[str, ...]) -> None:
     """Let the known kinds of batch norm average their statistics over mesh axes.
 
-    Other kinds are detected by what they compute, and refused (`jaxdist.parallel.rows`).
+    Other kinds of batch norm are detected by their computation, and refused
+    (`jaxdist.parallel.rows`).
     """
     for _, node in nnx.iter_modules(module):
         if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
-            # Annotated as a string, but jax accepts a tuple of axes too.
+            # The attribute is annotated as a string, but jax accepts a tuple of axes too.
             node.axis_name = axes  # pyright: ignore[reportAttributeAccessIssue]
         elif hasattr(node, "statistics_over"):
             # A module of another library, whose adapter passes the axes on.

@@ -1,6 +1,6 @@
 """A modern decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention, scan over layers.
 
-Options make it the decoders of published families too: `jaxdist.interchange.families`.
+With its options it is also the decoder of published families (`jaxdist.interchange.families`).
 
 Dims: B batch, L sequence, D embed, H heads, K kv_heads, d head_dim, F mlp, V vocab.
 """
@@ -40,7 +40,7 @@ Biases = Literal["none", "qkv", "attention", "all"]
 Norm = Literal["rms", "rms_offset", "layer"]
 Mlp = Literal["swiglu", "geglu", "gelu", "gelu_erf"]
 GATED = ("swiglu", "geglu")
-"""MLPs whose hidden values are a product of two."""
+"""MLPs whose hidden values are the product of a gate and an up projection."""
 ACTIVATIONS: Mapping[Mlp, Callable[[jax.Array], jax.Array]] = {
     "swiglu": jax.nn.silu,
     "geglu": jax.nn.gelu,
@@ -65,22 +65,22 @@ class GptConfig(PartConfig):
     kv_heads: Count | None = None
     """Key and value heads, shared by groups of query heads; null gives each query head its own."""
     mlp: Count | None = None
-    """Hidden width of the SwiGLU; null is 8/3 of embed, rounded up to a multiple of 64."""
+    """Hidden width of the MLP; null is 8/3 of embed, rounded up to a multiple of 64."""
     vocab_multiple: Count = 64
-    """The embedding table is padded to a multiple of this, so that it divides over a mesh. Padding
-    is zero, gets no probability and is not trained: losses do not depend on it."""
+    """The embedding table is padded to a multiple of this number, so that it divides over a mesh.
+    Padding is zero, gets no probability and is not trained: losses do not depend on it."""
     tied_head: bool = True
     """Use the embedding table as the output head."""
     rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
     """Base wavelength of the rotary positions."""
     rope_scaling: RopeScaling | None = None
-    """Stretching of the rotary positions for longer sequences, by type; null is none."""
+    """Change of the rotary frequencies for longer sequences, selected by `type`; null is none."""
     positions: Count | None = None
     """Number of learned positions, in place of rotary positions; null is rotary."""
     norm: Norm = "rms"
-    """Norm: rms, rms_offset (whose scales are stored less 1), or layer (with biases)."""
+    """Norm: rms, rms_offset (which stores its scales minus 1), or layer (with biases)."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    """Number that norms add to a variance."""
+    """Epsilon that norms add to a variance."""
     mlp_type: Mlp = "swiglu"
     """MLP: swiglu, geglu (gated by the tanh form of gelu), gelu (that form without a gate), or
     gelu_erf (the exact form without a gate)."""
@@ -102,12 +102,12 @@ class GptConfig(PartConfig):
     compute_dtype: ComputeDtype = "float32"
     """Dtype of activations and matmuls; parameters are float32."""
     remat: RematConfig | Annotated[tuple[RematConfig, ...], Field(min_length=1)] = "none"
-    """Activations that the backward pass recomputes: none, cheap elementwise operations (rotations,
-    products, masks), all but matmul results, or whole blocks; or all but the activations of a
-    preset; or by a mapping from activations, `{query: save, attention: offload}` (offload is to the
-    host's memory; unnamed activations are recomputed); or by a list with an entry for each block,
-    repeated over the layers (from its start in each chunk of a pipeline): `[full, none]` recomputes
-    every other block."""
+    """Activations that the backward pass recomputes: `none`; `elementwise`, the cheap operations
+    (rotations, products, masks); `dots`, all but matmul results; `full`, whole blocks; a preset,
+    all but its activations; a mapping such as `{query: save, attention: offload}` (offload is to
+    the host's memory; activations without an entry are recomputed); or a list with an entry for
+    each block, repeated over the layers (from its start in each chunk of a pipeline): `[full,
+    none]` recomputes every other block."""
     scan_unroll: Count = 1
     """Blocks per iteration of the loop over layers: more compile time, less loop overhead."""
 
@@ -147,14 +147,14 @@ class GptConfig(PartConfig):
 
     @property
     def mlp_width(self) -> int:
-        """The hidden width of the SwiGLU."""
+        """The hidden width of the MLP."""
         return self.mlp or -(-8 * self.embed // 3 // 64) * 64
 
     def masked_flops(self, batch: int, length: int) -> float:
         """Count the FLOPs of a training step that causal attention masks, or skips.
 
-        They are half of its products: 2 in the forward pass and 4 in the backward, of 2 B L^2 H d
-        each.
+        They are half of attention's products, which are 2 in the forward pass and 4 in the
+        backward, each with 2 B L^2 H d FLOPs.
         """
         return 0.5 * 6 * 2 * batch * length**2 * self.heads * self.head_dim * self.layers
 
@@ -267,7 +267,7 @@ class Attention(nnx.Module):
         self.on_tpu = attend.ask.platform == "tpu"
 
     def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
-        """Attend within x `[B, L, D]`; segments give each position's document, None means one."""
+        """Attend within x `[B, L, D]`; segments number the documents, and None is one document."""
         q_BLHd, k_BLKd, v_BLKd = (
             self.hint(self._project(x_BLD, name), "batch", "seq", heads, "head_dim")
             for name, heads in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads"))
@@ -304,7 +304,7 @@ class Attention(nnx.Module):
 class SwiGLU(nnx.Module):
     """down(silu(gate x) * up x) (Shazeer 2020, arXiv 2002.05202), or its variants.
 
-    They are `mlp_type` geglu, with gelu for silu, and gelu: down(gelu(up x)).
+    The variants are `mlp_type` geglu, with gelu for silu, and gelu or gelu_erf: down(gelu(up x)).
     """
 
     def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, *, fences: Pass = "none"):
@@ -327,7 +327,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Map x `[B, L, D]`, laid out as the residual stream, to the same shape and layout."""
-        # The products into the hidden width: up, after a gate where there is one.
+        # The kernels into the hidden width, in the order of `_activated`: gate, if any, then up.
         names = ("gate", "up") if self.kind in GATED else ("up",)
         into = [getattr(self, name)[...] for name in names]
         down_FD, ring = self.down[...], self.hint.ring
@@ -366,7 +366,7 @@ class SwiGLU(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block."""
+    """A pre-norm residual block."""
 
     def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, attend: Attend):
         self.attention_norm = _norm(config, rngs, config.embed)
@@ -385,8 +385,8 @@ class Block(nnx.Module):
             h_BLD = fence(self.attention_norm(x_BLD), self.after_norms)
             h_BLD = self.hint(h_BLD, *WITHIN, was=RESIDUAL)
             y_BLD = self.attention(h_BLD, segments_BL)
-            # Named after the hint: it is then saved in its final layout, and not reduced a second
-            # time.
+            # The name comes after the hint, so that remat saves the value in its final layout, and
+            # does not reduce it a second time.
             x_BLD = x_BLD + named(self.hint(y_BLD, *RESIDUAL, was=WITHIN), "attention_out")
         with jax.named_scope("mlp"):
             x_BLD = x_BLD + self.mlp(fence(self.mlp_norm(x_BLD), self.after_norms))

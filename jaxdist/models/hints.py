@@ -21,17 +21,17 @@ class SequenceRing(Protocol):
         ...
 
     def gathered(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Gather the pieces of all devices; x `[B, l, ...]` is this device's."""
+        """Gather the pieces of all devices; x `[B, l, ...]` is this device's piece."""
         ...
 
     def products(
         self, pieces: tuple[jax.Array, ...], *kernels: jax.Array, leaving: bool = False
     ) -> tuple[tuple[jax.Array, ...], ...]:
-        """Multiply all pieces by each kernel; with `leaving`, the products are to be `reduced`."""
+        """Multiply all pieces by each kernel; `leaving` states that `reduced` sums the products."""
         ...
 
     def reduced(self, pieces: tuple[jax.Array, ...]) -> jax.Array:
-        """Sum the pieces over all devices, and return this device's."""
+        """Sum the pieces over all devices, and return this device's piece of the sum."""
         ...
 
 
@@ -73,7 +73,7 @@ class Hint(Protocol):
 
 @dataclass(frozen=True)
 class NoHint:
-    """The hint on a single device: x unchanged."""
+    """The hint on a single device, which leaves x unchanged."""
 
     def __call__(
         self, x: jax.Array, *dims: str | None, was: tuple[str | None, ...] | None = None
@@ -87,7 +87,7 @@ class NoHint:
 
     @property
     def ring(self) -> None:
-        """No ring."""
+        """None: a single device has no ring."""
 
     def on_blocks(
         self,
@@ -95,7 +95,7 @@ class NoHint:
         *dims: tuple[str | None, ...],
         axes: Sequence[str] | None = None,
     ) -> Callable[..., jax.Array]:
-        """Return the function: the only block is the array."""
+        """Return the function itself, because the only block is the whole array."""
         return function
 
 
@@ -104,7 +104,7 @@ no_hint = NoHint()
 RESIDUAL = ("batch", "residual_seq", "embed")
 """Dims of the residual stream, between blocks; its sequence may be split over a mesh axis.
 
-Sequence parallelism splits the sequence there, since all operations are on single positions.
+Sequence parallelism splits the sequence between blocks, where operations are on single positions.
 """
 WITHIN = ("batch", "seq", "embed")
 """Dims of activations inside a block, whose attention needs the whole sequence."""

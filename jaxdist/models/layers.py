@@ -26,7 +26,7 @@ Initializer = Callable[..., jax.Array]
 
 
 MERGED = "merged"
-"""The name of parameters that are computed from others, for `jax.checkpoint`."""
+"""The name by which a `jax.checkpoint` policy knows parameters that are computed from others."""
 _LECUN = nnx.initializers.lecun_normal()
 
 
@@ -44,7 +44,7 @@ class Deferred(ABC):
 
     @abstractmethod
     def carried(self) -> jax.Array:
-        """Return the array that holds the parameter's gradient, if this is a gradient."""
+        """Return the array of the gradient; only a `Deferred` in a tree of gradients has it."""
 
     @property
     def ahead(self) -> bool:
@@ -58,7 +58,7 @@ class Deferred(ABC):
 
 
 def whole(tree: PyTree) -> Params:
-    """Replace each `Deferred` by its parameter; those of a class are gathered together."""
+    """Replace each `Deferred` by its parameter, with a single gather for each class."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_deferred)
     for kind in dict.fromkeys(type(leaf) for leaf in leaves if _is_deferred(leaf)):
         mine = [i for i, leaf in enumerate(leaves) if type(leaf) is kind]
@@ -117,6 +117,7 @@ class RMSNorm(nnx.Module):
         """Normalize x `[..., D]`, keeping its shape and dtype."""
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.epsilon)
+        # Parameters get the rank of x, since users may set jax_numpy_rank_promotion to "raise".
         scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
         if self.offset:
             scale = scale + self.offset
@@ -174,7 +175,8 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
     """Stack `count` modules: a module whose arrays have a leading dim "layers", for `scan_blocks`.
 
     Args:
-      make: builds a module of any kind; the config's sharding.params names dims it leaves unnamed.
+      make: function that builds a module of any kind; the config's sharding.params can name the
+        dims that the module leaves unnamed.
     """
     keys = jax.random.split(rngs.params(), count)
     stacked = jax.vmap(lambda key: nnx.split(make(nnx.Rngs(key)))[1])(keys)
@@ -200,7 +202,7 @@ def scan_blocks(
       remat: what the backward pass recomputes, and what it keeps: see `jaxdist.models.remat`. A
         list has an entry for each block and is repeated over the layers; its blocks make up a loop
         iteration, which holds the activations of all of them.
-      unroll: blocks per loop iteration, rounded down to whole lists of `remat`, at most all.
+      unroll: blocks per loop iteration, at most all blocks; rounded down to whole lists of `remat`.
 
     Raises:
       ConfigError: parameters are fetched ahead and `remat` is not "full"; `remat` keeps a name that
@@ -216,14 +218,15 @@ def scan_blocks(
         return _run(graph, whole(layer), x, operands)
 
     if any(leaf.merges for leaf in _deferred(state)):
-        # Else the backward pass would have kept the parameters that all layers are computed with.
+        # Without this policy, the backward pass would keep the merged kernels of all layers.
         keep = jax.checkpoint_policies.save_anything_except_these_names(MERGED)
         block = jax.checkpoint(block, policy=keep, prevent_cse=unroll > 1)
     check_names(remat, lambda x, state: block(x, _first(state)), x, state)
     policy, *more = listed(remat)
     if more:
         return _scan_lists(block, (policy, *more), state, x, unroll)
-    # A loop separates forward from backward; where it is unrolled, CSE would undo remat.
+    # A loop separates the forward from the backward pass; in an unrolled loop, common
+    # subexpression elimination (CSE) would undo remat.
     run = recomputed(block, policy, prevent_cse=unroll > 1)
     return jax.lax.scan(lambda x, layer: (run(x, layer), None), x, state, unroll=unroll)[0]
 
@@ -239,6 +242,7 @@ def _run(
     block: Any = nnx.merge(graph, layer)
     given = _kept(block)
     y = block(x, *operands)
+    # Compared by identity: the values are tracers, and a block that sets a state replaces them.
     changed = [
         name
         for name, leaves in _kept(block).items()
@@ -315,7 +319,7 @@ class Stacked(nnx.Module):
     """A model of `embed`, a stack of `blocks`, and `head`: the parts that a pipeline separates.
 
     Your subclass has `embed(*inputs)`, `head(x)` and the attribute `blocks`, made by `stack` or
-    `nnx.vmap`; each block maps `(x, *operands)` to a new x. `remat` and `unroll` are those of
+    `nnx.vmap`; each block maps `(x, *operands)` to a new x. `remat` and `unroll` are passed to
     `scan_blocks`.
 
     >>> class Model(Stacked):

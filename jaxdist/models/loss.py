@@ -76,7 +76,7 @@ def as_sums(result: PyTree, batch: Batch) -> Sums:
 
 
 Needs = Mapping[str, tuple[str, ...] | None]
-"""Dims of each field of an example that a loss reads, by name; None: any number of dims."""
+"""Dims of each field of an example that a loss reads, by name; None is any number of dims."""
 
 
 class NextTokenConfig(Config):
@@ -119,7 +119,8 @@ class ClassificationConfig(Config):
     type: Literal["classification"]
     """Selects this loss."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of the target spread over all classes, in training and evaluation."""
+    """Fraction of each target's probability that is spread over all classes, in training and
+    evaluation."""
 
     def build(self) -> Loss:
         """Build the loss of a module called as `module(image)`, image in 0..1."""
@@ -192,8 +193,8 @@ def next_token(module: Model, batch: Batch) -> Sums:
     """Compute the mean cross-entropy over the tokens of rows with weight.
 
     Args:
-      module: maps tokens `[B, L]` and segments `[B, L]` to logits `[B, L, V]`. If it has
-        `padded_head`, that function of its `hidden` is used instead.
+      module: maps tokens `[B, L]` and segments `[B, L]` to logits `[B, L, V]`. If the module has
+        `padded_head`, the logits are `padded_head(hidden(tokens, segments))` instead.
       batch: tokens int32 `[B, L + 1]`, segments int32 `[B, L]`, weight float32 `[B]`; if it has
         answer float32 `[B, L]`, that is a weight of each target too.
     """
@@ -212,11 +213,11 @@ def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
     """Compute `next_token` with the logits of a single piece of the sequence at a time.
 
     Args:
-      module: has `hidden(tokens, segments)` -> `[B, L, D]`, and `head` from that to logits: a
-        `Stacked`.
+      module: a `Stacked`, or a module that has `hidden(tokens, segments)` -> `[B, L, D]`, and
+        `head` from hidden states to logits.
 
     Raises:
-      ConfigError: the module has no `hidden`, or the sequence does not divide.
+      ConfigError: the module has no `hidden`, or the sequence does not divide into `chunks`.
     """
     inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     if not hasattr(module, "hidden"):
@@ -248,10 +249,10 @@ def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
 def masked_tokens(module: Model, batch: Batch) -> Sums:
     """Compute the mean cross-entropy and accuracy of masked tokens, in rows with weight.
 
-    The head runs on the predicted positions alone, a seventh of the sequence.
+    The head runs on the predicted positions alone, by default a seventh of the sequence.
 
     Args:
-      module: has `hidden(tokens, segments)` -> `[B, L, D]`, and `head` from that to logits.
+      module: has `hidden(tokens, segments)` -> `[B, L, D]`, and `head` from states to logits.
       batch: tokens int32 `[B, L]`, segments int32 `[B, L]`, positions int32 `[B, P]` of the masked
         tokens, targets int32 `[B, P]`, and weight float32 `[B]`.
     """
@@ -282,6 +283,7 @@ def _weights(batch: Batch) -> jax.Array:
 
 
 def _nats(logits_BLV: jax.Array, targets_BL: jax.Array, weight_BL: jax.Array) -> Mean:
+    # In bfloat16, the sum of exponentials over a vocabulary would keep two to three digits.
     logits_BLV = logits_BLV.astype(jnp.float32)
     nats_BL = optax.softmax_cross_entropy_with_integer_labels(logits_BLV, targets_BL)
     return Mean((nats_BL * weight_BL).sum(), weight_BL.sum())
@@ -295,14 +297,14 @@ def classification(
     Args:
       module: maps images `[B, height, width, channels]` to logits `[B, classes]`.
       batch: image uint8 or float, label int32 `[B]`, weight float32 `[B]`; after mixup also
-        mixed_label int32 `[B]` and mixed_share float32 `[B]`, of the image that was mixed in.
+        mixed_label int32 `[B]` and mixed_share float32 `[B]` of the image that was mixed in.
     """
     image, label, weight = batch["image"], batch["label"], batch["weight"]
     if image.dtype == jnp.uint8:
         image = image.astype(jnp.float32) / 255
     logits = module(image).astype(jnp.float32)
     target = jax.nn.one_hot(label, logits.shape[-1])
-    if "mixed_label" in batch:  # the image has a share of another one, as its label must
+    if "mixed_label" in batch:  # Labels are mixed in the shares in which images were mixed.
         share = batch["mixed_share"][:, None]
         other = jax.nn.one_hot(batch["mixed_label"], logits.shape[-1])
         target = (1 - share) * target + share * other

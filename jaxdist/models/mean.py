@@ -23,7 +23,7 @@ class Mean(NamedTuple):
 
 
 class OpaqueMean(Mean):
-    """The mean that a loss returned as a scalar, times the rows of its batch.
+    """A mean that a loss returned as a scalar; its weight is that of all rows of the batch.
 
     Only the loss knows its divisor, so the mean must never be added to the mean of other rows.
     """
@@ -41,7 +41,7 @@ AS_MEAN = """return each sum with its weight, which add up over any parts:
     weight = batch["weight"]  # times 0 for what must not count; batch["weight"][:, None] by token
     total = (losses * weight).sum()
     return {"loss": Mean(total, weight.sum())}  # from jaxdist import Mean"""
-"""The lines that replace a scalar; `losses` has a value for each row or token."""
+"""Lines of code that replace a scalar in a user's loss; `losses` has a value per row or token."""
 
 
 def scalars_in(sums: Sums) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """The activations of a block that the backward pass keeps or recomputes: `model.remat`.
 
 A word selects them by kind of operation; a preset or a mapping selects them by the names that a
-block gives to some activations (`named`). All others are recomputed from the block's input, which
-is always kept.
+block gives to some activations (`named`). All other activations are recomputed from the block's
+input, which is always kept.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ActivationName = Literal[
 ]
 """Activations of a transformer's block, in the order in which they are computed.
 
-block_input: the input of the block. It is kept on the device unless it is offloaded.
+block_input: the input of the block, which is kept on the device unless it is offloaded.
 query, key, value: the inputs of attention, so query and key after their rotation (as in MaxText and
 AXLearn); key and value have `kv_heads` heads.
 attention: the result of attention, before the output projection.
@@ -53,7 +53,8 @@ PRESETS: Mapping[str, tuple[ActivationName, ...]] = {
     "save_qkv": ("query", "key", "value"),
     "save_attention": ("attention",),
 }
-"""MaxText's `minimal`, `save_dot_except_mlp` and `save_qkv_proj`, and the result of attention only.
+"""The presets of MaxText `minimal`, `save_dot_except_mlp` and `save_qkv_proj`, and a fourth preset
+that keeps the result of attention alone.
 
 `minimal` keeps the result of every matmul of parameters, but nothing inside attention.
 """
@@ -62,7 +63,7 @@ PRESETS: Mapping[str, tuple[ActivationName, ...]] = {
 class NamedKeeps(dict[str, Keep]):
     """An immutable mapping of names: models hold it, and models are hashed."""
 
-    # A dict sets it to None, which makes it unhashable.
+    # `dict` sets `__hash__` to None, which makes a mapping unhashable.
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(tuple(sorted(self.items())))
 
@@ -86,8 +87,8 @@ RematConfig = ByKind | Preset | Keeps
 named: Callable[[jax.Array, ActivationName], jax.Array] = checkpoint_name
 """Function that names an activation for a policy, and changes nothing else."""
 
-# These are cheap to recompute: XLA fuses them into the loop that reads their operands. Random bits
-# are redrawn rather than kept; naming is not an operation.
+# These operations are cheap to recompute: XLA fuses them into the loop that reads their operands.
+# Random bits are drawn again rather than kept, and `name` computes nothing.
 _ELEMENTWISE = {
     "abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate",
     "convert_element_type", "copy", "div", "eq", "floor", "ge", "gt", "integer_pow", "iota",
@@ -123,7 +124,7 @@ def _policy(remat: Remat) -> Callable[..., Any]:
         assert isinstance(remat, str)
         return _POLICIES[remat]
     saved, offloaded = ([n for n, k in keeps.items() if k == kind] for kind in ("save", "offload"))
-    # The input is always kept; a name for it would keep a second copy.
+    # The block's input is always kept; a policy that saves its name would keep a second copy.
     saved = [name for name in saved if name != "block_input"]
     if not offloaded:
         return jax.checkpoint_policies.save_only_these_names(*saved)
@@ -136,7 +137,7 @@ def _policy(remat: Remat) -> Callable[..., Any]:
 
 
 def keeps_of(remat: Remat) -> Mapping[str, Keep] | None:
-    """Return what happens to each name; None where the policy goes by kind of operation.
+    """Return the memory that keeps each name; None where the policy goes by kind of operation.
 
     >>> keeps_of("save_attention"), keeps_of("dots")
     ({'attention': 'save'}, None)
@@ -192,7 +193,7 @@ def check_memory(remat: Remat | Sequence[Remat], memories: Collection[str]) -> N
 def check_names(
     remat: Remat | Sequence[Remat], block: Callable[..., jax.Array], *args: PyTree
 ) -> None:
-    """Refuse names that a block does not define; it is traced if the policy has any.
+    """Refuse names that a block does not define; the block is traced only if `remat` has names.
 
     Raises:
       ConfigError: a name that no activation of the block has.

@@ -20,7 +20,7 @@ MOST_ANGLES = 2**18
 
 
 class LinearScaling(Config):
-    """Positions divided by a factor."""
+    """A scaling that divides positions by a factor."""
 
     type: Literal["linear"]
     """Selects this scaling."""
@@ -34,16 +34,16 @@ class LinearScaling(Config):
 
 
 class Llama3Scaling(Config):
-    """Long waves divided by a factor, short waves kept, and a smooth passage between them."""
+    """A scaling that slows long waves by a factor, keeps short waves, and interpolates between."""
 
     type: Literal["llama3"]
     """Selects this scaling."""
     factor: PositiveFloat
     """Number by which the frequencies of long waves are divided."""
     low_freq_factor: PositiveFloat
-    """Waves longer than original_length / low_freq_factor are divided."""
+    """Waves longer than original_length / low_freq_factor have their frequency divided."""
     high_freq_factor: PositiveFloat
-    """Waves shorter than original_length / high_freq_factor are kept."""
+    """Waves shorter than original_length / high_freq_factor keep their frequency."""
     original_length: Count
     """Length of the sequences that the model was first trained on."""
 
@@ -65,18 +65,18 @@ def rotate(
     scaling: LinearScaling | Llama3Scaling | None = None,
     by_product: bool = False,
 ) -> jax.Array:
-    """Rotate pairs of features, from the two halves of a head; positions are 0..L-1.
+    """Rotate pairs of features, one from each half of a head; positions are 0..L-1.
 
-    Attention depends only on differences of positions, so packed documents need no restart.
+    Attention depends only on differences of positions, so a packed document need not start at 0.
 
     Args:
       scaling: change of the frequencies for longer sequences.
-      by_product: swap the halves by a product with a permutation, exact in bfloat16. This is for
-        TPUs, where each half of a head fills half a tile, which is slow to cut and to join.
+      by_product: whether to swap the halves by a product with a permutation, which is exact in
+        bfloat16. On a TPU each half of a head fills half a tile, which is slow to cut and to join.
     """
     length, half = x_BLHd.shape[1], x_BLHd.shape[-1] // 2
-    # In an expression, XLA would recompute the angles for each row and head; constants are only
-    # read.
+    # XLA would recompute angles that are an expression for each row and head, but only reads
+    # constants.
     xp = np if length * half <= MOST_ANGLES else jnp
     frequency = theta ** (-xp.arange(half, dtype=jnp.float32) / half)
     if scaling is not None:

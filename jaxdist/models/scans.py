@@ -14,7 +14,7 @@ _SAME = ("convert_element_type", "copy", "optimization_barrier", "sharding_const
 def sliced(jaxpr: Jaxpr) -> set[int]:
     """Return the positions of the arguments that a scan cuts into slices along their first dim.
 
-    Calls, conditionals and loops are searched too.
+    The bodies of calls, conditionals and loops are searched too.
 
     >>> import jax
     >>> add = lambda x, w, b: jax.lax.scan(lambda x, w: (x + w + b, None), x, w)[0]

@@ -27,7 +27,7 @@ def padded_size(size: int, multiple: int) -> int:
 def filled_up(*drawn: int) -> Initializer:
     """Draw normal weights of shape `drawn`, and pad them with zeros to the requested shape.
 
-    The weights are then the same for any padding.
+    The drawn weights are the same for any padding.
     """
 
     def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -41,13 +41,13 @@ def filled_up(*drawn: int) -> Initializer:
 def hide_padding(logits_BLV: jax.Array, size: int) -> jax.Array:
     """Give probability 0 to the padding of a vocabulary of `size` tokens.
 
-    The softmax is that of the slice, but a mask moves nothing between devices.
+    A mask gives the softmax of a slice without the padding, but moves nothing between devices.
     """
     if logits_BLV.shape[-1] == size:
         return logits_BLV
-    # Added instead of selected: XLA would keep a select's loop-invariant mask, as large as the
-    # logits, in memory. The gradient is still 0, by the softmax. Finite, since a difference of
-    # infinities is NaN.
+    # The mask is added: XLA would keep a select's loop-invariant mask, as large as the logits, in
+    # memory. The padding's gradient is still 0, since its probability is 0. The bias is finite,
+    # since a difference of infinities is NaN.
     least = float(jnp.finfo(logits_BLV.dtype).min) / 2
     bias_V = jnp.where(jnp.arange(logits_BLV.shape[-1]) < size, 0.0, least)
     return logits_BLV + bias_V.astype(logits_BLV.dtype).reshape(1, 1, -1)

@@ -25,10 +25,10 @@ from jaxdist.models.attention.contract import KEPT, AttentionRequest
 from jaxdist.models.hints import Hint
 
 MOST = 256
-"""Positions of the largest block."""
+"""The most positions in a block."""
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 """Score of a key that a query does not see: finite, so that a row that sees no key yet is not NaN.
-Its weights of 1 are removed by the factor exp(HIDDEN - top) = 0 of the first key that it sees."""
+Such a row has weights of 1, which the factor exp(HIDDEN - top) = 0 of its first key removes."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Blockwise:
     """Attention in blocks, in plain jax.
 
     Attributes:
-      most: positions of the largest block.
+      most: the most positions in a block.
     """
 
     most: int = MOST
@@ -58,12 +58,12 @@ class Blockwise:
         causal: bool,
         hint: Hint,
     ) -> jax.Array:
-        """Attend, by the contract; keeps operands, result and a float per row for backward."""
+        """Attend, as `Kernel` specifies; keep operands, result and a float per row for backward."""
         del hint
         length = q_BLHd.shape[1]
         blocks = -(-length // self.most)
         size = -(-length // (8 * blocks)) * 8
-        # Padded at the end, where causality hides the padding from every query of the sequence;
+        # The padding is at the end, where causality hides it from every query of the sequence;
         # without causality, `Blocks` hides it.
         given = [_filled(x, blocks * size) for x in (q_BLHd, k_BLKd, v_BLKd)]
         if segments_BL is not None:
@@ -80,7 +80,7 @@ def _filled(x: jax.Array, length: int) -> jax.Array:
 
 
 Segments = jax.Array
-"""Document of each position by block, int32 `[N, B, S]`."""
+"""The document of each position, in blocks: int32 `[N, B, S]`."""
 Grads = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -91,8 +91,8 @@ class Blocks:
     Attributes:
       count: number of blocks.
       size: positions of a block.
-      window: as in the contract.
-      both_ways: number of positions that are not padding, if queries also see what is behind them;
+      window: as in `AttentionRequest`.
+      both_ways: number of positions that are not padding, if queries also see later positions;
         None is causal.
     """
 
@@ -102,7 +102,7 @@ class Blocks:
     both_ways: int | None = None
 
     def pairs(self) -> tuple[jax.Array, jax.Array]:
-        """Return the blocks of queries and of keys that see each other, int32 `[pairs]` each.
+        """Return the pairs of a block of queries and a block of keys that it sees, int32 `[pairs]`.
 
         >>> [pair.tolist() for pair in Blocks(3, 4, window=1).pairs()]
         [[0, 1, 1, 2, 2], [0, 0, 1, 1, 2]]
@@ -143,7 +143,7 @@ class Blocks:
         return seen
 
     def cut(self, x_BLHd: jax.Array, kv_heads: int) -> jax.Array:
-        """Cut into `[N, B, K, G S, d]`: queries that share keys are rows of one matrix."""
+        """Cut an array into `[N, B, K, G S, d]`; queries that share keys are rows of one matrix."""
         B, _, H, d = x_BLHd.shape
         x = x_BLHd.reshape(B, self.count, self.size, kv_heads, H // kv_heads, d)
         return x.transpose(1, 0, 3, 4, 2, 5).reshape(self.count, B, kv_heads, -1, d)
@@ -220,7 +220,7 @@ def _forward(
         total=jnp.zeros(q.shape[:-1], jnp.float32),
     )
     rows, _ = lax.scan(body, start, blocks.pairs())
-    # The total is never 0: a query sees its own position, and padding sees any real one or, in a
+    # The total is never 0: a query sees its own position, and padding sees real positions or, in a
     # window, only hidden keys, whose equal weights are never used.
     found = (rows.out / rows.total[..., None]).astype(q.dtype)
     out_BLHd = checkpoint_name(blocks.joined(found, q_BLHd.shape), KEPT)

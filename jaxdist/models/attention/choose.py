@@ -26,18 +26,18 @@ KERNELS: Mapping[str, Kernel] = {
 }
 
 SPLASH_FROM, BLOCKWISE_FROM = 1024, 2048
-"""Lengths from which auto takes the kernel: shorter sequences have scores that are small compared
-with a model's block, and programs without loops or custom kernels compile faster."""
+"""Sequence lengths from which auto takes splash and blockwise: the scores of shorter sequences are
+small compared with a model's block, and programs without loops or custom kernels compile faster."""
 
 
 def choose_kernel(name: KernelName, ask: AttentionRequest) -> str:
     """Choose a kernel: the named kernel, or for auto the best of those that fit.
 
-    Auto is cuDNN's kernel or splash where they run, blockwise for other long sequences, else plain.
+    Auto takes cudnn or splash where they run, blockwise for other long sequences, else plain.
     On unknown devices, plain replaces kernels that are written for one platform.
 
     Raises:
-      ConfigError: the named kernel cannot do what is asked.
+      ConfigError: the named kernel does not support the request.
     """
     if name == "auto":
         return _best(ask)
@@ -48,7 +48,7 @@ def choose_kernel(name: KernelName, ask: AttentionRequest) -> str:
 
 
 def kernel_refusal(name: KernelName, ask: AttentionRequest) -> str | None:
-    """Explain why the kernel cannot do what is asked, and which kernel can; None if it can."""
+    """Explain why a kernel does not support a request, and which kernels do; None if it does."""
     reason = None if name == "auto" else KERNELS[name].fits(ask)
     if reason is None:
         return None
@@ -91,7 +91,7 @@ class Attend:
         """Attend, as `Kernel` does.
 
         Raises:
-          ConfigError: the named kernel cannot do this.
+          ConfigError: the named kernel does not support the shapes of this call.
         """
         ask = replace(self.ask, length=q_BLHd.shape[1], segments=segments_BL is not None)
         kernel = KERNELS[choose_kernel(self.name, ask)]

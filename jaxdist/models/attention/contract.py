@@ -13,7 +13,7 @@ import jax
 from jaxdist.models.hints import Hint
 
 KEPT = "attention"
-"""Name (`jax.ad_checkpoint.checkpoint_name`) of the values that fused kernels keep for backward.
+"""Name (by `checkpoint_name`) of the values that kernels keep for the backward pass.
 
 A remat policy that saves this name does not run the kernel a second time.
 """
@@ -28,14 +28,14 @@ class AttentionRequest:
       dtype: dtype of the operands: float32 or bfloat16.
       heads: number of query heads, over all devices.
       kv_heads: number of key and value heads, each shared by heads / kv_heads query heads.
-      window: number of positions before itself that a query sees (and, if not causal, behind
+      window: number of positions before itself that a query sees (and, if not causal, after
         itself); None is all.
       segments: whether a query sees only its own document.
-      length: length of a sequence; None is not known yet.
+      length: length of a sequence; None is unknown.
       head_parts, kv_head_parts, seq_parts: number of devices over which each of these dims is
         split.
       family: short name of the devices, such as v5e; empty is unknown.
-      causal: whether a query sees no position behind itself.
+      causal: whether a query sees no position after itself.
     """
 
     platform: str | None
@@ -66,7 +66,10 @@ class Kernel(Protocol):
         ...
 
     def fits(self, ask: AttentionRequest) -> str | None:
-        """Explain why the kernel cannot do it, in a clause without subject; None if it can."""
+        """Explain why the kernel does not support a request, in a clause without subject, or None.
+
+        None means that the kernel supports it.
+        """
         ...
 
     def __call__(

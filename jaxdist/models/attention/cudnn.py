@@ -1,4 +1,4 @@
-"""NVIDIA's fused attention. Segments become an L x L mask for all heads, its only form."""
+"""NVIDIA's fused attention, which takes segments only as an L x L mask for all heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxdist.models.attention.plain import of_jax
 from jaxdist.models.hints import Hint
 
 MOST_FEATURES = 128
-"""Largest size of a head on every GPU that has the kernel."""
+"""The largest head size that the kernel supports on every GPU that has it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,6 @@ class Cudnn:
         causal: bool,
         hint: Hint,
     ) -> jax.Array:
-        """Attend, by the contract."""
+        """Attend, as `Kernel` specifies."""
         del hint
         return of_jax("cudnn", q_BLHd, k_BLKd, v_BLKd, segments_BL, window, causal=causal)

@@ -19,7 +19,7 @@ class Plain:
     platform: str | None = field(default=None, init=False)
 
     def fits(self, ask: AttentionRequest) -> str | None:
-        """Return None: it runs everywhere."""
+        """Return None, because XLA's attention runs everywhere."""
         del ask
         return None
 
@@ -34,7 +34,7 @@ class Plain:
         causal: bool,
         hint: Hint,
     ) -> jax.Array:
-        """Attend, by the contract."""
+        """Attend, as `Kernel` specifies."""
         del hint
         return of_jax("xla", q_BLHd, k_BLKd, v_BLKd, segments_BL, window, causal=causal)
 

@@ -1,7 +1,7 @@
-"""The TPU's fused attention, a Pallas kernel of jax: memory linear in the sequence.
+"""The TPU's fused attention, a Pallas kernel of jax with memory linear in the sequence.
 
-XLA cannot partition such a kernel: it runs on each device's rows and heads separately. It declares
-no cost, so a ledger of the compiled program counts none of its FLOPs.
+XLA cannot partition a Pallas kernel, so the kernel runs on each device's rows and heads separately.
+It declares no cost, so a ledger of the compiled program counts none of its FLOPs.
 
 Dims: B batch, L sequence, H heads, K kv_heads, d head_dim.
 """
@@ -28,7 +28,7 @@ class Splash:
 
     Attributes:
       family: family of the chips, for example "v5e", which sets the size of blocks.
-      interpret: run on any device, slowly, for tests.
+      interpret: whether to run on any device, slowly, for tests.
     """
 
     family: str = ""
@@ -62,7 +62,8 @@ class Splash:
         causal: bool,
         hint: Hint,
     ) -> jax.Array:
-        """Attend, by the contract."""
+        """Attend, as `Kernel` specifies."""
+        # The kernel itself does not scale the scores.
         q_BLHd = (q_BLHd * q_BLHd.shape[-1] ** -0.5).astype(q_BLHd.dtype)
         given: list[jax.Array] = [q_BLHd, k_BLKd, v_BLKd]
         dims: list[tuple[str, ...]] = [QUERIES, KEYS, KEYS]
@@ -87,7 +88,7 @@ class Splash:
     def _kernel(
         self, length: int, heads: int, window: int | None, *, causal: bool, narrow: bool
     ) -> Callable[..., Any]:
-        """Return the kernel: scaled q `[H, L, d]`, k and v `[K, L, d]`, segments to `[H, L, d]`."""
+        """Return the kernel: scaled q `[H, L, d]`, k, v `[K, L, d]` and segments to `[H, L, d]`."""
         # Imported here, because the import takes a third of a second and most runs do not need it.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 

@@ -51,8 +51,8 @@ class Conv(nnx.Module):
         self.kernel = param(rngs, init, (window, window, channels_in, channels_out), dims)
         zeros = nnx.initializers.zeros
         self.bias = param(rngs, zeros, (channels_out,), ("channels_out",)) if bias else None
-        # Explicit, because "SAME" puts the zeros of a stride of 2 at the end alone, where weights
-        # that were trained by other frameworks expect them on both sides.
+        # The padding is explicit, because "SAME" puts the zeros of a stride of 2 at the end alone,
+        # where weights that were trained by other frameworks expect them on both sides.
         self.padding = ((window // 2, window // 2),) * 2
         self.strides = (stride, stride)
 
@@ -78,7 +78,7 @@ def max_pool(x: jax.Array) -> jax.Array:
 
 
 class Cnn(nnx.Module):
-    """Convolutions with pooling, two dense layers; pooling ends once a side has one pixel."""
+    """Convolutions with pooling, and two dense layers; pooling ends once a side has one pixel."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Cnn(nnx.Module):
         return x
 
     def parts(self) -> list[Callable[[jax.Array], jax.Array]]:
-        """List the parts for stages: each convolution with its pooling, the dense layers."""
+        """List the parts that form pipeline stages: each convolution, then the dense layers."""
         convolved = (partial(self._convolved, convolution) for convolution in self.convolutions)
         return [*convolved, self._hidden, self.output]
 

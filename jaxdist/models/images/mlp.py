@@ -30,7 +30,7 @@ class MlpConfig(PartConfig):
 
 
 class Mlp(nnx.Module):
-    """Dense layers in pairs for tensor parallelism: outputs split, then inputs split."""
+    """Dense layers in pairs for tensor parallelism: the first splits outputs, the second inputs."""
 
     def __init__(
         self,

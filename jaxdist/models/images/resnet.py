@@ -21,7 +21,7 @@ from jaxdist.models.tuning.part import PartConfig
 
 _BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
 _EXPANSION = 4
-"""Output channels of a bottleneck block over those of its 3x3 convolution."""
+"""The ratio of a bottleneck block's output channels to those of its 3x3 convolution."""
 
 
 class ResnetConfig(PartConfig):
@@ -30,20 +30,20 @@ class ResnetConfig(PartConfig):
     type: Literal["resnet"]
     """Selects this model."""
     depth: Literal[18, 34, 50] | None = None
-    """Number of layers with weights of a network of the paper; 50 has bottlenecks. Null takes
-    blocks instead."""
+    """Number of layers with weights of a network of the paper (50 has bottlenecks); null where
+    `blocks` is given."""
     blocks: Annotated[list[Count], Field(min_length=1)] | None = None
     """Blocks of each stage, instead of depth: [3, 3, 3] with width 16 and the stem cifar is the
     paper's ResNet-20."""
     bottleneck: bool | None = None
     """Blocks of three convolutions (1x1, 3x3, 1x1) instead of two of 3x3; null follows depth."""
     width: Count = 64
-    """Channels of the first stage; each later stage has twice those before it."""
+    """Channels of the first stage; each later stage doubles them."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """First layers: a 7x7 convolution with stride 2 and a max pooling, which quarter the image, or
     a 3x3 convolution that keeps its size, for images of about 32 pixels."""
     norm: Literal["batch", "group"] = "batch"
-    """Batch norm, whose statistics are those of the whole batch (`parallel.batch_norm: local`: of a
+    """Batch norm, with statistics of the whole batch (or, with `parallel.batch_norm: local`, of a
     device's rows), or group norm, which has no state and also runs in pipelines."""
     groups: Annotated[int, Field(ge=1)] = 32
     """Groups of channels of the group norm; they must divide width."""
@@ -66,7 +66,7 @@ class ResnetConfig(PartConfig):
 
     @property
     def expansion(self) -> int:
-        """The output channels of a block over those of its 3x3 convolutions."""
+        """The ratio of a block's output channels to those of its 3x3 convolutions."""
         bottleneck = self.depth == 50 if self.bottleneck is None else self.bottleneck
         return _EXPANSION if bottleneck else 1
 
@@ -91,8 +91,8 @@ def _norm(config: ResnetConfig, channels: int, rngs: nnx.Rngs, *, scale: float =
             rngs=rngs,
         )
     else:
-        # The fast variance, E[x^2] - E[x]^2, loses the digits in which devices and a single device
-        # must agree where the mean is large against the deviation.
+        # Where the mean is large against the deviation, the fast variance, E[x^2] - E[x]^2, loses
+        # digits in which many devices and a single device must agree.
         norm = nnx.BatchNorm(
             channels,
             momentum=0.9,
@@ -121,7 +121,7 @@ class Block(nnx.Module):
         hint: Hint,
     ):
         channels_out = channels * config.expansion
-        # (output channels, window, stride) of each convolution
+        # Each convolution is (output channels, window, stride).
         plan = [(channels, 3, stride), (channels, 3, 1)]
         if config.expansion > 1:
             plan = [(channels, 1, 1), (channels, 3, stride), (channels_out, 1, 1)]
@@ -154,7 +154,7 @@ class Block(nnx.Module):
 
 
 class Resnet(nnx.Module):
-    """A stem, four stages of residual blocks, the mean over pixels, and a dense layer."""
+    """A stem, stages of residual blocks, the mean over pixels, and a dense layer."""
 
     def __init__(
         self, config: ResnetConfig, rngs: nnx.Rngs, *, channels: int, classes: int, hint: Hint
@@ -183,7 +183,7 @@ class Resnet(nnx.Module):
         return x
 
     def parts(self) -> list[Callable[[jax.Array], jax.Array]]:
-        """List the parts for stages: the stem, each block, the head."""
+        """List the parts that form pipeline stages: the stem, each block, the head."""
         return [self._first, *self.blocks, self._head]
 
     def _first(self, image: jax.Array) -> jax.Array:
@@ -197,6 +197,6 @@ class Resnet(nnx.Module):
 
 
 def _max_pool(x: jax.Array) -> jax.Array:
-    """Take the maximum of 3x3 pixels with stride 2; pixels outside of the image never are it."""
+    """Take the maximum of 3x3 pixels with stride 2; pixels outside of the image count as -inf."""
     sides = ((0, 0), (1, 1), (1, 1), (0, 0))
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), sides)

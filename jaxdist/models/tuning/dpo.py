@@ -18,7 +18,10 @@ from jaxdist.models.mean import Mean, Sums
 
 
 class DpoConfig(Config):
-    """The loss of a preferred answer against another: -log sigmoid(beta (margin - reference))."""
+    """The loss of a preferred answer against another: -log sigmoid(beta (margin - margin_ref)).
+
+    The margins are those of the answers' log-probabilities by the model and by the reference.
+    """
 
     needs: ClassVar[dict[str, tuple[str, ...] | None]] = {
         "tokens": ("pair", "length + 1"),
@@ -40,14 +43,14 @@ class Dpo:
     """The loss as a function of (module, batch, base).
 
     Attributes:
-      takes_base: whether it is given the module with the model's own frozen parameters.
+      takes_base: whether the loss is called with `base`, the model without its adapters.
     """
 
     beta: float
     takes_base: ClassVar[bool] = True
 
     def __call__(self, module: Any, batch: Any, base: Any = None) -> Sums:
-        """Compute the mean loss of pairs with weight, and how often the preferred answer leads.
+        """Compute the mean loss of pairs with weight, and how many prefer the right answer.
 
         Args:
           batch: tokens int32 `[B, 2, L + 1]`, segments int32 and answer float32 `[B, 2, L]`, weight
@@ -56,7 +59,7 @@ class Dpo:
           base: the reference model, where the batch has no `reference`.
 
         Raises:
-          ConfigError: there is neither.
+          ConfigError: the batch has no `reference`, and `base` is None.
         """
         own_BP = log_probabilities(module, batch)
         if "reference" in batch:

@@ -2,8 +2,8 @@
 
 A kernel W is frozen and computes as W + scale A B, where A `[*inputs, rank]` and B `[rank,
 *outputs]` are trained. The sum is made where the kernel is read, layer by layer in a stack, so that
-models of any library have adapters, under every plan. Its cost is a product of A and B per kernel
-and pass, and the gradient of a whole kernel while a layer's backward pass runs.
+models of any library have adapters, under every plan. The sum costs a product of A and B per kernel
+and pass, and memory for whole gradients of a layer's kernels while its backward pass runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Adapter:
     Attributes:
       name: name of the kernel.
       shape: shape of the kernel, without the dim that counts layers.
-      dims: logical dims of the kernel, with that dim.
+      dims: logical dims of the kernel, with the dim that counts layers.
       layers: number of stacked layers; None without a stack.
       inputs: number of the kernel's dims that are inputs; they come first.
       rank: rank of the product.
@@ -63,13 +63,13 @@ class Adapter:
 
     @property
     def all_dims(self) -> tuple[Dims, Dims]:
-        """The logical dims of A and B; that of the rank is never split."""
+        """The logical dims of A and B; the dim of the rank is never split."""
         cut = len(self.dims) - len(self.shape)
         ins, outs = self.dims[cut : cut + self.inputs], self.dims[cut + self.inputs :]
         return (*self.dims[:cut], *ins, None), (*self.dims[:cut], None, *outs)
 
     def init(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Draw A uniformly, as torch does for a linear layer, and B as zeros."""
+        """Draw A uniformly, as torch does for a linear layer; B is 0, so that A B starts at 0."""
         of_a, of_b = self.shapes
         bound = math.prod(self.shape[: self.inputs]) ** -0.5
         return jax.random.uniform(key, of_a, jnp.float32, -bound, bound), jnp.zeros(of_b)
@@ -78,10 +78,10 @@ class Adapter:
 def adapter_of(
     config: LoraConfig, name: str, shape: tuple[int, ...], dims: Dims, *, stacked: bool
 ) -> Adapter | None:
-    """Return the adapter of a parameter; None for one without inputs and outputs, such as a bias.
+    """Return the adapter of a parameter; None for a bias or a scale, which is not a kernel.
 
     Args:
-      shape, dims: those of the parameter, with the dim that counts layers.
+      shape, dims: shape and dims of the parameter, with the dim that counts layers.
     """
     layers, own = (shape[0], shape[1:]) if stacked else (None, shape)
     if len(own) < 2:
@@ -93,8 +93,8 @@ def adapter_of(
 def input_dims(shape: Sequence[int], dims: Dims) -> int:
     """Return how many of a kernel's dims are inputs.
 
-    The dim "embed" is the side that it begins or ends. Where neither end is named so, inputs and
-    outputs have the most equal sizes, and inputs are as many as possible.
+    A first dim "embed" is the only input, and a last dim "embed" the only output. Other kernels are
+    cut where the sizes of inputs and outputs differ least, with the most dims as inputs.
 
     >>> input_dims((64, 2, 64), ("embed", "heads", "head_dim"))
     1
@@ -114,7 +114,7 @@ def input_dims(shape: Sequence[int], dims: Dims) -> int:
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class Merged(Deferred):
-    """A kernel with its adapter, which are added up where the kernel is used.
+    """A kernel with its adapter, whose product is added where the kernel is used.
 
     Attributes:
       base, a, b: arrays, or placeholders of them.
@@ -129,7 +129,7 @@ class Merged(Deferred):
 
     @classmethod
     def whole(cls, several: Sequence[Any]) -> list[jax.Array]:
-        """Gather the parts of several kernels together, and add each kernel up."""
+        """Gather the parts of several kernels together, and add each product to its kernel."""
         parts = whole([(one.base, one.a, one.b) for one in several])
         return [one.merged(*part) for one, part in zip(several, parts, strict=True)]
 
@@ -142,7 +142,7 @@ class Merged(Deferred):
         return True
 
     def merged(self, base: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return the sum, named so that a backward pass makes it again."""
+        """Return the sum, with the name by which the backward pass recomputes it."""
         if base.ndim == len(self.adapter.shape):
             return checkpoint_name(merged(self.adapter, base, a, b, self.key), MERGED)
         if self.key is None:
@@ -150,7 +150,7 @@ class Merged(Deferred):
         return jax.vmap(lambda *own: merged(self.adapter, *own))(base, a, b, self.key)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Adapter]:
-        """Return arrays, and what describes them."""
+        """Return the arrays as children, and the adapter as static data."""
         return (self.base, self.a, self.b, self.key), self.adapter
 
     @classmethod
@@ -166,6 +166,7 @@ def merged(
     """Return a single layer's kernel plus its adapter, in the kernel's dtype."""
     if key is not None and adapter.dropout:
         kept = 1.0 - adapter.dropout
+        # Zeroing rows of A drops input features, although the inputs are not known here.
         mask = jax.random.bernoulli(key, kept, (*a.shape[:-1], 1))
         a = jnp.where(mask, a / kept, 0.0)
     return base + (adapter.scale * jnp.tensordot(a, b, 1)).astype(base.dtype)
@@ -174,10 +175,10 @@ def merged(
 def bound(
     adapters: Sequence[Adapter], values: Mapping[str, Leaf], key: jax.Array | None
 ) -> dict[str, Merged]:
-    """Return each kernel with its adapter.
+    """Return each kernel with its adapter as a `Merged`, by the kernel's name.
 
     Args:
-      values: parameters by name, those of kernels and of adapters; they may be placeholders.
+      values: parameters of kernels and adapters by name; they may be placeholders.
       key: random key of the dropout; None drops nothing.
     """
     found = {}
@@ -202,7 +203,10 @@ def init(adapters: Sequence[Adapter], key: jax.Array) -> dict[str, jax.Array]:
 
 
 def merge(adapters: Sequence[Adapter], values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the model's own parameters by name, each kernel with its adapter added, in float32."""
+    """Return the model's own parameters by name, with each adapter added to its kernel in float32.
+
+    Every parameter keeps its dtype.
+    """
     made = bound(adapters, values, None)
     own = {name: x for name, x in values.items() if not name.startswith(f"{PREFIX}/")}
     wide = {

@@ -19,23 +19,24 @@ class LoraConfig(Config):
     rank: Count
     """Rank of an adapter."""
     alpha: PositiveFloat
-    """Size of an adapter: it counts alpha / rank times."""
+    """Strength of an adapter, whose product is multiplied by alpha / rank."""
     targets: Annotated[tuple[Pattern, ...], Field(min_length=1)]
     """Patterns for names of the kernels that have adapters, such as `blocks/attention/*`."""
     rslora: bool = False
-    """Count adapters alpha / sqrt(rank) times (Kalajdzievski 2023, arXiv 2312.03732)."""
+    """Multiply an adapter's product by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv
+    2312.03732)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of a kernel's input features that its adapter does not see in a step; a layer draws
     them once for all rows of a device's batch."""
 
     @property
     def scale(self) -> float:
-        """The factor of an adapter."""
+        """The factor of an adapter's product."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class PartConfig(Config):
-    """The settings of every model that choose the parameters to train."""
+    """The settings, common to all models, that choose the parameters to train."""
 
     freeze: tuple[Pattern, ...] = ()
     """Patterns for names of parameters that are not trained, such as `blocks/*`: they have neither
