@@ -1,8 +1,8 @@
-"""The agent: it starts the processes of a run, watches them, and restarts them after a failure.
+"""The agent, which starts the processes of a run, watches them, and restarts them after a failure.
 
-JAX cannot replace one process of a running group, so after a failure the agent restarts all of
-them: a new *generation*, with new processes, a new port, and the state of the newest snapshot in
-memory or checkpoint on disk.
+JAX cannot replace one process of a running group, so after a failure the agent restarts all
+processes. They form a new *generation*, with a new port, and they resume from the newest snapshot
+in memory or checkpoint on disk.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Agent:
 
     Args:
       say: prints a line for the user.
-      fork_module: the module whose process forks those of the run, see `jaxdist.runtime.forks`. It
-        is above this room in the layers, so a command passes its name down.
+      fork_module: the module of the fork server, see `jaxdist.runtime.forks`. The layers forbid
+        this package to import the module, so the command passes its name.
       hosts: the hosts of the run; None means this machine alone.
       record: builds the recorder that observes all generations, from the journal and `say`.
     """
@@ -90,7 +90,7 @@ class Agent:
         """
         with new_folder() as folder, self._signals(), heard(self.plan.notices, self._ask_to_stop):
             server = ForkServer(self.fork_module, RunFolder(folder, 0).log(0))
-            server.start()  # its imports take seconds, during which the hosts meet
+            server.start()  # The server's imports take seconds, during which the hosts meet.
             try:
                 return self._generations(folder, server)
             finally:
@@ -141,12 +141,13 @@ class Agent:
             return
         process = assignment.first + failure.process
         if self._stop_reason is not None:
+            # This machine was asked to stop, so no generation follows in which to try again.
             raise RunError(f"process {process} {failure.how}: {failure.words}")
         event = {"process": process, "how": failure.how, "step": self.newest}
         named = self.hosts.named()
         self._journal.add(run_folder, "lost", **event, words=failure.words, **named)
         if failure.code == CONFIG_ERROR:
-            return  # the error is printed by the caller, and no generation follows
+            return  # The caller raises the error, and no generation follows.
         on = f" on {named['host']}" if named else ""
         words = f"process {process} of {assignment.total}{on} {failure.how}"
         self.say(f"{words}, {at}: generation {assignment.generation + 1} begins")
@@ -167,7 +168,7 @@ class Agent:
             raise error
 
     def _team(self, run_folder: RunFolder, assignment: Assignment, server: ForkServer) -> Team:
-        """Start the processes of a generation."""
+        """Start the processes of a generation, and return the team that watches them."""
         args = {**self.plan.args, "resume": assignment.resume}
         args["run"] = None if assignment.run is None else assignment.run.plain
         if assignment.extra:
@@ -212,11 +213,11 @@ class Agent:
 
 
 def exit_of(*, asked: bool, team: Team, over: bool) -> int | None:
-    """Return the exit code of an agent whose processes ended well; None to join again.
+    """Return the exit code of an agent whose processes ended well; None if it has to join again.
 
-    When one host is asked to stop, all hosts save and stop at the same step. That host then leaves
-    the run, whether its agent received a signal or one of its processes received a preemption
-    notice. The others continue without it.
+    When one host is asked to stop, all hosts save and stop at the same step. The host that was
+    asked then leaves the run, whether its agent received a signal or one of its processes received
+    a preemption notice. The other hosts continue without it.
 
     Args:
       asked: whether this machine was asked to stop.

@@ -1,4 +1,4 @@
-"""The interface between an agent and the hosts of its run, and its form for a single machine."""
+"""The interface between an agent and the hosts of a run, and its version for a single machine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Assignment:
     Attributes:
       generation: the generation's number, which starts at 1 and only grows.
       first: the global number of this machine's first process.
-      count: the number of processes on this machine; 0 if the generation has no use for it.
+      count: the number of processes on this machine; 0 if the machine only waits.
       total: the number of processes on all machines.
-      coordinator: HOST:PORT where the processes meet; None if there is only one process.
+      coordinator: HOST:PORT at which the processes connect; None if there is only one process.
       resume: whether to continue from the saved state of a run.
-      run: the run to train; None lets the processes find it as the user's command says.
+      run: the run to train; None if the processes find the run by the user's command.
       extra: settings that override those of the config.
-      fence: the name under which writes are fenced, see `jaxdist.heartbeat.fence`; None if no other
-        generation can be running.
+      fence: the name that all generations of the run share, see `RunFolder.fence`; None if no
+        other generation can be running.
     """
 
     generation: int
@@ -57,7 +57,7 @@ class Assignment:
 
 
 class Hosts(Protocol):
-    """The hosts of a run, as their agent sees them; called from one thread only."""
+    """The hosts of a run, as seen by an agent, which calls the methods from one thread only."""
 
     def begin(self, folder: Path, stopped: Callable[[], bool]) -> Assignment | None:
         """Wait for the next generation that includes this machine.
@@ -70,12 +70,12 @@ class Hosts(Protocol):
           None if the run is over, or if `stopped` returned True.
 
         Raises:
-          RunError: no generation started in time, or other hosts gave up.
+          RunError: no generation started in time, or another host reported that the run failed.
         """
         ...
 
     def ends(self, assignment: Assignment) -> str | None:
-        """Return why this machine must end its processes although none failed; None to continue."""
+        """Return why this machine must end its healthy processes; None if they may continue."""
         ...
 
     def pauses(self, assignment: Assignment) -> bool:
@@ -86,8 +86,8 @@ class Hosts(Protocol):
         """Report that all processes of this machine have ended.
 
         Args:
-          why: the failure on this machine; empty if its processes ended well, or after a
-            request.
+          why: the failure on this machine; empty if its processes ended well, or because the
+            registry ended the generation.
           stuck: whether the process that failed was still alive, but made no progress.
         """
         ...
@@ -97,18 +97,18 @@ class Hosts(Protocol):
         ...
 
     def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:
-        """Publish the progress of this machine's processes, for the hosts that wait for them."""
+        """Publish the progress of this machine's processes to the hosts that wait for them."""
         ...
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status] | None:
         """Return the progress of the other machines' processes; None while some is unknown.
 
-        Times are by this machine's clock.
+        The times in the result are by this machine's clock.
         """
         ...
 
     def uncopied(self) -> str | None:
-        """Return why this machine does not replicate another's snapshots; None if all is well."""
+        """Return why this machine fails to replicate another's snapshots; None if it does not."""
         ...
 
     def why(self, assignment: Assignment) -> str:
@@ -116,7 +116,7 @@ class Hosts(Protocol):
         ...
 
     def named(self) -> dict[str, str]:
-        """Return what identifies this machine in the journal, in addition to a process number."""
+        """Return the fields that identify this machine in the journal, besides process numbers."""
         ...
 
     def leave(self) -> None:
@@ -156,7 +156,7 @@ class SingleHost:
         return Assignment(self._number, 0, count, count, coordinator, resume, run)
 
     def ends(self, assignment: Assignment) -> str | None:
-        """Return None: nothing else ends a generation."""
+        """Return None: without other machines, only its processes end a generation."""
         return None
 
     def pauses(self, assignment: Assignment) -> bool:
@@ -182,7 +182,7 @@ class SingleHost:
         return None
 
     def why(self, assignment: Assignment) -> str:
-        """Return an empty reason; the agent does not ask, because `over` is true."""
+        """Return an empty reason; the agent never calls this, because `over` returns True."""
         return ""
 
     def named(self) -> dict[str, str]:
@@ -196,4 +196,4 @@ class SingleHost:
         """Do nothing: there is no other machine to inform."""
 
     def close(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing: a single machine holds no resources."""

@@ -1,7 +1,7 @@
 """Fault injection: processes of an elastic run are killed and stopped at steps drawn from a seed.
 
-The share of time that the run should keep is predicted from its first failure, and compared with
-the share that it kept.
+A drill predicts from the first failure which share of the time the run keeps as work, and compares
+the prediction with the measured share.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Strike:
     """An injected failure.
 
     Attributes:
-      step: it occurs when the first process has finished this step.
+      step: the failure occurs as soon as any process has finished this step.
+      process: the number of the process that fails.
       stops: whether the process is stopped rather than killed.
     """
 
@@ -47,9 +48,9 @@ class Strike:
 
 
 def strikes_of(failures: int, steps: int, processes: int, seed: int) -> list[Strike]:
-    """Return the failures of a run: one in each of `failures` equal parts of it.
+    """Return the failures of a run: one in each of `failures` equal parts of its steps.
 
-    The first failure kills.
+    The first failure kills its process; each later failure may stop the process instead.
 
     >>> [one.step for one in strikes_of(3, 1000, 4, seed=0)]
     [340, 657, 889]
@@ -60,6 +61,8 @@ def strikes_of(failures: int, steps: int, processes: int, seed: int) -> list[Str
     for index in range(failures):
         step = math.ceil(steps * (FIRST + part * (index + rng.random())))
         process, stops = rng.randrange(processes), rng.random() < STOPS
+        # The first failure only kills: `judge_drill` measures a kill with it, and adds the time
+        # that the detection of stops takes.
         found.append(Strike(step, process, stops and index > 0))
     return found
 
@@ -69,7 +72,7 @@ class Striker(Recorder):
 
     Attributes:
       left: the failures that are still to come.
-      struck: the times of those that occurred, in seconds since 1970.
+      struck: the times of the failures that occurred, in seconds since 1970.
       run: the run directory, once it is known.
     """
 
@@ -85,6 +88,7 @@ class Striker(Recorder):
     def begun(self) -> None:
         """See `Recorder`."""
         super().begun()
+        # Failures wait for this: `planned_share` assumes that none occurs during a recovery.
         self._ready = True
 
     def lost(self, run_folder: RunFolder, process: int, how: str, processes: range) -> None:
@@ -117,8 +121,8 @@ class Recovery:
 
     Attributes:
       seconds: the time from the failure to the first new step.
-      detect: the part of it until the agent noticed the failure.
-      parts: the other parts by name; that of the first step includes repeated steps.
+      detect: the part of `seconds` until the agent noticed the failure.
+      parts: the other parts of `seconds` by name; the first step's part includes repeated steps.
       lost_steps: the number of steps that were repeated.
     """
 
@@ -135,12 +139,16 @@ def recoveries_of(
     events: Sequence[JsonObject],
     found: Goodput,
 ) -> list[Recovery]:
-    """Return the recoveries of a run, from its journal and the accounts of its lives.
+    """Return the recoveries of a run.
 
     Args:
-      struck: the times of the first failures, in seconds since 1970.
+      strikes: the failures that were planned, in order.
+      struck: the times of the failures that occurred, in seconds since 1970.
+      events: the events of the run's journal.
+      found: the account of how each process life of the run spent its time.
     """
     recoveries = []
+    # Not `strict`: the run may end before all planned failures have occurred.
     for strike, at in zip(strikes, struck, strict=False):
         later = [event for event in events if event["event"] == "begun" and event["time"] > at]
         if not later:
@@ -162,8 +170,8 @@ class Drilled:
     """The result of a drill.
 
     Attributes:
-      predicted: the share of time that the run should have kept.
-      achieved: the share that it kept; both count from the end of the first start.
+      predicted: the predicted share of time that is kept work, from the end of the first start.
+      achieved: the measured share of time that is kept work, from the end of the first start.
     """
 
     recoveries: Sequence[Recovery]
@@ -211,10 +219,11 @@ def judge_drill(
     every: int,
     silent_seconds: float,
 ) -> Drilled:
-    """Predict what a run should have kept, from its first life and its first failure, and compare.
+    """Compare the kept share of a run with a prediction from its first life and first failure.
 
     Args:
-      recoveries: at least one.
+      recoveries: the recoveries of the run, of which there is at least one.
+      found: the account of how each process life of the run spent its time.
       every: the number of steps between two saves.
       silent_seconds: the time until a stopped process is detected.
     """
@@ -235,11 +244,12 @@ def judge_drill(
 
 
 def every_of(records: Sequence[JsonObject], memory: Json, disk: Json) -> int:
-    """Return the steps between the saves that a run recovers from after a process failure.
+    """Return the number of steps between the saves from which a run recovers after a failure.
 
     Args:
-      records: the run's metrics, which contain the interval that it chose.
-      memory, disk: the settings of the config: a number of steps or "auto"; `memory` may be None.
+      records: the run's metrics, which contain the interval that the run chose.
+      memory, disk: the config's intervals of snapshots and of checkpoints, each a number of steps
+        or "auto"; `memory` is None if the run takes no snapshots.
     """
     kind, wanted = (
         (Activity.CHECKPOINT_BLOCKED, disk) if memory is None else (Activity.SNAPSHOT, memory)

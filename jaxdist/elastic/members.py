@@ -1,6 +1,6 @@
 """The processes of a generation, forked from a process that has imported everything.
 
-Each receives its task as one JSON line on its standard input.
+Each process receives its task as one JSON line on its standard input.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Member:
     """A process of a generation.
 
     Args:
-      log: the file of its standard error.
+      log: the file of the process's standard error.
       args: the arguments of `jaxdist.cli.runs.train_process`.
       environ: variables in addition to those of the fork server.
 
     Attributes:
-      index: its number among the processes of its generation.
+      index: the number of the process within its generation.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Member:
         self.log, self.index, self._server = log, index, server
         self._code: int | None = None
         reader, writer = os.pipe()
-        # open while this agent lives: its end tells the process to stop
+        # The pipe stays open while this agent lives, so its end tells the process to stop.
         self._orders = os.fdopen(writer, "wb")
         try:
             with log.open("ab") as errors, held(log.parent) as descriptor:
@@ -52,20 +52,20 @@ class Member:
         send(self._orders, {"args": {**args}, "environ": {**environ}})
 
     def poll(self) -> int | None:
-        """Return its exit code; None while it lives."""
+        """Return the exit code of the process; None while the process lives."""
         if self._code is None:
             self._code = self._server.ended(self.pid)
         return self._code
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it and all that it has started; return when it is gone."""
-        for end in (os.killpg, os.kill):  # it leads a group only after its first moments
+        """Kill the process and everything that it started; return when the process is gone."""
+        for end in (os.killpg, os.kill):  # The process leads a group only after `setsid`.
             with suppress(ProcessLookupError, PermissionError):
                 end(self.pid, Signals.SIGKILL)
         if self._code is None:
@@ -75,5 +75,5 @@ class Member:
             self._orders.close()
 
     def last_words(self, count: int = LAST_LINES) -> str:
-        """Return the last lines of its standard error."""
+        """Return the last lines of the process's standard error."""
         return last_lines(self.log, count)

@@ -1,16 +1,16 @@
-"""Membership: hosts hold leases, and at most one generation of them is at work at any time.
+"""Membership: hosts hold leases, and at most one generation of hosts is active at any time.
 
-A registry receives renewals from hosts and grants leases on its current generation; a host is at
-work while it holds a lease. Nothing here does I/O or reads a clock: the caller supplies the time
+A registry receives renewals from hosts and grants leases on its current generation; a host is
+active while it holds a lease. Nothing here does I/O or reads a clock: the caller supplies the time
 and carries the messages, which may be lost, delayed, duplicated and reordered. Clocks may have any
-offset; the rate of each is wrong by `drift` at most.
+offset; the rate of each clock is wrong by `drift` at most.
 
-Two generations are never at work at the same time. A host counts its lease from the moment of its
-request, the registry from its answer, which is later; the host also shortens its lease by the drift
-between two clocks. To end a generation, the registry stops granting leases on it. It starts the
-next generation only when each lease has expired, or its holder has reported that it stopped. A host
-never resumes a generation that it has stopped, so old messages do no harm. (Gray and Cheriton,
-"Leases", SOSP 1989.)
+Two generations are never active at the same time. A host counts its lease from the moment of its
+request, and the registry counts the lease from its answer, which is later; the host also shortens
+its lease by the drift between two clocks. To end a generation, the registry stops granting leases
+on that generation. The registry starts the next generation only when each lease has expired, or its
+holder has reported that it stopped. A host never resumes a generation that it has stopped, so old
+messages do no harm. (Gray and Cheriton, "Leases", SOSP 1989.)
 
 A host that is suspended between checking its lease and writing may still write too late. Against
 this, the number of its generation is a fencing token, which storage compares with its `Fence`
@@ -29,10 +29,10 @@ from jaxdist.heartbeat.config import MembershipConfig
 
 @dataclass(frozen=True)
 class Generation:
-    """Hosts that work together.
+    """A set of hosts that train together.
 
     Attributes:
-      number: larger than the number of every earlier generation; the fencing token.
+      number: the fencing token, larger than the number of every earlier generation.
       members: the hosts, in the order in which they joined.
     """
 
@@ -41,7 +41,7 @@ class Generation:
 
     @property
     def coordinator(self) -> str:
-        """The member that the others connect to: the first that joined."""
+        """The member to which the others connect: the host that joined first."""
         return self.members[0]
 
 
@@ -52,9 +52,9 @@ class Renew:
     Attributes:
       host: a name that no other agent has, not even a later agent on the same machine.
       sent: the time of the request, by the host's clock.
-      stopped: the host never resumes this generation, or any before it.
-      leaves: whether this is its last message, which asks for nothing.
-      quarantined: whether it asks to be left out if the others can continue without it.
+      stopped: the newest generation that the host has stopped; the host never resumes it.
+      leaves: whether this is the host's last message, which requests no lease.
+      quarantined: whether the host asks to be left out if the others can continue without it.
     """
 
     host: str
@@ -66,9 +66,10 @@ class Renew:
 
 @dataclass(frozen=True)
 class Grant:
-    """A lease on a generation, which starts at the time of the request.
+    """A lease on a generation.
 
     Attributes:
+      sent: the time of the request, by the host's clock, at which the lease starts.
       pauses: whether the generation has to save and stop at its next boundary, so that it can grow.
     """
 
@@ -89,11 +90,11 @@ class Host:
     """The state of a host.
 
     Attributes:
-      stopped: the host never resumes this generation, or any before it.
-      generation: the generation of its last lease.
-      until: the end of that lease, by its own clock.
+      stopped: the newest generation that the host has stopped; the host never resumes it.
+      generation: the generation of the host's last lease.
+      until: the end of the host's last lease, by the host's clock.
       pauses: whether the generation has to save and stop.
-      quarantined_until: the time until which it asks to be left out, by its own clock.
+      quarantined_until: the time until which the host asks to be left out, by the host's clock.
     """
 
     name: str
@@ -104,30 +105,33 @@ class Host:
     quarantined_until: float = -math.inf
 
     def renew(self, now: float, *, leaves: bool = False) -> Renew:
-        """Return its next renewal; it sends several per lease, and stops before it leaves."""
+        """Return the host's next renewal.
+
+        A host sends several renewals per lease, and stops its generation before it leaves.
+        """
         return Renew(self.name, now, self.stopped, leaves, now < self.quarantined_until)
 
     def was_stuck(self, config: MembershipConfig, now: float) -> Host:
-        """Return the state in which it asks to be left out for a while."""
+        """Return the state in which the host asks to be left out for a while."""
         return replace(self, quarantined_until=now + config.stuck_host_seconds)
 
     def at_work(self, now: float) -> Generation | None:
-        """Return the generation that it works in; None if it holds no valid lease."""
+        """Return the generation in which the host is active; None if it holds no valid lease."""
         return self.generation if now < self.until else None
 
     def stop(self, token: int) -> Host:
-        """Return the state after it has ended its work in all generations below a number."""
+        """Return the state after the host has stopped all generations numbered below `token`."""
         stopped = max(self.stopped, token - 1)
         if self.generation is None or self.generation.number > stopped:
             return replace(self, stopped=stopped)
         return Host(self.name, stopped, quarantined_until=self.quarantined_until)
 
     def hear(self, config: MembershipConfig, message: Grant | Stop) -> Host:
-        """Return the state after a message."""
+        """Return the state of the host after a message from the registry."""
         if isinstance(message, Stop):
             return self.stop(message.token)
         given, until = message.generation, message.sent + config.held_seconds
-        # A late or duplicated grant: with it, an ended generation could overlap the next.
+        # A late or duplicated grant is ignored: it could let an ended generation overlap the next.
         if given.number <= self.stopped:
             return self
         if given == self.generation:
@@ -141,13 +145,13 @@ class Host:
 
 @dataclass(frozen=True)
 class Registry:
-    """The state of the registry. It is kept on disk, and `restarted` when it is read back.
+    """The state of the registry. The leader keeps it on disk; a new leader calls `restarted`.
 
     Attributes:
-      alive: by host, the end of its registration, by the registry's clock.
+      alive: the end of each host's registration, by the registry's clock.
       generation: the newest generation.
-      granted: whether leases on it are still granted.
-      holders: by host, the time until which it may hold a lease on the generation.
+      granted: whether leases on the newest generation are still granted.
+      holders: the time until which each host may hold a lease on the newest generation.
       since: the time when a host last joined or left.
       pauses: whether the generation has to save and stop, so that more hosts can take part.
       quarantined: the hosts that ask to be left out.
@@ -162,10 +166,10 @@ class Registry:
     quarantined: frozenset[str] = frozenset()
 
     def restarted(self, config: MembershipConfig, now: float) -> Registry:
-        """Return the state after it was read back from disk, possibly by a host with another clock.
+        """Return the state for a leader that has read it from disk and may have another clock.
 
-        If the generation was at work, leases may have been granted after the last write; so every
-        member is assumed to hold one.
+        If the generation was active, leases may have been granted after the last write; every
+        member is therefore assumed to hold a lease.
         """
         members = self.generation.members if self.granted else tuple(self.holders)
         return replace(
@@ -178,7 +182,7 @@ class Registry:
     def receive(
         self, config: MembershipConfig, now: float, message: Renew, fits: Fits = all_fit
     ) -> tuple[Registry, Grant | Stop]:
-        """Return the state after a message, and the answer to it.
+        """Return the state after a renewal, and the answer to the host that sent the renewal.
 
         Args:
           fits: returns whether hosts can work together without those that ask to be left out.
@@ -194,7 +198,7 @@ class Registry:
         return known, Stop(number if known.granted else number + 1)
 
     def heard(self, config: MembershipConfig, now: float, message: Renew) -> Registry:
-        """Return the state after a message: which hosts are alive, and which have stopped."""
+        """Return the state after a renewal: which hosts are alive, and which have stopped."""
         alive, holders, granted = dict(self.alive), dict(self.holders), self.granted
         came = message.host not in alive
         if message.leaves:
@@ -203,12 +207,12 @@ class Registry:
             alive[message.host] = now + config.lease_seconds
         if message.stopped >= self.generation.number:
             holders.pop(message.host, None)
-            # A member that has stopped the generation cannot return to it, as if it were lost.
+            # A member that has stopped the generation cannot return to it: it counts as lost.
             granted = granted and message.host not in self.generation.members
         asks = {message.host} if message.quarantined else set()
         quarantined = self.quarantined - {message.host} | asks
         back = message.host in self.quarantined - quarantined
-        # A departure of an unknown host changes nothing, and neither does a renewal.
+        # The departure of an unknown host changes nothing, nor does a renewal of a known host.
         since = now if came != message.leaves or back else self.since
         given = {"holders": holders, "granted": granted, "since": since}
         return replace(self, alive=alive, quarantined=quarantined, **given)
@@ -223,9 +227,9 @@ class Registry:
         if known.granted and not known.alive.keys() >= set(known.generation.members):
             known = replace(known, granted=False)
         if known.granted and known._grows(config, now, fits):
-            # The members end it themselves, after they have saved, so that no step is lost.
+            # The members end the generation themselves, after a save, so that no step is lost.
             known = replace(known, pauses=True)
-        # No host can hold a valid lease any more, so the next generation cannot overlap this.
+        # No host can hold a valid lease any more, so the two generations cannot overlap.
         if not known.granted and not holders:
             known = known._begun(config, now, fits)
         return known
@@ -249,7 +253,7 @@ class Registry:
         return replace(self, generation=following, granted=True, pauses=False)
 
     def _settled(self, config: MembershipConfig, now: float) -> bool:
-        # Hosts join one after another. Without this wait, each would start or end a generation.
+        # Hosts join one after another. Without this wait, each host would start a generation.
         return now - self.since >= config.settle_seconds
 
     def _able(self, config: MembershipConfig, fits: Fits) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Quarantine of hosts: which hosts take part in a generation, as a function of plain data.
 
-A host with a stuck process asks to be left out for a while, because what was stuck once may be
-stuck again. The others start without it if they are enough and can form a mesh; otherwise it takes
-part at once.
+A host with a stuck process asks to be left out for a while, because a process that was stuck once
+may be stuck again. The other hosts start without this host if they are enough and can form a mesh;
+otherwise the host takes part at once.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def able(
       alive: the hosts with a valid registration, in the order in which they joined.
       quarantined: the hosts that ask to be left out.
       least: the smallest number of hosts of a generation.
-      most: the largest number.
-      fits: returns whether hosts can work together, such as in a mesh; called only if the answer
-        matters.
+      most: the largest number of hosts of a generation.
+      fits: returns whether hosts can work together, such as in a mesh; called only if a host is
+        quarantined.
     """
     everyone = tuple(alive)
     ready = tuple(host for host in everyone if host not in quarantined)

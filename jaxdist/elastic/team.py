@@ -32,11 +32,11 @@ class Failure:
     """The reason why a generation cannot continue.
 
     Attributes:
-      process: the failed process, by its index on this machine; None if none failed here and the
-        generation ended elsewhere.
-      how: how it failed, as the end of a sentence about the process.
-      words: the last lines that it printed.
-      code: its exit code; None if it is alive but stuck.
+      process: the failed process, by its index on this machine; None if the generation ended
+        although no process failed here.
+      how: the kind of failure, as the end of a sentence about the process.
+      words: the last lines that the process printed.
+      code: the exit code of the process; None if the process is alive but stuck.
     """
 
     process: int | None
@@ -47,7 +47,14 @@ class Failure:
 
 @dataclass
 class Marks:
-    """The times at which a generation reached its milestones, in seconds of `time.monotonic`."""
+    """The times at which a generation reached its milestones, in seconds of `time.monotonic`.
+
+    Attributes:
+      begun: when the agent began to watch the processes, just after their start.
+      up: when all processes had published a status.
+      restored: when all processes had restored the state.
+      stepped: when all processes had finished the first new step.
+    """
 
     begun: float
     up: float | None = None
@@ -70,7 +77,7 @@ class Marks:
         """Return the seconds that each part of a start took, once the first step is done.
 
         Args:
-          lost_at: when the previous generation failed; None if this is the first.
+          lost_at: when the previous generation failed; None for the first generation.
         """
         assert self.up is not None
         assert self.restored is not None
@@ -92,9 +99,8 @@ class Team:
 
     Attributes:
       newest: the last step that any process of the run has finished.
-      stop_reason: returns why this machine has to stop; None while it need not.
-      stopped: whether a process was asked to stop, and did so after a save, before the end of the
-        run.
+      stop_reason: returns why this machine has to stop; None while it need not stop.
+      stopped: whether a process saved and stopped on request, before the end of the run.
     """
 
     run_folder: RunFolder
@@ -124,7 +130,7 @@ class Team:
         """
         try:
             return self._watch(lost_at)
-        finally:  # much can have happened since the last look
+        finally:  # Steps and requests since the last look would otherwise be missed.
             self._statuses([None] * len(self.members))
             self._leave()
             self._note_copies()
@@ -134,7 +140,7 @@ class Team:
         over, begun, look_at = None, False, 0.0
         while True:
             time.sleep(POLL_SECONDS)
-            # taken before the look: a process that ends after it must not count as silent
+            # Before the exit codes are read: a process that ends later must not count as silent.
             now = time.monotonic()
             looks = not begun or now >= look_at
             if looks:
@@ -155,7 +161,7 @@ class Team:
             if over is not None and time.monotonic() > over:
                 late = next(at for at, code in enumerate(codes) if code is None)
                 return Failure(late, f"did not end within {END_SECONDS:g} s of the others")
-            # Exit codes are cheap, so every iteration reads them; statuses are files.
+            # Exit codes are cheap, so every iteration reads them; statuses are in files.
             if not looks:
                 continue
             look_at = now + LOOK_SECONDS
@@ -183,7 +189,7 @@ class Team:
         return Failure(at, f"ended ({how_ended(code)})", self.members[at].last_words(), code)
 
     def _ended(self, member: Member) -> int | None:
-        """Return the exit code of a process; 0 if it was asked to stop, and did so after a save."""
+        """Return the exit code of a process; 0 if the process saved and stopped on request."""
         code = member.poll()
         self.stopped = self.stopped or code == STOPPED
         return 0 if code == STOPPED else code
@@ -192,8 +198,8 @@ class Team:
         """Pass a request to stop on to all processes, once.
 
         Args:
-          grows: whether to stop so that more hosts can join. Not before there are new steps to
-            save, since the restart would only cost time.
+          grows: whether to stop also so that more hosts can join; False while there are no new
+            steps to save, because a restart would then only cost time.
         """
         self._leave()
         pauses = grows and bool(self.members) and self.hosts.pauses(self.assignment)
@@ -223,7 +229,7 @@ class Team:
             if code is None
         )
         statuses = [one for one in found if one is not None]
-        # Never lower than before: the lost process may be the process that had come furthest.
+        # Never lower than before: the process that had come furthest may be the lost process.
         self.newest = max([self.newest, *(one.step for one in statuses)])
         return statuses
 

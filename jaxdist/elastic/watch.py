@@ -1,4 +1,4 @@
-"""Detection of stuck processes: a function of what the processes report."""
+"""Detection of stuck processes, as a function of the statuses that the processes publish."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class StuckTimeouts:
 
 @dataclass(frozen=True)
 class Stuck:
-    """A process that holds up the others.
+    """A stuck process, for which the others wait.
 
     Attributes:
-      why: what it does instead of taking steps, as the end of a sentence.
+      why: what the process does instead of taking steps, as the end of a sentence.
     """
 
     process: int
@@ -42,17 +42,17 @@ def find_stuck(
 ) -> Stuck | None:
     """Return the process of this machine for which all others have waited too long.
 
-    A silent process is stopped, or gets no CPU time. If all are alive and none makes progress, the
-    stuck process is the furthest behind: at the lowest step; among these, one that does not wait
-    for the devices as the others do; among these, one that is not inside a step; and among these,
-    the first that stopped. Each machine looks only for its own: the machine of the stuck process
-    ends it, and informs the others.
+    A silent process is stuck: it is stopped, or gets no CPU time. If all processes are alive and
+    none makes progress, the stuck process is the process at the lowest step. If several processes
+    are at that step, a process that does not wait for the devices comes first, then a process that
+    is not inside a step, then the process that stopped first. Each machine reports only its own
+    stuck process: it ends the process, and informs the other machines.
 
     Args:
       found: the processes of this machine.
-      others: returns the processes of other machines, by this machine's clock; None while the
-        status of one is unknown. It is called only if those of this machine have waited too long,
-        because it reads from the network.
+      others: returns the processes of other machines, with times by this machine's clock, or None
+        while a status is unknown. The function reads from the network, so it is called only if
+        the processes of this machine have waited too long.
     """
     silent = [one for one in found if now - one.alive > timeouts.silent_seconds]
     if silent:
@@ -83,9 +83,9 @@ def _still(found: Sequence[Status], now: float, timeouts: StuckTimeouts) -> bool
 
 
 def first_lost(codes: Sequence[int | None]) -> int | None:
-    """Return the index of the process that failed first, of those that ended since the last look.
+    """Return the index of the process that failed first, among those that have ended.
 
-    A process that was killed precedes those that exit because their peer is gone.
+    A process that was killed comes before processes that exited because their peer was gone.
 
     >>> first_lost([3, -9, None]), first_lost([None, 3, 0]), first_lost([0, None])
     (1, 1, None)

@@ -1,1 +1,1 @@
-"""Several hosts under one run: a rendezvous, who keeps its registry, what each host does."""
+"""A run on several hosts: their rendezvous, leader election, membership, plans and snapshots."""

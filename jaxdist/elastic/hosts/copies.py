@@ -1,9 +1,9 @@
 """Transfer of snapshot parts between hosts over TCP, for replicas and for new hosts.
 
-Both sides prove that they know the shared token before a byte of a file is sent: each signs its
-message together with the nonce of the other (HMAC-SHA256). The receiver compares the content with
-the signed digest. Nothing is encrypted: a network between the hosts can read the state, but cannot
-change it unnoticed.
+Both sides prove that they know the shared token before a byte of a file is sent: each side signs
+its message together with the nonce of the other side (HMAC-SHA256). The receiver compares the
+content with the signed digest. Nothing is encrypted: an attacker on the network can read the state,
+but cannot change the state unnoticed.
 
     client: nonce                         server: nonce
     client: {"want": NAME, "mac": ...}    server: {"bytes": N, "blake2b": ..., "mac": ...}, bytes
@@ -34,9 +34,9 @@ SECONDS = 10.0
 """Seconds of silence that end a transfer."""
 _NONCE, _LINE_BYTES, _BLOCK_BYTES = 32, 1 << 20, 1 << 20
 _REQUEST_BYTES = 1024
-"""The most bytes that a client may send before it has proved that it knows the token."""
+"""The largest number of bytes that a client may send before the server knows its signature."""
 LIST = "*"
-"""The name that requests the list of all parts."""
+"""The name with which a client requests the list of all parts."""
 
 
 class CopyError(RunError):
@@ -44,10 +44,10 @@ class CopyError(RunError):
 
 
 class CopyServer:
-    """A server that sends the parts in a folder to clients with the token; `close` it.
+    """A server that sends the parts in a folder to clients with the token, until `close`.
 
     Args:
-      host: the name or address, IPv4 or IPv6, at which the others reach this machine.
+      host: the name or address, IPv4 or IPv6, at which the other hosts reach this machine.
     """
 
     def __init__(self, folder: Path, token: bytes, host: str) -> None:
@@ -60,11 +60,11 @@ class CopyServer:
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port on which the server listens."""
         return self._server.server_address[1]
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop the server and its thread."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -74,7 +74,7 @@ class _Server(socketserver.ThreadingTCPServer):
     """A server on one address, or on all addresses of both families."""
 
     allow_reuse_address = True
-    daemon_threads = True
+    daemon_threads = True  # Otherwise `server_close` would wait for transfers in progress.
 
     def __init__(self, place: tuple[str, int], family: int, answering: Any) -> None:
         self.address_family = family
@@ -82,16 +82,16 @@ class _Server(socketserver.ThreadingTCPServer):
 
     def server_bind(self) -> None:
         if self.address_family == socket.AF_INET6:
+            # Without this, a socket on all IPv6 addresses refuses IPv4 on some systems.
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         super().server_bind()
 
 
 def _listening(host: str, answering: Any) -> _Server:
-    """Listen on the address that the others use, and on no other network of this machine.
+    """Listen on the address that the other hosts use, and on no other network of this machine.
 
-    It listens on all addresses if that address is not this machine's own, because a network
-    translates it, or if the name leads only to this machine itself (127.0.1.1 in Debian's
-    /etc/hosts).
+    The server listens on all addresses if this machine does not have the address, because a network
+    translates it, or if the name resolves only to loopback (127.0.1.1 in Debian's /etc/hosts).
     """
     named = not is_loopback(host) and host != "localhost"
     with suppress(OSError):
@@ -122,7 +122,7 @@ def parts_in(folder: Path) -> list[str]:
 def seed(disk: Path, folder: Path) -> None:
     """Copy the snapshots on this machine's disk to a folder that the other hosts can read.
 
-    A part that cannot be read is skipped; the reader of a part compares its digest.
+    A part that cannot be read is skipped.
     """
     for name in parts_in(disk):
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,14 +149,14 @@ def fetch(
     token: bytes,
     keeping: AbstractContextManager[bool] | None = None,
 ) -> None:
-    """Copy a part into a folder; afterwards it is there as a whole, or not at all.
+    """Copy a part from another host into a folder; the copy is atomic.
 
     Args:
       keeping: entered when all bytes have arrived; returns whether the part is still wanted.
 
     Raises:
-      CopyError: the host cannot be reached, has no such part or not the token, or the content does
-        not match its digest.
+      CopyError: the host cannot be reached, lacks the part or the token, or the content does not
+        match its digest.
     """
     if snapshot_of(name) is None:
         raise CopyError(f"{name!r} is no part of a snapshot")
@@ -175,7 +175,7 @@ def fetch(
 
 
 class _Asked:
-    """A requested file whose header has arrived; a context manager."""
+    """A context manager of a requested file whose header has arrived."""
 
     def __init__(self, address: str, want: str, token: bytes) -> None:
         self._who, self._want = f"{want} of {address}", want
@@ -205,13 +205,13 @@ class _Asked:
         self._stack.close()
 
     def read(self) -> bytes:
-        """Read the whole of a short file."""
+        """Read the whole file, which must be short."""
         raw = self._file.read(min(int(self._told["bytes"]), _LINE_BYTES))
         self._check(hashlib.blake2b(raw, digest_size=32).hexdigest())
         return raw
 
     def copy(self, file: BinaryIO) -> None:
-        """Copy all of it into a file."""
+        """Copy the content of the requested file into an open file."""
         digest, left = hashlib.blake2b(digest_size=32), int(self._told["bytes"])
         while left:
             try:
@@ -238,7 +238,7 @@ def _answering(folder: Path, token: bytes) -> type[socketserver.StreamRequestHan
             try:
                 self._answer()
             except (OSError, ValueError):
-                return  # an unknown client, or one that left: its own side reports why
+                return  # The client is unknown or has left; its own side reports the reason.
 
         def _answer(self) -> None:
             theirs = self.rfile.read(_NONCE)
@@ -256,6 +256,7 @@ def _answering(folder: Path, token: bytes) -> type[socketserver.StreamRequestHan
 
         def _give(self, both: _Both, path: Path, theirs: bytes) -> None:
             with path.open("rb") as file:
+                # The file is read twice, because the signed header with its digest comes first.
                 found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32))
                 size = file.tell()
                 told = {"bytes": size, "blake2b": found.hexdigest()}
@@ -267,7 +268,7 @@ def _answering(folder: Path, token: bytes) -> type[socketserver.StreamRequestHan
 
 
 class _Both:
-    """The two halves of a connection as one file."""
+    """The reader and the writer of a connection as one file."""
 
     def __init__(self, reader: Any, writer: Any) -> None:
         self.readline, self.write = reader.readline, writer.write
@@ -291,7 +292,7 @@ def _receive(file: Any, token: bytes, nonce: bytes, most: int = _LINE_BYTES) -> 
     """Receive a signed message of at most `most` bytes.
 
     Raises:
-      ValueError: there is none, or it is not signed with the token.
+      ValueError: there is no message, or the message is not signed with the token.
     """
     line = file.readline(most)
     if not line:

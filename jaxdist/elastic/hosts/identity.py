@@ -1,4 +1,4 @@
-"""Compatibility of hosts: what all hosts of a run have in common, and how two differ."""
+"""Compatibility of hosts: the properties that all hosts of a run must have in common."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LISTED = 8
 def compatibility(
     values: Json, settings: Mapping[str, Json], host: str, name: str, token: bytes
 ) -> Any:
-    """Describe this host for the comparison with others.
+    """Describe this host for the comparison with the leader.
 
     Args:
       values: the values of the config, with its overrides.
-      settings: settings of the agent that are not in the config.
-      host: the name of this host for people.
+      settings: the settings of the agent that are not in the config.
+      host: the name of this host for messages.
       name: the name of the rendezvous.
       token: the shared token; the result contains only a proof of it.
     """
@@ -53,7 +53,7 @@ def check_compatibility(own: Mapping[str, Any], leader: Mapping[str, Any], addre
     """Compare the compatibility of this host with that of the leader.
 
     Raises:
-      ConfigError: they differ; the message names the host, and the differences.
+      ConfigError: the two hosts differ; the message names both hosts, and the differences.
     """
     if own["rendezvous"] != leader.get("rendezvous"):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Joining: a host joins the others, provided that it is compatible with them."""
+"""The admission of a host to a run, after a check that it is compatible with the other hosts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Here:
-    """This machine, as the other hosts see it.
+    """The identity and the resources of this machine, as the other hosts see them.
 
     Attributes:
       host: a name that no other agent has.
-      name: its name for people.
-      address: the address at which the other hosts reach it.
-      processes: the number of processes that it starts, each with `devices` devices.
+      name: the name of the machine for messages.
+      address: the address at which the other hosts reach this machine.
+      processes: the number of processes that the machine starts.
+      devices: the number of devices of each process.
       token: the token that all hosts share.
     """
 
@@ -49,8 +50,11 @@ def join_hosts(
     """Join the other hosts, and return the server that sends this host's snapshots to them.
 
     Args:
-      compatibility: what all hosts must have in common, see `jaxdist.elastic.hosts.identity`.
-      local: the folder on this machine's disk that has snapshots; None if there is none.
+      compatibility: the properties that all hosts must have in common, see
+        `jaxdist.elastic.hosts.identity`.
+      snapshots: the folder in memory from which the server sends parts of snapshots.
+      local: the folder on this machine's disk that has snapshots; None if there is no such folder.
+      wait: the wait for a leader, with its time limit.
 
     Raises:
       ConfigError: this host is not compatible with the others.
@@ -69,7 +73,7 @@ def join_hosts(
 
 
 def _meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
-    """Find the leader and compare this host with it, or become the leader."""
+    """Find the leader and check that this host is compatible with it, or become the leader."""
     first: str | None = None
     while not wait.over:
         if digest_of(Token.parse(members.rendezvous.token()).name) != compatibility["rendezvous"]:
@@ -78,7 +82,7 @@ def _meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
         if members.election.term is not None:
             return
         found = compatibility_of(members.rendezvous)
-        # the token has changed meanwhile, so the leader is alive
+        # Only a leader that is alive is compared: its token has changed since the first look.
         if found is not None and first not in (None, found[0]):
             check_compatibility(compatibility, found[1], members.rendezvous.address)
             return

@@ -1,20 +1,21 @@
 """Leader election for the host registry: at most one host grants leases at any time.
 
-The host that last swapped the rendezvous's token is the leader. In each turn it reads what hosts
-request, computes the new state of the registry, writes that down if it has changed, swaps the token
-for its next token, and answers only if the swap has succeeded. A host that sees the same token for
-too long, by its own clock, replaces it with its own, reads the registry back, and continues from
-there as `Registry.restarted` describes.
+The host that last swapped the rendezvous's token is the leader. In each turn the leader reads the
+requests of the hosts, computes the new state of the registry, writes the state if it has changed,
+swaps the token for its next token, and answers only if the swap has succeeded. A host that sees the
+same token for too long, by its own clock, swaps it for a token of its own, reads the registry back,
+and continues from there as `Registry.restarted` describes.
 
-Why two generations are never at work. Suppose that a leader was suspended at any point, that
-another took the token at time T, and that the first leader resumes. If its swap was before T, then
-every request that it answers was sent before T. A host counts its lease from its request, so the
-lease ends before T + lease, and the new leader waits until then. The decisions of the first leader
-were written before the swap, so the new leader has read them. If its swap comes after T, it fails,
-and nothing is answered. So the clocks of two leaders need not agree, and the leader timeout decides
-only how soon another takes over. The proof assumes that the rate of each clock is wrong by `drift`
-at most during a lease, even while the machine sleeps (`boot_clock`). A virtual machine that was
-paused breaks this assumption; fences protect the run against it.
+The following argument shows that two generations are never active at once. Suppose that a leader
+was suspended at any point, that another host took the token at time T, and that the first leader
+resumes. If the first leader's swap was before T, then every request that it answers was sent before
+T. A host counts its lease from its request, so the lease ends before T + lease, and the new leader
+waits until then. The decisions of the first leader were written before the swap, so the new leader
+has read them. If the first leader's swap comes after T, the swap fails, and nothing is answered.
+Therefore the clocks of two leaders need not agree, and the leader timeout decides only how soon
+another host takes over. The argument assumes that the rate of each clock is wrong by `drift` at
+most during a lease, even while the machine sleeps (`boot_clock`). A virtual machine that was paused
+breaks this assumption; fences protect the run against that case.
 """
 
 from __future__ import annotations
@@ -30,29 +31,31 @@ from jaxdist.heartbeat.config import MembershipConfig
 from jaxdist.types import JsonObject
 
 LEADER_TIMEOUT_LEASES = 0.8
-"""A leader without a heartbeat for this many leases is replaced."""
+"""The time without a heartbeat after which a leader is replaced, in leases."""
 STRANGER_TIMEOUT_LEASES = 2 * LEADER_TIMEOUT_LEASES
-"""The same for a host that has not joined yet: the hosts that have joined go first."""
+"""The time after which a host that has not joined yet replaces a leader, in leases: the hosts that
+have joined come first."""
 FORGET_LEASES = 30
-"""Messages of a host that has been silent for this many leases are deleted."""
+"""The time of silence after which the messages of a host are deleted, in leases."""
 
 
 def boot_clock() -> float:
-    """Return seconds that also count while the machine sleeps, on systems that can count them."""
+    """Return seconds of a clock that also runs while the machine sleeps, if the system has one."""
     number = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if number is None else time.clock_gettime(number)
 
 
 @dataclass
 class Term:
-    """A leader's term.
+    """The state of a leader during its term.
 
     Attributes:
-      token: the token of its last swap.
-      heard: by host, the number of its last message, and when it arrived.
-      saved: the registry as it was last written.
-      answers: the answers that wait for the next swap.
-      facts: by host, what it has published about itself.
+      token: the token of the leader's last swap.
+      registry: the current state of the registry.
+      heard: the number and the arrival time of each host's last message.
+      saved: the registry as the leader last wrote it.
+      answers: the answers that are sent to hosts after the next swap.
+      facts: the facts that each host has published about itself.
       begun: whether the first swap of the term has succeeded.
     """
 
@@ -66,15 +69,15 @@ class Term:
 
 
 class LeaderElection:
-    """The part of one host in the election; call `turn` repeatedly.
+    """The election as one host takes part in it; call `turn` repeatedly.
 
     Args:
       own: the name of this host.
-      compatibility: what hosts must have in common, for those that join: see
-        `jaxdist.elastic.hosts.identity`.
+      compatibility: the properties that hosts must have in common, which a leader publishes for
+        hosts that join; see `jaxdist.elastic.hosts.identity`.
       before: the number of the newest generation of the run at earlier rendezvous.
-      clock: seconds, by the clock of this host alone.
-      fits: returns whether hosts can work together, given the facts that each has published.
+      clock: returns seconds, by the clock of this host alone.
+      fits: returns whether hosts can work together, given the facts that each host has published.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class LeaderElection:
         self._seen, self._since = "", clock()
 
     def turn(self) -> None:
-        """Check who is the leader; if it is this host, answer all requests."""
+        """Check whether this host is, or can become, the leader; as the leader, answer requests."""
         if self.term is None:
             self.look()
         if self.term is not None:
@@ -104,10 +107,11 @@ class LeaderElection:
                 self.answer()
 
     def look(self, timeout_leases: float = LEADER_TIMEOUT_LEASES) -> None:
-        """Take the token if no host has it, or if its holder shows no heartbeat.
+        """Take the token if no host has the token, or if its holder shows no heartbeat.
 
         Args:
-          timeout_leases: the longest time without a heartbeat, in leases.
+          timeout_leases: the time without a heartbeat after which the holder is replaced, in
+            leases.
         """
         text, now = self.rendezvous.token(), self.clock()
         token = Token.parse(text)
@@ -147,7 +151,7 @@ class LeaderElection:
                     self._forget(host)
                 continue
             term.heard[host] = number, now
-            if term.begun:  # the first messages of a term may be from hosts that left long ago
+            if term.begun:  # The first messages of a term may come from hosts that left long ago.
                 given = self.config, now, decode_renewal(told["renew"]), self._fit
                 term.registry, term.answers[host] = term.registry.receive(*given)
 
@@ -158,7 +162,11 @@ class LeaderElection:
         return len(told) == len(hosts) and self.fits(told)
 
     def commit(self) -> bool:
-        """Write the registry if it has changed, and swap the token; return False if it is lost."""
+        """Write the registry if it has changed, and swap the token.
+
+        Returns:
+          Whether the swap succeeded; if not, another host has taken the token, and the term ends.
+        """
         term = self.term
         assert term is not None
         told = encode(term.registry)
@@ -186,7 +194,7 @@ class LeaderElection:
         """Give up the term, so that the next leader can start at once."""
         term, self.term = self.term, None
         if term is not None:
-            # Swapped instead of written, since another host may have taken the token meanwhile.
+            # A swap instead of a write, since another host may have taken the token meanwhile.
             nobody = Token(term.token.name, term.token.term, NOBODY, term.token.beat + 1)
             self.rendezvous.compare_and_swap(str(term.token), str(nobody))
 
@@ -203,7 +211,7 @@ class LeaderElection:
 
 
 def encode(registry: Registry) -> JsonObject:
-    """Return the registry as JSON, without the times of its clock.
+    """Return the registry as JSON, without times, which only the leader's clock can interpret.
 
     >>> decode(encode(Registry())) == Registry()
     True
@@ -214,7 +222,7 @@ def encode(registry: Registry) -> JsonObject:
         "members": [*registry.generation.members],
         "granted": registry.granted,
         "pauses": registry.pauses,
-        "aside": sorted(registry.quarantined),
+        "aside": sorted(registry.quarantined),  # The key keeps its name in stored registries.
         "holders": [*registry.holders],
     }
 
@@ -232,9 +240,7 @@ def decode(told: Mapping[str, Any]) -> Registry:
 
 
 def registry_of(rendezvous: Rendezvous) -> Registry | None:
-    """Return the registry as a leader last wrote it; None if there has been no leader.
-
-    It is without times.
+    """Return the registry as a leader last wrote it, without times; None without any leader so far.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -269,7 +275,7 @@ def decode_answer(told: Mapping[str, Any]) -> Grant | Stop:
 
 
 def encode_renewal(message: Renew, number: int, facts: Mapping[str, Any]) -> JsonObject:
-    """Return a host's message: its renewal, its number, and facts for the other hosts."""
+    """Return a host's message as JSON: a renewal, a number, and facts for the other hosts."""
     renew = asdict(message)
     renew["aside"] = renew.pop("quarantined")
     return {"number": number, "renew": renew, "facts": {**facts}}

@@ -1,7 +1,7 @@
 """A host's membership: a thread that requests leases and takes part in the election.
 
-The agent manages the processes of this host. The thread therefore accepts no answer that ends a
-generation before the agent has reported that its processes are gone.
+The agent manages the processes of the host. The thread therefore accepts no answer that ends a
+generation before the agent has reported that the host's processes are gone.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from jaxdist.types import Json, JsonObject
 
 BEAT_SECONDS, BEAT_LEASES = 0.5, 0.05
 KILL_LEASES = 0.1
-"""The processes of a host are killed when this fraction of its lease is left."""
+"""The fraction of a host's lease that is left when the host's processes are killed."""
 
 
 class Membership:
     """The membership of this host; call `begin`, and `close` at the end.
 
     Attributes:
-      facts: what this host publishes about itself; see `tell`.
-      over: how the run ended, once it has: `generation`, `code` and `words`.
-      name: the name of the rendezvous, drawn when it was created.
-      trouble: why the rendezvous does not answer; None while it does.
+      facts: the facts that this host publishes about itself; see `tell`.
+      over: the end of the run, with keys `generation`, `code` and `words`; None during the run.
+      name: the name of the rendezvous, drawn at its creation.
+      trouble: the reason why the rendezvous does not answer; None while it answers.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Membership:
 
     @property
     def ended_before(self) -> int:
-        """The generation in which the last run of this rendezvous ended; -1 if none has."""
+        """The generation in which the last run of this rendezvous ended; -1 if no run has ended."""
         return self._before
 
     def take(self) -> Generation | None:
-        """Start to work in the current generation, and return it, if this host has a lease."""
+        """Enter the current generation, and return it; None if this host has no valid lease."""
         with self._lock:
             assert self._working is None, "the generation before is released first"
             found = self._host.at_work(self._soon())
@@ -93,7 +93,7 @@ class Membership:
             return found
 
     def ends(self) -> str | None:
-        """Return why the processes of this host must be ended now; None while they may work."""
+        """Return why the processes of this host must be ended now; None while they may continue."""
         with self._lock:
             if self._working is None or self._ends:
                 return self._ends or "it has no generation"
@@ -111,7 +111,7 @@ class Membership:
 
     @property
     def quarantined_seconds(self) -> float:
-        """The seconds for which this host still asks to be left out; 0 if it does not."""
+        """The seconds for which this host still asks to be left out; 0 if it does not ask."""
         with self._lock:
             return max(self._host.quarantined_until - self.clock(), 0.0)
 
@@ -119,7 +119,7 @@ class Membership:
         """Report that the processes of this host are gone.
 
         Args:
-          stuck: whether one of them was stuck, so that this host asks to be left out for a while.
+          stuck: whether a process was stuck, so that this host asks to be left out for a while.
         """
         with self._lock:
             if stuck:
@@ -141,7 +141,7 @@ class Membership:
 
     def say(self, *, leaves: bool = False) -> None:
         """Send a request for a lease now."""
-        with self._saying:  # messages are numbered in the order in which they are written
+        with self._saying:  # Messages must be written in the order of their numbers.
             with self._lock:
                 self._number += 1
                 message = self._host.renew(self.clock(), leaves=leaves)
@@ -165,14 +165,15 @@ class Membership:
 
     def turn(self) -> None:
         """Send a request, take part in the election, and read the answer."""
-        # Checked first: this host has no place at a rendezvous that others have recreated, and
-        # would lead it with a token that is compared with theirs.
+        # First: at a rendezvous that other hosts have recreated, this host must not become the
+        # leader, since its compatibility has the name of the old rendezvous.
         self._check_name()
         self.say()
         self.election.turn()
+        # Again: the rendezvous may have been recreated during the election.
         self._check_name()
         told = self.rendezvous.get(f"answer/{self.own}")
-        # Read after the answer: if hosts left because the run is over, this shows it.
+        # Read after the answer: if hosts left because the run is over, the end is visible here.
         over = self.rendezvous.get(OVER)
         if over is not None and over["generation"] > self._before:
             self.over = over

@@ -1,4 +1,4 @@
-"""Messages for the user about other hosts: who is missing, who was lost, and why."""
+"""Messages for the user about other hosts: which are missing, which were lost, and why."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxdist.runtime.rendezvous import Wait
 
 @dataclass(frozen=True)
 class HostMessages:
-    """The messages of one host.
+    """The messages that one host prints about the other hosts.
 
     Attributes:
-      name: this host's name for people.
-      seconds: how long it waits for enough hosts.
+      name: the name of this host for messages.
+      seconds: the time for which this host waits for enough hosts.
     """
 
     members: Membership
@@ -26,7 +26,7 @@ class HostMessages:
     seconds: float
 
     def why(self, assignment: Assignment, ends: str) -> str:
-        """Return why a generation ended, in the words of the host where something failed."""
+        """Return why a generation ended, in the words of the host on which a process failed."""
         trouble = self.members.trouble
         if trouble is not None:
             return str(trouble)
@@ -40,7 +40,7 @@ class HostMessages:
         return "a host was lost, or came" if "registry" in ends else ends
 
     def tell_wait(self, wait: Wait) -> None:
-        """Print from time to time who is missing, or what prevents a start."""
+        """Print from time to time which hosts are missing, or what prevents a start."""
         trouble = self.members.trouble
         if trouble is not None:
             wait.tell(f"waiting: {trouble}")

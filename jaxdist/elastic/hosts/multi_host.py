@@ -1,14 +1,15 @@
 """The hosts of a run on several machines, each with an agent: see `jaxdist.elastic.assignment`.
 
-The registry decides which hosts form a generation, and in which order. The first of them plans what
-each has to do (`jaxdist.elastic.hosts.plan`) and publishes the plan at the rendezvous. Each host
-fetches what it lacks of the newest snapshot that they hold together, and starts its processes.
+The registry decides which hosts form a generation, and in which order. The first host plans the
+task of each host (`jaxdist.elastic.hosts.plan`) and publishes the plan at the rendezvous. Each host
+fetches the parts that it lacks of the newest snapshot which the hosts hold together, and starts its
+processes. The rendezvous holds these values:
 
     host/HOST      a host's message: its renewal, and facts (name, address, parts of snapshots ...)
-    answer/HOST    the leader's answer
-    term/N         the registry as the leader of term N wrote it, and its compatibility
-    plan/N         what each host does in generation N
-    run/...        which run it is, and how it ended: see `jaxdist.elastic.hosts.run`
+    answer/HOST    the leader's answer to a host
+    term/N         the registry and the compatibility that the leader of term N wrote
+    plan/N         the task of each host in generation N
+    run/...        the identity and the end of the run: see `jaxdist.elastic.hosts.run`
     run/full       the number of devices in the first generation
 """
 
@@ -55,16 +56,18 @@ GROWS = "a host came"
 
 
 class MultiHost:
-    """See `jaxdist.elastic.assignment.Hosts`.
+    """The hosts of a run on several machines; see `jaxdist.elastic.assignment.Hosts`.
 
     Args:
-      compatibility: what all hosts must have in common, see `jaxdist.elastic.hosts.identity`.
+      compatibility: the properties that all hosts must have in common, see
+        `jaxdist.elastic.hosts.identity`.
       values: the values of the config.
-      seconds: how long to wait for enough hosts.
+      seconds: the time to wait for enough hosts.
+      resume: whether the first generation continues a saved run.
       before: the number of the newest generation of the run at earlier rendezvous.
-      local: returns the folder with a run's snapshots on this machine's disk; None if it keeps
-        none.
-      clock: seconds, by the clock of this host alone.
+      local: returns the folder with a run's snapshots on this machine's disk; None if the config
+        keeps no snapshots on disk.
+      clock: returns seconds, by the clock of this host alone.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class MultiHost:
         self.rendezvous, self.config, self.here = rendezvous, config, here
         self.compatibility = compatibility
         self.say, self.seconds = say, seconds
+        # A lambda, because `_preparing` is built from the membership, and that from the election.
         told = {"before": before, "clock": clock, "fits": lambda f: self._preparing.has_mesh(f)}
         election = LeaderElection(rendezvous, config, here.host, compatibility, **told)
         self.members = Membership(rendezvous, config, here.host, election, clock)
@@ -118,7 +122,7 @@ class MultiHost:
             generation = self.members.take()
             if generation is not None:
                 standby.taken(generation)
-                with suppress(RendezvousError):  # recorded as `trouble`; it may pass quickly
+                with suppress(RendezvousError):  # The membership records it; it may pass quickly.
                     assignment = self._begin(run_folder, generation)
                     if assignment is not None:
                         return assignment
@@ -128,7 +132,7 @@ class MultiHost:
         return None
 
     def ends(self, assignment: Assignment) -> str | None:
-        """Return why the registry, or the end of the run, ends this host's processes, or None."""
+        """Return why the registry or the end of the run ends this host's processes, else None."""
         now = time.monotonic()
         if not self._path_known and now - self._looked >= LOOK_SECONDS:
             self._looked = now
@@ -138,13 +142,15 @@ class MultiHost:
             # If the run ended well elsewhere, the processes here end by themselves in a moment.
             ended_well = over["code"] == 0 and assignment.count
             return None if ended_well else over["words"] or "the run is over"
+        # No run can resume from a checkpoint with part of the state, so the processes are ended
+        # without a save, and the next generation returns to the newest snapshot.
         if self._in_part and self.members.pauses:
             return GROWS
         ends = self.members.ends()
         return None if ends is None else self._messages.why(assignment, ends)
 
     def pauses(self, assignment: Assignment) -> bool:
-        """Return whether to save and stop; never if a checkpoint lacks part of the state."""
+        """Return whether to save and stop; always False if checkpoints lack part of the state."""
         return not self._in_part and self.members.pauses
 
     def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
@@ -159,7 +165,7 @@ class MultiHost:
         self.members.release(stuck=stuck)
 
     def over(self, assignment: Assignment) -> bool:
-        """Return whether the run is over; processes also end well after a request to stop."""
+        """Return whether the run has reached its last step, rather than stopped on request."""
         assert self._run_folder is not None
         if not RunFolder(self._run_folder.folder, assignment.generation).done.exists():
             return False
@@ -182,13 +188,13 @@ class MultiHost:
         self.members.note(progress=encode_progress(assignment.generation, statuses, now))
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status] | None:
-        """Return the progress that the other hosts have published; it is read once a second."""
+        """Return the progress that the other hosts have published, read at most once a second."""
         now = time.monotonic()
         if self._remote is None or self._remote.generation != assignment.generation:
             count = assignment.total - assignment.count
             self._remote = RemoteProgress(self.here.host, assignment.generation, count)
         if self._remote.due(now):
-            with suppress(RendezvousError):  # recorded as `trouble`, and ends the lease
+            with suppress(RendezvousError):  # The membership records it, and the lease runs out.
                 self._remote.read(self.members.others(), now)
         return self._remote.statuses
 
@@ -197,17 +203,17 @@ class MultiHost:
         return None if self._replica is None else self._replica.failure
 
     def why(self, assignment: Assignment) -> str:
-        """Return which host has left, if it has reported that."""
+        """Return why the processes stopped, with the name of the host that leaves, if known."""
         return self._messages.why(
             assignment, GROWS if self.members.pauses else "a host was told to stop"
         )
 
     def named(self) -> dict[str, str]:
-        """Return the name of this host."""
+        """Return the name of this host, as a field of the journal."""
         return {"host": self.here.name}
 
     def leave(self) -> None:
-        """Tell the other hosts why the processes stop."""
+        """Tell the other hosts at once that this host leaves, so that they know why to stop."""
         self.members.tell(leaving=True)
         with suppress(RendezvousError):
             self.members.say()
@@ -226,7 +232,11 @@ class MultiHost:
             self._server.close()
 
     def _begin(self, run_folder: RunFolder, generation: Generation) -> Assignment | None:
-        """Start a generation, and return this host's assignment; None if it has ended already."""
+        """Start a generation, and return this host's assignment.
+
+        Returns:
+          None if the generation, or the run, has ended meanwhile.
+        """
         self._newest = generation.number
         key = f"plan/{generation.number}"
         if generation.coordinator == self.here.host:
@@ -251,15 +261,14 @@ class MultiHost:
                 f"generation {generation.number}: {plan.hosts} hosts, "
                 f"{plan.total} processes{settings}{waits}"
             )
-        # Only generations of the same rendezvous can be compared, so its name is part of the
-        # fence.
+        # Generations of two rendezvous cannot be compared, so the fence is the rendezvous's name.
         fence = hashlib.sha256(self.members.name.encode()).hexdigest()[:16]
         coordinator = told["coordinator"] if plan.total > 1 else None
         given = (generation.number, first, count, plan.total, coordinator, told["resume"])
         return Assignment(*given, Identity.of(told["run"]), plan.settings, fence)
 
     def _has_finished(self) -> bool:
-        """Return whether there is nothing left to train, and print it."""
+        """Return whether the run has finished already; if so, tell the user how to train more."""
         run = finished(self.rendezvous, self._values)
         if run is None:
             return False
@@ -271,14 +280,14 @@ class MultiHost:
         return True
 
     def _local_folder(self) -> Path | None:
-        """Return the folder on this machine's disk with snapshots of the run, or None."""
+        """Return the folder on this machine's disk with snapshots of the run; None without one."""
         if self._local is None:
             return None
         ended = ended_before(self.rendezvous)
         return self._local(known_run(self.rendezvous, ended, self._asked))
 
     def _pass_path(self, assignment: Assignment) -> None:
-        """Pass the run directory from the process that creates it to all agents."""
+        """Pass the run directory from process 0, which creates it, to all agents."""
         assert self._run_folder is not None
         with suppress(RendezvousError):
             if assignment.first == 0:

@@ -1,17 +1,17 @@
-"""The plan of a generation: what each host does, as a function of plain data.
+"""The plan of a generation: the task of each host, as a function of plain data.
 
-The mesh. The axes of the model (tensor, stage, context, expert) keep their sizes, and the data axis
-takes the remaining devices. The first hosts, in the order in which they joined, are at work: as
-many of them as can form a mesh. The others wait, ready to replace one that is lost.
+The axes of the model in the mesh (tensor, stage, context, expert) keep their sizes, and the data
+axis takes the remaining devices. The first hosts, in the order in which they joined, train: as many
+hosts as can form a mesh. The other hosts wait, ready to replace a host that is lost.
 
-The batch. It does not change, so every step takes the same examples in the same order and learns at
-the same rate as without failures. If fewer devices share the batch, it is computed in more
+The batch does not change, so every step takes the same examples in the same order and learns at the
+same rate as without failures. If fewer devices share the batch, the batch is computed in more
 microbatches: the smallest number that divides the batch, and for which no device has more rows at
-once than on the full mesh. The full mesh is that of the config; if the config has data: -1, it
-is the mesh of the first generation. So D devices along data take m microbatches: the smallest m
-with D m >= D0 m0 and B a multiple of D m, where D0, m0 and the batch B are those of the full mesh.
-If the config asks for it, the batch is B D / D0 instead, and each device has as many rows as on the
-full mesh.
+once than on the full mesh. The full mesh is the mesh of the config; if the config has data: -1, the
+full mesh is the mesh of the first generation. In formulas: D devices along data take the smallest
+number m of microbatches for which D m >= D0 m0 and the batch B is a multiple of D m; D0 and m0 are
+the devices along data and the microbatches on the full mesh. With `elastic.batch: rescale` in
+the config, the batch is B D / D0 instead, and each device has as many rows as on the full mesh.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class HostFacts:
     """The facts about a host that the plan needs.
 
     Attributes:
-      host: a name that no other agent has; `name` is for people.
-      address: the address at which the others reach it.
-      processes: the number of processes that it can run, each with `devices` devices.
-      parts: the names of the snapshot parts that it has.
-      copies: HOST:PORT of the server that sends them.
+      host: a name that no other agent has.
+      name: the name of the host for messages.
+      address: the address at which the other hosts reach this host.
+      processes: the number of processes that the host can run.
+      devices: the number of devices of each process.
+      parts: the names of the snapshot parts that the host has.
+      copies: HOST:PORT of the server that sends these parts to other hosts.
     """
 
     host: str
@@ -61,11 +63,12 @@ class BatchRule:
     """The mesh and the batch of the config.
 
     Attributes:
-      mesh: the size of each axis, in the order of the config; a size over two networks is a
-        mapping.
+      mesh: the size of each axis, in the order of the config; the size of an axis over two
+        networks is a mapping from each network (`dcn`, `ici`) to a size.
       batch_size: the number of examples in a step.
       microbatches: the number of microbatches on the full mesh.
-      full: the devices along data of the full mesh if the config has -1; None if not yet known.
+      full: the number of devices along data on the full mesh if the config has data: -1; None
+        before the first generation.
       rescales: whether the batch shrinks and grows with the mesh.
     """
 
@@ -87,14 +90,14 @@ class BatchRule:
 
     @property
     def others(self) -> int:
-        """The number of devices that all axes except data take."""
+        """The number of devices in the product of all axes except data."""
         return math.prod(_count(size) for axis, size in self.mesh.items() if axis != DATA)
 
     def data_size(self, devices: int) -> int:
         """Return the number of devices along data, out of `devices`.
 
         Raises:
-          RunError: they do not form a mesh.
+          RunError: the devices do not form a mesh.
         """
         fixed = {axis: size for axis, size in self.mesh.items() if axis != DATA}
         if -1 in fixed.values():
@@ -121,7 +124,7 @@ class BatchRule:
         """Return the settings that replace the config's mesh and microbatches on `devices` devices.
 
         Raises:
-          RunError: there is no mesh, or no number of microbatches, for them.
+          RunError: the devices form no mesh, or no number of microbatches divides the batch.
         """
         data, written = self.data_size(devices), self.mesh.get(DATA, 1)
         found = []
@@ -167,12 +170,13 @@ class GenerationPlan:
     """The plan of a generation.
 
     Attributes:
-      places: by host, the number of its first process, and how many it has.
-      total: the number of processes.
+      places: each host's first process, by number, and the number of processes on that host.
+      total: the number of processes on all hosts.
       devices: the number of devices of all processes.
       settings: settings that replace those of the config.
-      idle: the names of hosts that wait.
-      snapshot: by file, the host to fetch it from; empty if no snapshot is complete.
+      idle: the names of the hosts that wait.
+      snapshot: the host from which to fetch each file of the newest complete snapshot; empty if
+        no snapshot is complete.
     """
 
     places: Mapping[str, tuple[int, int]]
@@ -184,7 +188,7 @@ class GenerationPlan:
 
     @property
     def hosts(self) -> int:
-        """The number of hosts at work."""
+        """The number of hosts with processes."""
         return sum(count > 0 for _, count in self.places.values())
 
 
@@ -197,11 +201,11 @@ def make_plan(
     """Plan a generation of these hosts, in their order.
 
     Args:
-      least: the smallest number of hosts at work.
+      least: the smallest number of hosts with processes.
       quarantined: hosts that are left out, but may have parts of a snapshot that the others lack.
 
     Raises:
-      RunError: no number of them can form a mesh; the message explains why for each number.
+      RunError: no number of hosts can form a mesh; the message explains why for each number.
     """
     reasons = []
     for count in range(len(members), least - 1, -1):
@@ -224,7 +228,7 @@ def make_plan(
 
 
 def newest_whole(members: Sequence[HostFacts]) -> dict[str, str]:
-    """Return the newest snapshot that the members hold together: by file, the host that has it.
+    """Return the newest snapshot of which the members hold all files, as a host for each file.
 
     >>> a = HostFacts("a", "a", "", 1, 1, ("step_00000010.0_of_2", "step_00000020.0_of_2"))
     >>> b = HostFacts("b", "b", "", 1, 1, ("step_00000010.1_of_2",))

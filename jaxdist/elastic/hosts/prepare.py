@@ -1,4 +1,4 @@
-"""The start of a generation: the first host publishes a plan, all fetch missing state."""
+"""The start of a generation: its first host publishes a plan, and all hosts fetch missing state."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FULL = "run/full"
 
 @dataclass(frozen=True)
 class Preparing:
-    """The part of one host in the start of a generation.
+    """The steps by which one host takes part in the start of a generation.
 
     Attributes:
-      address: the address at which the others reach this host.
+      address: the address at which the other hosts reach this host.
       token: the token that all hosts share.
       values: the values of the config.
       resume: whether the first generation continues a saved run.
@@ -40,14 +40,14 @@ class Preparing:
     resume: bool
 
     def tell_plan(self, key: str, generation: Generation) -> RunError | None:
-        """Publish the plan of a generation, on its first host; return why there is none.
+        """Publish the plan of a generation, on its first host; return an error if there is no plan.
 
         Raises:
           RendezvousError: the plan cannot be published.
         """
         said = self.members.others()
         if not said.keys() >= set(generation.members):
-            return None  # a member is gone already, which the registry will notice
+            return None  # A member is gone already; the registry will end this generation.
         hosts = [HostFacts.of(host, said[host]["facts"]) for host in generation.members]
         registry = registry_of(self.members.rendezvous)
         left_out = (registry.quarantined if registry else frozenset()) - {*generation.members}
@@ -105,13 +105,13 @@ class Preparing:
     def collect(
         self, folder: Path, generation: Generation, plan: GenerationPlan
     ) -> SnapshotReplica | None:
-        """Fetch the parts of the snapshot that this host lacks, and delete all other parts.
+        """Fetch the parts of the plan's snapshot that this host lacks, and delete all other parts.
 
         The other parts belong to steps that will be repeated, or to snapshots that lack the part of
         a lost host.
 
         Returns:
-          the replica of the previous host's snapshots; None if this is the only host.
+          The replica of the previous host's snapshots; None if this is the only host.
 
         Raises:
           RendezvousError: the messages of the other hosts cannot be read.
@@ -127,7 +127,7 @@ class Preparing:
                 fetch(said[host]["facts"]["copies"], name, folder, self.token)
             except CopyError as error:
                 self.say(f"no snapshot in memory: {error}")
-                break
+                break  # Without this part the snapshot is incomplete, and the other parts useless.
         self.members.tell(parts=parts_in(folder), why=None)
         at = generation.members.index(self.members.own)
         before = generation.members[at - 1]

@@ -1,8 +1,8 @@
-"""The progress of processes on other hosts: needed to find a stuck process.
+"""The progress of processes on other hosts, which is needed to find a stuck process.
 
-The clocks of hosts differ, so ages are published instead of times. They are part of a message that
-a host sends anyway, twice a second; the others read it only if their own processes have waited too
-long.
+The clocks of hosts differ, so ages are published instead of times. The ages are part of a message
+that a host sends anyway, twice a second; the other hosts read the message only if their own
+processes have waited too long.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def encode_progress(generation: int, statuses: Sequence[Status], now: float) -> 
     """Return the progress of a host's processes as JSON.
 
     Args:
-      now: seconds, by the clock of the statuses.
+      now: the current time in seconds, by the clock of the statuses.
     """
     told = [
         [one.process, one.step, str(one.phase), one.waiting, now - one.since, now - one.alive]
@@ -47,9 +47,9 @@ class RemoteProgress:
         """Read the last messages of all hosts.
 
         Args:
-          said: by host, a message of `jaxdist.elastic.hosts.leader_election.encode_renewal`.
-          now: seconds. The age of a message counts from when it was first seen, so a status appears
-            younger rather than older than it is.
+          said: each host's message, from `jaxdist.elastic.hosts.leader_election.encode_renewal`.
+          now: the current time in seconds. A message's age counts from the time when this host
+            first read it, so a status can only seem younger than it is.
         """
         self._next = now + READ_SECONDS
         found: list[Status] = []
@@ -67,8 +67,8 @@ class RemoteProgress:
 
     @property
     def statuses(self) -> list[Status] | None:
-        """The statuses of all processes on other hosts; None if some are unknown.
+        """The statuses of all processes on other hosts, with times by this host's clock.
 
-        Times are by this host's clock.
+        The value is None while the status of a process is unknown.
         """
         return self._found

@@ -1,12 +1,12 @@
 """The run that the hosts of a rendezvous train, and whether it has ended.
 
     run/id     the id of the run that starts next, drawn by the host that plans its generation
-    run/path   the id and the directory of the run, once it has started
-    run/over   how the run ended, with its id and directory, and a digest of the command
+    run/path   the id and the directory of the run, once the run has started
+    run/over   the result, id and directory of a run that ended, and a digest of its command
 
-The first two contain the number of a generation, and the directory that the config asks for. If the
-generation is not above that of `run/over`, the value belongs to an earlier run, which has ended; if
-the directory differs, it belongs to another run.
+The first two values contain the number of a generation, and the directory that the config requests.
+If the generation is not newer than the generation in `run/over`, the value belongs to an earlier
+run, which has ended; if the directory differs, the value belongs to another run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ID, PATH, OVER = "run/id", "run/path", "run/over"
 
 
 def ended_before(rendezvous: Rendezvous) -> int:
-    """Return the generation in which the last run of a rendezvous ended; -1 if none has.
+    """Return the generation in which the last run of a rendezvous ended; -1 if no run has ended.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -36,17 +36,17 @@ def ended_before(rendezvous: Rendezvous) -> int:
 
 
 def requested_directory(values: JsonObject) -> str | None:
-    """Return the run directory that a config asks for; None if the config's name decides."""
+    """Return the run directory that a config requests; None if the config's file name decides."""
     directory = (values.get("run") or {}).get("directory")
     return None if directory is None else str(directory)
 
 
 def known_run(rendezvous: Rendezvous, ended: int, asked: str | None) -> Identity | None:
-    """Return the run that has started at a rendezvous since the last run ended; None if none has.
+    """Return the run that has started at a rendezvous since the last run ended; None without one.
 
     Args:
       ended: the generation in which the last run ended.
-      asked: see `requested_directory`.
+      asked: the result of `requested_directory`.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -57,7 +57,7 @@ def known_run(rendezvous: Rendezvous, ended: int, asked: str | None) -> Identity
 def run_to_begin(
     rendezvous: Rendezvous, ended: int, generation: int, asked: str | None
 ) -> Identity:
-    """Return the run of the generation to plan; draw its id if this is its first generation.
+    """Return the run that a new generation trains; draw an id if the run has none yet.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -79,7 +79,7 @@ def tell_run(rendezvous: Rendezvous, generation: int, run: Identity, asked: str 
 
 
 def finished(rendezvous: Rendezvous, values: Json) -> Identity | None:
-    """Return the run that has taken its last step, if this command would train it again; else None.
+    """Return the finished run that this command would train again; None if there is no such run.
 
     The result is None if no run has ended well, if the config differs, or if the run's directory no
     longer exists.
@@ -101,7 +101,7 @@ def finished(rendezvous: Rendezvous, values: Json) -> Identity | None:
 
 
 def command_of(values: Json) -> str:
-    """Return a digest of a config, equal for two agents that were started with the same config."""
+    """Return a digest of a config, which is equal on all agents that have the same config."""
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""A replica of another host's snapshots, which keeps them complete when that host is lost."""
+"""A replica of another host's snapshots, from which a run resumes when that host is lost."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from jaxdist.elastic.hosts.copies import CopyError, fetch, list_parts, parts_in
 
 LOOK_SECONDS = 0.5
 FAILURES = 6
-"""After this many consecutive failures a replica reports that it makes no copies."""
+"""The number of consecutive failures after which a replica reports that it makes no copies."""
 KEEP = 2
-"""Two snapshots are kept, because the newest may be incomplete."""
+"""The number of snapshots that are kept: two, because the newest may be incomplete."""
 
 
 class SnapshotReplica:
-    """A thread that replicates the snapshots of one host during a generation; `close` it.
+    """A thread that replicates the snapshots of one source host during a generation.
 
     Args:
-      address: the address at which that host sends its parts.
+      address: the address at which the source host sends its parts.
       folder: the folder of this host's own parts, which also receives the copies.
-      processes: the numbers of that host's processes, among `total`.
+      processes: the numbers of the source host's processes.
+      total: the number of processes on all hosts.
 
     Attributes:
-      failure: why no copies are made; None while they are.
+      failure: the reason why no copies are made; None while copies are made.
     """
 
     def __init__(
@@ -46,15 +47,15 @@ class SnapshotReplica:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop copying. A transfer in progress is discarded, because that host may be stuck."""
+        """Stop copying, without a wait for a transfer in progress: the source host may be stuck."""
         with self._keeping:
             self._closed.set()
 
     def look(self) -> None:
-        """Copy new parts, and delete old parts.
+        """Copy new parts from the source host, and delete copies of old parts.
 
         Raises:
-          CopyError: the host cannot be reached.
+          CopyError: the source host cannot be reached.
         """
         theirs = self._newest(list_parts(self.address, self.token))
         here = set(parts_in(self.folder))
@@ -68,7 +69,7 @@ class SnapshotReplica:
 
     @contextmanager
     def _wanted(self) -> Iterator[bool]:
-        """Return whether it still copies; the answer holds until the context exits."""
+        """Return whether copies are still wanted; the answer holds until the context exits."""
         with self._keeping:
             yield not self._closed.is_set()
 
@@ -77,7 +78,7 @@ class SnapshotReplica:
         return [n for n, p in parts if p and p[1] in self.processes and p[2] == self.total]
 
     def _newest(self, names: list[str]) -> list[str]:
-        """Return the newest parts of each of that host's processes."""
+        """Return the newest parts of each process of the source host."""
         found: dict[int, list[str]] = {}
         for name in sorted(self._of(names)):
             part = snapshot_of(name)

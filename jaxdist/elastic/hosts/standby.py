@@ -1,4 +1,4 @@
-"""A standby host: it is in no generation, and waits for the others or for a place among them."""
+"""A standby host, which is in no generation, and waits until it can join one."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from jaxdist.runtime.rendezvous import Wait
 READ_SECONDS = 1.0
 """Seconds between two reads of the registry."""
 SURE_LEASES = 2
-"""A generation is reported as running only after this many leases: before, it may just have been
-lost."""
+"""The number of leases after which a generation is reported as running: a younger generation may
+just have been lost."""
 
 
 @dataclass
 class Standby:
-    """Wait until this host joins a generation. The wait times out only if no generation is running.
+    """The wait of a host until it joins a generation; it times out only if none is running.
 
     Args:
-      clock: seconds that never decrease.
+      clock: returns seconds that never decrease.
     """
 
     members: Membership
@@ -43,13 +43,13 @@ class Standby:
         self.wait = Wait(self.messages.seconds, self.say, self.clock)
 
     def look(self) -> None:
-        """Continue to wait.
+        """Print messages that are due, and check whether the wait has timed out.
 
         Raises:
           RunError: no generation started in time.
         """
         if isinstance(self.members.trouble, LostError):
-            raise self.members.trouble  # a longer wait cannot help
+            raise self.members.trouble  # A longer wait cannot help.
         now = self.clock()
         if now - self._read >= READ_SECONDS or self.wait.over:
             self._read = now
@@ -63,7 +63,7 @@ class Standby:
             self.messages.tell_wait(self.wait)
 
     def taken(self, generation: Generation) -> None:
-        """Print that this host takes part although it asked to be left out."""
+        """Print that this host takes part, if it does so although it asked to be left out."""
         if self.members.quarantined_seconds:
             self.say(
                 f"generation {generation.number} begins with this host, {self.messages.name}, "
@@ -72,7 +72,7 @@ class Standby:
             )
 
     def _others_at_work(self) -> int | None:
-        """Return the number of the generation at work without this host; None if there is none."""
+        """Return the number of a generation that runs without this host; None if there is none."""
         if self.members.trouble is not None:
             return None
         with suppress(RendezvousError):

@@ -1,4 +1,4 @@
-"""From the arguments of `jaxdist agent` to an agent."""
+"""The construction of an agent from the arguments of `jaxdist agent`."""
 
 from __future__ import annotations
 
@@ -49,11 +49,13 @@ def agent_of(
     Args:
       config: the config file, with the overrides `extra`.
       rendezvous: the address at which all hosts meet.
-      least, most: the number of hosts in a generation.
+      least, most: the smallest and the largest number of hosts in a generation.
       processes: the number of processes on this machine.
       host: NAME or NAME/ADDRESS; None takes this machine's name.
-      token_file: the file of the token that all hosts share; None takes that of the rendezvous.
-      seconds: how long to wait for hosts.
+      token_file: the file of the token that all hosts share; None takes the rendezvous's secret.
+      resume: whether the first generation continues a saved run.
+      restarts: the number of consecutive generations that may fail without a new step.
+      seconds: the time to wait for enough hosts.
       fork_module: see `jaxdist.elastic.agent.Agent`.
       json_file: where process 0 writes the result of the run, on its own host.
 
@@ -111,8 +113,8 @@ def local_of(
 
     Args:
       base: the run directory that the config names.
-      run: the run that the other hosts train. None if it is unknown; then it is the only run at
-        `base`, and if there are several, the first process refuses to start.
+      run: the run that the other hosts train; None if it is unknown. An unknown run is the only
+        run at `base`; if there are several, the first process refuses to start.
       exact: whether `base` itself is the run directory.
 
     >>> values = {"checkpoint": {"local": {"directory": "/ssd"}}}
@@ -135,7 +137,7 @@ def split_host(text: str) -> tuple[str, str]:
     (('rack1-a', '10.0.0.7'), ('node1', 'node1'))
 
     Raises:
-      ConfigError: one of them is missing.
+      ConfigError: the name or the address is missing.
     """
     name, slash, address = text.partition("/")
     if not name or (slash and not address):
@@ -147,7 +149,7 @@ def read_host_token(path: Path) -> bytes:
     """Read the shared token.
 
     Raises:
-      RunError: it cannot be read, or is too short.
+      RunError: the file cannot be read, or the token is too short.
     """
     try:
         token = path.read_bytes().strip()
@@ -173,7 +175,7 @@ def local_device_count(values: JsonObject, environ: Mapping[str, str], processes
     4
 
     Raises:
-      RunError: the GPUs cannot be counted, or not divided among the processes.
+      RunError: the GPUs cannot be counted, or cannot be divided among the processes.
     """
     fake = (values.get("mesh") or {}).get("fake_devices")
     if isinstance(fake, int):

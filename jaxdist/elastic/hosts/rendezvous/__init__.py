@@ -1,1 +1,1 @@
-"""Rendezvous of hosts: in a directory, or on a Redis server."""
+"""The rendezvous at which hosts exchange values: a directory, or a Redis server."""

@@ -1,4 +1,4 @@
-"""From an address to a rendezvous."""
+"""The construction of a rendezvous from its address."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def open_rendezvous(address: str) -> Rendezvous:
     """Open the rendezvous at an address: a directory, or redis://HOST:PORT.
 
     Raises:
-      ConfigError: the address is of another kind, or a package for it is missing.
-      RendezvousError: it cannot be reached, or is unsuitable.
+      ConfigError: the address has an unknown form, or a package for it is missing.
+      RendezvousError: the rendezvous cannot be reached, or is unsuitable.
     """
     if address.startswith(SCHEMES):
         from jaxdist.elastic.hosts.rendezvous.redis_server import RedisRendezvous

@@ -1,7 +1,7 @@
 """The contract of a rendezvous: one token with compare-and-swap, and atomic values.
 
-Only the token may be changed by several hosts at once; every other value has one writer. The
-alternatives are media that all hosts can access: a folder, a Redis server.
+Several hosts may change the token at once; every other value has one writer at a time. A
+rendezvous is either a folder or a Redis server that all hosts can access.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RendezvousError(RunError):
 
 
 class LostError(RendezvousError):
-    """The rendezvous has lost its content, and is never again where the hosts met."""
+    """The rendezvous has lost its content, so the hosts cannot continue with it."""
 
     def __init__(self, address: str) -> None:
         super().__init__(
@@ -32,14 +32,14 @@ class LostError(RendezvousError):
 
 @dataclass(frozen=True)
 class Token:
-    """The token, which shows who is the leader.
+    """The token, which shows which host is the leader.
 
     Attributes:
-      name: the name of the rendezvous, drawn at its creation; one that lost its content has
-        another.
+      name: the name of the rendezvous, drawn at its creation; a rendezvous that was recreated has
+        a new name.
       term: the number of the term, which grows with each leader.
-      holder: the host that is the leader; a fixed name between two terms.
-      beat: the number of the leader's turn.
+      holder: the host that is the leader; `NOBODY` between two terms.
+      beat: the number of the leader's turn within the term.
     """
 
     name: str
@@ -66,18 +66,18 @@ class Token:
         return cls(parts[0], int(parts[1]), parts[2], int(parts[3]))
 
     def taken(self, holder: str) -> Token:
-        """Return the first token of the next term."""
+        """Return the first token of the next term, whose leader is `holder`."""
         return replace(self, term=self.term + 1, holder=holder, beat=0)
 
     def next(self) -> Token:
-        """Return the same leader's token of the next turn."""
+        """Return the token of the same leader's next turn."""
         return replace(self, beat=self.beat + 1)
 
 
 class Rendezvous(Protocol):
-    """A medium that all hosts can access. It may be called from several threads.
+    """A small shared store that all hosts can access; its methods are safe to call from threads.
 
-    Values are named `kind/name`. If the medium cannot be reached, each method raises
+    A value's full name is `kind/name`. If the store cannot be reached, each method raises
     `RendezvousError` within a bounded time.
     """
 
@@ -88,23 +88,23 @@ class Rendezvous(Protocol):
         ...
 
     def secret(self) -> bytes:
-        """Return a secret that the users of the medium share, for hosts without a token file."""
+        """Return a secret that only users of the store can read, for hosts without a token file."""
         ...
 
     def compare_and_swap(self, seen: str, new: str) -> bool:
-        """Replace the token `seen` with `new`; return False if the token is another.
+        """Replace the token by `new` if it is `seen`; return whether it was replaced.
 
-        The operation is linearizable: of all swaps that expect the same token, one succeeds, and
-        what a host reads after its swap was there before the swap, or is newer.
+        The operation is linearizable: of all swaps that expect the same token, one succeeds, and a
+        host that reads a value after its swap never gets an older value than before the swap.
         """
         ...
 
     def put(self, name: str, value: Json) -> None:
-        """Write a value atomically: a reader gets the old value or the new value."""
+        """Write a value atomically: a reader gets either the old value or the new value."""
         ...
 
     def get(self, name: str) -> Json:
-        """Return a value; None if there is none."""
+        """Return a value; None if the value does not exist."""
         ...
 
     def names(self, kind: str) -> list[str]:

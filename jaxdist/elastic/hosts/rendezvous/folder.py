@@ -2,11 +2,11 @@
 
     FOLDER/keeper/TOKEN       an empty file, whose name is the token
     FOLDER/KIND/NAME.json     a value
-    FOLDER/secret             shared by hosts without a token file; only its owner may read it
+    FOLDER/secret             the secret of hosts without a token file, readable by its owner only
 
-A swap renames the token's file: if several hosts rename the same file, one succeeds, and the others
-get an error because it no longer exists. The file server itself decides, so no client's cache can
-interfere.
+A swap renames the token's file: if several hosts rename the same file, one host succeeds, and the
+others get an error because the file no longer exists. The file server itself decides, so no
+client's cache can interfere.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _TRIES, _PAUSE_SECONDS = 50, 0.01
 
 
 class FolderRendezvous:
-    """See `jaxdist.elastic.hosts.rendezvous.contract.Rendezvous`.
+    """A `jaxdist.elastic.hosts.rendezvous.contract.Rendezvous` in a folder.
 
     Args:
-      folder: created if it does not exist.
+      folder: the folder, which is created if it does not exist.
 
     Raises:
-      RendezvousError: it cannot be written, or its renames are not atomic.
+      RendezvousError: the folder cannot be written, or its renames are not atomic.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,12 +62,13 @@ class FolderRendezvous:
             self._begin()
 
     def _begin(self) -> None:
-        """Create the first token once: a directory cannot be renamed onto one that has content."""
+        """Create the first token, unless another host has created it."""
         if (self.folder / KEEPER).is_dir():
             return
         staging = self.folder / f".new-{token_hex(4)}"
         staging.mkdir()
         (staging / str(Token(token_hex(16)))).touch()
+        # Only the first rename succeeds: no directory can be renamed onto one that has content.
         try:
             os.rename(staging, self.folder / KEEPER)
         except OSError as error:
@@ -81,7 +82,7 @@ class FolderRendezvous:
         for _ in range(_TRIES):
             with self._told():
                 found = os.listdir(self.folder / KEEPER)
-            if len(found) == 1:  # during a rename a listing may have both names, or none
+            if len(found) == 1:  # During a rename, a listing may have both names, or none.
                 return found[0]
             time.sleep(_PAUSE_SECONDS)
         raise RendezvousError(
@@ -92,7 +93,8 @@ class FolderRendezvous:
     def secret(self) -> bytes:
         """Return the content of a file that only its owner can read, whatever the folder's mode.
 
-        The token would not do: it is a name, visible to everyone who may list the folder.
+        The token cannot be the secret: it is a file name, visible to everyone who may list the
+        folder.
         """
         path, own, found = self.folder / SECRET, token_hex(32), b""
         with self._told():
@@ -106,7 +108,7 @@ class FolderRendezvous:
                     f"{path} may be read by others (mode {mode:o}), who could fetch the state of "
                     f"the model with it: chmod 600 {path}, or give all hosts a --token-file"
                 )
-            for _ in range(_TRIES):  # another host may be about to write it
+            for _ in range(_TRIES):  # Another host may have created the file without content yet.
                 found = path.read_bytes()
                 if len(found) == len(own):
                     return found
@@ -117,18 +119,19 @@ class FolderRendezvous:
         )
 
     def compare_and_swap(self, seen: str, new: str) -> bool:
-        """Rename the token's file."""
+        """Swap the token by a rename of its file."""
         with self._told():
             try:
                 os.rename(self.folder / KEEPER / seen, self.folder / KEEPER / new)
             except FileNotFoundError:
+                # Without the directory, the whole rendezvous is gone, not only the swap lost.
                 if not (self.folder / KEEPER).is_dir():
                     raise
                 return False
         return True
 
     def put(self, name: str, value: Json) -> None:
-        """Write a temporary file, and rename it."""
+        """Write a value to a temporary file, and rename the file to its final name."""
         path = self._path(name)
         staging = path.with_name(f".{path.name}-{token_hex(4)}")
         with self._told():
@@ -173,9 +176,9 @@ class FolderRendezvous:
 
 
 def find_problem(folder: Path) -> str | None:
-    """Test renames in an empty directory; return what is wrong with them, or None.
+    """Return how renames in an empty directory fail to be atomic; None if they are atomic.
 
-    Cost: some forty renames, while a thread reads.
+    The test costs some forty renames, while a thread reads.
     """
     problem = _one_by_one(folder)
     return problem or _while_read(folder)
@@ -201,7 +204,7 @@ def _one_by_one(folder: Path) -> str | None:
 
 
 def _while_read(folder: Path) -> str | None:
-    """Test that a file which is replaced again and again is always there, and always complete."""
+    """Return how a file that is replaced repeatedly is seen missing or torn; None if it is not."""
     path, seen = folder / "value", set[str]()
     whole = "x" * 4096
     path.write_text(whole)

@@ -1,8 +1,8 @@
-"""A rendezvous on a Redis server: a script swaps the token, which is a string; a kind is a hash.
+"""A rendezvous on a Redis server: a script swaps the token; a Redis hash holds each kind of values.
 
-It must be a single server: a replica that takes over may lack the last writes, and among them a
-swap that was acknowledged. Its data need not survive a restart: a server that comes back empty has
-a token with another name, which every agent notices, and no earlier lease is granted again.
+The server must be a single server: a replica that takes over may lack the last writes, and among
+them a swap that was acknowledged. The data need not survive a restart: a server that comes back
+empty gets a token with another name, which every agent notices; no earlier lease is granted again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxdist.types import Json
 
 PASSWORD, PASSWORD_FILE = "JAXDIST_REDIS_PASSWORD", "JAXDIST_REDIS_PASSWORD_FILE"
 SECONDS = 5.0
-"""Timeout of an answer."""
+"""The time within which the server must answer."""
 _SWAP = """
 if redis.call('get', KEYS[1]) == ARGV[1] then
   redis.call('set', KEYS[1], ARGV[2])
@@ -33,11 +33,12 @@ return 0
 
 
 class RedisRendezvous:
-    """See `jaxdist.elastic.hosts.rendezvous.contract.Rendezvous`.
+    """A `jaxdist.elastic.hosts.rendezvous.contract.Rendezvous` on a Redis server.
 
     Args:
       address: redis://[:PASSWORD@]HOST:PORT/DB, rediss:// for TLS, and `#NAME` for another run on
-        the same server. Fewer people can see a password in the environment than in a command.
+        the same server. A password is safer in the environment (`find_password`) than here, where
+        other users can see it in the list of commands.
 
     Raises:
       ConfigError: the package redis is not installed, or a server on another machine lacks TLS or a
@@ -66,6 +67,7 @@ class RedisRendezvous:
         with self._told():
             # `Any`: the declared type includes awaitables, which this client never returns.
             self._server: Any = redis.Redis.from_url(url, decode_responses=True, **given)
+            # `nx`: only the first host creates the token; for the others the call does nothing.
             self._server.set(f"{self._prefix}:token", str(Token(token_hex(16))), nx=True)
 
     def token(self) -> str:
@@ -77,16 +79,16 @@ class RedisRendezvous:
         return found
 
     def secret(self) -> bytes:
-        """Return the name of the rendezvous, which only clients of the server can read."""
+        """Return the name of the rendezvous, which only clients of the Redis server can read."""
         return Token.parse(self.token()).name.encode()
 
     def compare_and_swap(self, seen: str, new: str) -> bool:
-        """Compare and swap within the server."""
+        """Compare and swap the token in a script, which the server runs atomically."""
         with self._told():
             return bool(self._server.eval(_SWAP, 1, f"{self._prefix}:token", seen, new))
 
     def put(self, name: str, value: Json) -> None:
-        """Set a field of the kind's hash."""
+        """Write a value as a field of the Redis hash of its kind."""
         kind, _, key = name.partition("/")
         with self._told():
             self._server.hset(f"{self._prefix}:{kind}", key, json.dumps(value))
@@ -121,7 +123,7 @@ class RedisRendezvous:
 
 
 def find_password(environ: Mapping[str, str]) -> str | None:
-    """Return the password of the environment; None if there is none.
+    """Return the password from the environment or the file that it names; None without either.
 
     Raises:
       ConfigError: the file cannot be read.
@@ -138,13 +140,13 @@ def find_password(environ: Mapping[str, str]) -> str | None:
 def check_secure(url: str, password: str | None) -> None:
     """Refuse a server that strangers on the network could read and write.
 
-    A client that can write to it controls what the hosts of the run do, and can fetch the model's
-    state.
+    A client that can write to the server controls what the hosts of the run do, and can fetch the
+    model's state.
 
     >>> check_secure("redis://localhost:6379", None)
 
     Raises:
-      ConfigError: it is on another machine, and lacks TLS or a password.
+      ConfigError: the server is on another machine, and lacks TLS or a password.
     """
     parts = urlsplit(url)
     host = parts.hostname or "localhost"
