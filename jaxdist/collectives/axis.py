@@ -1,4 +1,4 @@
-"""The axis that a collective runs over: its names, its size, a device's place on it."""
+"""The axis that a collective runs over: its names, its size, and a device's index along it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax import lax
 from jaxdist.errors import CollectiveError, did_you_mean
 
 Axis = str | tuple[str, ...]
-"""An axis, or several, slowest first: the devices are then counted over all of them."""
+"""The name of an axis, or several names, slowest first: devices are counted over all these axes."""
 
 Pairs = Sequence[tuple[int, int]]
 """Pairs (sender, receiver), each a rank along the axis."""
@@ -46,7 +46,7 @@ def neighbour(axis: Axis, offset: int) -> jax.Array:
 
 
 def permute(x: jax.Array, axis: Axis, pairs: Pairs) -> jax.Array:
-    """Send `x` along (sender, receiver) pairs of ranks; a device without sender gets zeros."""
+    """Send `x` along (sender, receiver) pairs of ranks; a device without a sender gets zeros."""
     if isinstance(axis, str):
         return lax.ppermute(x, axis, pairs)
     # lax.ppermute counts the devices of a tuple in the mesh's order, lax.axis_index in the tuple's.
@@ -59,7 +59,7 @@ def permute(x: jax.Array, axis: Axis, pairs: Pairs) -> jax.Array:
 
 
 def shift(x: jax.Array, axis: Axis, hops: int) -> jax.Array:
-    """Send `x` to the device `hops` further along the ring of `axis`; receive from behind."""
+    """Send `x` to the device `hops` further along the ring of `axis`, and return what arrives."""
     size = axis_size(axis)
     return permute(x, axis, [(i, (i + hops) % size) for i in range(size)])
 
@@ -70,7 +70,7 @@ def varying(x: jax.Array, axis: Axis) -> jax.Array:
         try:
             x = lax.pcast(x, (name,), to="varying")
         except ValueError:
-            # It is varying already (jax has no public test for that), or under vmap's axis.
+            # `x` is varying already (jax has no public test for that), or a vmap binds the axis.
             continue
     return x
 

@@ -1,9 +1,10 @@
 """Tensor fusion: one collective for many small tensors (Sergeev and Del Balso, 1802.05799, 3.3).
 
-For a collective of a few kilobytes latency is the whole cost. Leaves are packed into flat buckets,
-a collective runs on each bucket, and the leaves are cut out again. A bucket can be sent once its
-last leaf is computed, so leaves come in the reverse order of their use: the gradient of the last
-layer is first. The shards of a layer, which `split.py` sends, are packed by the same plan.
+For a collective of a few kilobytes latency is the whole cost. Leaves are therefore packed into flat
+buckets, a collective runs on each bucket, and the leaves are cut out of its result. A bucket can be
+sent when its last leaf is computed, so leaves are packed in the reverse order of their use, because
+the backward pass computes the gradient of the last layer first. `split.py` packs the shards of a
+layer by the same plan.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxdist.trees import leaf_bytes
 from jaxdist.types import Leaf, TreeT
 
 BUCKET_BYTES = 32 * 2**20
-"""Size of a bucket for `bucket_bytes: auto`: there, latency is negligible on all known links."""
+"""The size of a bucket for `bucket_bytes: auto`, for which latency is negligible on known links."""
 
 
 def reduce_tree(
@@ -39,17 +40,17 @@ def reduce_tree(
     Args:
       tree: arrays or scalars of this device, inside `jax.shard_map`.
       axis, op: as for `all_reduce`.
-      algorithm: the algorithm, and the size of a bucket. "auto" is 32 MiB; with `Xla`, which merges
-        its own collectives, and where `Auto` chooses it, each leaf is sent separately, unless
-        `sends_apart`.
-      order: positions of the leaves (in the order of `jax.tree.leaves`), the first to be ready
-        first; None is from the last to the first.
+      algorithm: the algorithm, and the size of a bucket. The size "auto" is 32 MiB; but where the
+        algorithm is `Xla`, or `Auto` chooses `Xla`, each leaf is sent separately, because XLA
+        merges collectives itself, unless `sends_apart`.
+      order: positions of the leaves (in the order of `jax.tree.leaves`), in the order in which they
+        are computed; None is from the last leaf to the first.
 
     Returns:
       A tree like `tree`.
 
     Raises:
-      CollectiveError: as `all_reduce`, or an order that is not a permutation of the leaves.
+      CollectiveError: as for `all_reduce`, or `order` is not a permutation of the leaves.
     """
     axis = checked(axis, "reduce_tree")
     leaves, structure = jax.tree.flatten(tree)
@@ -67,7 +68,7 @@ def reduce_tree(
 
 
 def fusion_bytes(algorithm: Algorithm) -> int | None:
-    """Return the size of a bucket, with "auto" resolved; None where nothing is fused.
+    """Return the bytes of a bucket, with "auto" resolved; None if each leaf is sent separately.
 
     >>> fusion_bytes(Xla()), fusion_bytes(Xla(bucket_bytes=1024))
     (None, 1024)
@@ -80,8 +81,8 @@ def fusion_bytes(algorithm: Algorithm) -> int | None:
 def sends_apart() -> bool:
     """Return whether XLA sends the arrays of a collective separately, each with its own latency.
 
-    It does over gloo, between processes on CPUs: a message of a few bytes takes as long as a
-    message of a megabyte.
+    XLA does so over gloo, between processes on CPUs, where a message of a few bytes takes as long
+    as a message of a megabyte.
     """
     return here_kind() == "cpu" and jax.process_count() > 1
 
@@ -92,7 +93,7 @@ def plan_buckets(
     """Return the positions of the leaves of each bucket, in the order of the buckets' completion.
 
     A bucket holds leaves of one dtype, in order, up to `bucket_bytes`; a larger leaf has a bucket
-    of its own. With None each leaf has its own.
+    of its own. If `bucket_bytes` is None, each leaf has a bucket of its own.
 
     >>> leaves = [np.zeros(2, "float32"), np.zeros(9, "float32"), np.zeros(3, "int8")]
     >>> plan_buckets([*leaves, *leaves], bucket_bytes=16)
@@ -117,7 +118,7 @@ def plan_buckets(
             bucket, used_bytes = [index], 0
         else:
             bucket = [*bucket, index]
-        # Put back last: of the remaining buckets, the bucket that grew last is complete last.
+        # The bucket becomes the last entry, because the bucket that grew last is complete last.
         if bucket:
             filling[dtype] = bucket, used_bytes + size_bytes
     return full + [bucket for bucket, _ in filling.values()]
@@ -140,7 +141,7 @@ def unpack(flat: jax.Array, like: Sequence[Leaf]) -> list[jax.Array]:
 
 
 def fuses(algorithm: Algorithm, kind: Operation, axis: Axis, payload_bytes: int) -> bool:
-    """Return whether a planned bucket becomes one array; XLA's own collectives need no array."""
+    """Return whether a bucket is packed into one array, which XLA's own collectives do not need."""
     if isinstance(algorithm, Auto) and algorithm.bucket_bytes == "auto" and not sends_apart():
         return not isinstance(algorithm.choose_here(kind, payload_bytes, axis), Xla)
     return True

@@ -1,10 +1,11 @@
-"""A separate channel for each collective, where XLA distinguishes collectives by channel.
+"""A separate channel for each collective, because XLA:CPU matches collectives by their channels.
 
-XLA:CPU may run a collective while a loop with earlier collectives still runs, where neither needs
-the other's results. It distinguishes them by their channel, but jax gives all collectives under
-`jax.shard_map` the same channel: then devices that have reached different collectives meet, and the
-process ends ("rendezvous ... Id can't be larger than the number of participating threads"; seen
-with jax 0.10 and 0.12). Collectives that XLA places itself have channels of their own.
+XLA:CPU may run a collective while a loop with earlier collectives still runs, if neither needs the
+other's results. XLA:CPU distinguishes such collectives by their channels, but jax gives all
+collectives under `jax.shard_map` the same channel: devices that have reached different collectives
+then join the same rendezvous, and the process aborts ("rendezvous ... Id can't be larger than the
+number of participating threads"; seen with jax 0.10 and 0.12). Collectives that XLA places itself
+have channels of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _TYPE = re.compile(r"type = (\d+)")
 class SeparateChannels:
     """A jitted function, compiled with a separate channel for each of its collectives.
 
-    It is called, lowered and traced like the jitted function.
+    The object is called, lowered and traced like the jitted function.
 
     Attributes:
       jitted: the result of `jax.jit`, without static arguments.
@@ -41,10 +42,11 @@ class SeparateChannels:
     def __call__(self, *args: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(args)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
-            # The plain function, which no stub declares: jax refuses a jit with compiler options
-            # inside another jit.
+            # This calls the plain function (which no stub declares), because jax refuses a jit with
+            # compiler options inside another jit.
             return self.jitted.__wrapped__(*args)  # pyright: ignore[reportAttributeAccessIssue]
         kinds = [(jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves]
+        # A compiled program accepts only the types and shardings for which it was compiled.
         key = (structure, *kinds)
         if key not in self._compiled:
             self._compiled[key] = self.lower(*args).compile()
@@ -55,18 +57,18 @@ class SeparateChannels:
         return len(self._compiled)
 
     def trace(self, *args: PyTree) -> jax.stages.Traced:
-        """Trace, like `jax.jit(...).trace`."""
+        """Trace the function, like `jax.jit(...).trace`."""
         return self.jitted.trace(*args)
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
-        """Lower, like `jax.jit(...).lower`; compiling the result uses the channels."""
+        """Lower the function to a program with separate channels, like `jax.jit(...).lower`."""
         lowered = self.jitted.lower(*args)
         separate(lowered)
         return lowered
 
 
 def separate(lowered: jax.stages.Lowered) -> None:
-    """Number the channels of a program before it is compiled, in place."""
+    """Number the channels of a program consecutively, in place, before it is compiled."""
     numbers = itertools.count(1)
     module: Any = lowered.compiler_ir("stablehlo")
 

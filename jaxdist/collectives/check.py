@@ -21,7 +21,7 @@ def array(x: object, operation: str) -> jax.Array:
     """Convert `x` to an array of numbers or truth values.
 
     Raises:
-      CollectiveError: `x` is a tree, text or random keys.
+      CollectiveError: `x` is a tree, a text or an array of random keys.
     """
     try:
         found = jnp.asarray(x)
@@ -41,7 +41,7 @@ def combine_of(op: str, x: jax.Array, operation: str) -> Combine:
     """Return the function by which `op` combines two arrays.
 
     Raises:
-      CollectiveError: an unknown op, or an op that the dtype does not support.
+      CollectiveError: the op is unknown, or the dtype does not support it.
     """
     if op not in COMBINE:
         raise CollectiveError(f"{operation} with op={op!r}: {did_you_mean(op, COMBINE)}")
@@ -68,7 +68,7 @@ def check_algorithm(algorithm: object, operation: str) -> None:
 
 
 def root_of(root: object, axis: Axis, size: int, operation: str) -> int:
-    """Return the root as an index.
+    """Return the root as an `int`, the index of a device along the axis.
 
     Raises:
       CollectiveError: the root is traced, or is not the index of a device of the axis.
@@ -98,7 +98,7 @@ def dim_of(dim: object, x: jax.Array, name: str, operation: str) -> int:
 
 
 def gathered_size(size: object, total: int, axis: Axis, operation: str) -> int:
-    """Return the size to which a gathered dim of `total` is cut.
+    """Return the size to which a gathered dim of `total` elements is cut; None keeps all of them.
 
     Raises:
       CollectiveError: the size is larger than the gathered dim.

@@ -2,7 +2,7 @@
 
 The methods run inside `jax.shard_map` and see a single device's data. N is the size of the axis
 (the product of the sizes, when `axis` is a tuple), `rank` the device's index along it; `combine` is
-`lax.add`, `lax.max` or `lax.min`. `reference.py` states the law on plain lists:
+`lax.add`, `lax.max` or `lax.min`. `reference.py` defines the results on plain lists:
 
     all_reduce(flat[n])        -> [n]      the combination of all devices' arrays, on all of them
     reduce_scatter([N, c])     -> [c]      row `rank` of the combination
@@ -52,13 +52,13 @@ class Traffic:
     """
 
     steps: int
-    """Messages that must wait for each other: the longest chain."""
+    """The number of messages in the longest chain, in which each waits for its predecessor."""
     sent_bytes: float
-    """Bytes that the busiest device sends, over all of its links."""
+    """The bytes that the busiest device sends, over all of its links."""
     serial_bytes: float
-    """Bytes along the longest chain: the load of the busiest link while others wait for it."""
+    """The bytes of the messages in the longest chain, which are sent one after another."""
     messages: int
-    """Collectives in the compiled program; those that do not wait for each other run at once."""
+    """The number of collectives in the compiled program; independent collectives run at once."""
 
     def __add__(self, other: Traffic) -> Traffic:
         """Add the costs of consecutive calls."""
@@ -72,18 +72,18 @@ class Traffic:
 
 NOTHING = Traffic(0, 0.0, 0.0, 0)
 Size = int | tuple[int, ...]
-"""Number of devices on an axis, or on each of several axes, slowest first."""
+"""The number of devices on an axis, or on each of several axes, slowest first."""
 
 
 class Algorithm(Config):
     """An algorithm for the collectives; an instance is both the choice in a config and the code."""
 
     accumulate: Literal["float32"] | None = None
-    """Carry and sum bfloat16 and float16 inputs in this dtype, at twice the bytes; null: in their
-    own."""
+    """The dtype in which bfloat16 and float16 inputs are sent and summed, at twice the bytes; null
+    keeps their own dtype."""
     bucket_bytes: Count | Literal["auto"] | None = "auto"
-    """Fuse the leaves of a tree into buckets of this size; auto: where it is faster; null:
-    never."""
+    """The size of the buckets into which the leaves of a tree are fused; `auto` fuses where that is
+    faster, null never."""
 
     native: ClassVar[bool] = False
     """Whether JAX itself differentiates this algorithm and types its results as replicated."""
@@ -94,7 +94,7 @@ class Algorithm(Config):
 
     @abstractmethod
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
-        """Combine, and keep this device's row, [N, c] -> [c]."""
+        """Combine all devices' arrays and return this device's row, [N, c] -> [c]."""
 
     @abstractmethod
     def all_gather(self, block: jax.Array, axis: Axis) -> jax.Array:
@@ -106,14 +106,14 @@ class Algorithm(Config):
 
     @abstractmethod
     def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
-        """Combine on the root, [n] -> [n]."""
+        """Combine all devices' arrays on the root, [n] -> [n]; other devices return anything."""
 
     @abstractmethod
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
-        """Exchange rows between all devices, [N, c] -> [N, c]."""
+        """Send row i to device i, and return the rows received, [N, c] -> [N, c]."""
 
     def traffic(self, kind: Operation, payload_bytes: float, size: Size) -> Traffic:
-        """Return the cost of a call on `size` devices by formula.
+        """Compute the cost of a call on `size` devices from a formula.
 
         Args:
           kind: the operation.

@@ -1,4 +1,4 @@
-"""Predicted time of a collective: the alpha-beta model, link by link, without a device.
+"""The predicted time of a collective: the alpha-beta model, link by link, without a device.
 
 A call of `steps` dependent messages takes `steps` latencies and the time of its bytes on the
 busiest link (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations
@@ -30,7 +30,7 @@ class Level:
 def predict_seconds(
     algorithm: Algorithm, kind: Operation, payload_bytes: float, levels: Sequence[Level]
 ) -> float:
-    """Predict the seconds of a call.
+    """Predict how many seconds a collective takes.
 
     Args:
       algorithm: any algorithm except `Auto`, which only chooses among the others.
@@ -38,8 +38,8 @@ def predict_seconds(
       payload_bytes: bytes of the whole tensor on one device, as in `Algorithm.traffic`.
       levels: size and link of each axis of the call, slowest first.
 
-    An algorithm without levels treats all devices alike, so all of its steps and bytes are charged
-    to the slowest link; a hierarchical algorithm is charged phase by phase.
+    An algorithm without levels treats all devices alike, so all of its steps and bytes count on the
+    slowest link; each phase of a hierarchical algorithm counts on the links of its level.
 
     >>> link = Link(latency_seconds=1e-5, bytes_per_second=1e9)
     >>> f"{predict_seconds(Ring(), 'all_reduce', 8e6, [Level(8, link)]):.6f}"
@@ -60,7 +60,8 @@ def predict_seconds(
 def _xla_seconds(kind: Operation, payload_bytes: float, levels: Sequence[Level]) -> float:
     """Predict XLA's collective as the fastest of ours, since XLA does not reveal its algorithm.
 
-    In shared memory it reads its peers' arrays in place: one rendezvous, each byte once.
+    In shared memory XLA's devices read each other's arrays in place: there is one rendezvous, and
+    each byte is read once.
     """
     if slowest(levels).topology == "memory" and math.prod(level.size for level in levels) > 1:
         return _seconds(Xla(), Traffic(1, payload_bytes, payload_bytes, 1), levels)
@@ -69,9 +70,9 @@ def _xla_seconds(kind: Operation, payload_bytes: float, levels: Sequence[Level])
 
 
 def slowest(levels: Sequence[Level]) -> Link:
-    """Return the link that bounds a call over all levels: least bandwidth, largest latency.
+    """Return a link with the least bandwidth and the largest latency of all levels.
 
-    Axes with one device have no link; if there are no others, the choice does not matter.
+    Axes with one device have no link; if there are no other axes, the choice does not matter.
     """
     links = [level.link for level in levels if level.size > 1] or [level.link for level in levels]
     narrowest = min(links, key=lambda link: link.bytes_per_second)
@@ -82,14 +83,16 @@ def _seconds(algorithm: Algorithm, traffic: Traffic, levels: Sequence[Level]) ->
     link = slowest(levels)
     busiest_bytes = max(traffic.serial_bytes, traffic.sent_bytes / link.ports)
     seconds = traffic.steps * link.latency_seconds + busiest_bytes / link.bytes_per_second
+    # A ring sends only to neighbours, and XLA's traffic is counted as a ring's; on a torus the
+    # messages of other algorithms pass through the devices in between, and load their links.
     if link.topology != "torus" or isinstance(algorithm, Ring | Xla):
         return seconds
     return seconds * _mean_hops(math.prod(level.size for level in levels))
 
 
 def _mean_hops(size: int) -> float:
-    """Return the mean number of links, over the steps of a logarithmic algorithm on a ring.
+    """Return the mean number of links that a message of a logarithmic algorithm crosses on a ring.
 
-    They send to devices 1, 2, 4, ... further on, through all devices in between.
+    The steps send to the devices 1, 2, 4, ... places further, through all devices in between.
     """
     return (size - 1) / math.ceil(math.log2(size)) if size > 1 else 1.0

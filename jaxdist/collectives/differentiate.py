@@ -1,6 +1,6 @@
-"""The transpose of each collective, run by the same algorithm.
+"""Differentiable collectives, whose transposes run by the same algorithm.
 
-Each function takes and returns flat arrays, like the algorithm's method of that name.
+Each function takes and returns flat arrays, like the algorithm's method of the same name.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Function = Callable[[jax.Array], jax.Array]
 
 
 def all_reduce(algorithm: Algorithm, axis: Axis, x: jax.Array) -> jax.Array:
-    """Sum over all devices; its own transpose."""
+    """Sum arrays over all devices; the operation is its own transpose."""
     forward = partial(algorithm.all_reduce, axis=axis, combine=lax.add)
     return _linear("all_reduce", algorithm, axis, forward, partial(all_reduce, algorithm, axis))(x)
 
 
 def reduce_scatter(algorithm: Algorithm, axis: Axis, blocks: jax.Array) -> jax.Array:
-    """Sum, and keep a block; the transpose of `all_gather`."""
+    """Sum arrays and return this device's block: the transpose of `all_gather`."""
     forward = partial(algorithm.reduce_scatter, axis=axis, combine=lax.add)
     return _linear(
         "reduce_scatter", algorithm, axis, forward, partial(all_gather, algorithm, axis)
@@ -33,7 +33,7 @@ def reduce_scatter(algorithm: Algorithm, axis: Axis, blocks: jax.Array) -> jax.A
 
 
 def all_gather(algorithm: Algorithm, axis: Axis, block: jax.Array) -> jax.Array:
-    """Gather the blocks; the transpose of `reduce_scatter`."""
+    """Gather the blocks of all devices: the transpose of `reduce_scatter`."""
     forward = partial(algorithm.all_gather, axis=axis)
     return _linear(
         "all_gather", algorithm, axis, forward, partial(reduce_scatter, algorithm, axis)
@@ -41,13 +41,13 @@ def all_gather(algorithm: Algorithm, axis: Axis, block: jax.Array) -> jax.Array:
 
 
 def broadcast(algorithm: Algorithm, axis: Axis, root: int, x: jax.Array) -> jax.Array:
-    """Copy the root's array; the transpose of `reduce`."""
+    """Copy the root's array to all devices: the transpose of `reduce`."""
     forward = partial(algorithm.broadcast, axis=axis, root=root)
     return _linear("broadcast", algorithm, axis, forward, partial(reduce, algorithm, axis, root))(x)
 
 
 def reduce(algorithm: Algorithm, axis: Axis, root: int, x: jax.Array) -> jax.Array:
-    """Sum on `root`, with zeros elsewhere; the transpose of `broadcast`."""
+    """Sum arrays on `root`, with zeros elsewhere: the transpose of `broadcast`."""
 
     def forward(x: jax.Array) -> jax.Array:
         return on_root(algorithm.reduce(x, axis, root, lax.add), axis, root)
@@ -56,7 +56,7 @@ def reduce(algorithm: Algorithm, axis: Axis, root: int, x: jax.Array) -> jax.Arr
 
 
 def all_to_all(algorithm: Algorithm, axis: Axis, blocks: jax.Array) -> jax.Array:
-    """Exchange row i of device j with row j of device i; its own transpose and inverse."""
+    """Exchange row i of device j with row j of device i: its own transpose and inverse."""
     forward = partial(algorithm.all_to_all, axis=axis)
     return _linear("all_to_all", algorithm, axis, forward, partial(all_to_all, algorithm, axis))(
         blocks
@@ -69,10 +69,10 @@ def on_root(x: jax.Array, axis: Axis, root: int) -> jax.Array:
 
 
 def extremum(operation: str, forward: Function) -> Function:
-    """Make a max or min refuse differentiation.
+    """Return `forward`, a max or min, as a function that refuses differentiation.
 
     Raises:
-      CollectiveError: raised when it is differentiated.
+      CollectiveError: raised by the returned function when it is differentiated.
     """
 
     def refuse(x: jax.Array) -> tuple[jax.Array, None]:
@@ -96,11 +96,11 @@ def _linear(
         return forward
 
     def typed(x: jax.Array) -> jax.Array:
-        # Parts of an algorithm may be native, so that its result is typed as replicated; the
-        # transpose's argument has the result's type, and must be varying to be summed.
+        # Parts of an algorithm may be native, and then jax types the result as replicated. The
+        # argument of the transpose has the type of the result, and must be varying to be summed.
         return varying(forward(x), axis)
 
-    typed.__name__ = f"jaxdist_{operation}"  # `jaxdist.proofs` knows the operation by this name
+    typed.__name__ = f"jaxdist_{operation}"  # `jaxdist.proofs` finds the operation by this name
     function = jax.custom_vjp(typed)
     function.defvjp(lambda x: (function(x), None), lambda _, cotangent: (transpose(cotangent),))
     return function

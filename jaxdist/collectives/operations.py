@@ -1,16 +1,16 @@
 """The user-facing collectives, inside `jax.shard_map`: any shape, dtype and algorithm.
 
-`reference.py` defines their meaning; the algorithm's docstring and `traffic` give their cost. All
-take an axis name or a tuple of names (slowest first, counted over all of them), and sizes need not
-divide by the axis. Invalid arguments raise a CollectiveError at trace time. Shapes and dtypes
-cannot differ between devices: shard_map traces one program for all of them.
+`reference.py` defines their results; the algorithm's docstring and `traffic` give their cost. All
+take an axis name or a tuple of names (slowest first; devices are counted over all these axes), and
+sizes need not divide by the number of devices. Invalid arguments raise a CollectiveError at trace
+time. Shapes and dtypes cannot differ between devices: shard_map traces one program for all of them.
 
 Reverse-mode differentiation runs the transpose by the same algorithm: all_reduce <-> all_reduce,
 reduce_scatter <-> all_gather, broadcast <-> reduce, all_to_all <-> its inverse. (`Xla` is
 differentiated by JAX itself, in forward mode as well.) max and min have no derivative.
 
-With `check_vma=True` JAX cannot know that a hand-written all_reduce gives the same value
-everywhere, and types it as varying: give it a sharded out_spec, set `check_vma=False`, or use
+With `check_vma=True` JAX cannot know that a hand-written all_reduce gives the same value on all
+devices, and types the result as varying: give it a sharded out_spec, set `check_vma=False`, or use
 `Xla`. A gradient taken *inside* shard_map through a varying result is the gradient of the sum of
 all devices' losses, as through `lax.psum` with `check_vma=False`.
 """
@@ -41,7 +41,7 @@ def all_reduce(
 
     Args:
       x: this device's array, of any shape.
-      axis: mesh axis, or a tuple of them.
+      axis: name of a mesh axis, or a tuple of names.
       op: "mean" is for floating-point and complex numbers, "max" and "min" for all but complex.
       algorithm: the algorithm, which determines the order of summation.
 
@@ -101,7 +101,7 @@ def all_gather(
     Args:
       x, axis, algorithm: as for `all_reduce`; any dtype.
       dim: the dim of c elements along which to concatenate.
-      size: cut the result's N*c elements to this many, the inverse of reduce_scatter's padding.
+      size: number of elements to keep of the result's N*c, to invert reduce_scatter's padding.
     """
     x, axis, count, algorithm = _arguments("all_gather", x, axis, algorithm)
     dim = check.dim_of(dim, x, "dim", "all_gather")
@@ -113,6 +113,7 @@ def all_gather(
         return differentiate.all_gather(algorithm, axis, block)
 
     flat = rows if algorithm.native else _settled(rows.reshape(-1))
+    # Our algorithms assume at least one element: see `contract.py`.
     gathered = run(flat) if flat.size or algorithm.native else flat
     return jnp.moveaxis(gathered.reshape(total, *rows.shape[1:])[:size], 0, dim)
 
@@ -158,12 +159,12 @@ def all_to_all(
     concat_dim: int = 0,
     algorithm: Algorithm = XLA,
 ) -> jax.Array:
-    """Split along a dim, send part i to device i, concatenate the received parts along another dim.
+    """Split `x` along a dim, send part i to device i, and concatenate the received parts.
 
     Args:
       x, axis, algorithm: as for `all_reduce`; any dtype.
       split_dim: the dim to split, whose size divides by N.
-      concat_dim: the dim to concatenate along, in the order of the axis; it grows by N.
+      concat_dim: the dim to concatenate along, in the order of the axis; it becomes N times longer.
     """
     x, axis, size, algorithm = _arguments("all_to_all", x, axis, algorithm)
     split_dim = check.dim_of(split_dim, x, "split_dim", "all_to_all")
@@ -190,7 +191,7 @@ def into_blocks(x: jax.Array, dim: int, size: int) -> jax.Array:
 def _arguments(
     operation: str, x: jax.Array, axis: Axis, algorithm: Algorithm
 ) -> tuple[jax.Array, Axis, int, Algorithm]:
-    """Check the arguments that all operations share; the array is returned typed as varying."""
+    """Check the arguments that all operations share, and return the array typed as varying."""
     axis = checked(axis, operation)
     check.check_algorithm(algorithm, operation)
     x = varying(check.array(x, operation), axis)
@@ -200,8 +201,8 @@ def _arguments(
 def _settled(x: jax.Array) -> jax.Array:
     """Put `x` behind a barrier, so that it is computed only once.
 
-    Otherwise XLA may compute the value that a device keeps separately from the value that it sends,
-    with different rounding.
+    Without the barrier XLA may compute the value that a device keeps separately from the value that
+    the device sends, with different rounding.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -213,10 +214,11 @@ def _reduced(
     run: Callable[[jax.Array], jax.Array],
     x: jax.Array,
 ) -> jax.Array:
-    """Call `run` in the requested dtype, and divide for a mean."""
+    """Call `run` in the dtype `algorithm.accumulate`, if it is set, and divide for a mean."""
     half = x.dtype in (jnp.bfloat16, jnp.float16) and op in ("sum", "mean")
     carried = x.astype(algorithm.accumulate) if half and algorithm.accumulate else x
     result = run(carried)
+    # The division precedes the cast, because the sum may exceed the range of a half-width dtype.
     mean = result / jnp.asarray(size, result.dtype) if op == "mean" else result
     return mean.astype(x.dtype)
 
@@ -224,7 +226,7 @@ def _reduced(
 def _elementwise(
     algorithm: Algorithm, run: Callable[[jax.Array], jax.Array], x: jax.Array
 ) -> jax.Array:
-    """Call `run` on the flat array; XLA keeps the shape, and so the sharding over auto axes."""
+    """Call `run` on the flat array; `Xla` gets the array itself, whose auto axes may be sharded."""
     if algorithm.native:
         return run(x)
     return run(x.reshape(-1)).reshape(x.shape) if x.size else x
@@ -236,7 +238,7 @@ def _blockwise(
     blocks: jax.Array,
     shape: tuple[int, ...],
 ) -> jax.Array:
-    """Call `run` on [N, c], and return the result in `shape`."""
+    """Call `run` on blocks flattened to [N, c], and return the result in `shape`."""
     if algorithm.native:
         return run(blocks).reshape(shape)
     flat = blocks.reshape(blocks.shape[0], -1)

@@ -1,11 +1,12 @@
 """The definition of the collectives: plain functions on the list of all devices' arrays.
 
-`blocks[i]` is the array of device i; element i of the result is what device i then holds. There are
-no devices and no algorithms here: `operations.py` is tested against these functions.
+`blocks[i]` is the array of device i before the collective, element i of the result its array after
+the collective. Nothing here needs a device or an algorithm: `operations.py` is tested against these
+functions.
 
 Operations that only move data (all_gather, broadcast, all_to_all) preserve the bits, also of bools
-and -0.0. A NaN on any device gives NaN in a sum, a max and a min. The sign of a zero sum, and which
-of 0.0 and -0.0 is the max or min of both, are left to the algorithm.
+and -0.0. A NaN on any device gives NaN in a sum, a max and a min. The algorithm decides the sign of
+a sum that is zero, and which of 0.0 and -0.0 is the max or min of both.
 
 >>> all_reduce([np.array([1, 2]), np.array([3, 4])])
 [array([4, 6]), array([4, 6])]
@@ -32,17 +33,18 @@ COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 
 def _combined(blocks: Blocks, op: str = "sum") -> np.ndarray:
     """Combine all blocks element by element, in their own dtype."""
+    # Without `dtype`, numpy would add narrow integers in its default integer type.
     total = COMBINE[op].reduce(np.stack(blocks), axis=0, dtype=blocks[0].dtype)
     return total / total.dtype.type(len(blocks)) if op == "mean" else total
 
 
 def all_reduce(blocks: Blocks, op: str = "sum") -> Blocks:
-    """Give the combination to every device."""
+    """Give the combination of all blocks to every device."""
     return [_combined(blocks, op) for _ in blocks]
 
 
 def reduce_scatter(blocks: Blocks, op: str = "sum", dim: int = 0) -> Blocks:
-    """Give part i of the combination to device i: ceil(n / N) elements, padded with zeros."""
+    """Give part i of the combination of all blocks to device i: ceil(n / N) elements, padded."""
     total = np.moveaxis(_combined(blocks, op), dim, 0)
     width = -(-len(total) // len(blocks))
     padded = np.zeros((width * len(blocks), *total.shape[1:]), total.dtype)
@@ -51,7 +53,7 @@ def reduce_scatter(blocks: Blocks, op: str = "sum", dim: int = 0) -> Blocks:
 
 
 def all_gather(blocks: Blocks, dim: int = 0, size: int | None = None) -> Blocks:
-    """Give all blocks, concatenated and cut to `size`, to every device."""
+    """Concatenate all blocks, cut the result to `size`, and give it to every device."""
     whole = np.concatenate(blocks, axis=dim)
     return [whole.take(range(whole.shape[dim])[:size], axis=dim) for _ in blocks]
 
@@ -62,13 +64,13 @@ def broadcast(blocks: Blocks, root: int = 0) -> Blocks:
 
 
 def reduce(blocks: Blocks, root: int = 0, op: str = "sum") -> Blocks:
-    """Give the combination to `root`, and zeros to the others."""
+    """Give the combination of all blocks to device `root`, and zeros to the other devices."""
     total = _combined(blocks, op)
     return [total if i == root else np.zeros_like(total) for i in range(len(blocks))]
 
 
 def all_to_all(blocks: Blocks, split_dim: int = 0, concat_dim: int = 0) -> Blocks:
-    """Give part i of every device to device i."""
+    """Give part i of every device's block to device i."""
     parts = [np.split(block, len(blocks), axis=split_dim) for block in blocks]
     return [
         np.concatenate([part[i] for part in parts], axis=concat_dim) for i in range(len(blocks))

@@ -1,7 +1,7 @@
 """Tensor fusion for sharded tensors: gather or reduce-scatter several tensors at once.
 
-Shards of one dtype are concatenated in a bucket, whatever dim of each is split, so that a layer of
-many small tensors is one message instead of many.
+Shards of one dtype are concatenated in a bucket, whichever dim of each tensor is split, so that a
+layer of many small tensors is one message instead of many.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def gather_leaves(
     lengths: Sequence[int | None] | None = None,
     algorithm: Algorithm,
 ) -> list[jax.Array]:
-    """Run `all_gather` on every shard, packed into buckets of `algorithm.bucket_bytes` (whole).
+    """Run `all_gather` on every shard, packed into buckets of `algorithm.bucket_bytes`.
+
+    The size of a bucket is that of its whole tensors, after the gather.
 
     Args:
       shards: the shards of this device, inside `jax.shard_map`.
@@ -42,7 +44,7 @@ def gather_leaves(
       The whole tensors.
 
     Raises:
-      CollectiveError: as `all_gather`, or a number of dims (or lengths) other than that of shards.
+      CollectiveError: as for `all_gather`, or the number of dims or lengths is not that of shards.
     """
     axis = checked(axis, "gather_leaves")
     count = axis_size(axis)
@@ -82,7 +84,7 @@ def scatter_leaves(
       This device's shards of the sums.
 
     Raises:
-      CollectiveError: as `reduce_scatter`, or a number of dims other than that of tensors.
+      CollectiveError: as for `reduce_scatter`, or the number of dims is not that of tensors.
     """
     axis = checked(axis, "scatter_leaves")
     size = axis_size(axis)
@@ -135,10 +137,10 @@ def join_shards(
     """Join whole tensors from concatenated shards.
 
     Args:
-      blocks: [N, total], with a device's shards in each row, the split dim of each in front.
-      shapes: shapes of the shards in a row.
+      blocks: array [N, total], each row with the flat shards of a device, whose split dim is first.
+      shapes: shapes of the shards in a row, the split dim first.
       dims: the split dim of each tensor.
-      lengths: the length of that dim; elements of the shards beyond it are dropped.
+      lengths: the length of each tensor's split dim; padding of the shards beyond it is dropped.
     """
     like = [jax.ShapeDtypeStruct((math.prod(shape),), blocks.dtype) for shape in shapes]
     parts = jax.vmap(partial(unpack, like=like))(blocks)

@@ -1,1 +1,1 @@
-"""The algorithms of collectives, each a `contract.Algorithm`, and the union for configs."""
+"""The algorithms of collectives, each a `contract.Algorithm`, and their union type for configs."""

@@ -1,4 +1,4 @@
-"""An algorithm that uses, for each call, the algorithm that `cost.py` predicts to be fastest."""
+"""An algorithm that runs each call by the algorithm that `cost.py` predicts to be fastest."""
 
 from __future__ import annotations
 
@@ -31,28 +31,29 @@ FLAT: tuple[Algorithm, ...] = (
     DoubleTree(),
     Halving(),
 )
-"""The alternatives on any axis; of two with equal predictions, the earlier is chosen."""
+"""The alternatives on any axis; of two alternatives with equal predictions, `Auto` chooses the
+earlier."""
 HIERARCHICAL: tuple[Algorithm, ...] = tuple(
     Hierarchical(inside=inside, across=across)
     for inside in (Ring(directions=2), Halving())
     for across in (Ring(directions=2), Halving())
 )
-"""The additional alternatives on several axes."""
+"""The additional alternatives of `Auto` on several axes."""
 
 
 class LinkConfig(Config):
-    """A link of your own network, in place of the figures in `hardware.py`."""
+    """The figures of a link of your own network, used instead of the figures in `hardware.py`."""
 
     latency_seconds: NonNegativeFloat
-    """Seconds from the start of a message to its first byte at the neighbour."""
+    """The seconds from the start of a message until its first byte reaches the neighbour."""
     bytes_per_second: PositiveFloat
-    """Bytes per second in one direction, through one port."""
+    """The bytes per second in one direction, through one port."""
     topology: Topology = "switch"
-    """A switch joins all devices; a torus joins neighbours, and sends in both directions at
-    once."""
+    """The way in which links join devices: a switch joins all devices; a torus joins neighbours,
+    and sends in both directions at once."""
 
     def link(self) -> Link:
-        """Convert it to the form that `cost.py` uses."""
+        """Convert the figures to the form that `cost.py` uses."""
         return Link(self.latency_seconds, self.bytes_per_second, self.topology)
 
 
@@ -67,21 +68,21 @@ class Candidate:
 class Auto(Algorithm):
     """The fastest alternative by the alpha-beta model, chosen when the program is traced.
 
-    The choice depends on the operation, the bytes, the sizes of the axes and their links, and on
-    nothing measured, so that all processes make the same choice. `explain` gives the reasons. The
-    order of summation is that of the chosen algorithm.
+    The choice depends only on the operation, the bytes, the sizes of the axes and their links.
+    Nothing is measured, so that all processes make the same choice. `explain` gives the reasons.
+    The order of summation is that of the chosen algorithm.
     """
 
     type: Literal["auto"] = "auto"
-    """Selects this algorithm."""
+    """The name that selects this algorithm in a config."""
     device: str | None = None
-    """Device whose figures to use (v5e, h100, ...); null: the device compiled for."""
+    """The device whose figures to use (v5e, h100, ...); null: the device of the program."""
     fast: LinkConfig | None = None
     """The link of fast axes; null: the device's own."""
     slow: LinkConfig | None = None
     """The link of slow axes; null: the device's own."""
     slow_axes: tuple[str, ...] | None = None
-    """Axes between slices or hosts; null: the axes whose name ends in `_dcn`."""
+    """The axes between slices or hosts; null: the axes whose names end in `_dcn`."""
     xla: bool = True
     """Whether the compiler's own collectives are among the alternatives."""
 
@@ -105,13 +106,13 @@ class Auto(Algorithm):
         return self._chosen("all_to_all", blocks, axis).all_to_all(blocks, axis)
 
     def choose(self, kind: Operation, payload_bytes: float, levels: Sequence[Level]) -> Algorithm:
-        """Return the alternative with the least predicted time; of equals, the first."""
+        """Return the alternative with the least predicted time, the first of several equals."""
         return min(self.candidates(kind, payload_bytes, levels), key=_seconds).algorithm
 
     def candidates(
         self, kind: Operation, payload_bytes: float, levels: Sequence[Level]
     ) -> list[Candidate]:
-        """Return every alternative with its prediction; of equals, the earlier is preferred."""
+        """Return every alternative with its predicted time, in the order of preference if equal."""
         several = sum(level.size > 1 for level in levels) > 1
         return [
             Candidate(algorithm, predict_seconds(algorithm, kind, payload_bytes, levels))
@@ -128,7 +129,7 @@ class Auto(Algorithm):
         """Return the size and link of each axis.
 
         Args:
-          sizes: axis name to size, slowest first.
+          sizes: the size of each axis by name, slowest first.
           kind: the device, as a short name or a `device_kind`; `device` overrides it.
 
         Raises:
@@ -143,7 +144,7 @@ class Auto(Algorithm):
 
         Args:
           kind, payload_bytes: operation and bytes of the call.
-          sizes: axis name to size, slowest first.
+          sizes: the size of each axis by name, slowest first.
           on: the device, as for `levels`.
 
         >>> link = LinkConfig(latency_seconds=1e-5, bytes_per_second=1e9)
@@ -184,7 +185,7 @@ class Auto(Algorithm):
         return self.traffic(kind, payload_bytes, (size,))
 
     def traffic(self, kind: Operation, payload_bytes: float, size: Size) -> Traffic:
-        """Predict the chosen alternative's traffic, if the last axis is fast and the others slow.
+        """Predict the chosen alternative's traffic; the last axis is fast, the other axes are slow.
 
         Without `device` the links are those of jax's first device.
         """
@@ -199,13 +200,13 @@ def _seconds(candidate: Candidate) -> float:
 
 
 def here_kind() -> str:
-    """Return the kind of device that the program being traced is for."""
+    """Return the kind of device for which a program is being traced."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.device_kind if device is not None else jax.devices()[0].device_kind
 
 
 def described_levels(what: str, sizes: Mapping[str, int], levels: Sequence[Level]) -> list[str]:
-    """Return the heading of a table of alternatives: the message, and the links that carry it.
+    """Return the heading of a table of alternatives: `what` is sent, and a line for each link.
 
     Args:
       sizes, levels: sizes and links of the axes, in the same order.
@@ -222,7 +223,7 @@ def described_levels(what: str, sizes: Mapping[str, int], levels: Sequence[Level
 
 
 def label(algorithm: Config) -> str:
-    """Format an algorithm, or another section, as in a config, without its default values.
+    """Format an algorithm, or another section of a config, as in YAML, without default values.
 
     >>> label(Ring(directions=2)), label(Xla())
     ('{type: ring, directions: 2}', '{type: xla}')
@@ -258,7 +259,7 @@ def _row(
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns to the right, except the last, which is aligned to the left."""
+    """Align all columns to the right, except the last column, which is aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=True))][:-1])

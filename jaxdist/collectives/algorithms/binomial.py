@@ -1,7 +1,8 @@
 """Binomial trees, in which partial results move 1, 2, 4, ... places towards the root.
 
-A tree is given by its places: `places[v]` is the device at place v, `places[0]` the root. Place v
-receives from v+1, v+2, v+4, ... below its lowest set bit, and then sends to v without that bit.
+A tuple of devices defines a tree: `places[v]` is the device at place v, `places[0]` the root. Place
+v receives from places v+1, v+2, v+4, ..., as long as the difference is less than the lowest set bit
+of v, and then sends to place v without that bit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SendPairs = list[tuple[int, int]]
 
 
 def rooted(root: int, size: int) -> Places:
-    """Return the tree that counts up from its root.
+    """Return the tree whose places are the devices in order, starting from the root.
 
     >>> rooted(2, 5)
     (2, 3, 4, 0, 1)
@@ -30,7 +31,7 @@ def rooted(root: int, size: int) -> Places:
 
 
 def steps_up(places: Places) -> list[SendPairs]:
-    """Return the steps towards the root; a broadcast runs them backwards.
+    """Return the steps of a reduction towards the root.
 
     >>> steps_up(rooted(0, 5))
     [[(1, 0), (3, 2)], [(2, 0)], [(4, 0)]]
@@ -43,7 +44,7 @@ def steps_up(places: Places) -> list[SendPairs]:
 
 
 def steps_down(places: Places) -> list[SendPairs]:
-    """Return the steps away from the root.
+    """Return the steps of a broadcast away from the root: those of `steps_up` backwards.
 
     >>> steps_down(rooted(0, 4))
     [[(0, 2)], [(0, 1), (2, 3)]]
@@ -70,7 +71,7 @@ def broadcast(flat: jax.Array, axis: Axis, places: Places) -> jax.Array:
 
 
 def traffic(kind: Operation, payload_bytes: float, trees: Sequence[Places]) -> Traffic:
-    """Count the traffic over simultaneous trees, each with its part of the payload."""
+    """Count the traffic over simultaneous trees, each of which carries its part of the payload."""
     ups = [step for places in trees for step in steps_up(places)]
     downs = [step for places in trees for step in steps_down(places)]
     run = {"reduce": ups, "broadcast": downs, "all_reduce": ups + downs}[kind]
@@ -81,6 +82,6 @@ def traffic(kind: Operation, payload_bytes: float, trees: Sequence[Places]) -> T
 
 
 def _receives(step: SendPairs, axis: Axis, places: Places) -> jax.Array:
-    # A table that is indexed by the rank, because one program runs on all devices.
+    # One program runs on all devices, so each device looks its rank up in a table.
     receivers = {receiver for _, receiver in step}
     return jnp.asarray([device in receivers for device in range(len(places))])[rank(axis)]

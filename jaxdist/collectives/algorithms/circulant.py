@@ -1,10 +1,10 @@
 """Reduce-scatter, all-gather and all-to-all in ceil(log2 N) rounds, for any N.
 
 Each round of the reduce-scatter halves the number of blocks that a device still has to reduce,
-rounded up, by sending the others to the device that many places further. For a power of two this is
-the classical recursive halving. Where the classical algorithm first folds surplus devices in, and
-finally out again, with S bytes each, this algorithm rounds up: it takes as many steps, and never
-sends more than (N-1)/N S bytes.
+rounded up: with m blocks left, the device sends the other blocks to the device m places further.
+For a power of two this is the classical recursive halving. For other N, the classical algorithm
+first sends the S bytes of each surplus device to another device, and finally sends the result back;
+this algorithm takes as many steps, and never sends more than (N-1)/N S bytes.
 
 Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", 2024 (arXiv 2410.14234).
 The all-gather, its mirror image, and the all-to-all are by Bruck et al., 1997.
@@ -22,7 +22,7 @@ from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic
 
 
 class Circulant(Algorithm):
-    """The operations without a root; those with a root run along a binomial tree."""
+    """The operations without a root in logarithmic rounds; the others run along a binomial tree."""
 
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         return reduce_scatter(blocks, axis, combine)
@@ -42,7 +42,7 @@ class Circulant(Algorithm):
 
 
 def rounds(size: int) -> list[tuple[int, int]]:
-    """Return the numbers of blocks before and after each round.
+    """Return how many blocks a device has left to reduce before and after each round.
 
     >>> rounds(8), rounds(6)
     ([(8, 4), (4, 2), (2, 1)], [(6, 3), (3, 2), (2, 1)])
@@ -55,20 +55,20 @@ def rounds(size: int) -> list[tuple[int, int]]:
 
 
 def reduce_scatter(blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
-    """Reduce-scatter [N, c] -> [c]; rows are counted from this device's own block."""
+    """Reduce-scatter [N, c] -> [c]."""
     rows = [row[0] for row in _from_here(blocks, axis)]
     for more, fewer in rounds(axis_size(axis)):
-        # One message for all blocks of the round, which pays one latency.
+        # All blocks of a round are one message, which costs one latency.
         sent = jnp.concatenate(rows[fewer:more])
         arrived = jnp.split(shift(sent, axis, fewer), more - fewer)
-        # Where `more` is odd, fewer blocks arrive than are kept: the last of these is unchanged.
+        # If `more` is odd, one block fewer arrives than is kept: the last kept block is unchanged.
         reduced = [combine(a, b) for a, b in zip(rows, arrived, strict=False)]
         rows = reduced + rows[more - fewer : fewer]
     return rows[0]
 
 
 def all_gather(block: jax.Array, axis: Axis, into: jax.Array) -> jax.Array:
-    """All-gather [c] -> [N * c]; overwrites all of `into`, an array of that shape."""
+    """All-gather [c] -> [N * c], overwriting all of `into`, an array of shape [N * c]."""
     rows = [block]
     for more, fewer in reversed(rounds(axis_size(axis))):
         sent = jnp.concatenate(rows[: more - fewer])
@@ -80,7 +80,7 @@ def all_gather(block: jax.Array, axis: Axis, into: jax.Array) -> jax.Array:
 
 
 def all_to_all(blocks: jax.Array, axis: Axis) -> jax.Array:
-    """All-to-all [N, c] -> [N, c]; a block travels by the powers of two in its distance."""
+    """All-to-all [N, c] -> [N, c]; a block moves by those powers of two that sum to its distance."""
     size = axis_size(axis)
     rows = _from_here(blocks, axis)
     for hops in powers(size):
@@ -116,7 +116,10 @@ def traffic(kind: Operation, payload_bytes: float, size: int) -> Traffic:
 
 
 def _reduce_steps(size: int) -> int:
-    """Return the longest chain: shorter than the rounds if a round sends nothing just received.
+    """Return the length of the longest chain of messages that wait for each other.
+
+    The chain is shorter than the number of rounds if the blocks that some round sends have not
+    changed in the round before.
 
     >>> [_reduce_steps(size) for size in (2, 3, 4, 5, 6, 7, 8)]
     [1, 1, 2, 2, 2, 3, 3]
@@ -145,5 +148,5 @@ def _exchange_steps(size: int) -> int:
 
 
 def _from_here(blocks: jax.Array, axis: Axis) -> list[jax.Array]:
-    """Return rows [1, c]: this device's own, the next device's, ..."""
+    """Return the rows [1, c] of `blocks`: the row for this device, then for the next device, ..."""
     return [lax.dynamic_index_in_dim(blocks, neighbour(axis, i)) for i in range(axis_size(axis))]

@@ -20,16 +20,16 @@ from jaxdist.collectives.contract import Combine, Operation, Traffic
 class DoubleTree(circulant.Circulant):
     """Two simultaneous binomial trees: the inner devices of each are leaves of the other.
 
-    All-reduce: 2 L steps of S/2 bytes in each tree, L = ceil(log2 N): half the bytes of `Tree` in
-    as many steps; no device sends more than (L+2)/2 S. The trees are not pipelined. Operations
-    without a root are those of `Halving`.
+    An all-reduce takes 2 L steps of S/2 bytes in each tree, where L = ceil(log2 N): half the bytes
+    of `Tree` in as many steps. No device sends more than (L+2)/2 S bytes. The trees are not
+    pipelined. Operations without a root are those of `Halving`.
 
-    Order of summation: as in `Tree`, the first half of the elements from device 0 on, the second
-    half from device N-1 on (N-1, 0, 1, ...).
+    The order of summation is that of `Tree`, starting from device 0 for the first half of the
+    elements, and from device N-1 for the second half (N-1, 0, 1, ...).
     """
 
     type: Literal["double_tree"] = "double_tree"
-    """Selects this algorithm."""
+    """The name that selects this algorithm in a config."""
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         def run(half: jax.Array, places: Places) -> jax.Array:
@@ -62,15 +62,16 @@ def _halves(
 ) -> jax.Array:
     middle = -(-flat.size // 2)
     halves = zip((flat[:middle], flat[middle:]), trees, strict=True)
+    # The second half of a single element is empty, and nothing is sent for it.
     return jnp.concatenate([run(half, places) for half, places in halves if half.size])
 
 
 def _two_roots(size: int) -> list[Places]:
-    """Return trees whose leaves, at odd places, are the odd and the even devices respectively."""
+    """Return two trees: the odd devices are leaves of the first, the even devices of the second."""
     return [binomial.rooted(0, size), binomial.rooted(size - 1, size)]
 
 
 def _one_root(root: int, size: int) -> list[Places]:
-    """Return two trees with the same root; the second moves all other devices by a place."""
+    """Return two trees with the same root; all other devices are moved by a place in the second."""
     first = binomial.rooted(root, size)
     return [first, (first[0], *first[2:], first[1])]

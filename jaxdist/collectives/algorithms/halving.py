@@ -12,19 +12,19 @@ from jaxdist.collectives.contract import Combine, Operation, Traffic, split_padd
 
 
 class Halving(circulant.Circulant):
-    """Reduce-scatter and all-gather in L = ceil(log2 N) steps and (N-1)/N S bytes each.
+    """A reduce-scatter and an all-gather in L = ceil(log2 N) steps and (N-1)/N S bytes each.
 
-    All-reduce: 2 L steps (2 less for N = 3, 5 and 6), 2 (N-1)/N S bytes; N need not be a power of
-    two (`circulant.py`). Two devices exchange everything in a single step, with as many bytes.
-    All-to-all: L steps; S/2 bytes in each where N is a power of two. Broadcast and reduce are those
-    of `Tree`.
+    An all-reduce takes 2 L steps (2 less for N = 3, 5 and 6) and 2 (N-1)/N S bytes; N need not be a
+    power of two (`circulant.py`). Two devices exchange everything in a single step, with as many
+    bytes. An all-to-all takes L steps, of S/2 bytes each if N is a power of two. Broadcast and
+    reduce are those of `Tree`.
 
-    Order of summation for the block of device d: a balanced tree of depth L over x[d], x[d-1], ...,
-    indices modulo N; with N = 4, (x[d] + x[d-2]) + (x[d-1] + x[d-3]).
+    The order of summation for the block of device d is a balanced tree of depth L over x[d],
+    x[d-1], ..., indices modulo N; with N = 4, (x[d] + x[d-2]) + (x[d-1] + x[d-3]).
     """
 
     type: Literal["halving"] = "halving"
-    """Selects this algorithm."""
+    """The name that selects this algorithm in a config."""
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         if axis_size(axis) == 2:
@@ -33,7 +33,7 @@ class Halving(circulant.Circulant):
             return combine(flat, shift(flat, axis, 1))
         blocks = split_padded(flat, axis_size(axis))
         mine = circulant.reduce_scatter(blocks, axis, combine)
-        # The input is not used again: where nothing else uses it, the result takes its memory.
+        # `blocks` is not used again: passed as `into`, its memory can hold the result.
         return circulant.all_gather(mine, axis, blocks.reshape(-1))[: flat.size]
 
     def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:

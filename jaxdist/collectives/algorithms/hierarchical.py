@@ -1,4 +1,4 @@
-"""Two networks: most bytes stay inside the fast network, and 1/g of them cross the slow network."""
+"""Collectives over two networks: each of g devices in a fast network sends 1/g across the slow."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ Network = Literal["inside", "across"]
 
 
 class Hierarchical(Algorithm):
-    """Two levels of axes: `inside` runs on the last axis, the fast; `across` on all axes before it.
+    """Two levels: `inside` runs on the last axis, which is fast, `across` on all axes before it.
 
-    With g devices inside and S bytes on each: an all-reduce is a reduce-scatter of S inside, an
-    all-reduce of S/g across, an all-gather of S inside. The slow network carries S/g; steps and
-    bytes are the sums over both levels (`phases`).
+    With g devices inside and S bytes on each, an all-reduce is a reduce-scatter of S bytes inside,
+    an all-reduce of S/g bytes across, and an all-gather of S bytes inside. The slow network carries
+    S/g bytes per device; steps and bytes are the sums over both levels (`phases`).
 
-    Order of summation: that of `inside` over the fast axis, then that of `across` over the sums.
+    The order of summation is that of `inside` over the fast axis, then that of `across` over these
+    sums.
     """
 
     type: Literal["hierarchical"] = "hierarchical"
-    """Selects this algorithm."""
+    """The name that selects this algorithm in a config."""
     inside: Flat = Ring()
-    """Algorithm within the fast network, the last axis of the tuple."""
+    """The algorithm within the fast network, which is the last axis of the tuple."""
     across: Flat = Ring()
-    """Algorithm between fast networks, on the other axes."""
+    """The algorithm between fast networks, on the other axes."""
 
     @field_validator("inside", "across")
     @classmethod
@@ -77,7 +78,8 @@ class Hierarchical(Algorithm):
     def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
         slow, fast, across, inside = self._levels(axis)
         outer, inner = divmod(root, axis_size(fast))
-        # First inside: then each device of the root's network sends 1/g of the array across.
+        # The broadcast begins inside, so that each device of the root's fast network can then send
+        # 1/g of the array across.
         blocks = split_padded(inside.broadcast(flat, fast, inner), axis_size(fast))
         mine = lax.dynamic_index_in_dim(blocks, rank(fast), keepdims=False)
         mine = across.broadcast(mine, slow, outer)
@@ -86,7 +88,8 @@ class Hierarchical(Algorithm):
     def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
         slow, fast, across, inside = self._levels(axis)
         mine = inside.reduce_scatter(split_padded(flat, axis_size(fast)), fast, combine)
-        # Networks without the root gather a useless result too: one program runs on all devices.
+        # Fast networks without the root gather a useless result, because one program runs on all
+        # devices.
         mine = across.reduce(mine, slow, root // axis_size(fast), combine)
         return inside.all_gather(mine, fast).reshape(-1)[: flat.size]
 
@@ -94,18 +97,19 @@ class Hierarchical(Algorithm):
         slow, fast, across, inside = self._levels(axis)
         outer, inner = axis_size(slow), axis_size(fast)
         by_fast = _transposed(blocks, outer, inner).reshape(inner, -1)
-        # [sender inside, receiver across, c] -> [receiver across, sender inside, c]
+        # The transposition is [sender inside, receiver across, c] -> [receiver across, sender
+        # inside, c].
         arrived = _transposed(inside.all_to_all(by_fast, fast), inner, outer)
         return across.all_to_all(arrived.reshape(outer, -1), slow).reshape(blocks.shape)
 
     def phases(
         self, kind: Operation, payload_bytes: float, size: Size
     ) -> tuple[tuple[Network, Traffic], ...]:
-        """Return the phases of a call in order, each on the network of its level.
+        """Return the phases of a call in order, each with its level and its traffic.
 
         Args:
           kind, payload_bytes: as for `traffic`.
-          size: devices on each axis, slowest first; the last axis is inside.
+          size: number of devices on each axis, slowest first; the last axis is inside.
 
         Raises:
           CollectiveError: `size` has a single axis.
@@ -172,5 +176,5 @@ class Hierarchical(Algorithm):
 
 
 def _transposed(blocks: jax.Array, rows: int, columns: int) -> jax.Array:
-    """Transpose [rows * columns, c] -> [columns * rows, c]."""
+    """Transpose the first two dims of `[rows, columns, c]`, which the argument has flattened."""
     return blocks.reshape(rows, columns, -1).swapaxes(0, 1).reshape(rows * columns, -1)

@@ -1,4 +1,4 @@
-"""Rings: each device talks only to its neighbours, and the bytes are minimal.
+"""Rings: each device sends only to its neighbours, and the fewest possible bytes are sent.
 
 Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 """
@@ -18,32 +18,31 @@ from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic,
 
 
 class Ring(Algorithm):
-    """Steps between neighbours, for any number of devices N, with S bytes on each.
+    """Collectives in steps between neighbours, for any number N of devices with S bytes each.
 
-    One direction: reduce-scatter and all-gather take N-1 steps and (N-1)/N S bytes each, an
-    all-reduce 2 (N-1) steps and 2 (N-1)/N S bytes. Two directions: a block is summed from both
-    sides of its device at once, and spread to both sides at once: the same bytes in ceil((N-1)/2)
-    steps each, half of them on each link. Broadcast and reduce pass the whole array along, chunk
-    after chunk. An all-to-all sends each block straight to its device, N-1 messages that do not
-    wait for each other.
+    In one direction, reduce-scatter and all-gather take N-1 steps and (N-1)/N S bytes each, an
+    all-reduce 2 (N-1) steps and 2 (N-1)/N S bytes. In two directions, the sums of a block approach
+    its device from both sides at once, and the result leaves it to both sides at once: the same
+    bytes in about half the steps (floor(N/2) each), about half of the bytes on each link. Broadcast
+    and reduce pass the whole array along, chunk after chunk. An all-to-all sends each block
+    straight to its device, as N-1 messages that do not wait for each other.
 
-    Order of summation for the block of device d, in one direction: x[d+1] + x[d+2] + ... + x[d],
-    from left to right, indices modulo N. In two directions, with r = floor(N/2) and l =
-    floor((N-1)/2):
-    (x[d-r] + ... + x[d-1] + x[d]) + (x[d+l] + ... + x[d+1]).
+    The order of summation for the block of device d, in one direction, is x[d+1] + x[d+2] + ... +
+    x[d], from left to right, indices modulo N. In two directions, with r = floor(N/2) and l =
+    floor((N-1)/2), it is (x[d-r] + ... + x[d-1] + x[d]) + (x[d+l] + ... + x[d+1]).
     """
 
     type: Literal["ring"] = "ring"
-    """Selects this algorithm."""
+    """The name that selects this algorithm in a config."""
     directions: Annotated[int, Field(ge=1, le=2)] = 1
-    """1: everything travels in one direction; 2: in both directions at once, in half the steps."""
+    """The number of directions in which blocks travel; with 2, there are half as many steps."""
     chunks: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Pieces of a block in separate messages: a piece is reduced while the next is sent."""
+    """The number of messages for each block: a piece is reduced while the next piece is sent."""
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         blocks = split_padded(flat, axis_size(axis))
         pieces = self._reduce_pieces(blocks, axis, combine)
-        # The input is not used again: where nothing else uses it, the result takes its memory.
+        # `blocks` is not used again: passed as `into`, its memory can hold the result.
         return self._gather_pieces(pieces, axis, blocks.reshape(-1))[: flat.size]
 
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
@@ -55,7 +54,7 @@ class Ring(Algorithm):
         return self._gather_pieces(self._pieces(block), axis, into).reshape(size, -1)
 
     def _reduce_pieces(self, blocks: jax.Array, axis: Axis, combine: Combine) -> list[jax.Array]:
-        """Reduce [N, c] -> pieces of [c]: the partial sums of a block travel towards its device."""
+        """Reduce-scatter [N, c] to pieces of [c]; partial sums travel to the block's device."""
         return [self._reduce_piece(piece, axis, combine) for piece in self._pieces(blocks)]
 
     def _reduce_piece(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
@@ -74,13 +73,13 @@ class Ring(Algorithm):
         return total
 
     def _gather_pieces(self, pieces: list[jax.Array], axis: Axis, into: jax.Array) -> jax.Array:
-        """Gather pieces of [c] -> [N * c], from device to device; overwrites all of `into`."""
+        """All-gather pieces of [c] to [N * c], from neighbour to neighbour, overwriting `into`."""
         size = axis_size(axis)
         width = into.size // size
         start = 0
         for piece in pieces:
-            # Each device receives the blocks in a different order. Writing each to its place is
-            # free; a concatenation would need a rotation by the rank, a further pass over all.
+            # Each device receives the blocks in a different order. Writing each block to its place
+            # is free; a concatenation would need a rotation by the rank, a further pass over all.
             into = _put(into, piece, rank(axis) * width + start)
             for way, hops in self._ways(size):
                 travelling = piece
@@ -99,7 +98,7 @@ class Ring(Algorithm):
                 travelling = piece
                 for hop in range(1, hops + 1):
                     end = (root + way * hop) % size
-                    # Only this pair: other devices do not have the root's data yet, and would
+                    # Only this pair sends: other devices do not have the root's data yet, and would
                     # load the links for nothing.
                     travelling = permute(travelling, axis, [((end - way) % size, end)])
                     # `permute` gives zeros to all devices that receive nothing.
@@ -118,7 +117,7 @@ class Ring(Algorithm):
                 for hop in range(hops, 0, -1):
                     start = (root - way * hop) % size
                     arrived = permute(partial, axis, [(start, (start + way) % size)])
-                    # Valid only on the device that received, which is the next to send.
+                    # This is valid only on the receiving device, which is the next to send.
                     partial = combine(arrived, piece if hop > 1 else total)
                 total = partial
             return total
@@ -134,7 +133,7 @@ class Ring(Algorithm):
         return received
 
     def _ways(self, size: int) -> list[tuple[int, int]]:
-        """Return direction and number of hops of each chain; together they reach all devices."""
+        """Return direction and number of hops of the chains that together reach all devices."""
         if self.directions == 1:
             return [(1, size - 1)]
         # With two devices both neighbours are the same device, and the second way has no hops.
@@ -142,7 +141,7 @@ class Ring(Algorithm):
         return [(way, hops) for way, hops in ways if hops]
 
     def _pieces(self, x: jax.Array) -> list[jax.Array]:
-        """Cut into chunks along the last dim, none of them empty."""
+        """Cut `x` along the last dim into at most `chunks` pieces, none of them empty."""
         width = x.shape[-1]
         count = min(self.chunks, width)
         bounds = [width * i // count for i in range(count + 1)]

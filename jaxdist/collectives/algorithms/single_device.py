@@ -1,4 +1,4 @@
-"""An axis with one device, which has no other device to send to."""
+"""The algorithm for an axis with one device, which has no other device to send to."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxdist.collectives.contract import NOTHING, Algorithm, Combine, Operation,
 
 
 class SingleDevice(Algorithm):
-    """Nothing is sent: every operation returns its argument."""
+    """An algorithm that sends nothing: every operation returns its argument."""
 
     type: Literal["single_device"] = "single_device"
-    """Selects this algorithm."""
+    """The name that selects this algorithm in a config."""
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         return flat

@@ -1,4 +1,4 @@
-"""A tree: the fewest steps, for arrays so small that latency is their whole cost."""
+"""A binomial tree: the fewest steps, for arrays so small that latency is their whole cost."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from jaxdist.collectives.contract import Combine, Operation, Traffic
 
 
 class Tree(circulant.Circulant):
-    """Reduce to one device and broadcast along a binomial tree, L = ceil(log2 N) steps each.
+    """A reduction to a device and a broadcast along a binomial tree, L = ceil(log2 N) steps each.
 
-    All-reduce: 2 L steps of S bytes; the root sends L S bytes, as it has L children. Operations
-    without a root (reduce-scatter, all-gather, all-to-all) are those of `Halving`, with L steps as
-    well.
+    An all-reduce takes 2 L steps of S bytes; the root sends L S bytes, because it has L children.
+    Operations without a root (reduce-scatter, all-gather, all-to-all) are those of `Halving`, which
+    take L steps too.
 
-    Order of summation: balanced from device 0 on, ((x[0] + x[1]) + (x[2] + x[3])) + ...; for a
-    reduce, from the root on.
+    The order of summation is a balanced tree that starts from device 0, ((x[0] + x[1]) + (x[2] +
+    x[3])) + ...; for a reduce, the tree starts from the root.
     """
 
     type: Literal["tree"] = "tree"
-    """Selects this algorithm."""
+    """The name that selects this algorithm in a config."""
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
-        # One device sums and the result is copied, so all devices have the same bits.
+        # One device adds up the sum, which is then copied, so all devices have the same bits.
         places = binomial.rooted(0, axis_size(axis))
         return binomial.broadcast(binomial.reduce(flat, axis, places, combine), axis, places)
 

@@ -16,10 +16,10 @@ from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic
 
 
 def _ordered(extremum: Callable[..., jax.Array], x: jax.Array, axis: Axis) -> jax.Array:
-    """Compute `pmax` or `pmin` such that a NaN on any device prevails.
+    """Compute `pmax` or `pmin` such that a NaN on any device gives NaN.
 
-    Some of XLA's backends drop NaN. Floats are therefore sent as integers in the same order, in
-    which NaN is beyond the infinities.
+    Some of XLA's backends drop NaN. Floats are therefore sent as integers that have the same order,
+    with NaN beyond the infinities.
     """
     if x.dtype == jnp.bool_:
         return extremum(x.astype(jnp.uint8), axis).astype(x.dtype)
@@ -50,7 +50,7 @@ def _of_root(x: jax.Array, axis: Axis, root: int) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _broadcast_float(x: jax.Array, axis: Axis, root: int) -> jax.Array:
-    """Broadcast the bits, since -0.0 plus the other devices' 0.0 would be 0.0."""
+    """Broadcast floats by a sum of their bits, since -0.0 plus other devices' 0.0 would be 0.0."""
     return _float(_of_root(_bits(x), axis, root), x.dtype)
 
 
@@ -63,9 +63,9 @@ def _broadcast_tangent(
 
 
 def _flipped(bits: jax.Array) -> jax.Array:
-    """Map the bits of floats to integers in the order of the floats, and back.
+    """Map the bits of floats to integers with the order of the floats, and back.
 
-    Negative floats have all bits but the sign flipped.
+    The map flips all bits of negative floats except the sign.
     """
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
@@ -77,20 +77,20 @@ REDUCTIONS: dict[Combine, Callable[..., jax.Array]] = {
 }
 
 LANES = 128
-"""Elements in a row of a TPU's vector register."""
+"""The number of elements in a row of a TPU's vector register."""
 SUBLANES = 8
-"""Rows of a vector register: an array with fewer rows is padded to this number."""
+"""The number of rows of a vector register: an array with fewer rows is padded to this number."""
 
 
 class Xla(Algorithm):
-    """`psum`, `pmax`, `psum_scatter`, `all_gather`, `all_to_all`: XLA chooses steps and order.
+    """The collectives of JAX (`psum`, `pmax`, ...), whose steps and order XLA chooses.
 
-    Under `check_vma=True` the results of all_reduce, broadcast and reduce are typed as JAX types
-    `psum`: replicated.
+    Under `check_vma=True` the results of all_reduce, broadcast and reduce have the type that JAX
+    gives to the result of `psum`: replicated.
     """
 
     type: Literal["xla"] = "xla"
-    """Selects this algorithm."""
+    """The name that selects this algorithm in a config."""
 
     native: ClassVar[bool] = True
 
@@ -101,7 +101,7 @@ class Xla(Algorithm):
         if combine is lax.add:
             width = math.prod(blocks.shape[1:])
             tiled = blocks.ndim > 2 and blocks.shape[-2] >= SUBLANES
-            # XLA:TPU refuses the form in rows for an odd number of devices greater than 1.
+            # XLA:TPU refuses `_scatter_rows` for an odd number of devices greater than 1.
             if tiled or width < LANES or len(blocks) % 2:
                 return lax.psum_scatter(blocks, axis)
             return _scatter_rows(blocks.reshape(-1, width), axis).reshape(blocks.shape[1:])
@@ -111,6 +111,7 @@ class Xla(Algorithm):
         return lax.all_gather(block, axis)
 
     def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
+        # The bits of a complex number cannot be summed as one integer, so its parts are sent.
         if jnp.iscomplexobj(flat):
             parts = (self.broadcast(part, axis, root) for part in (flat.real, flat.imag))
             return lax.complex(*parts)
@@ -120,16 +121,17 @@ class Xla(Algorithm):
         return _of_root(whole, axis, root).astype(flat.dtype)
 
     def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
+        # XLA has no reduction to a root; `operations.reduce` replaces the other results by zeros.
         return self.all_reduce(flat, axis, combine)
 
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
         return lax.all_to_all(blocks, axis, 0, 0)
 
     def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
-        """Count as a one-way ring: the bytes are optimal, and the steps are XLA's choice.
+        """Count the traffic of a one-way ring, whose bytes are minimal; XLA may choose other steps.
 
-        Broadcast and reduce are all-reduces, and so is a reduce-scatter of max and min. In
-        broadcast, max and min, floats of up to two bytes are sent as four.
+        Broadcast and reduce are all-reduces, and so is a reduce-scatter of max and min. Broadcast,
+        max and min send each float of up to two bytes as four bytes.
         """
         once = kind in ("reduce_scatter", "all_gather", "all_to_all")
         steps = (1 if once else 2) * (size - 1)
@@ -138,7 +140,7 @@ class Xla(Algorithm):
 
 
 def _scatter_rows(blocks: jax.Array, axis: Axis) -> jax.Array:
-    """Reduce-scatter [N, c] -> [c], on rows as wide as a register.
+    """Reduce-scatter [N, c] -> [c], reshaped to rows as wide as a vector register.
 
     XLA:TPU turns other shapes into all-reduces, which send twice the bytes.
     """
