@@ -144,7 +144,7 @@ def propose(sizes: Mapping[str, int | Split], device_count: int, most: int = 3) 
 
 
 def resolve_sizes(config: MeshConfig, device_count: int) -> dict[str, int | Split]:
-    """Resolve the sizes for `device_count` devices, in order.
+    """Return the size of each axis for `device_count` devices, which determine an axis of size -1.
 
     Raises:
       MeshError: the mesh needs another number of devices; the message proposes meshes that fit.
@@ -225,7 +225,7 @@ def _on_whole_dims(
 ) -> list[str]:
     """Return meshes whose axes fill whole dims of the torus, those nearest to `sizes` first.
 
-    Each mesh has the axes of `sizes`. The parts of axes across the slow network are unchanged.
+    Each mesh has the axes of `sizes`, with unchanged sizes across the slow network.
     """
     axes = list(sizes)
     owners = itertools.product(range(len(axes)), repeat=len(dims))

@@ -34,9 +34,9 @@ def resolve_dims(
     stacked: frozenset[str] = frozenset(),
     layout: Layout | None = None,
 ) -> dict[str, Dims]:
-    """Resolve each parameter's dims: the model's own, else those of the config's first match.
+    """Resolve each parameter's dims: the model's, else those of the first pattern that matches.
 
-    A parameter without dims from either is not split if no axis of the mesh splits parameters.
+    A parameter without such dims is not split, provided that no axis of the mesh splits parameters.
 
     Args:
       shapes: shape of each parameter, by name.
@@ -107,7 +107,7 @@ def _idle_patterns(params: Mapping[str, Any], dims: Mapping[str, Dims | None]) -
     free = {name for name, own in dims.items() if own is None}
     problems, before = [], []
     for pattern, names in matched.items():
-        # The first match wins, so an earlier pattern that matches all of these and more hides them.
+        # An earlier pattern wins: if it matches all these parameters and more, `pattern` is hidden.
         hides = next((p for p in before if names & free < matched[p] & free), None)
         if not names:
             why = f"matches no parameter: {near_names(pattern, dims)}"

@@ -149,7 +149,7 @@ class Layout:
           x: the activation.
           dims: the logical dims of x.
           was: the logical dims of the layout before; both layouts are then constrained, because the
-            backward pass moves x back. If both are equal, nothing is constrained.
+            backward pass moves x back. Nothing is constrained if both layouts are equal.
 
         Raises:
           ShardingError: the number of dims is not that of x, or a dim other than the batch does not

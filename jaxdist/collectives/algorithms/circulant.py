@@ -80,7 +80,7 @@ def all_gather(block: jax.Array, axis: Axis, into: jax.Array) -> jax.Array:
 
 
 def all_to_all(blocks: jax.Array, axis: Axis) -> jax.Array:
-    """All-to-all [N, c] -> [N, c]; a block moves by those powers of two that sum to its distance."""
+    """All-to-all [N, c] -> [N, c]; a block moves by the powers of two that sum to its distance."""
     size = axis_size(axis)
     rows = _from_here(blocks, axis)
     for hops in powers(size):

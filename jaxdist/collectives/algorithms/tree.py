@@ -15,8 +15,8 @@ class Tree(circulant.Circulant):
     """A reduction to a device and a broadcast along a binomial tree, L = ceil(log2 N) steps each.
 
     An all-reduce takes 2 L steps of S bytes; the root sends L S bytes, because it has L children.
-    Operations without a root (reduce-scatter, all-gather, all-to-all) are those of `Halving`, which
-    take L steps too.
+    Operations without a root (reduce-scatter, all-gather, all-to-all) are those of `Halving`, in L
+    steps too.
 
     The order of summation is a balanced tree that starts from device 0, ((x[0] + x[1]) + (x[2] +
     x[3])) + ...; for a reduce, the tree starts from the root.
