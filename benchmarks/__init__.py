@@ -1,6 +1,6 @@
-"""Measured figures: ours beside a reference, on this machine. `jaxdist bench NAME` runs one.
+"""Benchmarks: figures measured on this machine, each compared with a reference.
 
-Benchmarks belong to a checkout and are not in the wheel.
+`jaxdist bench NAME` runs a benchmark. Benchmarks belong to a checkout and are not in the wheel.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ BENCHES: dict[str, str] = {
     "tpu": "benchmarks.tpu.report:bench",
     "zero": "benchmarks.zero.report:bench",
 }
-"""Name to `module:function`, imported when run. Each function returns a `Report`."""
+"""The function of each bench as `module:function`, imported when the bench runs.
+
+Each function returns a `Report`.
+"""
 
 
 def run(name: str, json_path: str | os.PathLike[str] | None = None, **options: Any) -> Report:
-    """Run the bench `name`; write its report as JSON where `json_path` says.
+    """Run the bench `name`, and write its report as JSON to `json_path` if that is given.
 
-    A bench that draws (it takes a directory as `plot`) then draws beside the JSON.
+    A bench that can draw has a parameter `plot`, a directory; by default it is that of the JSON.
 
     Raises:
       JaxdistError: no such bench, or an option that it does not take.

@@ -1,4 +1,4 @@
-"""Blockwise attention beside plain attention: time, and memory to long sequences.
+"""Blockwise attention compared with plain attention: time, and memory up to long sequences.
 
 Dims: B batch, L sequence, H heads, K kv_heads, d head_dim.
 """
@@ -25,7 +25,7 @@ Shapes = tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 
 def bench(repeats: int = REPEATS, length: int = LENGTH, long: int = LONG) -> Report:
-    """Gradients of attention on one device: time at 1,024 positions, memory to 32,768."""
+    """Compare gradients of attention on one device: time at 1,024 positions, memory to 32,768."""
     shapes = shapes_of(ROWS, length)
     keys = jax.random.split(jax.random.key(0), len(shapes))
     given = [jax.random.normal(k, s.shape, s.dtype) for k, s in zip(keys, shapes, strict=True)]
@@ -60,7 +60,7 @@ def shapes_of(rows: int, length: int) -> Shapes:
 
 
 def gradient(kernel: Kernel) -> jax.stages.Wrapped:
-    """The jitted gradients of the result's square, by query, key and value."""
+    """Return a jitted gradient of the sum of squared results by query, key and value."""
 
     def total(q_BLHd: jax.Array, k_BLKd: jax.Array, v_BLKd: jax.Array) -> jax.Array:
         out_BLHd = kernel(q_BLHd, k_BLKd, v_BLKd, None, window=None, causal=True, hint=no_hint)
@@ -75,14 +75,14 @@ def temp_bytes(kernel: Kernel, length: int) -> int:
 
 
 def linear(length: int) -> Figure:
-    """Memory at a length over twice that at half of it."""
+    """Compare the memory at a length with twice the memory at half of that length."""
     ours, half = (temp_bytes(Blockwise(), at) for at in (length, length // 2))
     note = f"temporary bytes of one row's gradients over twice those at {length // 2} positions"
     return Figure(f"blockwise memory, {length}", ours, 2 * half, MEMORY_GOAL, "B", note)
 
 
 def beside_plain(length: int) -> Figure:
-    """Memory of both kernels."""
+    """Compare the memory of the two kernels at a length."""
     ours, plain = (temp_bytes(kernel, length) for kernel in (Blockwise(), Plain()))
     note = "temporary bytes of one row's gradients; plain's grow with the square of the sequence"
     return Figure(f"blockwise memory over plain's, {length}", ours, plain, "", "B", note)

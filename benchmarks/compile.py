@@ -1,4 +1,4 @@
-"""The time to compile the train step: with depth, and again from the persistent cache."""
+"""The time to compile the train step: how it grows with depth, and with the persistent cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WARMUP = 1
 
 
 def bench(repeats: int = REPEATS, shallow: int = SHALLOW, deep: int = DEEP) -> Report:
-    """Compile time of 64 layers over 4, and of a warm start over a cold one, on all devices."""
+    """Compare compile times on all devices: 64 layers with 4, and a warm start with a cold one."""
     deeper, shallower = experiment(deep), experiment(shallow)
     with persistent_cache(None):
         depth = interleave(
@@ -45,14 +45,14 @@ def bench(repeats: int = REPEATS, shallow: int = SHALLOW, deep: int = DEEP) -> R
 
 
 def experiment(layers: int) -> Experiment:
-    """Build a small gpt of so many layers on all devices, the batch split."""
+    """Build a small gpt with a number of layers on all devices, which split the batch."""
     model = {"layers": layers, "embed": 64, "heads": 4}
     batch_size = len(jax.devices())
     return built(gpt(model, window=32, batch_size=batch_size, mesh={"data": -1}))
 
 
 def compile_step(experiment: Experiment) -> None:
-    """From nothing to a compiled train step, as at the start of a run."""
+    """Trace, lower and compile the train step, as at the start of a run."""
     jax.clear_caches()
     program = experiment.program
     program.train.lower(program.state_shapes, program.batch).compile()
@@ -61,7 +61,7 @@ def compile_step(experiment: Experiment) -> None:
 def warm_and_cold(
     experiment: Experiment, filled: Path
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Compiling with the cache `filled`, which is filled here, and with one that is empty."""
+    """Fill the cache `filled`; return functions that compile with it, and with an empty cache."""
 
     def warm() -> None:
         with persistent_cache(filled):
@@ -77,7 +77,7 @@ def warm_and_cold(
 
 @contextmanager
 def persistent_cache(directory: Path | None) -> Iterator[None]:
-    """Jax's persistent cache in this directory, or none; as it was before, after."""
+    """Set jax's persistent cache to this directory, or to none; restore the settings at the end."""
     wanted = {**SETTINGS, "jax_compilation_cache_dir": str(directory) if directory else None}
     before = {name: getattr(jax.config, name) for name in wanted}
     try:
@@ -90,4 +90,5 @@ def persistent_cache(directory: Path | None) -> Iterator[None]:
 def _configure(settings: JsonObject) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
+    # jax opens its cache once: without a reset it would keep the previous directory.
     compilation_cache.reset_cache()

@@ -1,1 +1,1 @@
-"""Collectives: traffic, time, and beside gloo and torch."""
+"""Benchmarks of collectives: their traffic, their time, and a comparison with torch over gloo."""

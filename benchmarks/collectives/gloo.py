@@ -1,4 +1,4 @@
-"""`torch.distributed` over gloo as a peer: processes that wait for a size and all-reduce it."""
+"""The peer `torch.distributed` over gloo: processes that all-reduce the sizes that they read."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ PEER = Path(__file__).with_name("peer.py")
 
 
 class Gloo:
-    """Processes that all-reduce at a call; between calls they wait for input, at rest."""
+    """Processes that all-reduce at a call, and between calls wait for input without any work."""
 
     def __init__(self, process: subprocess.Popen[str]):
         self._process = process
         self._wait()
 
     def all_reduce(self, size_bytes: int, times: int = 1) -> None:
-        """Sum float32 over all processes, `times` over; returns when the last one is done.
+        """Sum float32 over all processes, `times` times, and return when all processes are done.
 
         Raises:
           RunError: a process has ended.
         """
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the answer says why
+        with suppress(BrokenPipeError):  # `_wait` raises with the exit code
             print(size_bytes, times, file=self._process.stdin, flush=True)
         self._wait()
 
@@ -44,10 +44,10 @@ class Gloo:
 
 @contextmanager
 def gloo(world: int) -> Iterator[Gloo]:
-    """`world` processes joined over loopback; they end with the context, whatever happens.
+    """Start `world` processes joined over loopback; they end with the context in any case.
 
     Raises:
-      RunError: they do not start.
+      RunError: the processes do not start.
     """
     with ExitStack() as stack:
         store = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"

@@ -1,6 +1,6 @@
-"""All-reduce on slow links: real time between hosts of a lab, against the wire and the cost model.
+"""All-reduce on slow links: time between hosts of a lab, against the wire and the cost model.
 
-`bench` builds the lab and judges; `host` is what each host runs.
+`bench` builds the lab and compares; each host runs `host`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ BYTES_GOAL = "<= 1.05"
 GAIN_GOAL = ">= 0.85"
 NESTED = Hierarchical(inside=Ring(), across=Xla())
 MESSAGE_SECONDS = DEVICES["cpu"].slow.latency_seconds
-"""The seconds of a message beside its bytes: gloo, and the wake-up of its receiver."""
+"""The seconds that a message takes in addition to its bytes, in gloo and to wake its receiver."""
 
 
 def bench() -> Report:
-    """Two hosts on a slow link; two pairs of hosts, fast inside and slow between.
+    """Measure two hosts on a slow link, and two pairs of hosts, fast inside and slow between.
 
-    Skipped, with the reason in the report, where the lab cannot be built.
+    The bench is skipped, with the reason in the report, where the lab cannot be built.
 
     Raises:
       RunError: a host fails.
@@ -50,7 +50,7 @@ def bench() -> Report:
 
 
 def wire_figures(hosts: lab.Lab, payload_bytes: int = PAYLOAD_BYTES) -> list[Figure]:
-    """The time of `psum` and of a ring against what the wire allows, and the ring's bytes."""
+    """Compare the time of `psum` and of a ring with the wire's, and the ring's bytes."""
     psum, ring = measure(hosts, [Xla(), Ring()], payload_bytes)
     sent_bytes = Ring().traffic("all_reduce", payload_bytes, hosts.size).sent_bytes
     limit_seconds = sent_bytes * 8 / hosts.across.bits_per_s
@@ -83,7 +83,7 @@ def wire_figures(hosts: lab.Lab, payload_bytes: int = PAYLOAD_BYTES) -> list[Fig
 
 
 def two_level_figures(hosts: lab.Lab, payload_bytes: int = PAYLOAD_BYTES) -> list[Figure]:
-    """Flat and hierarchical all-reduce against the cost model, and the gain against its gain."""
+    """Compare flat and hierarchical all-reduce, and the gain of the latter, with the cost model."""
     chosen: list[Algorithm] = [Ring(), NESTED, Xla()]
     flat, nested, psum = measure(hosts, chosen, payload_bytes)
     flat_seconds, nested_seconds, psum_seconds = (
@@ -114,7 +114,7 @@ def two_level_figures(hosts: lab.Lab, payload_bytes: int = PAYLOAD_BYTES) -> lis
 
 
 def predict(hosts: lab.Lab, algorithm: Algorithm, payload_bytes: int) -> float:
-    """Seconds of an all-reduce in the lab by the cost model, a device's links as `tc` makes them.
+    """Return the seconds of an all-reduce by the cost model, with the links that `tc` makes.
 
     >>> pairs = lab.Lab(sites=2, hosts_per_site=2)
     >>> flat, nested = (predict(pairs, one, PAYLOAD_BYTES) for one in (Ring(), NESTED))
@@ -139,7 +139,7 @@ def measure(
 ) -> list[Timed]:
     """Time an all-reduce of float32 by each algorithm, interleaved, over all hosts of the lab.
 
-    Seconds are from when all hosts are ready to when the last one has its result.
+    Seconds count from the moment when all hosts are ready until the last host has its result.
 
     Raises:
       RunError: this machine cannot hold the lab, a host fails, or a result is wrong.
@@ -160,13 +160,13 @@ def _shown(hosts: lab.Lab, payload_bytes: int) -> str:
     return f"{payload_bytes / 2**20:g} MiB, {links}"
 
 
-# What each host runs.
+# The functions below run on each host.
 
 
 def host(
     hosts: lab.Lab, algorithms: list[ReduceConfig], payload_bytes: int, warmup: int, repeats: int
 ) -> list[Timed]:
-    """Time the algorithms among all processes; the same on each of them."""
+    """Time the algorithms among all processes; each process returns the same times."""
     mesh = build_mesh(MeshConfig(data=Split(dcn=hosts.sites, ici=hosts.hosts_per_site)))
     axes = axis_names(mesh, "data")
     x, total = _numbers(mesh, payload_bytes // 4)
@@ -179,10 +179,10 @@ def host(
 
 
 def check_sum(found: np.ndarray, expected: np.ndarray, algorithm: Algorithm) -> None:
-    """Hold a result of this process against the exact sum.
+    """Compare a result of this process with the exact sum.
 
     Raises:
-      RunError: they differ; a time of wrong results is worth nothing.
+      RunError: the two differ, so that the time of this algorithm means nothing.
     """
     wrong = np.flatnonzero(found != expected)
     if wrong.size:
@@ -195,7 +195,7 @@ def check_sum(found: np.ndarray, expected: np.ndarray, algorithm: Algorithm) -> 
 
 
 def _numbers(mesh: Mesh, size: int) -> tuple[jax.Array, np.ndarray]:
-    """Integers that differ by host, [N * size] over all hosts, and their sum, exact in float32."""
+    """Return integers that differ by host, [N * size], and their sum, which is exact in float32."""
     base = (np.arange(size) % 251).astype(np.float32)
     mine = base + jax.process_index()
     count = mesh.size

@@ -1,8 +1,8 @@
-"""`torch.distributed` over gloo, the peer of `jaxdist bench collectives`: a program of its own.
+"""A separate program with `torch.distributed` over gloo, the peer of `jaxdist bench collectives`.
 
-`python peer.py WORLD STORE` starts WORLD processes and prints an empty line. For each
-line "BYTES TIMES" on its input they run so many all-reduces of so many bytes of float32, one after
-the other; it prints an empty line when all are done. It imports torch and nothing of ours.
+`python peer.py WORLD STORE` starts WORLD processes and prints an empty line. For each line
+"BYTES TIMES" on its input, the processes run TIMES all-reduces of BYTES of float32, one after the
+other; the program prints an empty line when all are done. It imports torch and nothing of jaxdist.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 
 def serve(rank: int, world: int, store: str, orders: int, done: int) -> None:
-    """One process: an order is a line, an answer is a byte; ends with the orders."""
+    """Run one process: for each line of `orders` write a byte to `done`; end when they end."""
     import torch  # pyright: ignore[reportMissingImports]  (an extra)
     import torch.distributed as dist  # pyright: ignore[reportMissingImports]  (an extra)
 
@@ -32,8 +32,8 @@ def serve(rank: int, world: int, store: str, orders: int, done: int) -> None:
 
 
 def main(world: int, store: str) -> None:
-    """Fork the processes, so that torch is imported once, and pass the orders on."""
-    # Not used here: the forks find it imported. It is an extra, so it may be missing.
+    """Fork the processes, so that torch is imported once, and forward the input to each of them."""
+    # The import serves the forks, which find it done. torch is an extra, and may be missing.
     import torch.distributed  # noqa: F401  # pyright: ignore[reportMissingImports]
 
     done_read, done_write = os.pipe()
@@ -41,7 +41,7 @@ def main(world: int, store: str) -> None:
     for rank in range(world):
         read, write = os.pipe()
         if os.fork() == 0:
-            # With a sibling's pipe left open the siblings would never see its end.
+            # A write end left open in a sibling would keep a process from seeing the end of input.
             for other in (write, done_read, *orders):
                 os.close(other)
             serve(rank, world, store, read, done_write)
@@ -57,7 +57,7 @@ def main(world: int, store: str) -> None:
 
 
 def _answer(done: int, world: int) -> None:
-    """Wait for a byte of each process; the end of the pipe is the end of all of them."""
+    """Wait for a byte of each process; exit if the pipe ends, since all processes have ended."""
     answers = 0
     while answers < world:
         found = len(os.read(done, world))

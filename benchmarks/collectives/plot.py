@@ -1,4 +1,4 @@
-"""Time over size of the collectives, as a picture."""
+"""A plot of the time of collectives over their size."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def plot_time_over_size(
     """Draw a line per algorithm on logarithmic scales, with `jaxdist.metrics.figure.save_figure`.
 
     Args:
-      seconds: algorithm to bytes to seconds.
-      title: what stands above the axes.
+      seconds: for each algorithm, the seconds by number of bytes.
+      title: the text above the axes.
     """
     return save_figure(
         time_over_size(seconds, title=title), directory, NAME, what="bench collectives"
@@ -38,7 +38,7 @@ def plot_time_over_size(
 
 
 def time_over_size(seconds: Mapping[str, Mapping[int, float]], *, title: str) -> Figure:
-    """The figure that `plot_time_over_size` writes, for a notebook or another format."""
+    """Return the figure that `plot_time_over_size` writes, for a notebook or another format."""
     figure = new_figure(_SIZE_INCHES)
     axes = figure.add_subplot(xscale="log", yscale="log")
     for index, (name, by_bytes) in enumerate(seconds.items()):

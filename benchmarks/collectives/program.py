@@ -1,4 +1,4 @@
-"""The programs of the benches of collectives: one function of each device's own arrays."""
+"""Helpers that compile a function of each device's own arrays for the benches of collectives."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from jaxdist.types import PyTree
 
 
 def make_mesh(devices: Sequence[Device], sizes: Sequence[int], names: Sequence[str]) -> Mesh:
-    """The devices in their order, on axes of these sizes; all of them auto."""
+    """Return a mesh of the devices in their order, on axes of these sizes, all of type Auto."""
     shape = np.asarray(devices).reshape(sizes)
     return Mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def split(mesh: Mesh) -> NamedSharding:
-    """Dim 0 split over all axes of the mesh."""
+    """Return the sharding that splits dim 0 over all axes of the mesh."""
     return NamedSharding(mesh, P(mesh.axis_names))
 
 
 def compile_local(
     function: Callable[[PyTree], PyTree], mesh: Mesh, tree: PyTree, *, donate: bool = False
 ) -> jax.stages.Compiled:
-    """A function of one device's own tree, for a global tree (of arrays or shapes) that is `split`.
+    """Compile a function of a device's own tree, for a global tree of arrays or shapes.
 
     Args:
-      donate: the result may take the memory of the argument.
+      tree: the global tree, whose leaves are sharded by `split`.
+      donate: whether the result may take the memory of the argument.
     """
     spec = split(mesh).spec
     mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

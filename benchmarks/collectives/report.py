@@ -1,4 +1,4 @@
-"""Collectives: what they send beside the formulas, and how fast they are beside psum and gloo."""
+"""The bench of collectives: bytes compared with formulas, and time with psum and with gloo."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from benchmarks.core.harness import REPEATS
 from benchmarks.core.report import Figure, Report, lacking
 
 FUSION_REPEATS = 5
-"""Thousands of permutes take seconds; their ratio is far from its goal."""
+"""The most repeats of fusion: each takes seconds, and the ratio is far from its goal."""
 
 
 def bench(
     repeats: int = REPEATS, plot: str | os.PathLike[str] | None = None, lab: bool = False
 ) -> Report:
-    """Bytes and steps over the formulas, ring over psum and gloo, fusion, and time over size.
+    """Compare bytes and steps with formulas, and rings with psum and gloo; time fusion and sizes.
 
     Args:
       repeats: timed pairs of each figure.
       plot: a directory for the picture of time over size, as PNG and SVG; None draws none.
-      lab: instead of all this, time between hosts on slow links (see scripts/lab).
+      lab: whether to measure only the time between hosts on slow links (see scripts/lab).
     """
     if lab:
         return collectives_lab.bench()
@@ -57,7 +57,7 @@ def bench(
 
 
 def traffic_figures() -> tuple[list[Figure], list[TrafficRow]]:
-    """Compiled programs beside the formulas: for the CPU, and for a TPU where libtpu is here."""
+    """Compare compiled programs with the formulas, for CPUs and, with libtpu, for TPUs."""
     rows = collectives_traffic.measure("cpu")
     figures = collectives_traffic.figures("cpu", rows)
     if reason := lacking("libtpu"):

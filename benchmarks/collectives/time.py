@@ -1,4 +1,4 @@
-"""Wall time of all-reduces on this machine's devices: by algorithm, by size, fused or not."""
+"""The wall time of all-reduces on this machine's devices, by algorithm and size, and by fusion."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ from jaxdist.mesh import Device
 
 MEBIBYTE = 2**20
 SIZES = tuple(4096 * 4**power for power in range(8))
-"""Bytes on each device: 4 KiB to 64 MiB."""
+"""The numbers of bytes on each device, from 4 KiB to 64 MiB."""
 LARGE_BYTES = 16 * MEBIBYTE
 RINGS = (Ring(), Ring(directions=2), Ring(chunks=2), Ring(directions=2, chunks=2))
 ALGORITHMS: tuple[Algorithm, ...] = (*FLAT, Hierarchical())
 TENSOR_COUNTS = (64, 200, 400)
 SECONDS_A_SIZE = 0.25
-"""Spent on each algorithm and size of the table; more where three calls take more."""
+"""The seconds spent on each algorithm and size of the table, if three calls do not take more."""
 GLOO = "gloo"
 GLOO_TIMES = 20
-"""Small all-reduces that gloo's processes do at one call: waking them takes milliseconds."""
+"""Small all-reduces at one call of gloo's processes, since waking them takes milliseconds."""
 AXES = ("data_dcn", "data_ici")
 Name = TypeVar("Name")
 
 
 class Reduction:
-    """An all-reduce of one size, compiled.
+    """A compiled all-reduce of one size.
 
-    The values are zeros, which cost the same and never overflow.
+    The values are zeros, which take as long as others and never overflow.
 
     Args:
-      donate: each call sums what the last one left, in place; else the input is kept.
+      donate: whether each call sums the result of the previous call in place; else the input is
+        kept.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Reduction:
 
 
 def two_level_mesh(devices: Sequence[Device]) -> Mesh:
-    """Two groups of devices where their number is even, else one."""
+    """Return a mesh with two groups of devices if their number is even, else with one group."""
     outer = 2 if len(devices) % 2 == 0 else 1
     return make_mesh(devices, (outer, len(devices) // outer), AXES)
 
@@ -81,7 +82,7 @@ def two_level_mesh(devices: Sequence[Device]) -> Mesh:
 def large_figures(
     devices: Sequence[Device], gloo: Gloo | None, repeats: int, size_bytes: int
 ) -> list[Figure]:
-    """The fastest ring over psum, in place and not, and over gloo where there is one."""
+    """Compare the fastest ring with psum, with and without donation, and with gloo if given."""
     name = f"{size_bytes // MEBIBYTE} MiB x {len(devices)}, ring"
     ring, in_place = fastest_ring(devices, size_bytes, donate=True)
     keeping, kept = fastest_ring(devices, size_bytes, donate=False)
@@ -100,7 +101,7 @@ def large_figures(
 def fastest_ring(
     devices: Sequence[Device], size_bytes: int, *, donate: bool
 ) -> tuple[Reduction, str]:
-    """The fastest of `RINGS`, and a note on all of them."""
+    """Return the fastest of `RINGS`, and a note on the times of all of them."""
     rings = {ring: Reduction(ring, size_bytes, devices, donate=donate) for ring in RINGS}
     seconds = {ring: sample.median for ring, sample in rotate(rings, SECONDS_A_SIZE).items()}
     best = min(seconds, key=seconds.__getitem__)
@@ -110,7 +111,7 @@ def fastest_ring(
 
 
 def fusion_figures(devices: Sequence[Device], count: int, repeats: int) -> list[Figure]:
-    """One ring over a bucket of `count` small tensors, over one ring for each of them."""
+    """Compare a ring for each of `count` small tensors with one ring over a bucket of them."""
     fused, unfused = (
         TreeReduction(Ring(bucket_bytes=size), count, devices) for size in ("auto", None)
     )
@@ -125,7 +126,7 @@ def fusion_figures(devices: Sequence[Device], count: int, repeats: int) -> list[
 
 
 class TreeReduction:
-    """`reduce_tree` of small tensors of several shapes, compiled; sums zeros in place."""
+    """A compiled `reduce_tree` of small tensors of several shapes, which sums zeros in place."""
 
     def __init__(self, algorithm: Algorithm, count: int, devices: Sequence[Device]):
         mesh = make_mesh(devices, (len(devices),), ("data",))
@@ -150,7 +151,7 @@ def by_size(
     sizes: Sequence[int],
     algorithms: Sequence[Algorithm],
 ) -> dict[str, dict[int, float]]:
-    """Seconds of one all-reduce: algorithm to bytes to the median."""
+    """Return the median seconds of one all-reduce, by algorithm and then by number of bytes."""
     seconds: dict[str, dict[int, float]] = {}
     for size_bytes in sizes:
         runs: dict[str, Callable[[], object]] = {
@@ -166,10 +167,12 @@ def by_size(
 
 
 def rotate(runs: Mapping[Name, Callable[[], object]], least_seconds: float) -> dict[Name, Sample]:
-    """Time callables in turn, round after round, the first round not counted.
+    """Time callables in turn, in rounds; the first round is not counted.
 
     Args:
-      runs: called until all have taken `least_seconds` on the mean, and three times or more.
+      runs: the callables, by name.
+      least_seconds: the rounds end when callables have taken this time on average, and at least
+        three rounds are counted.
     """
     found: dict[Name, list[float]] = {name: [] for name in runs}
     spent, rounds = 0.0, 0
@@ -182,15 +185,17 @@ def rotate(runs: Mapping[Name, Callable[[], object]], least_seconds: float) -> d
             if rounds:
                 found[name].append(elapsed)
         rounds += 1
+        # Collected between rounds, garbage does not fall into the time of one of the callables.
         gc.collect()
     return {name: Sample(tuple(seconds)) for name, seconds in found.items()}
 
 
 def size_listing(seconds: Mapping[str, Mapping[int, float]], devices: int) -> Listing:
-    """Time and bandwidths in the convention of nccl-tests.
+    """List times and bandwidths in the convention of nccl-tests.
 
-    Algorithm bandwidth is the bytes on one device over the time; bus bandwidth is that times
-    2 (n-1) / n, what a link must carry at least, so that it can be held against the link's speed.
+    Algorithm bandwidth is the number of bytes on one device, divided by the time. Bus bandwidth is
+    that times 2 (n-1) / n, the least that a link must carry, so that it compares with the link's
+    speed.
     """
     factor = 2 * (devices - 1) / devices
     rows = [

@@ -1,6 +1,6 @@
-"""The traffic of compiled collectives, step by step, beside the formulas: no device runs anything.
+"""The bytes and steps of compiled collectives compared with formulas; no device runs anything.
 
-The rows are made in a process of their own, since the number of devices is fixed when jax starts.
+The rows are made in separate processes, since the number of devices is fixed when jax starts.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ TPU_SIZES = {
     "v5p:4x4x20": (5,),
     "v5p:4x4x28": (7,),
 }
-"""Topologies, and the sizes of axes that they are compiled with."""
+"""For each TPU topology, the sizes of the axes for which collectives are compiled on it."""
 ALL_KINDS_SIZES = {"cpu": (3, 8), "tpu": (8,)}
-"""Every operation is compiled for these; the other sizes are held for all_reduce.
+"""The sizes for which every operation is compiled; other sizes have only all_reduce.
 
 XLA:TPU has no reduce-scatter over an odd number of devices, and may let chains wait for each other.
 """
@@ -49,7 +49,7 @@ ELEMENTS_PER_DEVICE = 4096
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """One compiled collective: measured beside the formula."""
+    """The bytes and steps of one compiled collective, measured and by formula."""
 
     platform: str
     algorithm: str
@@ -58,12 +58,13 @@ class TrafficRow:
     sent_bytes: float
     formula_bytes: float
     steps: int | None
-    """Longest chain of collectives that wait for one another; None where XLA has the steps."""
+    """Longest chain of collectives that wait for one another; None for XLA's own, which hides
+    it."""
     formula_steps: int
 
 
 def figures(platform: str, found: Sequence[TrafficRow]) -> list[Figure]:
-    """Bytes and steps of the row that is farthest from its formula, either way."""
+    """Return bytes and steps of the row that is farthest above or below its formula."""
     stepped = [row for row in found if row.steps is not None]
 
     def note(rows: Sequence[TrafficRow], last: str = "") -> Callable[[TrafficRow], str]:
@@ -83,7 +84,7 @@ def figures(platform: str, found: Sequence[TrafficRow]) -> list[Figure]:
 
 
 def listing(found: Sequence[TrafficRow]) -> Listing:
-    """How many programs each algorithm has, and how far the worst of them is off."""
+    """List each algorithm's number of programs, and the largest error of its formula."""
     groups: dict[tuple[str, str], list[TrafficRow]] = {}
     for row in found:
         groups.setdefault((row.platform, row.algorithm), []).append(row)
@@ -112,7 +113,7 @@ def _name(row: TrafficRow) -> str:
 
 
 def rows(platform: str, devices: Sequence[Device], counts: Sequence[int]) -> Iterator[TrafficRow]:
-    """Compile everything that fits the devices."""
+    """Yield a row for every algorithm, operation and size that fits the devices."""
     for count in counts:
         kinds = KINDS if count in ALL_KINDS_SIZES[platform] else KINDS[:1]
         for algorithm, kind in itertools.product(FLAT, kinds):
@@ -130,10 +131,10 @@ def row(
     kind: Operation,
     sizes: tuple[int, ...],
 ) -> TrafficRow:
-    """One collective over `sizes` devices, read from its program.
+    """Compile a collective over `sizes` devices, and read its bytes and steps from the program.
 
-    Fewer devices than there are form groups of their own beside one another on a TPU, whose
-    topology is compiled for as a whole.
+    A TPU's topology must be compiled for as a whole: if `sizes` are fewer devices, all devices form
+    groups of that number, which run at the same time.
     """
     count = math.prod(sizes)
     whole = len(devices) if platform == "tpu" else count
@@ -159,7 +160,7 @@ def row(
 def compile_collective(
     mesh: Mesh, names: tuple[str, ...], algorithm: Algorithm, kind: Operation, count: int
 ) -> jax.stages.Compiled:
-    """The program of one call on a payload of `count` times `ELEMENTS_PER_DEVICE` floats."""
+    """Compile one call on a payload of `count` times `ELEMENTS_PER_DEVICE` floats."""
     operation = partial(getattr(operations, kind), axis=names, algorithm=algorithm)
     share = 1 if kind == "all_gather" else count
     elements = ELEMENTS_PER_DEVICE * share * mesh.size
@@ -168,7 +169,10 @@ def compile_collective(
 
 
 def busiest_sent_bytes(found: Ledger) -> float:
-    """Return what the busiest device sends: permutes by pairs, all else by the ledger's formula."""
+    """Return the bytes that the busiest device sends.
+
+    Permutes are counted by their pairs, other collectives by the ledger's formula.
+    """
     sent = Counter[int]()
     everybody = 0.0
     for collective in found.collectives:
@@ -182,7 +186,7 @@ def busiest_sent_bytes(found: Ledger) -> float:
 
 
 def longest_chain(module: Module) -> int:
-    """The most collectives of a program of which each needs the result of the one before."""
+    """Return the length of the longest chain of collectives that need each other's results."""
 
     @cache
     def inside(name: str) -> int:
@@ -200,7 +204,7 @@ def longest_chain(module: Module) -> int:
 
 
 def platform_rows(platform: str) -> Iterator[TrafficRow]:
-    """Every row of "cpu" or "tpu"."""
+    """Yield every row of the platform, "cpu" or "tpu"."""
     if platform == "cpu":
         yield from rows(platform, jax.devices(), CPU_SIZES)
     else:
@@ -213,4 +217,4 @@ measure = child.apart(
     "compiling the programs for {}",
     devices=lambda platform: max(CPU_SIZES) if platform == "cpu" else None,
 )
-"""The rows of "cpu" or "tpu"."""
+"""A function that returns the rows of a platform, "cpu" or "tpu", made in another process."""

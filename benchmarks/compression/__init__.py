@@ -1,1 +1,1 @@
-"""`jaxdist bench compression`."""
+"""The bench `jaxdist bench compression`, of compressed gradients."""

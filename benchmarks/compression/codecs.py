@@ -1,5 +1,5 @@
-"""Gradient compression: encoding and decoding beside a copy of memory, choosing elements beside a
-sort, and the bytes of compiled reductions beside a float32 ring.
+"""Codecs of gradients: the time of encoding and decoding compared with a copy of memory, that of
+choosing elements with a sort, and the bytes of compiled reductions with a float32 ring.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from jaxdist.compression import (
 from jaxdist.hlo import ledger
 
 SIZE = 2**24
-"""Elements of the arrays that are timed: 64 MiB, more than caches hold."""
+"""The number of elements of the timed arrays: 64 MiB, more than caches hold."""
 SIDE = 1024
 """The side of the square matrix that is reduced."""
 DEVICES = 8
 FRACTION = 0.01
 TIMED = {"sign": Sign(), "int8": Quantize(), "int4": Quantize(bits=4), "bfloat16": Cast()}
 GOALS = {"sign": "<= 3.33", "int8": "<= 3.33"}
-"""0.3 of the copy's speed."""
+"""The goals of codecs that are to reach 0.3 of the copy's speed."""
 SENT: dict[str, tuple[Codec, str]] = {
     "bfloat16": (Cast(), "<= 0.501"),
     "float8": (Cast(dtype="float8_e4m3"), ""),
@@ -49,11 +49,11 @@ SENT: dict[str, tuple[Codec, str]] = {
     "random 1%": (RandomK(fraction=FRACTION), ""),
     "rank 4": (LowRank(rank=4), ""),
 }
-"""Codecs, and what they may send over a float32 ring."""
+"""Codecs, and the goals for their bytes over those of a float32 ring."""
 
 
 def bench(repeats: int = REPEATS, size: int = SIZE, side: int = SIDE) -> Report:
-    """Codecs on one device, and reductions over 8."""
+    """Time codecs on one device, and count the bytes of reductions over 8 devices."""
     x = jax.random.normal(jax.random.key(0), (size,), jnp.float32)
     figures = [beside_copy(name, codec, x, repeats) for name, codec in TIMED.items()]
     figures.append(beside_sort(x, repeats))
@@ -64,7 +64,7 @@ def bench(repeats: int = REPEATS, size: int = SIZE, side: int = SIDE) -> Report:
 
 
 def beside_copy(name: str, codec: Codec, x: jax.Array, repeats: int) -> Figure:
-    """Seconds to encode and to decode an array, over those of its copy."""
+    """Compare the time to encode and decode an array with the time to copy it."""
     encode = jax.jit(lambda x: codec.encode(x, (), first_round())[0])
     decode = jax.jit(lambda message: codec.decode(message, x, first_round()))
     copy = jax.jit(jnp.copy)
@@ -78,7 +78,7 @@ def beside_copy(name: str, codec: Codec, x: jax.Array, repeats: int) -> Figure:
 
 
 def beside_sort(x: jax.Array, repeats: int) -> Figure:
-    """Seconds to choose one element in a hundred by a sampled threshold, over `lax.top_k`'s."""
+    """Compare the time to choose one element in a hundred by a sampled threshold with a sort."""
     codec = TopK(fraction=FRACTION)
     count = codec.count(x.size)
     sampled = jax.jit(lambda x: codec.select(x, first_round()))
@@ -95,7 +95,7 @@ def _waiting(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def sent_bytes(codec: Codec, side: int) -> float:
-    """Return what a device sends in the compiled all-reduce of a square matrix, by the ledger."""
+    """Return the bytes that a device sends in the compiled all-reduce of a square matrix."""
     mesh = make_mesh(jax.devices()[:DEVICES], (DEVICES,), ("data",))
     like = jax.ShapeDtypeStruct((side, side), jnp.float32)
     state = jax.eval_shape(lambda: init_state(like, DEVICES, codec=codec))
@@ -112,14 +112,14 @@ def sent_bytes(codec: Codec, side: int) -> float:
 
 
 def sent(name: str, codec: Codec, goal: str, side: int) -> Figure:
-    """Bytes over those of a float32 ring."""
+    """Compare the bytes that a device sends with those of a float32 ring."""
     ring = 2 * (DEVICES - 1) / DEVICES * 4 * side * side
     note = f"of a device, {DEVICES} devices, {side} x {side} float32; the reference is a ring"
     return Figure(f"{name}: wire bytes", sent_bytes(codec, side), ring, goal, "bytes", note)
 
 
 def received(side: int) -> Figure:
-    """Bytes that top-k receives over 8 bytes for each element of each other device."""
+    """Compare the bytes that top-k receives with 8 for each element of each other device."""
     formula = 8 * math.floor(FRACTION * side * side) * (DEVICES - 1)
     ours = sent_bytes(TopK(fraction=FRACTION), side)
     note = "in an all-gather a device receives as much as it sends; 8 rho d (N - 1)"

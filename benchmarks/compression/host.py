@@ -1,4 +1,4 @@
-"""The function that each host of the lab runs: all contenders in turn, torch's between ours."""
+"""The function that each host of the lab runs, which times jaxdist's and torch's contenders."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from jaxdist.types import PyTree
 
 PEER = Path(__file__).with_name("peer")
 ONE_NUMBER = "one number"
-"""The contender whose step is an all-reduce of four bytes."""
+"""The name of the contender whose step is an all-reduce of four bytes."""
 CODING, CODED = "coding alone", PerParameter(otherwise=Quantize())
-"""The contender whose step is a reduction among one device: all but what travels."""
+"""The contender whose step is a reduction over a single device, which codes but sends nothing."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """The task of all hosts.
+    """The task that every host runs.
 
     Attributes:
       hosts: the lab.
-      contenders: ours.
-      peers: torch's kinds, empty without `torch`.
-      torch: a Python that has torch; None leaves it out.
-      rows: of the batch of one host.
-      steps: of one turn.
-      warmup, repeats: rounds that are not counted, and those that are.
+      contenders: the contenders of jaxdist.
+      peers: the kinds of torch's contenders; empty without `torch`.
+      torch: a Python that has torch; None leaves torch out.
+      rows: the rows of one host's batch.
+      steps: the steps of one turn.
+      warmup, repeats: the number of rounds that are not counted, and of those that are.
     """
 
     hosts: Lab
@@ -62,7 +62,7 @@ class Task:
 
 
 def measure(task: Task) -> list[Timed]:
-    """Time all contenders, interleaved; the same on each host.
+    """Time all contenders, interleaved; every host returns the same times.
 
     Raises:
       RunError: a loss is not finite.
@@ -82,7 +82,7 @@ def measure(task: Task) -> list[Timed]:
 
 
 def sums_of_one_number(mesh: Mesh) -> Callable[[int], float]:
-    """All-reduces of one float32 among all hosts, one after the other: what latency is."""
+    """Return a turn of all-reduces of one float32 among all hosts, which measures latency."""
     one = jax.make_array_from_process_local_data(split(mesh), np.ones(1, np.float32), (mesh.size,))
     run = compile_local(partial(jax.lax.pmean, axis_name=mesh.axis_names), mesh, one)
 
@@ -96,7 +96,7 @@ def sums_of_one_number(mesh: Mesh) -> Callable[[int], float]:
 
 
 def coding_alone() -> Callable[[int], float]:
-    """Reductions of the gradients on this host's own device, one after the other."""
+    """Return a turn of reductions of the gradients on this host's device alone."""
     mesh = make_mesh(jax.local_devices(), (1,), ("data",))
     grads = jax.tree.map(lambda x: jax.device_put(x[None], split(mesh)), first_params())
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), grads)
@@ -122,10 +122,10 @@ def coding_alone() -> Callable[[int], float]:
 
 @contextmanager
 def peers(task: Task) -> Iterator[dict[str, Turn]]:
-    """Torch's contenders on this host, in one process beside this one; at rest between turns.
+    """Start torch's contenders in another process of this host, which waits between turns.
 
     Raises:
-      RunError: it ends early.
+      RunError: the process ends early.
     """
     if task.torch is None:
         yield {}

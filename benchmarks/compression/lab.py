@@ -1,6 +1,6 @@
-"""Steps of training on slow links, real time: each codec beside its prediction, and torch's DDP.
+"""The time of train steps on slow links: each codec, its prediction, and torch's DDP.
 
-See `host.py` for what the hosts run.
+The hosts run `host.py`.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class Found:
     """The results of one lab.
 
     Attributes:
-      timed: each contender, and torch's kinds.
-      predicted: seconds of a step, of ours.
-      sent: bytes of a step by `compression.cost`, of ours.
+      hosts: the lab.
+      timed: the times of jaxdist's contenders and of torch's kinds, by name.
+      predicted: for jaxdist's contenders, the seconds of a step.
+      sent: for jaxdist's contenders, the bytes of a step by `compression.cost`.
     """
 
     hosts: Lab
@@ -66,12 +67,12 @@ class Found:
     sent: Mapping[str, float]
 
     def sample(self, name: str) -> Sample:
-        """Seconds of a step."""
+        """Return the seconds of a contender's steps."""
         return Sample(self.timed[name].seconds)
 
     @property
     def where(self) -> str:
-        """For the names of figures."""
+        """The hosts and their link, for the names of figures."""
         per = self.hosts.hosts_per_site
         size = f"{self.hosts.sites} x {per}" if per > 1 else f"{self.hosts.sites}"
         return f"{size} hosts, {self.hosts.across.bits_per_s / 1e6:g} Mbit/s"
@@ -86,7 +87,7 @@ def measure(
     warmup: int = WARMUP,
     steps: int = STEPS,
 ) -> Found:
-    """Time the contenders, and torch's where there is a torch, in turn over all hosts of a lab.
+    """Time the contenders, and torch's if `torch` is given, in turn over all hosts of a lab.
 
     Raises:
       RunError: this machine cannot hold the lab, or a host fails.
@@ -100,7 +101,7 @@ def measure(
 
 
 def check_losses(timed: Mapping[str, Timed]) -> None:
-    """Raises RunError where ours and torch's do not train the same network."""
+    """Raise RunError if the losses of float32 and of torch show that the networks differ."""
     ours, theirs = timed.get("float32"), timed.get("torch plain")
     if ours and theirs and not math.isclose(ours.loss, theirs.loss, rel_tol=1e-4):
         raise RunError(
@@ -110,7 +111,7 @@ def check_losses(timed: Mapping[str, Timed]) -> None:
 
 
 def links(hosts: Lab, timed: Mapping[str, Timed]) -> tuple[Link, Link]:
-    """Across and inside: bytes as `tc` lets them pass, latency by the all-reduce of one number."""
+    """Return the links across and inside sites: the rate of `tc`, and a measured latency."""
     steps = collective_seconds(XLA, "all_reduce", 0, [Level(hosts.size, Link(1.0, 1.0))])
     latency = statistics.median(timed[ONE_NUMBER].seconds) / steps
     across, inside = (
@@ -123,10 +124,11 @@ def links(hosts: Lab, timed: Mapping[str, Timed]) -> tuple[Link, Link]:
 def predictions(
     hosts: Lab, contenders: Sequence[Contender], timed: Mapping[str, Timed]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds and bytes of each step: the step that sends nothing, and the reduction by cost.
+    """Predict the seconds and bytes of each contender's step.
 
-    Of what was measured it takes the step alone, the latency (an all-reduce of one number) and the
-    speed of coding (of int8); what is sent, and how many passes and messages it takes, is computed.
+    Three measurements are used: the step that sends nothing, the latency (by an all-reduce of one
+    number) and the speed of coding (of int8). The bytes sent, and the numbers of passes and
+    messages, are computed.
     """
     across, inside = links(hosts, timed)
     levels = [Level(hosts.sites, across), Level(hosts.hosts_per_site, inside)]
@@ -147,10 +149,10 @@ def predictions(
 
 
 def coding_speed(timed: Mapping[str, Timed]) -> float:
-    """Bytes of memory that a host passes over in a second, while all others do so too."""
+    """Return the bytes of memory that a host's coding passes in a second, while all hosts code."""
     return coding_bytes(gradients(), CODED) / statistics.median(timed[CODING].seconds)
 
 
 def gradients() -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """Shapes of one host's."""
+    """Return the shapes of the gradients of one host."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first_params())

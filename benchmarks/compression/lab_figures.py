@@ -1,4 +1,4 @@
-"""Figures of steps of training on slow links: gains, predictions, `auto`, and torch's DDP."""
+"""Figures of train steps on slow links: gains, predictions, the choice of `auto`, torch's DDP."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from jaxdist.compression import Cast, LowRank, Quantize, Sign, WholeCodec
 from jaxdist.compression.auto import AutoCodec, resolve
 
 MEASURED = (WholeCodec(), Cast(), Quantize(), Sign(), LowRank())
-"""Codecs that auto may choose from."""
+"""The codecs from which `auto` may choose."""
 COUNTERPARTS = (("float32", "plain"), ("bfloat16", "fp16"), ("rank 4", "powersgd"))
-"""Ours and torch's kind that sends as much."""
+"""Codecs of jaxdist, each with torch's kind that sends as many bytes."""
 FURTHEST_GOAL, GAIN_GOAL, PEER_GOAL, AUTO_GOAL = "<= 1.2", ">= 5", "<= 1", "<= 1.1"
 MISSING = "no torch here: pip install 'jaxdist[bench]', or give --torch a Python that has it"
 
 
 def bench(torch: str | None = None, repeats: int = REPEATS) -> Report:
-    """Four hosts at 100 Mbit/s and at 1 Gbit/s; two pairs, 1 Gbit/s inside, 100 Mbit/s between.
+    """Measure four hosts at 100 Mbit/s and at 1 Gbit/s, and two pairs of hosts.
+
+    The pairs have 1 Gbit/s inside and 100 Mbit/s between them. The bench is skipped, with the
+    reason in the report, where the lab cannot be built.
 
     Args:
-      torch: a Python that has torch; None: this one, if it has.
-
-    Skipped, with the reason in the report, where the lab cannot be built.
+      torch: a Python that has torch; by default this Python, if it has torch.
 
     Raises:
       RunError: a host fails.
@@ -59,7 +60,7 @@ def bench(torch: str | None = None, repeats: int = REPEATS) -> Report:
 
 
 def gain_figures(slow: Found, fast: Found) -> list[Figure]:
-    """How many times faster sign is than float32, on both links."""
+    """Return how many times faster sign is than float32, on both links."""
     return [
         Figure.compare(
             f"float32 over sign, {one.where}",
@@ -74,13 +75,13 @@ def gain_figures(slow: Found, fast: Found) -> list[Figure]:
 
 
 def slower(found: Found) -> list[str]:
-    """Codecs whose step takes longer than float32's."""
+    """Return the codecs whose step takes longer than float32's."""
     whole = found.sample("float32").median
     return [name for name in CODECS if found.sample(name).median > whole]
 
 
 def pair_figures(found: Found) -> list[Figure]:
-    """Compare messages between sites alone with messages between all hosts."""
+    """Compare messages that only sites exchange with messages between all hosts."""
     name = "sign, exact inside"
     note = f"{found.hosts.inside.bits_per_s / 1e9:g} Gbit/s inside a site"
     return [
@@ -92,7 +93,7 @@ def pair_figures(found: Found) -> list[Figure]:
 
 
 def peer_figures(found: Found, torch: str | None) -> list[Figure]:
-    """Ours over torch's that sends as much."""
+    """Compare jaxdist's codecs with torch's kinds that send as many bytes."""
     if torch is None:
         return [Figure.skipped(f"over torch, {found.where}", MISSING)]
     return [
@@ -109,7 +110,7 @@ def peer_figures(found: Found, torch: str | None) -> list[Figure]:
 
 
 def prediction_figures(found: Found) -> list[Figure]:
-    """The step that is furthest from its prediction, above or below."""
+    """Return the step whose time is furthest above or below its prediction."""
     ratios = {
         name: found.sample(name).median / seconds
         for name, seconds in found.predicted.items()
@@ -124,7 +125,7 @@ def prediction_figures(found: Found) -> list[Figure]:
 
 
 def auto_figure(found: Found) -> Figure:
-    """The step with auto's choice over the fastest step that was measured of its candidates."""
+    """Compare the step with the choice of `auto` with the fastest step of its candidates."""
     link, _ = links(found.hosts, found.timed)
     given = LinkConfig(latency_seconds=link.latency_seconds, bytes_per_second=link.bytes_per_second)
     auto = AutoCodec(fast=given, candidates=MEASURED)
@@ -143,7 +144,7 @@ def auto_figure(found: Found) -> Figure:
 
 
 def listing(found: Found) -> Listing:
-    """Every contender's step."""
+    """List the step of every contender."""
     whole = found.sample("float32").median
     sheet = Sheet[Timed](
         f"steps of training, {found.where}",

@@ -1,4 +1,4 @@
-"""Gradient compression: encoding beside a copy, bytes beside a ring; time on slow links."""
+"""The bench of compressed gradients: time and bytes of codecs, and train steps on slow links."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from benchmarks.core.report import Report
 
 
 def bench(repeats: int = REPEATS, lab: bool = False, torch: str | None = None) -> Report:
-    """Codecs on one device, and reductions over 8; or steps on slow links.
+    """Measure codecs on one device and reductions over 8, or train steps on slow links.
 
     Args:
       repeats: timed pairs of each figure.
-      lab: instead of all this, steps of training between hosts on slow links (see scripts/lab).
+      lab: whether to measure only train steps between hosts on slow links (see scripts/lab).
       torch: with `lab`, a Python that has torch.
     """
     if lab:

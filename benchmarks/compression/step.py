@@ -1,7 +1,7 @@
-"""One step of training with compressed gradients, as the hosts of the lab take it.
+"""The train step with compressed gradients that the hosts of the lab time.
 
-Written by hand, so that nothing but the reduction differs between contenders: a ReLU network,
-plain gradient descent, gradients by `compressed_all_reduce`.
+It is written by hand, so that nothing but the reduction differs between contenders: a ReLU network,
+plain gradient descent, and gradients reduced by `compressed_all_reduce`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Contender:
     """One way to reduce the gradients.
 
     Attributes:
-      name: of the figure.
-      codec: as a config has it; None sends nothing, and leaves each host alone with its gradients.
-      inside: sum exactly inside a site first, and send messages of shards between sites.
+      name: the name of its figure.
+      codec: the codec as in a config; None sends nothing: each host uses its own gradients.
+      inside: whether to sum exactly inside a site first, and send encoded shards between sites.
     """
 
     name: str
@@ -54,14 +54,14 @@ class Contender:
 
     @property
     def choice(self) -> PerParameter | None:
-        """Vectors stay whole."""
+        """The codec of each parameter: `codec` for matrices, none for vectors."""
         if self.codec is None:
             return None
         return PerParameter(otherwise=_CODECS.validate_python(dict(self.codec)))  # pyright: ignore
 
 
 def first_params(widths: Sequence[int] = WIDTHS) -> Params:
-    """Weights drawn from a seed, the same ones in the peer; float32, biases zero."""
+    """Return float32 weights drawn from a seed, the same as the peer's; biases are zero."""
     random = np.random.default_rng(0)
     return {
         f"layer{index}": {
@@ -73,14 +73,14 @@ def first_params(widths: Sequence[int] = WIDTHS) -> Params:
 
 
 def batch(host: int, rows: int, widths: Sequence[int] = WIDTHS) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of one host, the same ones in the peer."""
+    """Return inputs and targets of one host, the same as the peer's."""
     random = np.random.default_rng(1 + host)
     inputs = random.standard_normal((rows, widths[0])).astype("float32")
     return inputs, np.tanh(inputs[:, : widths[-1]])
 
 
 def loss(params: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean square of the error."""
+    """Return the mean square of the error."""
     x, last = inputs, len(params) - 1
     for index in range(len(params)):
         layer = params[f"layer{index}"]
@@ -90,7 +90,7 @@ def loss(params: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 class Training:
-    """A contender's program and state on this host; each call takes steps and gives the loss."""
+    """A contender's program and state on this host; a call takes steps and returns the loss."""
 
     def __init__(self, contender: Contender, mesh: Mesh, axes: tuple[str, str], rows: int):
         self._mesh, self._axes, self._contender = mesh, axes, contender
@@ -110,7 +110,7 @@ class Training:
         self._run = lowered.compile()
 
     def __call__(self, steps: int) -> float:
-        """The loss of this host before the last step."""
+        """Take steps, and return the loss of this host before the last step."""
         value = None
         for _ in range(steps):
             self._carry, value = self._run(self._carry, *self._batch)
@@ -148,6 +148,7 @@ class Training:
         across, inside = self._axes
         count, (leaves, structure) = jax.lax.axis_size(inside), jax.tree.flatten(grads)
         dims = [0] * len(leaves)
+        # Divided before the sum, as `compressed_all_reduce` averages over sites only.
         means = [leaf / count for leaf in leaves]
         shards = structure.unflatten(scatter_leaves(means, dims, inside, algorithm=XLA))
         found = compressed_all_reduce(shards, state, across, codec=choice, op="mean")

@@ -1,5 +1,5 @@
-"""What whole train steps with compressed gradients send, on CPU devices and on TPUs that are not
-there: by the ledger of each compiled program.
+"""The bytes that train steps with compressed gradients send, on CPU devices and on TPUs that need
+not be attached: the ledger of each compiled program counts them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SENT: Mapping[str, tuple[Mapping[str, Json], str]] = {
     "int4": ({"type": "quantize", "bits": 4}, "<= 0.14"),
     "sign": ({"type": "sign"}, "<= 0.035"),
 }
-"""Codecs, and what a step may send of a float32 ring."""
+"""Codecs, and the goals for a step's bytes over those of a float32 ring."""
 BLOCKS = {"type": "quantize", "block": 1024}
 PLAIN = {
     "reduce": XLA,
@@ -44,7 +44,7 @@ SECOND = {**FEWER, "zero": {**FEWER["zero"], "secondary": True}}
 
 
 def figures() -> list[Figure]:
-    """Steps of a small language model on 8 devices, CPU and TPU."""
+    """Compare steps of a small language model on 8 CPU devices and on 8 TPUs."""
     places: dict[str, list[Device]] = {"CPU": jax.devices()[:DEVICES]}
     try:
         places[TOPOLOGY] = topology_devices(TOPOLOGY)
@@ -54,7 +54,7 @@ def figures() -> list[Figure]:
 
 
 def _on(where: str, devices: list[Device]) -> list[Figure]:
-    """Compare programs for these devices."""
+    """Compare the bytes of programs that are compiled for these devices."""
     compiled = partial(_compiled, devices)
     ring, found = compiled({"reduce": XLA}, FLAT).sent_bytes(), []
     for name, (codec, goal) in SENT.items():
@@ -76,7 +76,7 @@ def _on(where: str, devices: list[Device]) -> list[Figure]:
 
 
 def _across(found: Ledger) -> float:
-    """Bytes of a device in collectives that span the slow network."""
+    """Return the bytes that a device sends in collectives that span the slow network."""
     return math.fsum(
         c.times_high * c.sent_bytes
         for c in found.collectives

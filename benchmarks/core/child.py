@@ -1,7 +1,8 @@
-"""Functions that run in a process of their own, with devices and settings of its own.
+"""Functions that run in a separate process, which can have other devices and settings.
 
 `python -m benchmarks.core.child MODULE:FUNCTION [JSON...]` calls a function and prints the
-dataclasses that it returns as JSON. Arguments and records are read by the function's annotations.
+dataclasses that it returns as JSON. The function's annotations say how to read its arguments and
+results.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 QUICK_FLAG = "--xla_backend_optimization_level=0"
-"""LLVM's effort, which decides neither memory nor collectives nor FLOPs: half the time on CPU."""
+"""A flag that halves compile time on CPU; memory, collectives and FLOPs stay the same."""
 TIMEOUT_SECONDS = 1800.0
-"""The longest that one process may take."""
+"""The longest time that one process may take."""
 
 
 def apart(
@@ -37,14 +38,14 @@ def apart(
     devices: int | Callable[P, int | None] | None = None,
     compiles: bool = True,
 ) -> Callable[P, list[T]]:
-    """Return a function that calls `function` in a process of its own.
+    """Return a function that calls `function` in a new process.
 
     Args:
-      function: at the top of a module; its annotations name a dataclass that it yields.
-      what: what it does, for the message; `{}` stands for its arguments.
-      devices: CPU devices of the process, or how they follow from the arguments; None where it
-        compiles for other devices alone.
-      compiles: whether the process only compiles, so that LLVM need not try hard.
+      function: a function at the top of a module, annotated as an iterable of a dataclass.
+      what: its purpose, for the error message; `{}` is replaced by its argument.
+      devices: the number of CPU devices of the process, or a function from the arguments to it;
+        None if the process compiles only for other devices.
+      compiles: whether the process only compiles, so that LLVM may skip its optimizations.
     """
 
     def measure(*args: P.args, **options: P.kwargs) -> list[T]:
@@ -59,10 +60,10 @@ def apart(
 def call(
     function: Callable[..., Iterable[T]], *args: object, what: str, environ: Mapping[str, str]
 ) -> list[T]:
-    """Return what `function(*args)` yields in a new process; see `apart`.
+    """Return the results of `function(*args)` in a new process; see `apart`.
 
     Raises:
-      RunError: it fails or takes too long.
+      RunError: the process fails or takes too long.
     """
     run = command(function, *args)
     by_hand = f"run `{' '.join(run)}` by hand"
@@ -79,34 +80,34 @@ def call(
 
 
 def read(function: Callable[..., Iterable[T]], line: str) -> list[T]:
-    """Read the records of `function` from the line that `answer` made of them."""
+    """Read the results of `function` from the line that `answer` returned."""
     reader = TypeAdapter[T](get_args(get_type_hints(function)["return"])[0])
     return [reader.validate_python(record) for record in json.loads(line)]
 
 
 def answer(name: str, *args: str) -> str:
-    """Call the function `MODULE:FUNCTION` with JSON and return its records as a line of JSON."""
+    """Call the function `MODULE:FUNCTION` with JSON and return its results as a line of JSON."""
     module, _, function = name.partition(":")
     found = validate_call(getattr(importlib.import_module(module), function))
     return json.dumps([asdict(record) for record in found(*map(json.loads, args))])
 
 
 def command(function: Callable[..., Any], *args: object, by: str = __name__) -> list[str]:
-    """Return the command that calls `function` by the module `by`."""
+    """Return the command line that calls `function` with the module `by` as its program."""
     name = f"{function.__module__}:{function.__name__}"
     return python_module(by, name, *(json.dumps(to_jsonable_python(arg)) for arg in args))
 
 
 def with_devices(fake_devices: int) -> dict[str, str]:
-    """Return the environment of a program that runs on so many CPU devices."""
+    """Return the environment of a program that runs on a number of fake CPU devices."""
     return {**os.environ, **plan_environment(dict(os.environ), fake_devices=fake_devices)}
 
 
 def compiling_on(fake_devices: int | None) -> dict[str, str]:
-    """Return the environment of a program that compiles and runs nothing.
+    """Return the environment of a program that compiles but runs nothing.
 
     Args:
-      fake_devices: its CPU devices; None for one that only compiles for others.
+      fake_devices: the number of its CPU devices; None if it compiles only for other devices.
     """
     environ = with_devices(fake_devices or 1)
     if fake_devices is not None:
@@ -115,7 +116,7 @@ def compiling_on(fake_devices: int | None) -> dict[str, str]:
 
 
 def main(name: str, *args: str) -> None:
-    """Print what a function returns."""
+    """Print the results of a function as a line of JSON."""
     print(answer(name, *args))
 
 

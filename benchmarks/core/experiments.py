@@ -17,8 +17,8 @@ def gpt(
     """Return the settings of a gpt on random tokens, under AdamW.
 
     Args:
-      model: what its section has beside the type.
-      sections: further ones, or others in place of these; merged key by key.
+      model: the settings of the section `model`, apart from its type.
+      sections: settings of these or other sections, which are merged key by key.
     """
     settings: JsonObject = {
         "model": {"type": "gpt", **model},
@@ -30,5 +30,5 @@ def gpt(
 
 
 def built(settings: JsonObject, devices: Sequence[Device] | None = None) -> Experiment:
-    """Build the experiment of settings, on all devices by default."""
+    """Build the experiment of these settings, by default on all devices."""
     return build(ExperimentConfig.model_validate(settings), devices=devices)

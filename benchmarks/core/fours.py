@@ -1,8 +1,9 @@
-"""The confidence of a ratio that must be known to a hundredth, on a machine that others use too.
+"""The confidence of a ratio that must be known to a hundredth, on a machine with other load.
 
-The pairs of `benchmarks.core.harness.interleave` change their order, so that two of them are
-A B B A: what a machine that slows down evenly adds to A it adds to B as well. One four gives one
-ratio; the figure is their median, and its interval is that of medians of fours drawn anew.
+The pairs of `benchmarks.core.harness.interleave` alternate in order, so that two pairs are A B B A,
+a *four*: a machine that slows down evenly adds as much time to A as to B. Each four gives a ratio.
+The figure is the median of these ratios, with an interval by the bootstrap: it contains 95% of the
+medians of fours that are drawn again with replacement.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ MIDDLE = 0.95
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ours over the reference.
+    """The ratio of our time to the reference's.
 
     Attributes:
-      median: of all fours.
-      low, high: the interval that has it in 95% of what is drawn anew.
-      fours: how many there were.
+      median: the median of all fours.
+      low, high: the interval that contains 95% of the medians of the bootstrap.
+      fours: the number of fours.
     """
 
     median: float
@@ -35,7 +36,7 @@ class Ratio:
     fours: int
 
     def against(self, limit: float) -> str:
-        """The interval in words, and what it says of a limit from above.
+        """Format the interval, and whether it leaves open on which side of a limit the ratio is.
 
         >>> Ratio(1.01, 1.0, 1.03, 9).against(1.02)
         '95% of 1.000 to 1.030, which does not tell it from 1.02; 9 times ABBA'
@@ -46,7 +47,7 @@ class Ratio:
 
 
 def ratio_of(ours: Sample, reference: Sample) -> Ratio:
-    """Compare samples whose same index is the same pair; one that is left over does not count.
+    """Compare samples in which equal indices are a pair; an odd pair at the end does not count.
 
     Seconds that rise evenly cancel out:
 
@@ -65,7 +66,7 @@ def ratio_of(ours: Sample, reference: Sample) -> Ratio:
 
 
 def fours(ours: Sample, reference: Sample) -> Sequence[float]:
-    """The ratio of each two pairs, one after the other."""
+    """Return the ratio of each four: two successive pairs."""
     a, b = ours.seconds, reference.seconds
     sums = [(a[i] + a[i + 1], b[i] + b[i + 1]) for i in range(0, len(a) - 1, 2)]
     return [x / y for x, y in sums if y]

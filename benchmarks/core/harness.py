@@ -1,7 +1,7 @@
-"""Fair timing of two things.
+"""Fair timing of a callable or command against a reference.
 
-They run alternately, so that a machine that slows down slows both; which one goes first changes
-from pair to pair. Their ratio is the median of the ratios of the pairs.
+The two run alternately, so that a machine that slows down slows both, and their order changes from
+pair to pair. Their ratio is the median of the ratios of the pairs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Sample:
         return statistics.median(self.seconds)
 
     def __truediv__(self, other: Sample | float) -> Sample:
-        """Each value over a number, or over that of the same index.
+        """Divide each value by a number, or by the other sample's value of the same index.
 
         >>> Sample((4.0, 9.0)) / 2 / Sample((1.0, 3.0))
         Sample(seconds=(2.0, 1.5))
@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def iqr(self) -> float:
-        """Interquartile range: how far the middle half is spread, seconds."""
+        """The interquartile range in seconds: how far the middle half is spread."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -63,18 +63,18 @@ def interleave(
     warmup: int = WARMUP,
     repeats: int = REPEATS,
 ) -> tuple[Sample, Sample]:
-    """Time two callables alternately in this process; garbage is collected between, not during.
+    """Time two callables alternately in this process; garbage is collected between calls only.
 
     Both must wait for their own result (`jax.block_until_ready`): JAX returns before the work is
-    done, and the time would fall to the other.
+    done, and the other callable would be charged for it.
 
     Args:
-      ours, reference: called `warmup + repeats` times each.
-      warmup: pairs that are run first and not counted (compilation, caches).
-      repeats: pairs that are counted.
+      ours, reference: the callables, each called `warmup + repeats` times.
+      warmup: the number of pairs that run first and are not counted (compilation, caches).
+      repeats: the number of pairs that are counted.
 
     Returns:
-      The samples of `ours` and of `reference`; the same index is the same pair.
+      The samples of `ours` and of `reference`; equal indices are a pair.
     """
     pairs: list[tuple[float, float]] = []
     with _no_collection():
@@ -86,7 +86,7 @@ def interleave(
 
 @dataclass(frozen=True)
 class ProcessSample:
-    """Seconds of whole processes: by the clock, and of CPU (user and system)."""
+    """The seconds of whole processes: wall time, and CPU time (user and system)."""
 
     wall: Sample
     cpu: Sample
@@ -101,13 +101,13 @@ def alternate_processes(
     environ: Mapping[str, str] | None = None,
     timeout_seconds: float = 120.0,
 ) -> tuple[ProcessSample, ProcessSample]:
-    """Time two commands alternately, each in processes of its own.
+    """Time two commands alternately, each time in a new process.
 
     Args:
-      ours, reference: program and arguments.
+      ours, reference: the program and arguments of each command.
       warmup, repeats: as for `interleave`.
-      environ: their environment; this process's when None.
-      timeout_seconds: for one process.
+      environ: the environment of the processes; None is this process's.
+      timeout_seconds: the limit for one process.
 
     Raises:
       RunError: a process fails or takes too long.
@@ -131,10 +131,10 @@ def process_seconds(
     environ: Mapping[str, str] | None = None,
     timeout_seconds: float = 120.0,
 ) -> tuple[float, float]:
-    """Wall and CPU seconds of one process.
+    """Run a command, and return its wall and CPU seconds.
 
     Raises:
-      RunError: it fails or takes too long.
+      RunError: the process fails or takes too long.
     """
     with tempfile.TemporaryFile() as errors:
         start = time.perf_counter()
@@ -143,6 +143,7 @@ def process_seconds(
         )
         timer = threading.Timer(timeout_seconds, process.kill)
         timer.start()
+        # `Popen.wait` would reap the process without its CPU time.
         _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - start
         in_time = timer.is_alive()
@@ -159,7 +160,7 @@ def process_seconds(
 
 
 def paired_ratio(ours: Sample, reference: Sample) -> float:
-    """Median over pairs of ours / reference: a drift that hits both cancels out.
+    """Return the median of ours / reference over pairs, in which a common drift cancels out.
 
     >>> paired_ratio(Sample((2.0, 4.0, 60.0)), Sample((1.0, 2.0, 20.0)))
     2.0
@@ -189,10 +190,11 @@ def _samples(pairs: Sequence[tuple[float, float]]) -> tuple[Sample, Sample]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No collection by itself; those between calls need not look at what was there before."""
+    """Disable automatic garbage collection inside the block."""
     enabled = gc.isenabled()
     gc.disable()
     gc.collect()
+    # The collections between calls then need not traverse the objects that exist by now.
     gc.freeze()
     try:
         yield

@@ -1,7 +1,7 @@
 """Functions that all hosts of a lab call at once, and contenders that they time in turn.
 
-`python -m benchmarks.core.hosts MODULE:FUNCTION [JSON...]` is what each host runs: it joins the
-others, calls the function, and the first host prints its records (see `benchmarks.core.child`).
+Each host runs `python -m benchmarks.core.hosts MODULE:FUNCTION [JSON...]`: it joins the others and
+calls the function, and the first host prints the results (see `benchmarks.core.child`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from jaxdist.runtime.processes import find_processes
 
 T = TypeVar("T")
 Turn = Callable[[], tuple[float, float]]
-"""Takes a contender's steps; returns their seconds and the last loss, both of this host."""
+"""A function that takes a contender's steps; it returns their seconds and this host's last loss."""
 FOUND = "measured: "
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One contender in one lab.
+    """The measurements of one contender in one lab.
 
     Attributes:
-      seconds: of a step, by round, of the slowest host.
-      sent_bytes: of a step: what the busiest host sent, with the headers of its packets.
-      loss: before the last step, the mean of all hosts'.
+      name: the contender's name.
+      seconds: by round, the time of a step on the slowest host.
+      sent_bytes: the bytes that the busiest host sent in a step, with the headers of packets.
+      loss: the mean over hosts of the loss before the last step.
     """
 
     name: str
@@ -48,9 +49,9 @@ class Timed:
 
 
 def on_hosts(hosts: Lab, function: Callable[..., Iterable[T]], *args: object) -> list[T]:
-    """Call `function(*args)` on each host of a lab; returns the records of the first host.
+    """Call `function(*args)` on each host of a lab, and return the results of the first host.
 
-    One process a host, one CPU device a process, gloo between them.
+    Each host has one process with one CPU device; gloo connects them.
 
     Raises:
       RunError: this machine cannot hold the lab, or a host fails.
@@ -64,7 +65,7 @@ def on_hosts(hosts: Lab, function: Callable[..., Iterable[T]], *args: object) ->
 
 
 def host_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a host: one device, and malloc as `jaxdist` starts itself with."""
+    """Return the environment of a host: one device, and the malloc settings of `jaxdist`."""
     ours = ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")
     kept = {name: value for name, value in environ.items() if name not in ours}
     kept |= plan_environment(kept, fake_devices=1)
@@ -73,7 +74,7 @@ def host_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def clocked(call: Callable[[], object]) -> Turn:
-    """Return a turn that times a call, which waits for its own result and may return a loss."""
+    """Return a turn that times `call`, which must wait for its result, and may return a loss."""
 
     def turn() -> tuple[float, float]:
         start = time.perf_counter()
@@ -86,11 +87,14 @@ def clocked(call: Callable[[], object]) -> Turn:
 def in_rounds(
     turns: Mapping[str, Turn], *, warmup: int, repeats: int, steps: int = 1
 ) -> list[Timed]:
-    """Time all contenders, each once a round and the first one changing; the same on each host.
+    """Time all contenders once in each round, in an order that rotates by one per round.
+
+    All hosts must call this function, and all return the same result.
 
     Args:
-      warmup, repeats: rounds that are not counted, and those that are.
-      steps: that each turn takes.
+      turns: the contenders by name.
+      warmup, repeats: the number of rounds that are not counted, and of those that are.
+      steps: the number of steps of each turn.
     """
     names, count = list(turns), warmup + repeats
     found = np.zeros((3, len(names), count), np.float64)
@@ -100,7 +104,8 @@ def in_rounds(
             multihost_utils.sync_global_devices("ready")
             before = sent_bytes()
             seconds, loss = turns[names[which]]()
-            # After the barrier: what this host has not received yet is in another one's buffers.
+            # Read after the barrier: before it, other hosts may still have bytes in their buffers
+            # that this host waits for.
             multihost_utils.sync_global_devices("done")
             sent = sent_bytes() - before
             found[:, which, index] = seconds / steps, sent / steps, loss
@@ -115,12 +120,12 @@ def in_rounds(
 
 
 def sent_bytes() -> int:
-    """Return what this host has sent so far, as its kernel counts it."""
+    """Return the bytes that this host has sent so far, as its kernel counts them."""
     return device_sent_bytes(Path("/proc/self/net/dev").read_text(encoding="ascii"), "eth0")
 
 
 def device_sent_bytes(table: str, device: str) -> int:
-    """Return the bytes sent through `device` by a table of /proc/net/dev: the ninth number.
+    """Return the bytes sent through `device`: the ninth number of its row in /proc/net/dev.
 
     >>> device_sent_bytes("face |bytes ...\\n eth0: 11 2 0 0 0 0 0 0 77 3 0 0 0 0 0 0\\n", "eth0")
     77
@@ -130,7 +135,7 @@ def device_sent_bytes(table: str, device: str) -> int:
 
 
 def main(name: str, *args: str) -> None:
-    """Join the other hosts and print what the function returns (the first host does)."""
+    """Join the other hosts and call the function; the first host prints its results."""
 
     def report(error: BaseException) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -139,7 +144,7 @@ def main(name: str, *args: str) -> None:
     with connected(find_processes(os.environ), report):
         found = child.answer(name, *args)
         if jax.process_index() == 0:
-            # In one piece, on a line of its own: gloo prints too, on all hosts.
+            # Written at once, with a line break before it, since gloo prints too, on all hosts.
             sys.stdout.write(f"\n{FOUND}{found}\n")
 
 

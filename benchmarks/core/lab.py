@@ -1,13 +1,13 @@
-"""Several hosts on one machine, joined by slow links: network namespaces, shaped by `tc`.
+"""A lab: several hosts on one machine, network namespaces joined by slow links that `tc` shapes.
 
-One process tree owns everything: namespaces without names outside it, on a file system of its own.
-When the tree ends, however it ends, the kernel takes all of it away. Nothing is ever seen from
-outside: no device, no mount, no file, no host name.
+One process tree owns the whole lab: its namespaces have names only inside the tree, on a separate
+file system. When the tree ends, for whatever reason, the kernel removes the lab. No device, mount,
+file or host name is visible from outside.
 
-Hosts stand in sites and are joined by one bridge. Each has a fast link to the hosts of its site and
-a slow one to all others, full duplex, like a machine with two networks. What a host sends is shaped
-in its own namespace, where a full queue holds TCP back at once; at the bridge the acknowledgements
-would wait behind megabytes of data.
+Hosts belong to sites, and one bridge joins them all. A host has a fast link to the hosts of its
+site and a slow link to all others, full duplex, like a machine with two networks. The packets that
+a host sends are shaped in its own namespace, where a full queue holds TCP back at once; at the
+bridge, acknowledgements would wait behind megabytes of data.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ MTU_BYTES = 1500
 FRAME_BYTES = MTU_BYTES + 14
 """The bytes that `tc` counts for a full packet: the MTU and the Ethernet header."""
 SEGMENT_BYTES = MTU_BYTES - 20 - 32
-"""The bytes that such a packet carries: less the headers of IP and of TCP with time stamps."""
+"""The bytes that a full packet carries: the MTU without the headers of IP and of TCP with time
+stamps."""
 PROGRAMS = ("bash", "ip", "tc", "unshare", "setpriv", "mount", "hostname")
 _MOST = 64
 
 
 @dataclass(frozen=True)
 class LabLink:
-    """One kind of link, the same in both directions.
+    """One kind of link, with equal properties in both directions.
 
     Attributes:
       bits_per_s: rate on the wire, headers included.
-      delay_seconds: added to each packet, one way.
+      delay_seconds: the delay that is added to each packet, one way.
 
     Raises:
       JaxdistError: a rate or delay that cannot be made.
@@ -72,8 +73,8 @@ class Lab:
     Attributes:
       sites: number of sites.
       hosts_per_site: hosts in each; 1 gives a flat lab of slow links.
-      across: what a host has to the hosts of other sites.
-      inside: what it has to those of its own.
+      across: the link of a host to the hosts of other sites.
+      inside: the link of a host to the other hosts of its site.
 
     Raises:
       JaxdistError: no hosts, or too many.
@@ -91,7 +92,7 @@ class Lab:
 
     @property
     def size(self) -> int:
-        """Number of hosts, `h0` to `h{size - 1}`; those of one site are consecutive."""
+        """The number of hosts, `h0` to `h{size - 1}`; the hosts of a site are consecutive."""
         return self.sites * self.hosts_per_site
 
     @property
@@ -99,7 +100,7 @@ class Lab:
         return tuple(f"h{host}" for host in range(self.size))
 
     def address(self, host: int) -> str:
-        """The address of a host; a site is a subnet of 24 bits.
+        """Return the address of a host; each site is a /24 subnet.
 
         >>> Lab(sites=2, hosts_per_site=2).address(3)
         '10.99.1.2'
@@ -108,7 +109,7 @@ class Lab:
         return f"10.99.{site}.{place + 1}"
 
     def hosts_file(self) -> str:
-        """The hosts file that each host reads.
+        """Return the hosts file that each host reads.
 
         >>> Lab().hosts_file().splitlines()
         ['127.0.0.1 localhost', '10.99.0.1 h0', '10.99.1.1 h1']
@@ -117,7 +118,7 @@ class Lab:
         return "\n".join(["127.0.0.1 localhost", *lines]) + "\n"
 
     def environ(self, host: int) -> dict[str, str]:
-        """Return the variables that tell a host's process its place, for `find_processes`."""
+        """Return the variables from which `find_processes` learns the process's number."""
         return {
             "JAX_COORDINATOR_ADDRESS": f"h0:{COORDINATOR_PORT}",
             "JAX_NUM_PROCESSES": str(self.size),
@@ -126,16 +127,18 @@ class Lab:
 
 
 def shape(lab: Lab, host: int, device: str, end: Literal["src", "dst"]) -> list[str]:
-    """The commands that shape what leaves `device`: class 1:1 stays in the host's site, 1:2 leaves.
+    """Return the commands that shape the packets that leave `device`.
+
+    Class 1:1 has the packets that stay in the host's site, class 1:2 all others.
 
     Args:
-      end: which end of a packet is the other host: "dst" on the host's own device, "src" at the
-        bridge. A delay is added on the host's own device only, and so once.
+      end: the end of a packet that is the other host: "dst" on the host's own device, "src" at the
+        bridge. A delay is added only on the host's own device, so that each packet has it once.
     """
     commands = [f"tc qdisc add dev {device} root handle 1: htb default 2"]
     for number, link in ((1, lab.inside), (2, lab.across)):
-        # A burst of 1 ms, and of one packet of segmentation offload at least: tc counts the headers
-        # of its pieces, and what the bucket lacks is paid back before the next one.
+        # A burst is 1 ms, and at least one packet of segmentation offload: tc counts the headers of
+        # all its segments, and what the bucket lacks delays the next packet.
         burst_bytes = max(2**16, int(link.bits_per_s / 8 / 1000))
         rate = f"rate {link.bits_per_s:.0f}bit burst {burst_bytes} cburst {burst_bytes}"
         commands.append(
@@ -152,7 +155,7 @@ def shape(lab: Lab, host: int, device: str, end: Literal["src", "dst"]) -> list[
 
 
 def network(lab: Lab) -> list[str]:
-    """The commands that build the lab's network inside fresh namespaces."""
+    """Return the commands that build the lab's network inside new namespaces."""
     commands = ["mount -t tmpfs lab /run", "ip link add lan type bridge", "ip link set lan up"]
     for host, name in enumerate(lab.names):
         port = f"port{host}"
@@ -170,8 +173,9 @@ def network(lab: Lab) -> list[str]:
     return commands
 
 
-# Reno is the one that every namespace may choose. A sender's queue is kept short, because the small
-# messages that start the next step would wait in it; idle senders need not start slowly again.
+# Reno is the congestion control that every namespace may choose. A sender's queue is kept short,
+# because the small messages that start the next step would wait in it. Without slow start after
+# idle times, each step begins at the link's full rate.
 _ON_HOST = """
 cd /proc/sys/net/ipv4
 echo reno >tcp_congestion_control
@@ -187,12 +191,12 @@ _FAILED = "{ { echo $? >/run/code; } 2>/dev/null; kill -USR1 1; }"
 
 
 def script(lab: Lab, command: Sequence[str]) -> str:
-    """The bash program that builds the lab and runs `command` on each host.
+    """Return the bash program that builds the lab and runs `command` on each host.
 
-    It ends when all have ended, or with the exit code of the first that fails: as process 1 of its
-    namespace it takes the others with it.
+    The program ends when all hosts have ended, or with the exit code of the first that fails. As it
+    is process 1 of its namespace, all other processes end with it.
     """
-    # Without clobbering (-C) the first exit code stays.
+    # With -C an existing file is not overwritten, so /run/code keeps the first exit code.
     lines = ["set -euCo pipefail", *network(lab)]
     lines.append(f"printf %s {shlex.quote(lab.hosts_file())} >/run/hosts")
     lines.append("trap 'exit $(cat /run/code)' USR1")
@@ -204,14 +208,14 @@ def script(lab: Lab, command: Sequence[str]) -> str:
 
 
 def tree(lab: Lab, command: Sequence[str]) -> list[str]:
-    """The command that starts the process tree; the kernel kills it when its parent dies."""
+    """Return the command that starts the process tree, which the kernel ends with its parent."""
     namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc"]
     inside = ["bash", "-c", script(lab, command)]
     return ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces, "--kill-child", *inside]
 
 
 def unavailable(lab: Lab) -> str | None:
-    """Why this machine cannot hold the lab; None when it can (it is built once to see)."""
+    """Return why this machine cannot hold the lab, or None; this builds the lab once as a test."""
     if not sys.platform.startswith("linux"):
         return f"it needs the network namespaces of Linux, and this is {sys.platform}"
     if os.geteuid() != 0:
@@ -235,13 +239,14 @@ def run(
     environ: Mapping[str, str] | None = None,
     timeout_seconds: float = 600.0,
 ) -> str:
-    """Run `command` on each host of the lab, to the end of all; returns what they printed.
+    """Run `command` on each host of the lab until all have ended, and return their output.
 
     Args:
-      environ: of all hosts, beside `Lab.environ`; this process's when None.
+      environ: the environment of all hosts, to which `Lab.environ` is added; None is this
+        process's.
 
     Raises:
-      RunError: the lab cannot be built here, a host fails, or it takes too long.
+      RunError: the lab cannot be built here, a host fails, or the command takes too long.
     """
     reason = unavailable(lab)
     if reason is not None:
@@ -266,7 +271,7 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command on each host of a lab; returns the exit code of the first that fails."""
+    """Run a command on each host of a lab; return the exit code of the first that fails."""
     parser = argparse.ArgumentParser(prog="scripts/lab/run", description=main.__doc__)
     parser.add_argument("--sites", type=int, default=2)
     parser.add_argument("--hosts-per-site", type=int, default=1)

@@ -1,7 +1,7 @@
-"""The step that one would write by hand for one model: the reference of `jaxdist bench overhead`.
+"""The train step that one would write by hand, the reference of `jaxdist bench overhead`.
 
-Nothing of jaxdist is used here. It has the mathematics of the models at their defaults, and nothing
-to choose. Dims: B batch, L sequence, D embed, H heads, d head_dim, F mlp, V vocab.
+Nothing of jaxdist is used here. The mathematics are those of jaxdist's models at their defaults,
+without options. Dims: B batch, L sequence, D embed, H heads, d head_dim, F mlp, V vocab.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ def plain_step(
     optimizer: optax.GradientTransformation,
     shardings: Shardings,
 ) -> Callable[[State, Batch], tuple[State, jax.Array]]:
-    """(params, opt_state), batch to the new state, and loss and gradient norm (float32 `[2]`).
+    """Return a jitted train step, which donates its state.
 
-    The state is donated.
+    The step maps a state (params, opt_state) and a batch to the new state, and to the loss and the
+    norm of the gradients (float32 `[2]`).
 
     Args:
-      loss: mean over the batch.
-      shardings: of the state, as `out_shardings` of `jax.jit`.
+      loss: the mean loss over the batch.
+      shardings: the shardings of the state, as in `out_shardings` of `jax.jit`.
     """
 
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
@@ -43,7 +44,7 @@ def plain_step(
 
 
 def mlp_loss(params: Params, batch: Batch) -> jax.Array:
-    """Mean cross-entropy of a ReLU network on images in bytes."""
+    """Return the mean cross-entropy of a ReLU network on images of bytes."""
     x = batch["image"].reshape(batch["image"].shape[0], -1).astype(jnp.float32) / 255
     layers = [params["layers"][str(i)] for i in range(len(params["layers"]))]
     for layer in layers[:-1]:
@@ -53,9 +54,9 @@ def mlp_loss(params: Params, batch: Batch) -> jax.Array:
 
 
 def gpt_loss(params: Params, batch: Batch, *, vocab_size: int = 257) -> jax.Array:
-    """Mean cross-entropy of each next token, the head tied to the embedding.
+    """Return the mean cross-entropy of each next token, with the head tied to the embedding.
 
-    The table is padded beyond `vocab_size`, as ours is; the padding has no probability.
+    The table is padded beyond `vocab_size`, as jaxdist's is; the padding has probability 0.
     """
     tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     x_BLD = params["embedding"][tokens]
@@ -84,7 +85,7 @@ def _norm(norm: Params, x: jax.Array) -> jax.Array:
 
 
 def _matmul(x_BLD: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Rows flattened: the same trick as in our models, so that only our step differs."""
+    """Multiply with flattened rows, as jaxdist's models do, so that only the step differs."""
     rows = x_BLD.reshape(-1, x_BLD.shape[-1]) @ kernel.reshape(kernel.shape[0], -1)
     return rows.reshape(*x_BLD.shape[:-1], *kernel.shape[1:])
 

@@ -1,7 +1,7 @@
-"""The shared part of races against torch: how each side starts, what it trains, whose turn it is.
+"""The shared part of races against torch: start contenders, give them a model, let them take turns.
 
-Every contender is there from the start and waits for its turn at rest, so that all of them meet the
-same machine; their losses must agree before anything is timed.
+All contenders start before the first turn, and use no CPU while they wait, so that they are timed
+under the same conditions. Their losses must agree before anything is timed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from jaxdist.runtime.rendezvous import free_port
 from jaxdist.types import Json, JsonObject
 
 WORLD = 2
-"""Processes of a contender that is not alone, each on a core of its own."""
+"""The number of processes of a contender that is not alone; each process has its own core."""
 SIZES = {"layers": 4, "embed": 256, "heads": 4, "mlp": 704, "vocab": 320}
 WARMUP, LOSS_TOLERANCE = 3, 1e-4
 RaceEntry = tuple[str, list[Command]]
 
 
 def missing() -> str | None:
-    """Return what a race lacks here; None when it can be run."""
+    """Return the reason why a race cannot run here, or None."""
     if reason := lacking("torch"):
         return reason
     if not hasattr(os, "sched_getaffinity"):
@@ -51,13 +51,15 @@ def measure(
     steps: int,
     repeats: int,
 ) -> dict[str, Sample]:
-    """Seconds a step of each contender, in turn.
+    """Time the steps of each contender, in turn, and return their seconds by name.
 
     Args:
-      contenders: by the directory with the tokens, in which ours alone, the first, leaves its
-        initial parameters for the others.
-      rows, window: of the tokens.
-      check_losses: raises where the losses by contender do not agree.
+      contenders: a function from the directory with the tokens to the contenders. The first must be
+        jaxdist alone, which writes its initial parameters there for the others.
+      rows, window: the shape of the tokens: windows, and predicted tokens of each.
+      check_losses: a function that raises if the losses by contender do not agree.
+      steps: the number of steps of a turn.
+      repeats: the number of rounds.
 
     Raises:
       RunError: a contender does not get ready or ends early, or the losses do not agree.
@@ -73,16 +75,16 @@ def measure(
 
 
 def speed(name: str, ours: Sample, torch: Sample, goal: str = "") -> Figure:
-    """Steps a second over torch's."""
+    """Compare the steps per second of jaxdist with torch's."""
     pair = (1 / ours.median, 1 / torch.median)
     return Figure(name, *pair, goal, "steps/s", paired_ratio=paired_ratio(torch, ours))
 
 
 def must_agree(bench: str, name: str, loss: float, other: str, expected: float) -> None:
-    """Hold a contender's loss against another's.
+    """Check that a contender's loss agrees with another's.
 
     Raises:
-      RunError: they differ.
+      RunError: the losses differ.
     """
     if not math.isclose(loss, expected, rel_tol=LOSS_TOLERANCE):
         raise RunError(
@@ -93,14 +95,17 @@ def must_agree(bench: str, name: str, loss: float, other: str, expected: float) 
 
 
 def gpt_config(sizes: Mapping[str, int], window: int, batch_size: int, pieces: int) -> JsonObject:
-    """Our experiment; its loop over layers is unrolled, as torch has none."""
+    """Return the settings of jaxdist's experiment.
+
+    The loop over layers is unrolled, since torch has no such loop.
+    """
     model = {name: sizes[name] for name in ("layers", "embed", "heads", "mlp")}
     own = {**model, "scan_unroll": sizes["layers"]}
     return gpt(own, window=window, batch_size=batch_size, train={"microbatches": pieces})
 
 
 def our_commands(config: Mapping[str, Json], directory: Path, world: int) -> list[Command]:
-    """The processes of `benchmarks.zero.ours`."""
+    """Return the commands of the processes of `benchmarks.zero.ours`."""
     module = "benchmarks.zero.ours"
     command = python_module(module, json.dumps(config), str(directory))
     if world == 1:
@@ -112,7 +117,7 @@ def our_commands(config: Mapping[str, Json], directory: Path, world: int) -> lis
 def torch_commands(
     program: Path, kind: str, directory: Path, sizes: Mapping[str, int]
 ) -> list[Command]:
-    """The processes of torch's side; `kind` "alone" is one."""
+    """Return the commands of torch's processes: one for the kind "alone", else `WORLD`."""
     world = 1 if kind == "alone" else WORLD
     command, given = [sys.executable, str(program), kind], json.dumps(sizes)
     return [([*command, str(rank), str(world), str(directory), given], {}) for rank in range(world)]

@@ -1,7 +1,7 @@
-"""Figures over several runs: what a ratio was on different days and machines, not on a lucky one.
+"""Figures over several runs: the range of each ratio on different days and machines.
 
-`jaxdist bench NAME --record DIR` adds a run to `DIR/NAME.jsonl`, a line each;
-`python -m benchmarks.core.ranges DIR` prints the page of all of them.
+`jaxdist bench NAME --record DIR` adds a line for the run to `DIR/NAME.jsonl`;
+`python -m benchmarks.core.ranges DIR` prints the page of all recorded runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxdist.metrics.columns import markdown as markdown_table
 from jaxdist.types import Json, JsonObject
 
 ENOUGH_RUNS = 5
-"""Fewer say little about how far a machine moves a figure."""
+"""The least number of runs that show how far a machine moves a figure."""
 KEPT = ("name", "ratio", "goal", "ours", "reference", "unit")
 
 
@@ -31,10 +31,12 @@ class Range:
     """One figure over the recorded runs.
 
     Attributes:
-      ratios: ours over the reference, of each run.
-      goal: that of the newest run; empty where the figure is only shown.
-      timed: whether it moves with the machine; what is read from a program does not.
-      ours, reference: of the newest run, with their unit; empty where only the ratio was recorded.
+      name: the name of the figure.
+      ratios: ours over the reference, for each run.
+      goal: the goal in the newest run; empty where the figure is only shown.
+      timed: whether the figure varies with the machine; counts read from a program do not.
+      ours, reference: the values of the newest run, with their unit; empty where only the ratio was
+        recorded.
     """
 
     name: str
@@ -46,12 +48,12 @@ class Range:
 
     @property
     def median(self) -> float:
-        """The median over the runs."""
+        """The median of the ratios over the runs."""
         return statistics.median(self.ratios)
 
     @property
     def few(self) -> bool:
-        """Whether the runs are too few to say how far the machine moves it."""
+        """Whether the runs are too few to show how far the machine moves the figure."""
         return self.timed and len(self.ratios) < ENOUGH_RUNS
 
     @property
@@ -61,7 +63,7 @@ class Range:
 
 
 def record(report: Report, directory: Path) -> Path:
-    """Add the figures of a run to `directory/NAME.jsonl`; returns the file.
+    """Add the figures of a run to `directory/NAME.jsonl`, and return that path.
 
     Raises:
       JaxdistError: the file cannot be written.
@@ -90,7 +92,7 @@ def record(report: Report, directory: Path) -> Path:
 
 
 def processor() -> str:
-    """The model name of this machine's processor, where the system tells it."""
+    """Return the model name of this machine's processor, or "processor" where it is unknown."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -100,10 +102,10 @@ def processor() -> str:
 
 
 def read_runs(path: Path) -> list[JsonObject]:
-    """The recorded runs of a bench, the oldest first.
+    """Return the recorded runs of a bench, oldest first.
 
     Raises:
-      JaxdistError: a line that is no run, by its number.
+      JaxdistError: a line is not a recorded run; the message has its number.
     """
     runs = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -117,7 +119,7 @@ def read_runs(path: Path) -> list[JsonObject]:
 
 
 def ranges(runs: Sequence[Mapping[str, Json]]) -> list[Range]:
-    """Each figure of the runs, in the order of the newest.
+    """Return the range of each figure, in the order of the newest run.
 
     >>> run = {"figures": [{"name": "step", "ratio": 1.5, "goal": "<= 2"}]}
     >>> worse = {"figures": [{"name": "step", "ratio": 2.5, "goal": "<= 2"}]}
@@ -151,10 +153,10 @@ def _shown(figure: Mapping[str, Any], key: str) -> str:
 
 
 def markdown(directory: Path) -> str:
-    """All recorded benches as a page.
+    """Format all recorded benches as a page.
 
     Raises:
-      JaxdistError: nothing is recorded there.
+      JaxdistError: nothing is recorded in the directory.
     """
     paths = sorted(directory.glob("*.jsonl"))
     if not paths:

@@ -1,4 +1,4 @@
-"""Figures, judged against their goals, and the report of a bench."""
+"""Figures, which are compared with their goals, and the report of a bench."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _GOAL = re.compile(r"(<=|>=)\s*(\d+(?:\.\d+)?)")
 
 
 def holds(goal: str, ratio: float) -> bool | None:
-    """Whether a ratio meets a goal such as "<= 1.03"; None without a goal. NaN meets none."""
+    """Return whether a ratio meets a goal such as "<= 1.03"; None without a goal.
+
+    A ratio of NaN meets no goal.
+    """
     found = _GOAL.fullmatch(goal)
     if found is None:
         return None
@@ -45,7 +48,7 @@ def lacking(package: str) -> str:
 
 
 def apart(one: float, other: float) -> float:
-    """Return the larger over the smaller of two: 1 for equals, infinite beside 0.
+    """Return the ratio of the larger number to the smaller: 1 if equal, infinite if one is 0.
 
     >>> apart(2.0, 4.0), apart(0.0, 0.0), apart(0.0, 1.0)
     (2.0, 1.0, inf)
@@ -56,16 +59,16 @@ def apart(one: float, other: float) -> float:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of ours beside its reference.
+    """A number that was measured, with its reference.
 
     Attributes:
-      name: what is measured.
-      ours, reference: both in `unit`.
-      goal: "<= x" or ">= x", held against the ratio; empty when the figure is only shown.
+      name: the name of the measured quantity.
+      ours, reference: the number and its reference, both in `unit`.
+      goal: "<= x" or ">= x", a condition on the ratio; empty when the figure is only shown.
       unit: for example "s" or "bytes"; seconds are shown in a readable scale.
-      note: what a reader must know to trust the number.
-      ours_iqr, reference_iqr: spread of the two, in `unit`; None for a count.
-      paired_ratio: median of the ratios of pairs, taken as the ratio when given.
+      note: the conditions that a reader must know to trust the number.
+      ours_iqr, reference_iqr: the spread of the two, in `unit`; None for a count.
+      paired_ratio: the median of the ratios of pairs, which is the ratio when given.
 
     Raises:
       JaxdistError: a goal that cannot be read.
@@ -102,13 +105,13 @@ class Figure:
         note: str = "",
         unit: str = "s",
     ) -> Figure:
-        """The figure of two samples of `interleave` or `alternate_processes`."""
+        """Return the figure of two samples of `interleave` or `alternate_processes`."""
         medians, spreads = (ours.median, reference.median), (ours.iqr, reference.iqr)
         return cls(name, *medians, goal, unit, note, *spreads, paired_ratio(ours, reference))
 
     @classmethod
     def skipped(cls, name: str, reason: str) -> Figure:
-        """A figure that cannot be measured here, and why."""
+        """Return a figure that cannot be measured here, with the reason as its note."""
         return cls(name, math.nan, math.nan, unit="", note=f"skipped: {reason}")
 
     @classmethod
@@ -123,12 +126,12 @@ class Figure:
         *,
         either: bool = False,
     ) -> Figure:
-        """The figure of the case whose ratio is the largest.
+        """Return the figure of the case whose ratio is the largest.
 
         Args:
-          pair: gives a case's figure and its reference.
-          note: gives the note from the case that was chosen.
-          either: whether a ratio below 1 is as far off as its inverse.
+          pair: a function from a case to its number and its reference.
+          note: a function from the case with the largest ratio to the note.
+          either: whether a ratio below 1 counts as its inverse.
         """
 
         def off(case: T) -> float:
@@ -143,18 +146,18 @@ class Figure:
 
     @property
     def ratio(self) -> float:
-        """Ours over the reference; NaN where the reference is 0."""
+        """The ratio of ours to the reference; NaN where the reference is 0."""
         if self.paired_ratio is not None:
             return self.paired_ratio
         return self.ours / self.reference if self.reference else math.nan
 
     @property
     def holds(self) -> bool | None:
-        """Whether the ratio meets the goal; None without a goal. NaN meets none."""
+        """Whether the ratio meets the goal; None without a goal. A ratio of NaN meets no goal."""
         return holds(self.goal, self.ratio)
 
     def as_json(self) -> JsonObject:
-        """Plain data for the report; numbers that are not finite become null."""
+        """Return plain data for the report; numbers that are not finite become null."""
         numbers = {
             "ours": self.ours,
             "reference": self.reference,
@@ -169,12 +172,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class Listing:
-    """A table of plain values that belongs to no single goal.
+    """A table of plain values without a goal.
 
     Attributes:
-      title: what the rows are.
-      columns: name to unit ("" for none); seconds are shown in a readable scale.
-      rows: one value for each column; None where there is none.
+      title: the text above the rows.
+      columns: the unit of each column by its name ("" for none); seconds are shown in a readable
+        scale.
+      rows: for each row, a value for each column, or None.
 
     >>> Listing("sizes", {"size": "bytes", "time": "s"}, [(4096, 0.001)]).as_json()["rows"]
     [{'size': 4096, 'time': 0.001}]
@@ -185,12 +189,12 @@ class Listing:
     rows: Sequence[Sequence[Json]]
 
     def as_json(self) -> JsonObject:
-        """Plain data: the title, the units, and one mapping a row."""
+        """Return plain data: the title, the units, and a mapping for each row."""
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
         return {"title": self.title, "units": dict(self.columns), "rows": rows}
 
     def table(self) -> Table:
-        """The rows as a table; numbers to the right."""
+        """Return the rows as a table, with numbers aligned to the right."""
         texts = [
             index
             for index in range(len(self.columns))
@@ -205,12 +209,12 @@ class Listing:
 
 @dataclass(frozen=True)
 class Sheet(Generic[T]):
-    """The listing of one kind of record: called with records, it gives their `Listing`.
+    """The columns of a listing of one kind of record; a call with records returns a `Listing`.
 
     Attributes:
-      title: what the rows are, or how that follows from the records.
-      columns: name to what a record has there: the name of its attribute, or a function; as a
-        pair with the unit where there is one.
+      title: the text above the rows, or a function from the records to it.
+      columns: for each column, the name of an attribute of the records or a function of a record;
+        a pair of it and a unit where the column has a unit.
 
     >>> sheet = Sheet("sizes", {"real": ("real", "bytes"), "twice": lambda one: 2 * one.real})
     >>> sheet([3.0]).rows
@@ -236,14 +240,14 @@ def _cell(value: Json, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of one bench, with the versions they were measured on."""
+    """The figures of one bench, with the versions of the software that they were measured on."""
 
     bench: str
     figures: Sequence[Figure]
     listings: Sequence[Listing] = ()
 
     def as_json(self) -> JsonObject:
-        """Plain data: `bench`, `versions` and `figures`; `listings` where there are any."""
+        """Return plain data: `bench`, `versions`, `figures`, and `listings` if there are any."""
         figures = [figure.as_json() for figure in self.figures]
         report = {"bench": self.bench, "versions": versions(), "figures": figures}
         if self.listings:
@@ -251,7 +255,7 @@ class Report:
         return report
 
     def write_json(self, path: str | os.PathLike[str]) -> None:
-        """Write `as_json`.
+        """Write the report as JSON.
 
         Raises:
           RunError: the file cannot be written.
@@ -259,7 +263,7 @@ class Report:
         write_json(path, self.as_json(), what=f"report of bench {self.bench!r}")
 
     def table(self) -> Table:
-        """The figures as a table that fits 80 columns."""
+        """Return the figures as a table that fits 80 columns."""
         table = Table(title=f"bench {self.bench}", title_justify="left", show_edge=False)
         table.add_column("figure", overflow="fold")
         for name in ("ours", "reference", "ratio", "goal"):
@@ -286,7 +290,7 @@ class Report:
 
 
 def versions() -> JsonObject:
-    """Return what the figures were measured on; starts the jax backend."""
+    """Return the versions, platform, devices and CPUs; this starts the jax backend."""
     import jax
 
     devices = jax.devices()
@@ -299,7 +303,7 @@ def versions() -> JsonObject:
 
 
 def show(value: float, unit: str) -> str:
-    """A value with its unit, seconds and B in a readable scale.
+    """Format a value with its unit; "s" and "B" are shown in a readable scale.
 
     >>> show(0.0381, "s"), show(2.5, "s"), show(4.2e-5, "s"), show(1048576, "bytes")
     ('38.1 ms', '2.5 s', '42 us', '1.049e+06 bytes')

@@ -1,4 +1,4 @@
-"""Shapes of well-known models' parameters: what an optimizer sees of them."""
+"""The shapes of the parameters of well-known models, for benches of optimizers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 BERT_LAYERS, BERT_EMBED, BERT_MLP, BERT_VOCAB, BERT_POSITIONS = 12, 768, 3072, 30522, 512
 RESNET_STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))
-"""Blocks of each stage, and their width; they leave four times as many channels."""
+"""The number of blocks of each stage, and their width; their output has 4 times as many channels.
+"""
 
 
 def bert_base() -> Shapes:
-    """BERT-base (Devlin et al., arXiv 1810.04805): 109.5M parameters in 199 tensors."""
+    """Return BERT-base (Devlin et al., arXiv 1810.04805): 109.5M parameters in 199 tensors."""
     wide, mlp = BERT_EMBED, BERT_MLP
     shapes: Shapes = {
         "embeddings/word": (BERT_VOCAB, wide),
@@ -27,7 +28,7 @@ def bert_base() -> Shapes:
 
 
 def resnet50() -> Shapes:
-    """ResNet-50 (He et al., arXiv 1512.03385): 25.6M parameters in 161 tensors."""
+    """Return ResNet-50 (He et al., arXiv 1512.03385): 25.6M parameters in 161 tensors."""
     shapes: Shapes = {"stem/kernel": (7, 7, 3, 64), **_norm("stem/norm", 64)}
     channels = 64
     for stage, (blocks, width) in enumerate(RESNET_STAGES):

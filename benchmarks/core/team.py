@@ -1,4 +1,4 @@
-"""Processes that take training steps when told, each on a core of its own."""
+"""Processes that take train steps on request, each pinned to its own core."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxdist.runtime.environment import has_idle_libtpu, plan_environment, plan_
 from jaxdist.types import JsonObject
 
 PATIENCE_SECONDS = 300.0
-"""The longest wait for one answer; the first one comes after compilation."""
+"""The longest wait for one answer; the first answer comes after compilation."""
 
 Command = tuple[Sequence[str], Mapping[str, str]]
 """The start of a process: program and arguments, and additional environment variables."""
@@ -27,17 +27,17 @@ Command = tuple[Sequence[str], Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Team:
-    """The processes of one contender, and the queue of what they say."""
+    """The processes of one contender, and the queue of their messages."""
 
     name: str
     children: tuple[Child, ...]
     events: SimpleQueue[Event]
 
     def take_steps(self, steps: int) -> tuple[float, float]:
-        """Seconds a step, of the slowest process, and the last loss, their mean.
+        """Take steps; return the slowest process's seconds per step, and the mean last loss.
 
         Raises:
-          RunError: a process has ended, or says nothing.
+          RunError: a process has ended, or does not answer in time.
         """
         for child in self.children:
             child.say(steps)
@@ -46,10 +46,10 @@ class Team:
         return seconds, statistics.mean(answer["loss"] for answer in found)
 
     def answers(self) -> list[JsonObject]:
-        """One answer of each process, by rank; the first that fails raises while others still wait.
+        """Wait for an answer of each process, and return the answers by rank.
 
         Raises:
-          RunError: a process has ended, or says nothing.
+          RunError: a process has ended, or does not answer in time; other processes may still run.
         """
         found: dict[Child, JsonObject] = {}
         while len(found) < len(self.children):
@@ -69,11 +69,12 @@ class Team:
 
 @contextmanager
 def start(name: str, commands: Sequence[Command], directory: Path) -> Iterator[Team]:
-    """One process for each command, each on a core of its own; killed when the context ends.
+    """Start a process for each command, each on its own core; kill all when the context ends.
 
     Args:
-      commands: of each process.
-      directory: for what they print.
+      name: the name of the team.
+      commands: the command of each process.
+      directory: the directory for the output of the processes.
     """
     children, events = list[Child](), SimpleQueue[Event]()
     try:
@@ -108,10 +109,14 @@ def _begin(
 def started(
     contenders: Iterable[tuple[str, Sequence[Command]]], directory: Path
 ) -> Iterator[list[Team]]:
-    """Teams by name and commands, one after another, all of them ready; they end with the context.
+    """Start teams one after another, each when the previous is ready; they end with the context.
+
+    Args:
+      contenders: the name and the commands of each team.
+      directory: the directory for the output of the processes.
 
     Raises:
-      RunError: one does not get ready.
+      RunError: a team does not get ready.
     """
     with ExitStack() as stack:
         found = []
@@ -126,19 +131,19 @@ def started(
 
 
 def one_round(teams: Sequence[Team], steps: int, index: int) -> dict[str, float]:
-    """Seconds a step of everybody; who goes first changes from round to round."""
+    """Return each team's seconds per step; the team that begins changes from round to round."""
     first = index % len(teams)
     return {team.name: team.take_steps(steps)[0] for team in (*teams[first:], *teams[:first])}
 
 
 def cores() -> list[int]:
-    """Those that this process may run on."""
+    """Return the cores on which this process may run."""
     return sorted(os.sched_getaffinity(0))
 
 
 @contextmanager
 def _only(core: int) -> Iterator[None]:
-    """This thread on one core: a process that it starts stays there."""
+    """Pin this thread to one core, which the processes that it starts inherit."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -148,7 +153,7 @@ def _only(core: int) -> Iterator[None]:
 
 
 def _environ() -> dict[str, str]:
-    """Return the environment of a process: the CPU backend and malloc as jaxdist starts them."""
+    """Return the environment of a process, with the CPU backend and jaxdist's malloc settings."""
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
     planned = plan_environment(kept, fake_devices=None, idle_libtpu=has_idle_libtpu())
     environ = {**kept, **planned, "JAX_PLATFORMS": "cpu"}

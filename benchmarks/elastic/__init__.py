@@ -1,1 +1,1 @@
-"""Benches of runs that lose processes."""
+"""The bench `jaxdist bench elastic`, of runs that lose processes."""

@@ -1,4 +1,4 @@
-"""The cost to a run of being able to go on: snapshots in memory, and what it says of itself."""
+"""The cost of being able to resume a run: snapshots in memory, and reports of its status."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CALLS, BEATS_SECONDS = 20_000, 4.0
 
 @dataclass
 class Take(LoopHook):
-    """Snapshots each so many steps, in the middle between, so that each is written behind steps."""
+    """A hook that takes snapshots in the middle of a turn, so that later steps hide the writing."""
 
     memory: Snapshots
 
@@ -46,7 +46,7 @@ class Take(LoopHook):
 
 @dataclass
 class Steps:
-    """Steps of one run, a few at a time."""
+    """A run whose steps are taken a few at a time."""
 
     experiment: Experiment
     batches: Iterator[Batch]
@@ -57,7 +57,7 @@ class Steps:
         self.state = self.experiment.program.init()
 
     def some(self, *hooks: LoopHook) -> None:
-        """Take STEPS more steps with these hooks, and wait for the last one."""
+        """Take STEPS more steps with these hooks, and wait for the last step."""
         train = self.experiment.stages[0].program.train
         stop = self.taken + STEPS
         given = {"start": self.taken, "stop": stop}
@@ -67,7 +67,7 @@ class Steps:
 
 
 def figures(pairs: int = PAIRS) -> list[Figure]:
-    """Snapshots and the flight record, beside a step of the quickstart on one device."""
+    """Compare snapshots and status reports with a step of the quickstart on one device."""
     _, config = load(shipped()[CONFIG])
     experiment = build(config, devices=jax.devices()[:1])
     with ExitStack() as stack:
@@ -104,7 +104,7 @@ def figures(pairs: int = PAIRS) -> list[Figure]:
 
 
 def compared(name: str, ours: Sample, reference: Sample, note: str) -> Figure:
-    """Beside the limit, with what the measurement leaves open."""
+    """Return the figure of two samples, with the interval of their ratio in the note."""
     ratio = ratio_of(ours, reference)
     return Figure(
         name, ours.median, reference.median, f"<= {LIMIT:g}", "s",
@@ -113,7 +113,7 @@ def compared(name: str, ours: Sample, reference: Sample, note: str) -> Figure:
 
 
 def told_figure(path: Path, step_seconds: float) -> Figure:
-    """Time what a process says of itself, beside a step: in its main thread, and signs of life."""
+    """Compare with a step the time of status reports, in the main thread and for heartbeats."""
     with Publisher(path, 0) as publisher:
         account = Account(Activity.STEP, tell=publisher.phase)
         quiet = Account(Activity.STEP)

@@ -1,12 +1,12 @@
-"""The same model under torchrun, in a Python that has torch; nothing of jaxdist.
+"""A program that trains the same model under torchrun, with torch and nothing of jaxdist.
 
-`torchrun --nproc-per-node N --max-restarts R peer.py FOLDER STEPS`: data parallel (DDP, gloo), a
-checkpoint every 100 steps, as torch's documentation of elastic training shows. Each rank writes its
-process number to FOLDER; rank 0 adds a line "TIME STEP" to FOLDER/steps after each step.
+`torchrun --nproc-per-node N --max-restarts R peer.py FOLDER STEPS` trains data parallel (DDP, gloo)
+with a checkpoint every 100 steps, as torch's documentation of elastic training shows. Each rank
+writes its process id to FOLDER; rank 0 adds a line "TIME STEP" to FOLDER/steps after each step.
 
 In torch 2.13 all restarts share one store, in which gloo finds the addresses of the processes that
-are gone ("connectFullMesh failed", on every restart). With `ENVIRON` each restart has a store of
-its own: torch's switch for that.
+have ended ("connectFullMesh failed", on every restart). `ENVIRON` has torch's switch that gives
+each restart a new store.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ BATCH = 64
 
 
 def main(folder: Path, steps: int) -> None:
-    """Train."""
-    torch: Any = importlib.import_module("torch")  # not where ours runs
+    """Train up to `steps` steps, from the last checkpoint if there is one."""
+    torch: Any = importlib.import_module("torch")  # jaxdist's Python may lack torch
     parallel: Any = importlib.import_module("torch.nn.parallel")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -50,11 +50,12 @@ def main(folder: Path, steps: int) -> None:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), labels).backward()
             optimizer.step()
-            time.sleep(0.02)  # about as long as a step of ours among as many processes
+            time.sleep(0.02)  # about as long as a step of jaxdist on as many processes
             if rank == 0:
                 log.write(f"{time.time()} {step}\n")
                 if step % EVERY == 0:
                     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                    # Renamed when complete: a kill during the save leaves the previous checkpoint.
                     torch.save({**state, "step": step}, saved.with_suffix(".new"))
                     saved.with_suffix(".new").rename(saved)
 

@@ -1,4 +1,4 @@
-"""Processes are killed: how long until the next step, and how many steps are lost."""
+"""The bench of killed processes: the time until the next step, and the number of lost steps."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ PROCESSES, KILLS, TORCH_KILLS = 4, 5, 3
 PARTS = ("stop", "restart", "restore", "first_step")
 AGENT_SECONDS, AGENT_WINDOWS = 10.0, 6
 EVERY = peer.EVERY
-"""Steps between two checkpoints. So many are taken after each recovery, and any number until the
-next checkpoint, before a process is killed, there and here."""
+"""The number of steps between two checkpoints, of jaxdist and of torchrun. After each recovery, a
+process is killed a random number of steps, from 1 to this number, after as many steps."""
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """One loss.
+    """The recovery from the loss of one process.
 
     Attributes:
-      seconds: from the kill to the next step that none before had come to (torchrun: to any).
-      lost_steps: taken before, and taken again.
-      parts: of the time, by name.
+      seconds: the time from the kill to the first step that had not been taken before; with
+        torchrun, to the first step of any number.
+      lost_steps: the number of steps that are taken a second time.
+      parts: the parts of the time, by name.
     """
 
     seconds: float
@@ -53,13 +54,14 @@ def bench(
     sigterms: int = 0,
     scoreboard: str | None = None,
 ) -> Report:
-    """Measure what it costs to be able to go on, and kill one of four processes, again and again.
+    """Measure the cost of being able to resume, and kill one of four processes repeatedly.
 
     Args:
-      kills: how often.
-      torch: a Python that has torch: the same under torchrun, with DDP.
-      sigterms: so many runs more are told to stop.
-      scoreboard: rows in place of all this, see `benchmarks.elastic.scoreboard.board.asked`.
+      kills: the number of kills.
+      torch: a Python that has torch, to compare with torchrun and DDP.
+      sigterms: the number of further runs that receive SIGTERM.
+      scoreboard: rows of the scoreboard to try instead of all this; see
+        `benchmarks.elastic.scoreboard.board.asked`.
     """
     if scoreboard is not None:
         return board.scoreboard(scoreboard)
@@ -88,7 +90,7 @@ def bench(
 
 
 def beside_torchrun(ours: Sequence[Recovery], python: str, kills: int) -> list[Figure]:
-    """The same losses under torchrun; without numbers where it does not go on after one."""
+    """Compare with recoveries under torchrun; figures are NaN if torchrun does not resume."""
     name = "recovery beside torchrun's"
     try:
         theirs = torch_recoveries(python, kills)
@@ -108,7 +110,7 @@ def beside_torchrun(ours: Sequence[Recovery], python: str, kills: int) -> list[F
 
 
 def recoveries(kills: int, seed: int = 0) -> tuple[list[Recovery], Figure]:
-    """Kill processes of ours, and measure what the agent takes while nothing happens.
+    """Kill processes of jaxdist, and then measure the CPU share of the idle agent.
 
     Raises:
       RunError: a generation does not begin.
@@ -131,7 +133,7 @@ def recoveries(kills: int, seed: int = 0) -> tuple[list[Recovery], Figure]:
 
 
 def agent_figure(process: int) -> Figure:
-    """The share of one core that an agent takes; Linux tells it, to a hundredth of a second."""
+    """Measure the share of one core that an agent takes; Linux counts hundredths of a second."""
     ticks = os.sysconf("SC_CLK_TCK")
 
     def spent() -> float:
@@ -152,10 +154,10 @@ def agent_figure(process: int) -> Figure:
 
 
 def torch_recoveries(python: str, kills: int, seed: int = 0) -> list[Recovery]:
-    """Torchrun's.
+    """Kill processes of torchrun.
 
     Raises:
-      RunError: it does not go on.
+      RunError: torchrun does not resume.
     """
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:

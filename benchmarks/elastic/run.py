@@ -1,4 +1,4 @@
-"""A run that a bench has started, and what to wait for in it."""
+"""Helpers that start a run in a process, and that wait for events in it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ WAIT_SECONDS = 180.0
 def started(
     command: list[str], folder: Path, environ: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process whose output goes to FOLDER/out; ended with all that it has started.
+    """Start a process whose output goes to FOLDER/out; end it with its children at the end.
 
     Args:
-      environ: beside the environment that there is.
+      environ: variables to add to this process's environment.
     """
     with (folder / "out").open("wb") as out:
         told = {**os.environ, **(environ or {})}
@@ -53,10 +53,10 @@ def started(
 
 
 def until(found: Callable[[], dict | bool | None], process: subprocess.Popen[bytes]) -> dict:
-    """Wait until something is found, with a deadline.
+    """Wait until `found` returns a true value, and return it; a bool becomes an empty dict.
 
     Raises:
-      RunError: nothing is, or the process has ended.
+      RunError: the time is over, or the process has ended.
     """
     deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline and process.poll() is None:

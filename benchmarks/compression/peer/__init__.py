@@ -1,1 +1,1 @@
-"""torch's side of the lab of compression; `__main__.py` is a program, nobody imports it."""
+"""The side of torch in the lab of compression; `__main__.py` is a program that is not imported."""

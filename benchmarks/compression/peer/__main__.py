@@ -1,10 +1,9 @@
-"""torch's DDP over gloo on one host, the peer of `jaxdist bench compression --lab`.
+"""A program with torch's DDP over gloo on one host, the peer of `jaxdist bench compression --lab`.
 
-A program of its own: `python peer WIDTHS ROWS RATE` joins the others by the variables
-`JAX_COORDINATOR_ADDRESS` (its host; the port is `PORT`), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`.
-It prints a line of JSON when it is ready; for each line "KIND STEPS" on its input it takes so many
-steps, and prints the seconds and the loss before the last one. It imports torch and nothing of
-ours.
+`python peer WIDTHS ROWS RATE` joins the other hosts by the variables `JAX_COORDINATOR_ADDRESS`
+(only its host; the port is `PORT`), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. It prints a line of
+JSON when it is ready. For each line "KIND STEPS" on its input it takes STEPS steps, and prints the
+seconds and the loss before the last step. It imports torch and nothing of jaxdist.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ RANK = 4
 
 
 def network(widths: list[int]) -> nn.Sequential:
-    """The ReLU network of `step.py`, with its weights."""
+    """Return the ReLU network of `step.py`, with the same weights."""
     random, layers = np.random.default_rng(0), []
     for rows, columns in pairwise(widths):
         layer = nn.Linear(rows, columns)
@@ -46,17 +45,17 @@ def network(widths: list[int]) -> nn.Sequential:
 
 
 def wrapped(kind: str, widths: list[int]) -> DistributedDataParallel:
-    """The network under DDP with a kind's hook.
+    """Return the network under DDP with a kind's hook.
 
-    PowerSGD takes all gradients in one bucket: what it sends of a second one, from another thread,
-    may overtake the first on some hosts, which gloo takes for a mismatch.
+    PowerSGD takes all gradients in one bucket: messages of a second bucket, sent by another thread,
+    may overtake those of the first on some hosts, and gloo would report a mismatch.
     """
     one_bucket = {"bucket_cap_mb": 1024} if kind == "powersgd" else {}
     model = DistributedDataParallel(network(widths), **one_bucket)
     if kind == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     if kind == "powersgd":
-        # From the second step on, the first that it allows.
+        # PowerSGD allows compression from the second step at the earliest.
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=RANK, start_powerSGD_iter=2
         )
@@ -65,9 +64,9 @@ def wrapped(kind: str, widths: list[int]) -> DistributedDataParallel:
 
 
 def main(widths: list[int], rows: int, rate: float) -> None:
-    """Join, and take steps as told."""
+    """Join the other hosts, and take the steps that the input asks for."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what torch prints is no answer
+    os.dup2(2, 1)  # text that torch prints must not be taken for an answer
     torch.set_num_threads(1)
     host, _, _ = os.environ["JAX_COORDINATOR_ADDRESS"].rpartition(":")
     rank, world = (int(os.environ[f"JAX_{name}"]) for name in ("PROCESS_ID", "NUM_PROCESSES"))
@@ -80,6 +79,7 @@ def main(widths: list[int], rows: int, rate: float) -> None:
     print(json.dumps({"version": torch.__version__}), file=answers, flush=True)
     for line in sys.stdin:
         kind, steps = line.split()
+        # Without a barrier the time would include waiting for hosts that begin later.
         dist.barrier()
         start, value = time.perf_counter(), torch.zeros(())
         for _ in range(int(steps)):

@@ -1,1 +1,1 @@
-"""The scoreboard: faults on purpose, so many of each, and what the goals come to."""
+"""The scoreboard: trials of injected faults, each row with a goal and its result."""

@@ -1,4 +1,4 @@
-"""Rows of the scoreboard by their numbers, and their table."""
+"""The rows of the scoreboard by their numbers, and their table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxdist.errors import ConfigError, JaxdistError, did_you_mean
 
 
 def told_to_stop(trials: int, seed: int) -> Row:
-    """R20: SIGTERM; `benchmarks.elastic.sigterm` raises where it does not save and exit 75."""
+    """Try R20: SIGTERM; `benchmarks.elastic.sigterm` raises unless runs save and exit with 75."""
     found = sigterm.figure(trials, seed)
     words = f"{trials} runs saved and ended with exit code 75, after {found.ours:.2f} s at most"
     return Row(words, found.ours <= sigterm.GOAL_SECONDS)
@@ -40,13 +40,13 @@ SCORES = {
 
 
 def asked(text: str) -> dict[str, int]:
-    """Which rows, and how many trials of each.
+    """Return the number of trials of each requested row.
 
     >>> asked("R08=5,R29"), len(asked("all"))
     ({'R08': 5, 'R29': 100}, 9)
 
     Raises:
-      ConfigError: no such row, or no number.
+      ConfigError: a row does not exist, or a number of trials is not a positive integer.
     """
     found = {}
     for one in SCORES if text == "all" else text.split(","):
@@ -60,13 +60,13 @@ def asked(text: str) -> dict[str, int]:
 
 
 def scoreboard(text: str, seed: int = 0) -> Report:
-    """The rows that are asked for, one after another; one that fails is told in its place."""
+    """Try the requested rows one after another; a row that fails is reported in its place."""
     rows = []
     for name, trials in asked(text).items():
         score, begun = SCORES[name], time.monotonic()
         try:
             row = score.run(trials, seed)
-        except Exception as error:  # whatever it is, the other rows are still to come
+        except Exception as error:  # any error, since the other rows are still to be tried
             what = "" if isinstance(error, JaxdistError) else f"{type(error).__name__}: "
             row = Row(f"failed: {what}{str(error)[-300:]}", held=False)
         took = time.monotonic() - begun

@@ -1,4 +1,4 @@
-"""Batches that follow the mesh, and bits that flip, on the devices of one process: R18 and R29."""
+"""R18 and R29, on the devices of one process: batches that follow the mesh, and flipped bits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from jaxdist.train.rescale import Sizes, extended
 from jaxdist.train.state import TrainState
 
 ROWS, EPOCHS, RATE = 60, 2, 0.01
-"""Rows of a device, epochs, and the learning rate on a mesh of four devices."""
+"""The rows of a device, the epochs, and the learning rate on a mesh of four devices."""
 WORKERS = (4, 3, 5, 2)
 BAND = 0.1
-"""By how much of itself the mean loss of the last steps may be above that of a run of one size."""
+"""The fraction by which the mean loss of the last steps may exceed that of a run of one size."""
 
 
 def experiment_of(devices: int, seed: int, sizes: Sizes) -> Experiment:
-    """An MLP on digits, whose batch is as large as the mesh."""
+    """Build an MLP on digits whose batch is proportional to the number of devices."""
     full = ROWS * WORKERS[0]
     scale = {"batch_size": full, "learning_rate": RATE, "rule": "linear"}
     told = {
@@ -44,10 +44,14 @@ def experiment_of(devices: int, seed: int, sizes: Sizes) -> Experiment:
 
 
 def trained(changes: Sequence[tuple[int, int]], seed: int) -> tuple[list[int], bool, float]:
-    """Examples in their order, whether each rate was as the rule has it, and the last loss.
+    """Train on changing numbers of devices.
 
     Args:
-      changes: devices, and how many steps on them; the last goes to the run's end.
+      changes: numbers of devices, and of steps on them; the last lasts to the end of the run.
+      seed: the seed of the run.
+
+    Returns:
+      The used examples in order, whether each learning rate obeyed the rule, and the last loss.
     """
     full = ROWS * WORKERS[0]
     used: list[int] = []
@@ -83,7 +87,7 @@ def _steps(experiment: Experiment) -> int:
 
 
 def _moved(state: TrainState | None, experiment: Experiment, folder: Path, step: int) -> TrainState:
-    """The state on another mesh, through a snapshot."""
+    """Return the state on another mesh, through a snapshot; without a state, the initial state."""
     if state is None:
         return experiment.program.init()
     with Snapshots(folder, 0, 1, print) as snapshots:
@@ -92,7 +96,7 @@ def _moved(state: TrainState | None, experiment: Experiment, folder: Path, step:
 
 
 def changed_workers(trials: int, seed: int) -> Row:
-    """R18: 4, 3, 5, 2 workers, for random numbers of steps; the batch and its rate follow."""
+    """Try R18: 4, 3, 5, 2 workers for random numbers of steps, with their batches and rates."""
     rng = random.Random(seed)
     exact, ruled, within = 0, 0, 0
     for trial in range(trials):
@@ -112,7 +116,7 @@ def changed_workers(trials: int, seed: int) -> Row:
 
 
 def flipped_bits(trials: int, seed: int) -> Row:
-    """R29: a random bit of a random replica of the state, found and named by the next digest."""
+    """Try R29: flip a random bit of a random replica, which the next digests must find."""
     rng, devices = random.Random(seed), jax.devices()
     experiment = experiment_of(len(devices), 0, ())
     replicas, state = replicas_of(experiment.program), experiment.program.init()
@@ -130,7 +134,7 @@ def flipped_bits(trials: int, seed: int) -> Row:
 
 
 def with_bit_flipped(leaf: jax.Array, rng: random.Random, device: Device) -> jax.Array:
-    """The same, but for a bit of what a device holds."""
+    """Return a copy of a leaf with a random bit flipped in the shard of one device."""
     parts = {shard.device: np.array(shard.data) for shard in leaf.addressable_shards}
     octets = parts[device].reshape(-1).view(np.uint8)
     octets[rng.randrange(octets.size)] ^= np.uint8(1 << rng.randrange(8))

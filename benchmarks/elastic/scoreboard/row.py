@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """The result of so many trials.
+    """The result of the trials of a row.
 
     Attributes:
-      came: in words, with numbers.
+      came: the result in words, with numbers.
       held: whether the goal was met in every trial.
     """
 
@@ -21,13 +21,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Score:
-    """A promise, and how it is tried.
+    """A row of the scoreboard before it is tried.
 
     Attributes:
-      what: is done.
-      goal: that is held against what it comes to.
-      trials: as many as fit a build; of what lasts, minutes.
-      run: from (trials, seed) to a row.
+      what: the fault that is injected.
+      goal: the goal, with which the result is compared.
+      trials: the default number of trials; for faults over a longer time, the number of minutes.
+      run: a function from (trials, seed) to the result.
     """
 
     what: str
@@ -37,7 +37,7 @@ class Score:
 
 
 def of(count: int, trials: int) -> str:
-    """Format a count of successes; of no failure, also the share that failures stay below at 95%.
+    """Format a count of successes; without failures, add their 95% upper bound.
 
     >>> of(30, 30), of(29, 30)
     ('30 of 30 (failures < 10%)', '29 of 30')

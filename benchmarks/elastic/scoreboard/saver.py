@@ -1,7 +1,7 @@
 """A process that saves step after step: `python -m ... RUN GENERATION CALL NUMBER`.
 
-From its second save on it kills itself at call NUMBER of `os.CALL` ("none": never). A line for each
-step whose save it has seen done.
+The process kills itself at call NUMBER of `os.CALL`, counted from its second save; with CALL "none"
+it never does. It prints a line for each step whose save is complete.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ CHUNK_BYTES = 1 << 15
 
 
 def state_of(step: int) -> PyTree:
-    """Return the content of a step's checkpoint: all of it follows from the number."""
+    """Return the content of a step's checkpoint, which follows from its number alone."""
     base = jnp.arange(SIZE, dtype=jnp.uint32)
     mixed = base * jnp.uint32(2654435761) + jnp.uint32(step)
     return {"w": mixed, "step": jnp.int32(step), "frozen": base}
 
 
 def store_of(run: Path, generation: int, say: Callable[[str], None]) -> CheckpointStore:
-    """Checkpoints of a generation."""
+    """Return the checkpoint store of a generation, and raise the fence to this generation."""
     fence = RunFence(run, generation)
     fence.raise_()
     given = {"keep": 2, "keep_best": False, "chunk_bytes": CHUNK_BYTES, "fence": fence}
@@ -40,7 +40,7 @@ def store_of(run: Path, generation: int, say: Callable[[str], None]) -> Checkpoi
 
 
 def main(run: Path, generation: int, call: str, number: int) -> None:
-    """Save until it is killed, refused, or done."""
+    """Save until this process is killed, its save is refused, or all steps are saved."""
     calls, armed = 0, False
     real = getattr(os, call, None)
 

@@ -1,4 +1,4 @@
-"""Saves that are cut off, and generations that wake up: R08 and R04."""
+"""R08 and R04: saves that are interrupted, and old generations that wake up."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from jaxdist.errors import JaxdistError, RunError
 from jaxdist.runtime.environment import python_module
 
 CALLS = {"fsync": 40, "rename": 16, "link": 12, "unlink": 12, "mkdir": 8}
-"""System calls of a save, and as which of them the process is killed at most."""
+"""System calls of a save, and for each the largest number of the call at which the process is
+killed."""
 LONGEST_SECONDS, FROZEN_SECONDS = 0.8, 0.5
 WAIT_SECONDS = 120.0
 
 
 def started(run: Path, generation: int, call: str = "none", number: int = 0) -> Any:
-    """A saving process that is about to begin.
+    """Start a saving process, and wait until it is ready to save.
 
     Raises:
-      RunError: it does not begin.
+      RunError: the process ends before.
     """
     command = python_module(saver.__name__, str(run), str(generation), call, str(number))
     process = subprocess.Popen(
@@ -43,7 +44,7 @@ def started(run: Path, generation: int, call: str = "none", number: int = 0) -> 
 
 
 def killed_saves(trials: int, seed: int) -> Row:
-    """R08: SIGKILL at a random system call of a save, or moment; each run is then read."""
+    """Try R08: SIGKILL at a random system call of a save, or at a random moment; then restore."""
     rng, right, at_calls = random.Random(seed), 0, 0
     with tempfile.TemporaryDirectory() as name:
         run, newest = Path(name), 0
@@ -57,6 +58,7 @@ def killed_saves(trials: int, seed: int) -> Row:
                 process.kill()
                 out, _ = process.communicate()
             newest = max([newest, *map(int, out.split())])
+            # A save may have been committed before its line was printed: one step more is right.
             found = restored(run)
             right += found in (newest, newest + 1)
             newest = max(newest, found)
@@ -65,7 +67,7 @@ def killed_saves(trials: int, seed: int) -> Row:
 
 
 def restored(run: Path) -> int:
-    """The newest step that is restored; -1 where it does not hold what it must."""
+    """Restore the newest step, and return its number; -1 if its content is wrong."""
     place = jax.numpy.ones(1).sharding
     target = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
@@ -84,7 +86,7 @@ def restored(run: Path) -> int:
 
 
 def woken_generations(trials: int, seed: int) -> Row:
-    """R04: a generation is frozen at a random moment of its saves; the next one saves; it wakes."""
+    """Try R04: freeze a generation in its saves, save by the next generation, wake the first."""
     rng, refused = random.Random(seed), 0
     for _ in range(trials):
         with tempfile.TemporaryDirectory() as name:
@@ -93,10 +95,10 @@ def woken_generations(trials: int, seed: int) -> Row:
 
 
 def refused_after(run: Path, rng: random.Random) -> bool:
-    """Whether what a frozen generation writes when it wakes is refused, and it ends."""
+    """Return whether a generation that wakes has its writes refused, and ends with an error."""
     process = started(run, 1)
     try:
-        process.stdout.readline()  # one step is there
+        process.stdout.readline()  # the first step is saved
         time.sleep(rng.uniform(0.0, LONGEST_SECONDS))
         process.send_signal(signal.SIGSTOP)
         with saver.store_of(run, 2, lambda line: None) as store:
@@ -114,7 +116,7 @@ def refused_after(run: Path, rng: random.Random) -> bool:
 
 
 def old_steps(run: Path) -> set[int]:
-    """Steps that generation 1 has committed."""
+    """Return the steps that generation 1 has committed."""
     folder = run / "checkpoints"
     found = set()
     for step in steps_present(folder):
