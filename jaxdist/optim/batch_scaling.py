@@ -1,8 +1,8 @@
-"""Learning rate and warm-up for another batch size, batch-size ramps, runs of several phases.
+"""Scaling of learning rate and warm-up to another batch size, batch-size ramps, and phases.
 
-All of this is plain arithmetic on plain data, and each derived value carries its explanation.
-"Batch size" is always the effective one: examples per optimizer step, over all devices,
-microbatches and accumulated steps.
+All functions here are plain arithmetic on plain data, and each derived value carries its
+explanation. "Batch size" always means the effective batch size: examples per optimizer step, over
+all devices, microbatches and accumulated steps.
 
 Sources: Goyal et al., arXiv 1706.02677 (linear); Krizhevsky, arXiv 1404.5997 (square root); You et
 al., arXiv 1904.00962 (square root with linear-epoch warm-up; mixed batch with re-warm-up). The
@@ -26,28 +26,31 @@ from jaxdist.errors import ConfigError
 from jaxdist.optim.schedules import ScheduleConfig, build_schedule
 
 RULES = {"linear": (1.0, 0.0), "sqrt": (0.5, 0.0), "lamb": (0.5, 1.0)}
-"""For each rule, the powers of the growth in batch size that scale learning rate and warm-up
-epochs."""
+"""For each rule, two exponents: the learning rate and the epochs of warm-up are multiplied by the
+growth in batch size to these powers."""
 
 
 class ScaleFromConfig(Config):
-    """A learning rate and warm-up that work at one batch size, and the rule to scale them by."""
+    """A learning rate and warm-up that work at one batch size, and the rule that scales them."""
 
     batch_size: Count
-    """Batch size of these values: examples per optimizer step, over all devices and
-    microbatches."""
+    """Batch size at which the learning rate and warm-up below work: examples per optimizer step,
+    over all devices and microbatches."""
     learning_rate: PositiveFloat
-    """Peak learning rate at that batch size."""
+    """Peak learning rate that works at scale_from.batch_size."""
     rule: Literal["linear", "sqrt", "lamb"] = "lamb"
-    """linear, sqrt: power of the batch, warm-up epochs fixed; lamb: sqrt, epochs ~ batch."""
+    """linear and sqrt scale the learning rate with the batch size or its square root, and keep the
+    epochs of warm-up; lamb scales the learning rate as sqrt does, and the epochs of warm-up with
+    the batch size."""
     warmup_epochs: PositiveFloat | None = None
-    """Epochs of warm-up at that batch size; null for none, or for warmup_fraction."""
+    """Epochs of warm-up at scale_from.batch_size; null leaves the warm-up to warmup_fraction."""
     warmup_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Warm-up as a fraction of the run, for runs without epochs."""
+    """Warm-up as a fraction of the run, for data without epochs; null leaves the warm-up to
+    warmup_epochs."""
 
     @property
     def warmup(self) -> str:
-        """Describe the warm-up as the config gives it; empty for none."""
+        """Describe the warm-up as the config gives it; the text is empty without a warm-up."""
         if self.warmup_fraction is not None:
             return f"optim.scale_from.warmup_fraction {self.warmup_fraction:g}"
         if self.warmup_epochs is not None:
@@ -87,7 +90,7 @@ def scale(
     total_steps: int,
     examples_per_epoch: int | None = None,
 ) -> ScaledRates:
-    """Learning rate and warm-up steps of a run of `total_steps` at the effective `batch_size`.
+    """Scale the learning rate and warm-up to a run of `total_steps` at the given `batch_size`.
 
     With growth k = batch_size / config.batch_size, the learning rate is multiplied by k (linear) or
     sqrt(k) (sqrt, lamb). The warm-up takes the same fraction of the run (linear, sqrt) or k times
@@ -179,7 +182,7 @@ class BatchRampConfig(Config):
 def ramp_stages(
     config: BatchRampConfig, *, batch_size: int, total_examples: int
 ) -> tuple[BatchPhase, ...]:
-    """The stages of a ramp up to `batch_size`; each stage costs a compilation.
+    """Plan the stages of a ramp up to `batch_size`; each stage costs a compilation.
 
     A stage ends with the first step that completes its share of the examples; the run ends with the
     first step that completes all examples (Brown et al., arXiv 2005.14165; Megatron's
@@ -210,6 +213,8 @@ def ramp_stages(
     ends = [config.ramp_examples * (i + 1) // count for i in range(count)]
     stages: list[BatchPhase] = []
     step = seen = 0
+    # Each stage counts from the examples really seen: a stage may end beyond its share, and small
+    # shares may then leave a later stage without a step.
     for i, end in enumerate([*ends, total_examples]):
         size = start + i * config.increment
         steps = max(0, math.ceil((end - seen) / size))
@@ -236,7 +241,7 @@ class PhaseConfig(Config):
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """The stages of a run in phases, and its learning rate by step over all of them."""
+    """The stages of a run in phases, and the learning rate by step over all stages."""
 
     stages: tuple[BatchPhase, ...]
     schedule: optax.Schedule
@@ -246,8 +251,8 @@ class PhasePlan:
 def plan_phases(phases: Sequence[PhaseConfig], *, total_examples: int) -> PhasePlan:
     """Plan consecutive phases, each with its own warm-up from zero and linear decay.
 
-    This is the mixed-batch recipe of "BERT in 76 minutes": 9/10 of the examples, short sequences,
-    at batch 65536, then 1/10, long sequences, at 32768 after a second warm-up.
+    The mixed-batch recipe of "BERT in 76 minutes" has two phases: 9/10 of the examples, as short
+    sequences at batch size 65536, then 1/10, as long sequences at 32768, after a second warm-up.
 
     Raises:
       ConfigError: no phases; fractions that do not sum to 1; a phase without a step.

@@ -1,4 +1,4 @@
-"""The construction of an optax transformation from an optimizer's config."""
+"""The construction of an `Optimizer`, with its optax transformation, from a config."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class AdamWConfig(OptimizerConfig):
     b2: Beta = 0.999
     """Decay of the second moment."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Small number added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled decay, times the learning rate; biases and norm scales are left out."""
+    """Decoupled weight decay, scaled by the learning rate; biases and norm scales do not decay."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
-        """The update rule for a learning-rate schedule on these parameters."""
+        """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
         return optax.adamw(
             rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=tree.matrices
         )
@@ -92,14 +92,14 @@ class SgdConfig(OptimizerConfig):
     type: Literal["sgd"]
     """Selects this optimizer."""
     momentum: Beta = 0.9
-    """Decay of the velocity; 0 keeps none."""
+    """Decay of the velocity; 0 is gradient descent without momentum."""
     nesterov: bool = False
-    """Look ahead along the velocity."""
+    """Use Nesterov's momentum, which looks one step ahead along the velocity."""
     weight_decay: NonNegativeFloat = 0.0
-    """L2 decay added to the gradient; biases and norm scales are left out."""
+    """L2 decay that is added to the gradient; biases and norm scales do not decay."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
-        """The update rule for a learning-rate schedule on these parameters."""
+        """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
         return optax.chain(
             optax.add_decayed_weights(self.weight_decay, tree.matrices),
             optax.sgd(rate, self.momentum or None, self.nesterov),
@@ -107,9 +107,9 @@ class SgdConfig(OptimizerConfig):
 
 
 class ImportedOptimizerConfig(OptimizerConfig):
-    """Your own optimizer: a function (learning_rate, **args) -> an optax transformation.
+    """A user's own optimizer: a function (learning_rate, **args) -> an optax transformation.
 
-    The learning rate passed to it is an `optax.Schedule`, a function of the step.
+    The learning rate that the function receives is an `optax.Schedule`, a function of the step.
     """
 
     type: Literal["import"]
@@ -119,11 +119,12 @@ class ImportedOptimizerConfig(OptimizerConfig):
     args: Kwargs = Field(default_factory=dict)
     """Keyword arguments for the function."""
     eval_params: str | None = None
-    """Import path of a function of (its state, parameters) that returns the parameters to evaluate;
-    null uses the trained parameters, or the known average of `optax.contrib.schedule_free`."""
+    """Import path of a function of (the optimizer's state, the trained parameters) that returns the
+    parameters to evaluate; null evaluates the trained parameters, except for
+    `optax.contrib.schedule_free`, whose average is known."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
-        """The user's transformation, which sees each layer of a stack as a separate tensor."""
+        """Build the user's transformation, in which each layer of a stack is a separate tensor."""
         made = load_object(self.path)(rate, **self.args)
         if not (hasattr(made, "init") and hasattr(made, "update")):
             raise ConfigError(
@@ -136,9 +137,9 @@ class ImportedOptimizerConfig(OptimizerConfig):
 
 
 def _check_finite(made: optax.GradientTransformationExtraArgs, path: str) -> None:
-    """Refuse a transformation whose first update of ones by a gradient of ones is not finite.
+    """Refuse a transformation whose first update is not finite, for parameters and gradients of 1.
 
-    A decay of 1 makes a bias correction 0 / 0, and no other check would find it before the run.
+    With a decay of 1 the bias correction is 0 / 0, and no other check finds that before the run.
 
     Raises:
       ConfigError: the update is not finite.
@@ -149,7 +150,7 @@ def _check_finite(made: optax.GradientTransformationExtraArgs, path: str) -> Non
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             updates, _ = made.update(ones, made.init(ones), ones, grad_norm=2 * one, value=one)
             finite = all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
-    # A rule may be written for the user's own tree only, and may raise anything on another tree.
+    # The user's rule may fit only the user's own tree, and may raise any exception on this tree.
     except Exception:
         return
     if not finite:
@@ -160,10 +161,9 @@ def _check_finite(made: optax.GradientTransformationExtraArgs, path: str) -> Non
 
 
 def taking_extra(transform: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wrap a transformation so that it receives only the extra arguments that it names.
+    """Wrap a transformation so that it receives only the extra arguments in its own signature.
 
-    Some transformations declare extra arguments but do not accept all of them
-    (`optax.contrib.sam`).
+    Some transformations take extra arguments but refuse unknown names (`optax.contrib.sam`).
     """
     transform = optax.with_extra_args_support(transform)
     taken = inspect.signature(transform.update).parameters.values()
@@ -187,7 +187,7 @@ OptimConfig = Annotated[
 
 
 MAX_SKIPPED = 20
-"""Consecutive steps that may be skipped before a run ends, unless the config sets the number."""
+"""Number of consecutive steps that may be skipped before a run ends, unless the config sets it."""
 
 
 @dataclass(frozen=True)
@@ -206,16 +206,16 @@ class Optimizer:
       transform: the optax transformation; see `update` for its arguments.
       schedule: the learning rate inside the transformation, as a function of the step.
       explained: a line for each derived value.
-      param_dtype: dtype of the stored parameters; None is the model's own.
+      param_dtype: dtype of the stored parameters; None keeps the model's own dtypes.
       loss_scale: factor on the loss before the gradient is taken; None scales nothing.
       max_skipped: consecutive skipped steps that end a run; None where no step is ever skipped.
       skips_empty: whether a step whose batch has no weight is skipped before the update.
-      clock: the step count of the schedule inside the transformation.
-      rule: the transformation without its wrappers.
+      clock: counter of skipped steps for the schedule inside the transformation.
+      rule: the optimizer's own transformation, without the wrappers of this module.
       eval_params: function of the transformation's state and the trained parameters that returns
         the parameters to evaluate; None evaluates the trained parameters.
-      place: function from the shardings of the parameters where the optimizer computes to the
-        transformation there; None where it does not matter to it.
+      place: function that builds the transformation for given shardings of the parameters; None
+        where the transformation does not depend on the shardings.
     """
 
     transform: optax.GradientTransformationExtraArgs
@@ -239,7 +239,7 @@ class Optimizer:
         grad_norm: Scalar,
         value: Scalar,
     ) -> tuple[Updates, OptState]:
-        """The transformation's updates and next state.
+        """Compute the updates and the transformation's next state.
 
         Args:
           grad_norm: the gradients' global norm, so that clipping need not compute it again.
@@ -249,6 +249,7 @@ class Optimizer:
           ConfigError: the transformation needs further arguments.
         """
         skipped = next((found.skipped for found in skip_states(state)), None)
+        # The optimizer's count does not advance in skipped steps, so the schedule adds these.
         try:
             with self.clock.behind(skipped):
                 return self.transform.update(grads, state, params, grad_norm=grad_norm, value=value)
@@ -262,18 +263,21 @@ class Optimizer:
             ) from error
 
     def skipping_empty(self) -> Optimizer:
-        """Return this optimizer for a step that skips, and counts, batches without weight."""
+        """Return this optimizer for a train step that skips batches without weight.
+
+        The state then holds counters of skipped steps, whether or not the config asks for them.
+        """
         if self.max_skipped is not None:
             return replace(self, skips_empty=True)
         counted = count_skips(self.transform)
         return replace(self, transform=counted, max_skipped=MAX_SKIPPED, skips_empty=True)
 
     def placed(self, shares: Shardings) -> Optimizer:
-        """Return this optimizer for parameters with these shardings where it computes."""
+        """Return this optimizer for updates of parameters that have the shardings `shares`."""
         return self if self.place is None else replace(self, transform=self.place(shares))
 
     def stored(self, params: Params) -> Params:
-        """The model's parameters in the dtype in which they are stored."""
+        """Cast the model's parameters to the dtype in which they are stored."""
         return params if self.param_dtype is None else optax.tree.cast(params, self.param_dtype)
 
 
@@ -284,7 +288,7 @@ def plan_rate(
     batch_size: int | None = None,
     examples_per_epoch: int | None = None,
 ) -> Rate:
-    """The learning rate of a run of `total_steps`.
+    """Plan the learning rate of a run of `total_steps`.
 
     Args:
       batch_size: examples per optimizer step over all devices and microbatches, for scale_from.
@@ -336,12 +340,12 @@ def build_optimizer(
     examples_per_epoch: int | None = None,
     rate: Rate | None = None,
 ) -> Optimizer:
-    """The optimizer for a run of `total_steps` on this tree of parameters.
+    """Build the optimizer for a run of `total_steps` that trains the parameters `params`.
 
     Args:
       batch_size: see `plan_rate`.
       examples_per_epoch: see `plan_rate`.
-      rate: the learning rate to use; None is that of `plan_rate`.
+      rate: the learning rate to use; None takes the result of `plan_rate`.
 
     Raises:
       ConfigError: see `plan_rate`; a loss scale that cannot work.
@@ -380,10 +384,10 @@ def build_optimizer(
 
 
 def _factors(rates: Mapping[str, float], params: Params) -> PyTree:
-    """Return the factor of each parameter's learning rate, a tree like the parameters.
+    """Return the factor on each parameter's learning rate, as a tree like the parameters.
 
     Raises:
-      ConfigError: a pattern that counts for no parameter.
+      ConfigError: a pattern that sets the factor of no parameter.
     """
     names = [name for name, _ in flatten_with_names(params)]
     first = [next((p for p in rates if fnmatch.fnmatchcase(name, p)), None) for name in names]
@@ -401,7 +405,7 @@ def _factors(rates: Mapping[str, float], params: Params) -> PyTree:
 
 
 def _scaled(inner: optax.GradientTransformation, factors: PyTree) -> optax.GradientTransformation:
-    """Scale the updates of each parameter, and so its learning rate."""
+    """Scale the updates of each parameter by its factor, which scales its learning rate."""
     if all(factor == 1.0 for factor in jax.tree.leaves(factors)):
         return inner
     inner = optax.with_extra_args_support(inner)
@@ -418,13 +422,13 @@ def _scaled(inner: optax.GradientTransformation, factors: PyTree) -> optax.Gradi
 def _wrapped(
     inner: optax.GradientTransformation, config: OptimizerConfig
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap an update rule: precision inside, safety outside."""
+    """Wrap an update rule, inside in the wrappers of precision, outside in those of safety."""
     if config.bf16_moments:
         inner = bf16_moments(inner)
     if config.master_weights is not None:
         inner = master_weights(inner, config.master_weights)
     clipped = clip_to_norm(inner, config.clip_norm)
-    if config.skip_spikes is not None:  # also skips what is not finite
+    if config.skip_spikes is not None:  # skip_spikes also skips gradients that are not finite
         return skip_spikes(
             clipped, factor=config.skip_spikes.factor, window=config.skip_spikes.window
         )

@@ -29,15 +29,16 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Config):
     """The settings that every optimizer has."""
 
-    type: Any  # each optimizer narrows it to the literal that selects it
+    type: Any  # Each optimizer narrows the type to the literal that selects it.
     """Selects the optimizer."""
     learning_rate: PositiveFloat | None = None
     """Peak learning rate."""
     rates: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """Factors of the learning rate, by pattern of names of parameters, in which `*` matches any
-    characters; the first pattern that matches counts, and 1 where none does."""
+    """Factors on the learning rate, by patterns of parameter names, in which `*` matches any
+    characters; the first pattern that matches a name counts, and without a match the factor is
+    1."""
     scale_from: ScaleFromConfig | None = None
-    """Derive learning_rate and warm-up from values that work at another batch size."""
+    """Values that work at another batch size, from which learning rate and warm-up are derived."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Warm-up and decay of the learning rate."""
     clip_norm: PositiveFloat | None = None
@@ -45,39 +46,40 @@ class OptimizerConfig(Config):
     skip_nonfinite: bool = False
     """Skip steps whose gradients hold a NaN or an infinity, instead of ending the run."""
     skip_spikes: SkipSpikesConfig | None = None
-    """Also skip steps whose gradients are much larger than recent gradients; null applies them."""
+    """Also skip steps whose gradients are much larger than recent gradients; null skips no step
+    for the size of its gradients."""
     max_skipped: Count | None = None
-    """Number of consecutive skipped steps that ends the run; null is 20 where steps may be
-    skipped."""
+    """Number of consecutive steps that may be skipped before the run ends; null is 20 where steps
+    may be skipped."""
     bf16_moments: bool = False
     """Keep the optimizer's moments in bfloat16, stochastically rounded."""
     master_weights: Literal["bfloat16", "float16"] | None = None
     """Keep the model's parameters in this dtype, and float32 copies in the optimizer's state."""
     loss_scale: DynamicLossScaleConfig | None = None
-    """Factor on the loss that keeps float16 gradients from vanishing; overflowing steps are
-    skipped."""
+    """Factor on the loss that keeps float16 gradients from vanishing; steps whose gradients
+    overflow are skipped."""
 
     @property
     def skips(self) -> bool:
-        """Whether a step may be skipped for its gradients."""
+        """Whether the config lets a step be skipped because of its gradients."""
         return self.skip_nonfinite or self.skip_spikes is not None or self.loss_scale is not None
 
     @abstractmethod
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
-        """The update rule for a learning-rate schedule on these parameters."""
+        """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
 
     @property
     def whole_matrices(self) -> bool:
-        """Whether the rule needs whole matrices, and so must know where their shards are."""
+        """Whether the rule needs whole matrices, and therefore the shardings of the parameters."""
         return False
 
     def explain(self, tree: NamedParams) -> tuple[str, ...]:
-        """Describe the rule's choices on these parameters, a line each."""
+        """Describe the rule's choices for the parameters of `tree`, a line for each choice."""
         return ()
 
     @property
     def frozen_from(self) -> int | None:
-        """The step at which the second moment is frozen; None is never."""
+        """The step at which the second moment is frozen; None if it is never frozen."""
         return None
 
     @model_validator(mode="after")
@@ -101,10 +103,10 @@ class OptimizerConfig(Config):
 
 
 def decay_mask(params: Params, dims: Mapping[str, Dims]) -> Masks:
-    """Return True for the weights that decay: tensors with two or more dims besides "layers".
+    """Return a tree that is True for each tensor with two or more dims other than "layers".
 
-    Matrices therefore decay, while biases and norm scales do not, whether stacked for a scan or
-    not.
+    Matrices therefore decay, while biases and norm scales do not, also where the parameters of all
+    layers are stacked for a scan.
     """
     flags = [
         sum(dim != "layers" for dim in dims[name]) >= 2 for name, _ in flatten_with_names(params)
@@ -117,8 +119,8 @@ class NamedParams:
     """A tree of parameters and the logical dims of each, by '/'-joined name.
 
     Attributes:
-      shares: shardings of the parameters where the optimizer computes, a tree like them; None: all
-        are whole.
+      shares: shardings that the parameters have in the optimizer's update, a tree like them; None
+        if all parameters are whole.
     """
 
     params: Params
@@ -127,7 +129,9 @@ class NamedParams:
 
     @property
     def matrices(self) -> Masks:
-        """The tree of `decay_mask`; False where no parameter is a matrix."""
+        """The tree of `decay_mask`; the single value False if no parameter is a matrix."""
+        # `trust_ratio.flags` refuses a tree that is False everywhere, since a user's mask of that
+        # kind is a mistake.
         mask = decay_mask(self.params, self.dims)
         return mask if any(jax.tree.leaves(mask)) else False
 
@@ -137,7 +141,11 @@ class NamedParams:
         return frozenset(name for name, dims in self.dims.items() if dims[:1] == ("layers",))
 
     def masks(self, rule: LayerwiseRule, exclude_vectors: bool | None) -> dict[str, Masks]:
-        """Return `decay_mask` and `adapt_mask`: matrices only, or all if the rule has vectors."""
+        """Return `decay_mask` and `adapt_mask`, each with the matrices only or all parameters.
+
+        Args:
+          exclude_vectors: whether both masks are of matrices only; None leaves each to the rule.
+        """
         decay, adapt = rule.decay_vectors, rule.adapt_vectors
         if exclude_vectors is not None:
             decay = adapt = not exclude_vectors
@@ -147,7 +155,7 @@ class NamedParams:
         }
 
     def layer_dims(self, names: Sequence[str]) -> PyTree:
-        """Return the tree of `jaxdist.optim.layers.layer_dims`."""
+        """Return the result of `jaxdist.optim.layers.layer_dims` for these parameters."""
         return layer_dims(self.params, self.dims, names)
 
 
@@ -155,19 +163,21 @@ class LayerwiseConfig(OptimizerConfig):
     """The settings that LAMB and LARS share, besides those of every optimizer."""
 
     layer_dims: tuple[str, ...] = ("layers",)
-    """Names of dims whose every index has a norm of its own, where a parameter has them; add heads
-    or expert for a norm of each."""
+    """Names of dims along which each index has a norm of its own, in the parameters that have them;
+    add heads or expert for a norm of each head or expert."""
     exclude_vectors: bool | None = None
-    """Exclude biases and norm scales from decay and ratio; null leaves both to the variant."""
+    """Exclude biases and norm scales from weight decay and from the trust ratio; null leaves both
+    to the variant."""
     adapt_undecayed: bool | None = None
-    """Also scale parameters without decay by the ratio."""
+    """Also scale parameters without weight decay by the trust ratio; null leaves it to the
+    variant."""
     nesterov: bool | None = None
-    """Look ahead along the momentum."""
+    """Use Nesterov's momentum, which looks one step ahead; null leaves it to the variant."""
 
     def by_layer(self, rule: LayerwiseRule, tree: NamedParams) -> Kwargs:
-        """Return the arguments of `lamb` and `lars`: dims, masks and options of the variant.
+        """Return keyword arguments of `lamb` or `lars`: dims, masks, and fields of the rule.
 
-        An option is a field of the rule that is set here; "off" means no bound.
+        A setting that is null keeps the variant's value, and "off" removes a bound.
         """
         off = {"max_grad_norm": math.inf, "phi": UNBOUNDED, "ratio_bounds": UNBOUNDED}
         values = {name: getattr(self, name, None) for name in rule.__dataclass_fields__}

@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2020, arXiv 1904.00962, algorithm 2), and variants in other libraries."""
+"""LAMB (You et al. 2020, arXiv 1904.00962, algorithm 2), and its variants in other libraries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class LambRule:
 
     Attributes:
       bias_correction: divide the moments by 1 - b^t.
-      decay_in_ratio: the ratio includes decay in the direction; otherwise decay is added after it.
+      decay_in_ratio: weight decay is part of the direction that the ratio scales; otherwise it is
+        added after the ratio.
       decay_vectors: biases and norm scales decay too, unless a mask excludes them.
       adapt_vectors: biases and norm scales are scaled by the ratio too, unless a mask excludes
         them.
@@ -47,7 +48,8 @@ class LambRule:
       max_grad_norm: scale gradients down to this global norm first; infinity disables it.
       phi: bounds of ||w|| in the ratio.
       ratio_bounds: bounds of the ratio itself.
-      nesterov: look ahead along the first moment (as `optax.scale_by_adam(nesterov=True)`).
+      nesterov: look one step ahead along the first moment (as `optax.scale_by_adam(nesterov=True)`
+        does).
     """
 
     bias_correction: bool = True
@@ -65,14 +67,14 @@ LAMB_RULES: dict[LambVariant, LambRule] = {
     "paper": LambRule(),
     "optax": LambRule(decay_vectors=True, adapt_vectors=True),
     "apex": LambRule(adapt_vectors=True, adapt_undecayed=False, max_grad_norm=1.0),
-    # The clamp is from DeepSpeed's own BERT recipe.
+    # The bounds are those of DeepSpeed's own BERT recipe.
     "deepspeed": LambRule(adapt_vectors=True, ratio_bounds=(0.01, 0.3)),
     "timm": LambRule(adapt_vectors=True, adapt_undecayed=False, max_grad_norm=1.0),
 }
 
 
 class LambState(NamedTuple):
-    """The number of steps, and the moments: trees like the parameters, float32 or wider."""
+    """The number of steps, and both moments as trees like the parameters, float32 or wider."""
 
     count: StepCount
     mu: Updates
@@ -93,12 +95,13 @@ def lamb(
     specs: Specs = None,
     **options: object,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam's direction, scaled layer by layer to the norm of the weights.
+    """Build LAMB, which scales Adam's direction layer by layer to the norm of the weights.
 
     r = m^ / (sqrt(v^) + eps) + weight_decay w;  w <- w - learning_rate phi(||w||) / ||r|| r
 
-    Three passes over the tensors: moments, norms, updates. 53 bytes of traffic for a float32
-    parameter when fused with `optax.apply_updates`; temporaries of an eighth of one tensor.
+    A step makes three passes over the tensors, for moments, norms and updates. Fused with
+    `optax.apply_updates` it moves 53 bytes of memory for each float32 parameter, and needs
+    temporaries of an eighth of one tensor.
 
     Args:
       variant: the implementation to follow; `options` override fields of its `LambRule`.
@@ -124,7 +127,7 @@ def lamb(
 def _step(
     now: RuleInputs, *, b1: float, b2: float, eps: float, rule: LambRule
 ) -> tuple[Leaves, ...]:
-    """Compute updates and moments after a step."""
+    """Compute the updates of a step, and the moments after it."""
     mu, nu = now.moments
     g = clip_global_norm(now.grads, now.leaves, rule.max_grad_norm)
     look = _Look.at(now.count, b1, b2, eps, rule)
@@ -138,7 +141,7 @@ def _step(
 
 
 def lamb_rule(variant: LambVariant, **options: object) -> LambRule:
-    """The rule of a variant with some of its options replaced.
+    """Return the rule of a variant with some of its options replaced.
 
     Raises:
       ConfigError: no such variant or option; bad bounds.
@@ -175,8 +178,10 @@ class _Look(NamedTuple):
 
         def correction(b: float, s: jax.Array) -> jax.Array:
             if not rule.bias_correction:
-                return jnp.minimum(s, 1.0)  # 1, but not a constant: see `update`
-            # 1 - b^t in float32 would lose four of seven digits at b = 0.999, t = 1.
+                # The value is always 1, but a constant would be folded away, and `update` would
+                # again share expressions with `direction`.
+                return jnp.minimum(s, 1.0)
+            # The direct form 1 - b^t would lose four of float32's seven digits at b = 0.999, t = 1.
             return -1 / jnp.expm1(s * (math.log(b) if b else -math.inf))
 
         one, two, ahead = correction(b1, step), correction(b2, step), correction(b1, step + 1)
@@ -185,29 +190,30 @@ class _Look(NamedTuple):
         return cls(one, None, two, jnp.float32(eps))
 
     def after(self, squares: Sequence[Squares]) -> _Look:
-        """Return the same scales, made to depend on the last of the sums.
+        """Return the same scales, with a dependency on the last of the sums.
 
-        Only a single leaf's partial sums are then live at a time, instead of those of all leaves.
+        XLA then computes the leaves one after another, so that the partial sums of a single leaf
+        are in memory at a time, instead of those of all leaves.
         """
         if not squares:
             return self
         last = squares[-1][-1].ravel()[0]
-        # The condition is never true, for a sum of squares is not negative, but XLA cannot know
-        # that.
+        # A sum of squares is never negative, so the value stays eps, but XLA cannot know that and
+        # keeps the dependency.
         return self._replace(eps=jnp.where(last < 0, last, self.eps))
 
     def numerator(self, x: _Tensors, scale: Scalar) -> jax.Array:
-        """The direction's numerator times `scale`."""
+        """Return the numerator of Adam's direction, times `scale`."""
         moment = (self.mu_scale * scale) * x.mu
         return moment if self.g_scale is None else moment + (self.g_scale * scale) * x.g
 
     def direction(self, x: _Tensors, decay: Scalar) -> jax.Array:
-        """Return the direction whose norm the ratio uses; `decay` None leaves decay out."""
+        """Return the direction whose norm the ratio uses; a `decay` of None leaves decay out."""
         adam = self.numerator(x, 1.0) / (jnp.sqrt(self.nu_scale * x.nu) + self.eps)
         return adam if decay is None else adam + decay * x.p
 
     def update(self, x: _Tensors, rate: Scalar, ratio: jax.Array, rule: LambRule) -> jax.Array:
-        """Return -rate ratio (direction), with decay, in the parameter's dtype."""
+        """Return -rate * ratio * direction, with weight decay, in the parameter's dtype."""
         # The quotient is written differently from `direction`: if both were the same expression,
         # XLA would compute it once and keep it, in a temporary as large as the tensor.
         scale, root = rate * ratio, jnp.sqrt(self.nu_scale)
@@ -221,7 +227,7 @@ class _Look(NamedTuple):
 def _ratios(
     tensors: Sequence[_Tensors], now: RuleInputs, look: _Look, rule: LambRule
 ) -> list[jax.Array]:
-    """Return the trust ratio of each leaf's layers; 1 where it does not apply."""
+    """Return the trust ratios of each leaf's layers, which are 1 for leaves that do not adapt."""
     squares: list[Squares] = []
     for i in now.adapting:
         x = tensors[i]
@@ -240,33 +246,37 @@ def _ratios(
 
 
 class LambConfig(LayerwiseConfig):
-    """LAMB (You et al., arXiv 1904.00962): Adam scaled layer by layer, for large batches."""
+    """LAMB (You et al., arXiv 1904.00962): Adam scaled layer by layer, for large batch sizes."""
 
     type: Literal["lamb"]
     """Selects this optimizer."""
     variant: LambVariant = "paper"
-    """Implementation to follow; settings below that are null take that implementation's values."""
+    """Implementation to follow; it gives the values of the settings below that are null."""
     b1: Beta = 0.9
     """Decay of the first moment."""
     b2: Beta = 0.999
     """Decay of the second moment."""
     eps: PositiveFloat = 1e-6
-    """Added to the root of the second moment."""
+    """Small number added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decay of weights, inside the direction that the ratio scales."""
+    """Weight decay, which decay_in_ratio puts inside or outside of the direction that the ratio
+    scales."""
     bias_correction: bool | None = None
-    """Divide the moments by 1 - b^t."""
+    """Divide the moments by 1 - b^t in step t, since they start at zero; null leaves it to the
+    variant."""
     decay_in_ratio: bool | None = None
-    """Include decay in the direction of the ratio; false adds decay after the ratio."""
+    """Include weight decay in the direction that the ratio scales; false adds it after the ratio,
+    null leaves it to the variant."""
     max_grad_norm: PositiveFloat | Literal["off"] | None = None
-    """Global norm that gradients are scaled down to before the moments."""
+    """Global norm to which larger gradients are scaled down before they enter the moments; null
+    leaves it to the variant."""
     phi: tuple[NonNegativeFloat, NonNegativeFloat] | Literal["off"] | None = None
-    """Bounds of the weight norm in the ratio."""
+    """Bounds of the norm of the weights in the trust ratio; null leaves them to the variant."""
     ratio_bounds: tuple[NonNegativeFloat, NonNegativeFloat] | Literal["off"] | None = None
-    """Bounds of the ratio."""
+    """Bounds of the trust ratio itself; null leaves them to the variant."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
-        """The update rule for a learning-rate schedule on these parameters."""
+        """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
         return lamb(
             rate,
             self.b1,

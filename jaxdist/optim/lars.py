@@ -1,4 +1,4 @@
-"""LARS (You et al. 2017, arXiv 1708.03888), and variants in other libraries."""
+"""LARS (You et al. 2017, arXiv 1708.03888), and its variants in other libraries."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ class LarsRule:
 
     Attributes:
       norm_of_sum: divide by ||g + weight_decay w|| rather than ||g|| + weight_decay ||w||.
-      rate_in_momentum: apply the learning rate before the momentum; otherwise after it.
+      rate_in_momentum: multiply by the learning rate before the momentum; otherwise after it.
       decay_vectors: biases and norm scales decay too, unless a mask excludes them.
       adapt_vectors: biases and norm scales are scaled by the ratio too, unless a mask excludes
         them.
       adapt_undecayed: parameters without decay are scaled by the ratio.
       clip_to_rate: the ratio is min(ratio / learning rate, 1) (LARC).
-      decay_zero_grads: a layer whose ratio is undefined still decays.
-      nesterov: look ahead along the momentum.
+      decay_zero_grads: a layer whose ratio is undefined, as where all its gradients are zero, still
+        decays.
+      nesterov: look one step ahead along the momentum.
     """
 
     norm_of_sum: bool = False
@@ -65,7 +66,7 @@ LARS_RULES: dict[LarsVariant, LarsRule] = {
 
 
 class LarsState(NamedTuple):
-    """The number of steps, and the momentum: a tree like the parameters, float32 or wider."""
+    """The number of steps, and the momentum as a tree like the parameters, float32 or wider."""
 
     count: StepCount
     momentum: Updates
@@ -85,7 +86,7 @@ def lars(
     specs: Specs = None,
     **options: object,
 ) -> optax.GradientTransformationExtraArgs:
-    """Momentum SGD whose steps are a fraction of the norm of each layer's weights.
+    """Build LARS: SGD with momentum, whose steps are a fraction of the norm of a layer's weights.
 
     ratio = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + eps)
     v <- momentum v + learning_rate ratio (g + weight_decay w);  w <- w - v
@@ -122,7 +123,7 @@ def lars(
 def _step(
     now: RuleInputs, *, momentum: float, coefficient: float, eps: float, rule: LarsRule
 ) -> tuple[Leaves, ...]:
-    """Compute updates and momentum after a step."""
+    """Compute the updates of a step, and the momentum after it."""
     leaves = zip(now.params, now.grads, *now.moments, now.decay, strict=True)
     tensors = [_Tensors(*x) for x in leaves]
     ratio = partial(_ratio, coefficient=coefficient, eps=eps, rate=now.rate, rule=rule)
@@ -137,7 +138,7 @@ def _step(
 
 
 def lars_rule(variant: LarsVariant, **options: object) -> LarsRule:
-    """The rule of a variant with some of its options replaced.
+    """Return the rule of a variant with some of its options replaced.
 
     Raises:
       ConfigError: no such variant or option.
@@ -154,20 +155,20 @@ class _Tensors(NamedTuple):
     decay: float
 
     def direction(self, decay: Scalar) -> jax.Array:
-        """The gradient with decay, in the momentum's dtype."""
+        """Return the gradient with weight decay, in the momentum's dtype."""
         wide = self.g.astype(self.v.dtype)
         return wide + decay * self.p if self.decay else wide
 
     def pair(self, rule: LarsRule) -> tuple[jax.Array, jax.Array]:
-        """The tensors whose norms the ratio compares."""
+        """Return the two tensors whose norms the trust ratio compares."""
         return self.p, self.direction(self.decay) if rule.norm_of_sum else self.g
 
 
 def _ratio(
     x: _Tensors, norms: NormPair, *, coefficient: float, eps: float, rate: Scalar, rule: LarsRule
 ) -> tuple[jax.Array, Scalar]:
-    """The ratio of each layer, and its rate of decay."""
-    # The norm of the sum already contains the decay.
+    """Return the trust ratio and the rate of weight decay of each layer."""
+    # The norm of a sum already contains the weight decay.
     added = eps if rule.norm_of_sum else eps + x.decay * norms.weight
     ratio = trust_ratio(norms, coefficient=coefficient, eps=added)
     fine = usable(norms)
@@ -181,7 +182,7 @@ def _ratio(
 def _moved(
     x: _Tensors, ratio: Scalar, decay: Scalar, momentum: float, rate: Scalar, rule: LarsRule
 ) -> tuple[jax.Array, jax.Array]:
-    """The update, in the parameter's dtype, and the new momentum."""
+    """Return the update, in the parameter's dtype, and the new momentum."""
     before, after = (rate, 1.0) if rule.rate_in_momentum else (1.0, rate)
     step = (before * ratio) * x.direction(decay)
     velocity = momentum * x.v + step
@@ -190,31 +191,34 @@ def _moved(
 
 
 class LarsConfig(LayerwiseConfig):
-    """LARS (You et al., arXiv 1708.03888): momentum scaled layer by layer, for large batches."""
+    """LARS (You et al., arXiv 1708.03888): momentum scaled by layer, for large batch sizes."""
 
     type: Literal["lars"]
     """Selects this optimizer."""
     variant: LarsVariant = "paper"
-    """Implementation to follow; settings below that are null take that implementation's values."""
+    """Implementation to follow; it gives the values of the settings below that are null."""
     momentum: Beta = 0.9
     """Decay of the velocity."""
     weight_decay: NonNegativeFloat = 1e-4
-    """L2 decay added to the gradient."""
+    """L2 decay that is added to the gradient."""
     trust_coefficient: PositiveFloat = 0.001
     """Distance that a layer moves at a learning rate of 1, as a fraction of its norm."""
     eps: NonNegativeFloat = 0.0
-    """Added to the ratio's denominator."""
+    """Small number added to the denominator of the trust ratio."""
     norm_of_sum: bool | None = None
-    """Divide by the norm of gradient plus decay rather than by the sum of their norms."""
+    """Divide by the norm of the sum of gradient and decay rather than by the sum of their norms;
+    null leaves it to the variant."""
     rate_in_momentum: bool | None = None
-    """Apply the learning rate before the momentum; false applies it after."""
+    """Multiply by the learning rate before the momentum; false multiplies after it, null leaves it
+    to the variant."""
     clip_to_rate: bool | None = None
-    """Never step farther than plain momentum would (LARC)."""
+    """Never step farther than plain momentum would (LARC); null leaves it to the variant."""
     decay_zero_grads: bool | None = None
-    """Apply decay to layers whose ratio is undefined."""
+    """Apply weight decay also to layers whose trust ratio is undefined; null leaves it to the
+    variant."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
-        """The update rule for a learning-rate schedule on these parameters."""
+        """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
         return lars(
             rate,
             self.momentum,

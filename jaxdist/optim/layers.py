@@ -1,8 +1,8 @@
-"""The definition of a layer, and the sum of its shards to a norm.
+"""The layers in a leaf of the parameters, and norms of layers whose shards are on many devices.
 
-A leaf may hold many layers, stacked for a scan over layers; it may also be a device's shard of the
-whole. Both are known when the program is traced: they are derived here from logical dims and
-partition specs, so that the arithmetic elsewhere needs no case distinctions.
+A leaf may hold many layers, stacked for a scan over layers, and it may be a device's shard of a
+larger array. Both facts are known when the program is traced. This module derives them from logical
+dims and partition specs, so that the arithmetic elsewhere needs no case distinctions.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, Leaf, Params, PyTree, Specs
 
 FOLD = 16
-"""Factor by which a first pass shortens a sum: the most that XLA:CPU unrolls and vectorises."""
+"""Number of elements that a first pass adds up side by side: the most that XLA:CPU unrolls and
+vectorises."""
 
 StepCount: TypeAlias = Any
 """An int32 scalar. (A more exact type would clash with the method `count` of named tuples.)"""
 Squares = tuple[jax.Array, ...]
-"""Sums of squares of one leaf's tensors: float32, the leaf's rank, 1 where a dim was summed."""
+"""Sums of squares of several tensors of one leaf, float32; a dim that was summed has length 1."""
 
 
 def layer_dims(
     params: Params, dims: Mapping[str, Dims], names: Sequence[str] = ("layers",)
 ) -> PyTree:
-    """For each parameter, return its dims, with None for each dim that is not in `names`.
+    """Return the dims of each parameter, with None for each dim that is not in `names`.
 
     Args:
       dims: logical dims of each parameter, by '/'-joined name.
-      names: "layers" separates stacked layers; add "heads" or "expert" for a norm of each.
+      names: names of the dims along which each index has a norm of its own: "layers" separates
+        stacked layers, "heads" or "expert" also the heads or experts.
 
     Raises:
       ConfigError: a name that no parameter has ("layers" excepted: not all models stack).
@@ -62,8 +64,8 @@ class LayeredLeaf:
     """A leaf of the parameters as the trust ratio sees it.
 
     Attributes:
-      kept: positions of the dims whose every index is a separate layer.
-      split: manual mesh axes that split each dim.
+      kept: positions of the dims along which each index is a separate layer.
+      split: for each dim, the manual mesh axes that split it.
     """
 
     name: str
@@ -73,41 +75,41 @@ class LayeredLeaf:
 
     @property
     def summed(self) -> tuple[int, ...]:
-        """Positions of the dims that a norm sums over."""
+        """The positions of the dims over which a norm is summed."""
         return tuple(i for i in range(self.ndim) if i not in self.kept)
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
-        """Manual axes over which the shards of a layer are spread."""
+        """The manual axes over which the shards of a layer are spread."""
         return tuple(axis for i in self.summed for axis in self.split[i])
 
     @property
     def kept_axes(self) -> tuple[str, ...]:
-        """Manual axes along which devices hold different layers."""
+        """The manual axes along which devices hold different layers."""
         return tuple(axis for i in self.kept for axis in self.split[i])
 
     def squares(self, *tensors: jax.Array) -> Squares:
-        """Return the sums of squares of this device's part, for each layer; computed in float32."""
+        """Sum the squares of each tensor by layer, in float32, over this device's part only."""
         return tuple(jnp.sum(_square(x), self.summed, keepdims=True) for x in tensors)
 
     def squares_in_one_pass(self, *tensors: jax.Array) -> Squares:
-        """Return the sums of `squares`, for tensors computed from shared inputs in one pass."""
+        """Compute `squares` of tensors with shared inputs in a single pass over these inputs."""
         folded = self._folded([_square(x) for x in tensors])
         return tuple(jnp.sum(x, self.summed, keepdims=True) for x in folded)
 
     def _folded(self, tensors: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Shorten a summed dim of all tensors up to `FOLD` times, in a single pass.
+        """Add up to `FOLD` neighbours along a summed dim of all tensors, in a single pass.
 
-        Two full sums would take two passes over the inputs; fused into one pass they are two chains
-        of additions, each waiting for the previous. Here all elements of a row are added side by
-        side.
+        XLA would compute two full sums either in two passes over the inputs, or in one pass as two
+        chains of additions, each of which waits for its predecessor. Here the elements of a row are
+        independent of each other, so that their additions are vectorised.
         """
         rows = [i for i in self.summed if i != self.ndim - 1]
         shape = tensors[0].shape if tensors else ()
         factors = [(_divisor(shape[i]), i) for i in rows]
         factor, dim = max(factors, default=(1, 0))
-        # Along an automatic axis XLA holds shards; a reshape across their borders would gather
-        # them.
+        # XLA may have split this dim along an automatic mesh axis, and a reshape that does not fit
+        # the shards would make it gather them.
         if factor == 1 or any(_automatic(x) for x in tensors):
             return tensors
         split = (*shape[:dim], shape[dim] // factor, factor, *shape[dim + 1 :])
@@ -124,7 +126,7 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 def _divisor(size: int) -> int:
-    """Return the largest divisor up to `FOLD`."""
+    """Return the largest divisor of `size` that is at most `FOLD`."""
     return max(k for k in range(1, FOLD + 1) if size % k == 0)
 
 
@@ -140,12 +142,12 @@ def describe_layers(
     """Describe the leaves of `params`, in order.
 
     Args:
-      layer_dims: a tree like the parameters, with the dims of each: the name of a dim whose every
-        index has a norm of its own, None for a dim that a norm sums over, as `["layers", None,
-        None]` for a stack of matrices (the function `layer_dims` builds it from all logical dims).
-        None for a parameter, or for the whole tree, gives each parameter a single norm.
+      layer_dims: a tree like the parameters with a list for each: the name of each dim along which
+        every index has a norm of its own, and None for each dim over which a norm is summed, such
+        as `["layers", None, None]` for a stack of matrices. The function `layer_dims` builds such a
+        tree. None in place of a list, or of the whole tree, gives each parameter a single norm.
       specs: a tree of partition specs, as passed to `jax.shard_map`; it has no effect outside of
-        `jax.shard_map`. None: no leaf is split.
+        `jax.shard_map`. None if no leaf is split.
 
     Raises:
       ConfigError: a dim that the leaf does not have; an axis that the mesh does not have; a tree
@@ -199,21 +201,22 @@ def _split(name: str, x: jax.Array, spec: PartitionSpec) -> tuple[tuple[str, ...
                 f"spec of parameter {name or 'params'} {x.shape}: {spec} names no mesh axis "
                 f"{axis!r}: {did_you_mean(axis, map(str, mesh.axis_names))}"
             )
-    # On an auto axis arrays are global to this program, so a sum over them is already complete.
+    # Only manual axes count: along an automatic axis the program sees whole arrays, and XLA
+    # completes a sum over them.
     split = [tuple(axis for axis in entry if axis in manual) for entry in entries]
     return (*split, *((),) * (x.ndim - len(split)))
 
 
 def single_norm(leaf: LayeredLeaf) -> LayeredLeaf:
-    """Return the same leaf with a single norm over all of it."""
+    """Return the same leaf as a single layer, with a norm over all its elements."""
     return replace(leaf, kept=())
 
 
 def add_shards(squares: Sequence[Squares], leaves: Sequence[LayeredLeaf]) -> list[Squares]:
-    """Add the sums of squares over all shards of each layer, in one all-reduce for the whole tree.
+    """Complete the sums of squares over all shards of each layer, by one all-reduce for the tree.
 
-    Cost: one `psum` of at most two float32 for each layer of the split leaves; leaves that are not
-    split take no part. Without split leaves the sums are returned unchanged.
+    The all-reduce carries the sums of split leaves only, a few float32 for each layer. The sums of
+    other leaves are returned unchanged.
     """
     axes = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.summed_axes))
     if not axes:
@@ -230,36 +233,36 @@ def add_shards(squares: Sequence[Squares], leaves: Sequence[LayeredLeaf]) -> lis
 
 
 def _mixed(leaf: LayeredLeaf, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the axes of the fused sum along which devices hold different layers of this leaf."""
+    """Return those of the all-reduce's axes along which devices hold different layers of a leaf."""
     return tuple(axis for axis in leaf.kept_axes if axis in axes)
 
 
 def _place(stacked: jax.Array, leaf: LayeredLeaf, axes: tuple[str, ...]) -> jax.Array:
-    """Return this device's term of the sum; terms of different devices never overlap.
+    """Return this device's term of the all-reduce, in which each layer has a slot of its own.
 
     The shape changes from `[tensors, ...]` to `[devices along mixed axes, tensors, ...]`.
     """
-    # Along an axis that neither splits the summed dims nor the kept dims, devices hold copies: a
-    # sum over it would count each copy, so that only the first device contributes.
+    # Along an axis that splits no dim of this leaf, devices hold copies. A sum over the axis would
+    # count every copy, so only the first device contributes.
     for axis in axes:
         if axis not in leaf.summed_axes and axis not in leaf.kept_axes:
             stacked = jnp.where(jax.lax.axis_index(axis) == 0, stacked, 0.0)
     mixed = _mixed(leaf, axes)
     if not mixed:
         return stacked[None]
-    # The sum goes over all axes at once. Devices with different layers would be added together, if
-    # each did not have a slot of its own.
+    # One all-reduce sums over all axes at once, and would add different layers together if each
+    # device did not write to a slot of its own.
     slots = jnp.arange(math.prod(jax.lax.axis_size(axis) for axis in mixed))
     own = (slots == jax.lax.axis_index(mixed)).reshape(-1, *(1,) * stacked.ndim)
     return jnp.where(own, stacked[None], 0.0)
 
 
 def _take(total: jax.Array, leaf: LayeredLeaf, axes: tuple[str, ...]) -> jax.Array:
-    """Extract this device's layers from the sum."""
+    """Extract this device's layers from the result of the all-reduce."""
     mixed = _mixed(leaf, axes)
     return total[jax.lax.axis_index(mixed)] if mixed else total[0]
 
 
 def wide_zeros(param: jax.Array) -> jax.Array:
-    """Return an initial moment: zeros like the parameter, in float32 or wider."""
+    """Return the initial value of a moment: zeros like the parameter, in float32 or wider."""
     return jnp.zeros_like(param, dtype=jnp.promote_types(param.dtype, jnp.float32))

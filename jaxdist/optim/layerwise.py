@@ -1,4 +1,4 @@
-"""The common part of LAMB and LARS: which leaves decay and adapt, and all except the step."""
+"""The common part of LAMB and LARS: state, masks and layers, but not the arithmetic of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Leaves = Sequence[jax.Array]
 
 
 class LayerwiseRule(Protocol):
-    """The fields that the rules of LAMB and LARS share; both are dataclasses: see `LambRule`."""
+    """The fields that the dataclasses `LambRule` and `LarsRule` share; see `LambRule` for each."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -41,7 +41,7 @@ def choose_rule(
     variant: VariantT,
     options: Mapping[str, object],
 ) -> AnyRule:
-    """The rule of a variant with some of its options replaced.
+    """Return the rule of a variant with some of its options replaced.
 
     Raises:
       ConfigError: no such variant or option.
@@ -57,7 +57,7 @@ def choose_rule(
 
 
 class RuleInputs(NamedTuple):
-    """The inputs of a step, leaf by leaf; `count` includes this step."""
+    """The inputs of a step, each in the order of the leaves; `count` includes this step."""
 
     params: Leaves
     grads: Leaves
@@ -70,7 +70,7 @@ class RuleInputs(NamedTuple):
 
     @property
     def adapting(self) -> list[int]:
-        """Positions of the leaves that the ratio applies to."""
+        """The positions of the leaves to which the trust ratio applies."""
         return [i for i, flag in enumerate(self.adapts) if flag]
 
 
@@ -85,18 +85,20 @@ def layerwise(
     adapt_mask: Mask | None,
     specs: Specs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Build the optimizer from a step that treats each leaf, and each layer in it, by its own norm.
+    """Build an optimizer from a step that scales each layer of each leaf by norms of that layer.
 
     Args:
-      step: function that returns the updates and the new moments, leaf by leaf.
-      state_type: a named tuple: `count`, then moments, which are trees like the parameters.
-      layer_dims: for each parameter the names of its dims that count layers, None for the others:
-        `{"w1": ["layers", None, None], "head": None}`; see `jaxdist.optim.layers.describe_layers`.
+      step: function that returns the updates and the new moments, each in the order of the leaves.
+      state_type: type of the state: a named tuple of `count` and of moments, which are trees like
+        the parameters.
+      layer_dims: for each parameter, the names of its dims that count layers and None for its other
+        dims: `{"w1": ["layers", None, None], "head": None}`; see
+        `jaxdist.optim.layers.describe_layers`.
       specs: see `jaxdist.optim.layers.describe_layers`. Inside `jax.shard_map` all norms are
         reduced in one all-reduce.
       decay_mask: true where weights decay; None leaves it to the rule, which may exclude tensors
         with fewer than two dims besides the layers.
-      adapt_mask: true where the ratio applies; None leaves it to the rule too.
+      adapt_mask: true where the trust ratio applies; None leaves it to the rule too.
     """
 
     def init(params: Params) -> OptState:
@@ -129,7 +131,7 @@ def decays_and_adapts(
     decay_mask: Mask | None,
     adapt_mask: Mask | None,
 ) -> tuple[list[float], list[bool]]:
-    """Return each leaf's rate of decay, and whether the ratio applies to it."""
+    """Return each leaf's rate of weight decay, and whether the trust ratio applies to it."""
 
     def chosen(mask: Mask | None, name: str, vectors: bool) -> list[bool]:
         if mask is not None:

@@ -20,20 +20,20 @@ class DynamicLossScaleConfig(Config):
     type: Literal["dynamic"]
     """Selects this rule."""
     init_scale: PositiveFloat = 2.0**15
-    """Scale of the first step; powers of two scale exactly."""
+    """Scale of the first step; a power of two scales without rounding."""
     growth: Annotated[float, Field(gt=1)] = 2.0
     """Factor on the scale after `growth_steps` steps without overflow."""
     backoff: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Factor on the scale after a step with overflow, which is skipped."""
     growth_steps: Count = 2000
-    """Consecutive finite steps before the scale grows."""
+    """Number of consecutive steps without overflow after which the scale grows."""
     min_scale: PositiveFloat = 1.0
-    """Smallest scale."""
+    """Lower bound of the scale."""
     max_scale: PositiveFloat = 2.0**24
-    """Largest scale."""
+    """Upper bound of the scale."""
 
     def build(self) -> DynamicLossScale:
-        """Build the rule.
+        """Build the loss scale from these settings.
 
         Raises:
           ConfigError: min_scale <= init_scale <= max_scale does not hold.
@@ -42,18 +42,18 @@ class DynamicLossScaleConfig(Config):
 
 
 class LossScaleState(NamedTuple):
-    """The factor on the loss (float32) and the finite steps since it last changed (int32)."""
+    """The factor on the loss (float32), and the number of finite steps since its last change."""
 
     scale: jax.Array
     good_steps: jax.Array
 
 
 def scale_for(params: Params, state: LossScaleState | None) -> LossScaleState | None:
-    """Return the loss scale of a step: its own, or 1 for float16 parameters without one.
+    """Return the loss scale of a step: `state`, or a scale of 1 if float16 parameters have none.
 
-    With a scale, a backward pass begins with the mean loss of a microbatch, and sums over the
-    microbatches are float32. Gradients of the total loss are safe in float32 and bfloat16, but
-    overflow float16 where a batch has many tokens.
+    With a scale, a backward pass begins with the mean loss of a microbatch, and gradients are added
+    up over microbatches in float32. Without a scale it begins with the total loss, whose gradients
+    are safe in float32 and bfloat16, but overflow float16 where a batch has many tokens.
     """
     narrow = any(leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(params))
     one = LossScaleState(jnp.float32(1), jnp.int32(0))
@@ -64,8 +64,8 @@ def scale_for(params: Params, state: LossScaleState | None) -> LossScaleState | 
 class DynamicLossScale:
     """A factor on the loss that keeps float16 gradients from vanishing, adjusted by trial.
 
-    It grows after `growth_steps` finite steps and shrinks at each overflow. Powers of two scale
-    exactly. A step is:
+    The factor grows after `growth_steps` finite steps and shrinks at each overflow. A power of two
+    scales without rounding. A step is:
 
         grads = jax.grad(lambda p: scaling.scale_loss(loss(p), scale_state))(params)
         finite = all_finite(grads)
@@ -74,7 +74,7 @@ class DynamicLossScale:
         scale_state = scaling.update(scale_state, finite)
 
     Raises:
-      ConfigError: min <= init <= max, growth > 1, 0 < backoff < 1 or growth_steps >= 1 is broken.
+      ConfigError: unless min <= init <= max, growth > 1, 0 < backoff < 1 and growth_steps >= 1.
     """
 
     init_scale: float = 2.0**15
@@ -108,7 +108,7 @@ class DynamicLossScale:
 
     def unscale(self, grads: Grads, state: LossScaleState) -> Grads:
         """Convert gradients of the scaled loss to float32 gradients of the loss."""
-        # Cast before the division: in float16 the unscaled gradient would vanish again.
+        # The cast comes before the division: in float16 the unscaled gradient would vanish again.
         return jax.tree.map(lambda g: g.astype(jnp.float32) / state.scale, grads)
 
     def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:

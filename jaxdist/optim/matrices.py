@@ -1,8 +1,8 @@
 """The matrices in a tree of parameters, and their exchange between devices that hold parts of them.
 
-A rule for whole matrices (Newton-Schulz) runs on one device for each matrix. Where shards split a
-matrix, an all-to-all brings its parts to its owner, and another takes the results back; where only
-the dims that count matrices are split (layers, heads), nothing is sent.
+An update rule for whole matrices (Newton-Schulz) runs on a single device for each matrix, its
+owner. Where shards split a matrix, an all-to-all brings its parts to the owner, and another returns
+the results. Where only the dims that count matrices are split (layers, heads), nothing is sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxdist.mesh import entry_names
 HEADS = ("heads", "kv_heads")
 """The dims that count attention heads."""
 Rule = Callable[[jax.Array], jax.Array]
-"""A function from matrices float32 `[K, m, n]` to matrices of the same shape."""
+"""A function from float32 matrices `[K, m, n]` to matrices of the same shape."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Matrices:
 
     Attributes:
       shape: shape of the tensor.
-      kept: positions of the dims whose every index is a separate matrix.
-      rows: positions of the dims that are a matrix's rows (its inputs), joined in order.
-      columns: positions of the dims that are its columns (its outputs).
+      kept: positions of the dims along which each index is a separate matrix.
+      rows: positions of the dims that together are the rows of a matrix (its inputs), in order.
+      columns: positions of the dims that together are the columns (the outputs), in order.
     """
 
     shape: tuple[int, ...]
@@ -43,17 +43,17 @@ class Matrices:
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """The positions of the dims of a matrix."""
+        """The positions of the dims inside a matrix, rows first."""
         return self.rows + self.columns
 
     @property
     def count(self) -> int:
-        """The number of matrices."""
+        """The number of matrices in the tensor."""
         return math.prod(self.shape[i] for i in self.kept)
 
     @property
     def size(self) -> tuple[int, int]:
-        """The numbers of rows and columns."""
+        """The numbers of rows and columns of each matrix."""
         rows, columns = (
             math.prod(self.shape[i] for i in dims) for dims in (self.rows, self.columns)
         )
@@ -63,10 +63,11 @@ class Matrices:
 def matrices_in(
     shape: Sequence[int], dims: Sequence[str | None], *, split_heads: bool = False
 ) -> Matrices | None:
-    """Return the matrices in a tensor; None where it is a vector besides the layers.
+    """Return the matrices in a tensor; None for a vector, or for a stack of the layers' vectors.
 
-    The last dim is the columns, all before it are the rows (of a convolution the window too). Heads
-    and the dim after them count as one dim, so that a projection to heads is one matrix.
+    The last dim is the columns and the dims before it are the rows, including the window of a
+    convolution. A dim of heads and the dim after it count as one dim, so that a projection to heads
+    is one matrix.
 
     Args:
       split_heads: whether each head of a projection to heads is a matrix of its own.
@@ -109,13 +110,13 @@ class Held:
 
     @property
     def filled(self) -> tuple[int, ...]:
-        """The tensor's shape, filled up so that all dims divide."""
+        """The tensor's shape, padded so that the parts of each dim are equal."""
         pairs = zip(self.of.shape, self.parts, strict=True)
         return tuple(-(-length // parts) * parts for length, parts in pairs)
 
     @property
     def local(self) -> tuple[int, ...]:
-        """The shape of a device's block."""
+        """The shape of a device's block of the padded tensor."""
         return tuple(n // parts for n, parts in zip(self.filled, self.parts, strict=True))
 
     @property
@@ -125,7 +126,7 @@ class Held:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes along which devices hold parts of the same matrices."""
+        """The mesh axes along which devices hold parts of the same matrices."""
         return tuple(axis for i in self.of.inner for axis in self.entries[i])
 
     @property
@@ -135,29 +136,29 @@ class Held:
 
     @property
     def block(self) -> tuple[int, ...]:
-        """The shape of a device's part of a matrix, dim by dim."""
+        """The shape of a device's part of a matrix, with the tensor's dims."""
         return tuple(self.local[i] for i in self.of.inner)
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """A key: tensors with the same key are sent together."""
+        """A key for grouping: tensors with equal keys are sent together."""
         inner = self.of.inner
         named = tuple((self.of.shape[i], self.entries[i], self.parts[i]) for i in inner)
         return len(self.of.rows), named
 
     def taken(self, block: jax.Array) -> jax.Array:
-        """Convert a device's block of the tensor to `[matrices, *part of a matrix]`."""
+        """Convert a device's block of the tensor to its matrix parts, `[matrices, *block]`."""
         moved = block.transpose(*self.of.kept, *self.of.inner)
         return moved.reshape(self.count, *self.block)
 
     def put(self, matrices: jax.Array) -> jax.Array:
-        """Invert `taken`."""
+        """Convert matrix parts back to the device's block of the tensor: the inverse of `taken`."""
         order = (*self.of.kept, *self.of.inner)
         moved = matrices.reshape(*(self.local[i] for i in order))
         return moved.transpose(*(order.index(i) for i in range(len(order))))
 
     def join(self, pieces: jax.Array) -> jax.Array:
-        """Join the pieces of all devices `[devices, K, *part]` to matrices `[K, m, n]`."""
+        """Join the parts from all devices, `[devices, K, *block]`, to K matrices `[K, m, n]`."""
         inner = self.of.inner
         count, block = pieces.shape[1], self.block
         apart = pieces.reshape(*(self.parts[i] for i in inner), count, *block)
@@ -168,7 +169,7 @@ class Held:
         return cut.reshape(count, *self.of.size)
 
     def part(self, matrices: jax.Array) -> jax.Array:
-        """Invert `join`."""
+        """Split matrices into the parts of all devices: the inverse of `join`."""
         inner, count = self.of.inner, matrices.shape[0]
         whole = matrices.reshape(count, *(self.of.shape[i] for i in inner))
         fill = [(0, 0), *((0, self.filled[i] - self.of.shape[i]) for i in inner)]
@@ -184,10 +185,10 @@ class Group:
     """The tensors whose matrices are sent together, and the owner of each matrix.
 
     Attributes:
-      members: positions of the tensors.
-      held: for each member, what a device holds.
-      last: for each device, the number of the matrix in its last slot, or None; empty where the
-        matrices divide over the devices.
+      members: positions of the tensors in the list that was planned.
+      held: for each member, the part of its matrices that a device holds.
+      last: for each device, the index of the matrix in its last slot, None if that slot is empty;
+        an empty tuple where the number of devices divides the number of matrices.
     """
 
     members: tuple[int, ...]
@@ -205,22 +206,22 @@ class Group:
 
     @property
     def full(self) -> int:
-        """The number of slots that every device fills."""
+        """The number of matrices that every device owns at least."""
         return self.count // self.devices
 
     @property
     def slots(self) -> int:
-        """The number of matrices of a device that has the most."""
+        """The number of slots on each device: the most matrices that any device owns."""
         return self.full + bool(self.last)
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that a device sends to the others in a step, in both directions, float32."""
+        """The float32 bytes that a device sends to others in a step, to the owners and back."""
         return 2 * (self.devices - 1) * self.slots * math.prod(self.held[0].block) * 4
 
     @cached_property
     def order(self) -> np.ndarray:
-        """For each device and slot, the number of a matrix; `count` for an empty slot."""
+        """The index of the matrix in each slot of each device; `count` for an empty slot."""
         found = np.arange(self.devices * self.full).reshape(self.devices, self.full)
         if not self.last:
             return found
@@ -228,7 +229,7 @@ class Group:
         return np.concatenate([found, np.array(column)[:, None]], axis=1)
 
     def apply(self, rule: Rule, blocks: Sequence[jax.Array]) -> list[jax.Array]:
-        """Apply `rule` to all matrices of the members' blocks, manual on all axes."""
+        """Apply `rule` to all matrices of the members' blocks, inside a manual `jax.shard_map`."""
         first = self.held[0]
         taken = [held.taken(block) for held, block in zip(self.held, blocks, strict=True)]
         mine = jnp.concatenate(taken) if len(taken) > 1 else taken[0]
@@ -244,32 +245,34 @@ class Group:
         """Send every matrix to its owner, apply the rule there, and send the results back."""
         first, block = self.held[0], mine.shape[1:]
         if self.last:
+            # An all-to-all needs as many slots on every device, so empty slots hold zeros.
             mine = jnp.concatenate([mine, jnp.zeros((1, *block), mine.dtype)])[self.order.ravel()]
         sent = mine.reshape(self.devices, self.slots, *block)
-        # matrices: K block/D -> K/D whole
+        # Before: a part of each of the K matrices. After: K / devices whole matrices.
         whole = first.join(jax.lax.all_to_all(sent, first.axes, 0, 0, tiled=True))
         done = rule(whole[: self.full]) if self.full else whole[:0]
         if self.last:
             owns = jnp.array([at is not None for at in self.last])
             alone = whole[self.full :]
-            # Without the branch, devices without a matrix would compute as much as its owner.
+            # Without the branch, devices whose last slot is empty would compute as much as owners.
             ruled = jax.lax.cond(owns[jax.lax.axis_index(first.axes)], rule, jnp.zeros_like, alone)
             done = jnp.concatenate([done, ruled])
-        # matrices: K/D whole -> K block/D
+        # Before: K / devices whole matrices. After: a part of each of the K matrices.
         back = jax.lax.all_to_all(first.part(done), first.axes, 0, 0, tiled=True)
         flat = back.reshape(-1, *block)
+        # A stable sort by matrix, in which the empty slots come last and are cut off.
         places = np.argsort(self.order.ravel(), kind="stable")[: self.count]
         return flat[places] if self.last else flat
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The plan by which devices share a rule for whole matrices.
+    """The plan by which devices divide the work of an update rule for whole matrices.
 
     Attributes:
-      axes: mesh axes that split any of the tensors.
+      axes: mesh axes that split at least one of the tensors.
       specs: partition spec of each tensor.
-      held: what a device holds of each.
+      held: the part of each tensor's matrices that a device holds.
     """
 
     mesh: Mesh | None
@@ -280,7 +283,7 @@ class Exchange:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that a device sends to the others in a step, float32."""
+        """The float32 bytes that a device sends to other devices in a step."""
         return sum(group.sent_bytes for group in self.groups)
 
     def apply(self, rule: Rule, tensors: Sequence[jax.Array]) -> list[jax.Array]:
@@ -297,6 +300,7 @@ class Exchange:
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if self.mesh is None or not self.axes:
             return run(list(tensors))
+        # `jax.shard_map` splits only dims that the number of parts divides.
         filled = [
             jnp.pad(x, [(0, n - own) for n, own in zip(held.filled, x.shape, strict=True)])
             for x, held in zip(tensors, self.held, strict=True)
@@ -322,9 +326,9 @@ def plan_matrices(
 ) -> Exchange:
     """Plan the owner of every matrix.
 
-    Each device of a group gets as many matrices as divide over them. Those left over go one by one,
-    the most expensive first, to the device with the least work (Graham 1969, longest processing
-    time first).
+    The devices of a group own equal numbers of its matrices, as far as they can be divided equally.
+    The remaining matrices are given out one by one, the most expensive first, each to the device
+    with the least work (Graham 1969, longest processing time first).
 
     Args:
       specs: partition spec of each tensor.
@@ -353,7 +357,7 @@ def plan_matrices(
 
 
 def held_of(of: Matrices, spec: PartitionSpec, mesh: Mesh | None) -> Held:
-    """Return what a device holds of a tensor's matrices."""
+    """Return the part of a tensor's matrices that each device holds."""
     sizes: Mapping[str, int] = {} if mesh is None else dict(mesh.shape)
     whole = [*spec, *(None,) * (len(of.shape) - len(spec))]
     entries = tuple(tuple(a for a in entry_names(entry) if sizes[a] > 1) for entry in whole)

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), and AdamW for the rest."""
+"""Muon for matrices (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), else AdamW."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Masks, OptState, Params, PyTree, Updates
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of a step of Newton-Schulz: steep at 0, so that few steps suffice; singular values
-end between about 0.7 and 1.2 and not at 1."""
+"""Coefficients of a Newton-Schulz step. Their polynomial is steep at 0, so that few steps suffice;
+singular values end between about 0.7 and 1.2 instead of at 1."""
 UPDATE_RMS = 0.2
-"""The usual root mean square of AdamW's updates (Liu et al. 2025, arXiv 2502.16982, 2.2)."""
+"""The usual root mean square of AdamW's updates (Liu et al. 2025, arXiv 2502.16982, section
+2.2)."""
 ENDS = ("vocab", "classes")
-"""Dims of embeddings and heads, which AdamW updates."""
+"""Dims that only embeddings and output heads have; AdamW updates parameters with such a dim."""
 BATCH = 2**24
-"""The least number of elements of the matrices that are computed at once, where there are more."""
+"""Number of elements in a batch of matrices: more matrices are computed in several batches."""
 
 Scale = Literal["match_rms", "spectral"]
 
@@ -40,7 +41,7 @@ def newton_schulz(matrices: jax.Array, steps: int = 5, *, eps: float = 1e-8) -> 
     """Replace the singular values of each matrix of `[K, m, n]` by values near 1.
 
     X <- X / (||X||_F + eps); then, `steps` times, A = X X^T, X <- a X + (b A + c A^2) X, on the
-    transposed matrix where m > n. Cost: see `newton_schulz_flops`.
+    transposed matrix where m > n, since X X^T is then smaller. Cost: see `newton_schulz_flops`.
 
     >>> found = newton_schulz(jnp.array([[[3.0, 0.0], [0.0, -0.5]]]))[0]
     >>> [round(float(x), 2) for x in (found[0, 0], found[1, 1])]
@@ -57,7 +58,9 @@ def newton_schulz(matrices: jax.Array, steps: int = 5, *, eps: float = 1e-8) -> 
 
 
 def newton_schulz_flops(size: tuple[int, int], steps: int = 5) -> float:
-    """Return the FLOPs of `newton_schulz` on a matrix: steps (4 m^2 n + 2 m^3), m its shorter side.
+    """Return the FLOPs of `newton_schulz` on a matrix whose shorter side is m.
+
+    They are steps (4 m^2 n + 2 m^3).
 
     >>> newton_schulz_flops((2, 3), steps=1)
     64.0
@@ -75,14 +78,14 @@ class MuonState(NamedTuple):
 
 @dataclass(frozen=True)
 class Orthogonalized:
-    """Momentum of matrices, orthogonalized: Muon without decay and learning rate.
+    """The orthogonalized momentum of matrices: Muon without weight decay and learning rate.
 
-    m <- b m + (1 - b) g; the update is scale newton_schulz(m), or with Nesterov's momentum that of
-    b m / (1 - b^(t + 1)) + (1 - b) g / (1 - b^t) in step t, as in `optax.contrib.muon`.
+    m <- b m + (1 - b) g; the update is scale newton_schulz(m). With Nesterov's momentum, b m / (1 -
+    b^(t + 1)) + (1 - b) g / (1 - b^t) takes the place of m in step t, as in `optax.contrib.muon`.
 
     Attributes:
       matrices: the matrices in each parameter, by name.
-      exchange: exchange of the matrices between devices, for parameters in the same order.
+      exchange: the exchange of the matrices between devices, with parameters in the same order.
     """
 
     matrices: Mapping[str, Matrices]
@@ -115,7 +118,7 @@ class Orthogonalized:
         return moves, MuonState(count, mu)
 
     def _rule(self, matrices: jax.Array) -> jax.Array:
-        """Call `newton_schulz` on a few matrices at a time, so that temporaries stay small."""
+        """Call `newton_schulz` on a few matrices at a time, so that its temporaries stay small."""
         at_once = max(1, BATCH // math.prod(matrices.shape[1:]))
         rule = partial(newton_schulz, steps=self.steps, eps=self.eps)
         if len(matrices) <= at_once:
@@ -130,44 +133,44 @@ class Orthogonalized:
 
 
 class MuonAdamW(Config):
-    """AdamW for vectors, embeddings and heads."""
+    """The settings of AdamW, which updates vectors, embeddings and output heads."""
 
     params: tuple[str, ...] = ()
-    """Patterns of names of further parameters that AdamW updates, for example those of a head whose
-    dims have no names."""
+    """Patterns for the names of further parameters that AdamW updates, for example of an output
+    head whose dims have no names."""
     rate: PositiveFloat = 1.0
-    """Factor on the learning rate."""
+    """Factor on the learning rate of the parameters that AdamW updates."""
     b1: Beta = 0.9
     """Decay of the first moment."""
     b2: Beta = 0.95
     """Decay of the second moment."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Small number added to the square root of the second moment."""
 
 
 class MuonConfig(OptimizerConfig):
-    """Muon: momentum whose matrices are orthogonalized; AdamW for embeddings, norms and heads."""
+    """Muon, which orthogonalizes the momentum of matrices, and AdamW for all other parameters."""
 
     type: Literal["muon"]
     """Selects this optimizer."""
     momentum: Beta = 0.95
     """Decay of the momentum."""
     nesterov: bool = True
-    """Look ahead along the momentum."""
+    """Use Nesterov's momentum, which looks one step ahead."""
     ns_steps: Count = 5
-    """Number of steps of Newton-Schulz."""
+    """Number of Newton-Schulz steps, which bring the singular values near 1."""
     eps: PositiveFloat = 1e-8
-    """Added to the norm by which Newton-Schulz divides."""
+    """Small number added to the norm by which Newton-Schulz first divides a matrix."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled decay, times the learning rate; biases and norm scales are left out."""
+    """Decoupled weight decay, scaled by the learning rate; biases and norm scales do not decay."""
     scale: Scale = "match_rms"
-    """`match_rms` gives a matrix's updates the root mean square of AdamW's, so that both share a
-    learning rate; `spectral` multiplies them by sqrt(max(1, outputs / inputs)), for a learning rate
-    of its own (set adamw.rate)."""
+    """Size of the updates of matrices: `match_rms` gives them the root mean square of AdamW's
+    updates, so that both share a learning rate; `spectral` multiplies them by sqrt(max(1, outputs /
+    inputs)), which needs another learning rate than AdamW's (set adamw.rate)."""
     split_heads: bool = False
     """Treat each head of the query, key and value projections as a matrix of its own."""
     adamw: MuonAdamW = MuonAdamW()
-    """AdamW for vectors, embeddings and heads."""
+    """The settings of AdamW, which updates vectors, embeddings and output heads."""
 
     @property
     def whole_matrices(self) -> bool:
@@ -194,10 +197,10 @@ class MuonConfig(OptimizerConfig):
         return plan_matrices(list(found.values()), specs, mesh, cost)
 
     def explain(self, tree: NamedParams) -> tuple[str, ...]:
-        """Describe in two lines which parameters are matrices, and which AdamW updates.
+        """Name the parameters that Muon updates in a line, and those of AdamW in another.
 
         Raises:
-          ConfigError: no parameter is a matrix; a pattern of `adamw.params` without effect.
+          ConfigError: no parameter is a matrix; a pattern of `adamw.params` matches no matrix.
         """
         found = self.matrices(tree)
         every = self.model_copy(update={"adamw": MuonAdamW()}).matrices(tree)
@@ -222,7 +225,7 @@ class MuonConfig(OptimizerConfig):
         )
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
-        """The update rule for a learning-rate schedule on these parameters."""
+        """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
         found = self.matrices(tree)
         labels = _by_name(tree.params, lambda name: "muon" if name in found else "adamw")
         decays = dict(flatten_with_names(decay_mask(tree.params, tree.dims)))
@@ -258,6 +261,6 @@ class MuonConfig(OptimizerConfig):
 
 
 def _by_name(tree: PyTree, value: Callable[[str], Any]) -> PyTree:
-    """Return a tree with a value for the name of each leaf."""
+    """Return a tree of the same structure with `value(name)` in the place of each leaf."""
     named = flatten_with_names(tree)
     return jax.tree.unflatten(jax.tree.structure(tree), [value(name) for name, _ in named])

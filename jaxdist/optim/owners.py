@@ -1,8 +1,9 @@
-"""The parameter that each leaf of an optimizer's state belongs to, and its dims that the leaf has.
+"""The owner of each leaf of an optimizer's state: a parameter, and its dims that the leaf has.
 
-Moments are shaped like their parameter. Other optimizers keep a part of it (Adafactor's means over
-rows and over columns, a norm), several copies (L-BFGS), or something else. The sharding of a leaf,
-and the form in which it is stored, follow from the parameter's dims that the leaf still has.
+Moments have the shape of their parameter. Some optimizers keep leaves with only a part of its dims
+(Adafactor's means over rows and over columns, a norm), several copies (L-BFGS), or other shapes.
+The sharding of a leaf, and the form in which it is stored, follow from the dims that it shares with
+its parameter.
 """
 
 from __future__ import annotations
@@ -20,36 +21,36 @@ from jaxdist.types import Leaf, OptState, Params, PyTree
 
 @dataclass(frozen=True)
 class Owner:
-    """The parameter that a leaf belongs to.
+    """The parameter to which a leaf belongs.
 
     Attributes:
-      name: name of the parameter, '/'-joined.
-      dims: for each dim of the leaf, its index among the parameter's dims; None if it is another
-        dim or unknown.
+      name: '/'-joined name of the parameter.
+      dims: for each dim of the leaf, the index of the parameter's dim that it is; None for a dim
+        that the parameter lacks, or that is ambiguous.
     """
 
     name: str
     dims: tuple[int | None, ...]
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """The leaf's partition spec from the parameter's: split where the parameter is."""
+        """Derive the leaf's partition spec from that of the parameter, dim by dim."""
         entries = dict(enumerate(spec))
         return PartitionSpec(*(None if dim is None else entries.get(dim) for dim in self.dims))
 
     def place_of(self, dim: int | None) -> int | None:
-        """Return the leaf's index of a dim of the parameter; None where the leaf lacks it."""
+        """Return the position in the leaf of a dim of the parameter; None if the leaf lacks it."""
         return self.dims.index(dim) if dim is not None and dim in self.dims else None
 
 
 def owners(state: OptState, params: Params, stacked: Collection[str] = ()) -> PyTree:
-    """Return a tree like an optimizer's state with the `Owner` of each leaf; None where none.
+    """Return the `Owner` of each leaf of an optimizer's state, or None, as a tree like the state.
 
-    A leaf belongs to the parameter whose path is part of its own path: optax's states hold trees
-    like that of the parameters, with parts missing (`optax.masked`) or replaced.
+    A leaf belongs to the parameter whose path is part of the leaf's own path: optax's states hold
+    trees like that of the parameters, with parts missing (`optax.masked`) or replaced.
 
     Args:
-      stacked: names of the parameters whose first dim counts layers; the first dim of the state of
-        such a parameter counts layers too (`jaxdist.optim.stacks`).
+      stacked: names of the parameters whose first dim counts layers; the leaves that belong to such
+        a parameter then also begin with a dim of layers (`jaxdist.optim.stacks`).
 
     >>> w = jax.ShapeDtypeStruct((4, 3), "float32")
     >>> mean = jax.ShapeDtypeStruct((3,), "float32")
@@ -63,7 +64,7 @@ def owners(state: OptState, params: Params, stacked: Collection[str] = ()) -> Py
 
 
 def of_params(params: Params) -> PyTree:
-    """Return `owners` of the parameters themselves: each leaf belongs to itself."""
+    """Return a tree of owners for the parameters themselves, each of which belongs to itself."""
     found = [Owner(name, tuple(range(leaf.ndim))) for name, leaf in flatten_with_names(params)]
     return jax.tree.unflatten(jax.tree.structure(params), found)
 
@@ -72,7 +73,8 @@ def _owner(
     path: str, leaf: Leaf, shapes: Mapping[str, tuple[int, ...]], stacked: Collection[str]
 ) -> Owner | None:
     keys = path.split("/")
-    # The longest name wins, at its last position: keys before the name belong to the state itself.
+    # The longest name wins, at its last position in the path: the state's own keys come before it,
+    # and may have the name of a parameter by chance.
     for length in range(len(keys), -1, -1):
         for first in range(len(keys) - length, -1, -1):
             name = "/".join(keys[first : first + length])
@@ -86,10 +88,10 @@ def _owner(
 
 
 def kept_dims(shape: Sequence[int], of: Sequence[int]) -> tuple[int | None, ...]:
-    """Match the dims of a leaf of `shape` to those of a parameter of shape `of`, by length only.
+    """Match the dims of a leaf to those of its parameter by their lengths, given both shapes.
 
-    A leaf has all of the parameter's dims after others, or some of them in order; a dim with
-    several possible matches is None.
+    A leaf has either all of the parameter's dims, after some of its own, or some of them in order.
+    The result has None for a dim with several possible matches.
 
     >>> kept_dims((10, 4, 3), (4, 3)), kept_dims((4, 3), (4, 8, 3)), kept_dims((5, 5), (2, 3))
     ((None, 0, 1), (0, 2), (None, None))

@@ -1,4 +1,4 @@
-"""Training in two bytes: float32 master weights, bfloat16 moments, stochastic rounding."""
+"""Training with two bytes a number: master weights, bfloat16 moments, stochastic rounding."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     """Round float32 to bfloat16, up or down at random, so that the mean of the result is `x`.
 
-    Of the two neighbours in bfloat16 the upper one is drawn with probability (x - lower) /
-    (upper - lower); a representable value, NaN and infinities stay. Values beyond the largest
-    bfloat16 are cut to it. Cost: 16 random bits an element.
+    The result is one of the two neighbours in bfloat16, the upper with probability (x - lower) /
+    (upper - lower). Representable values, NaN and infinities do not change. Values beyond the
+    largest bfloat16 are rounded to it. Cost: 16 random bits for each element.
 
     >>> stochastic_round(jnp.float32([1.5, -2.0, jnp.inf]), jax.random.key(0)).tolist()
     [1.5, -2.0, inf]
@@ -34,15 +34,17 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     def upper_half(word: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type((word >> 16).astype(jnp.uint16), jnp.bfloat16)
 
-    # Magnitudes are ordered like their bits, so a carry out of the lower half is the next value up.
+    # Positive floats are ordered like their bits, so a carry out of the lower half gives the next
+    # larger magnitude.
     rounded, cut = upper_half(bits + noise), upper_half(bits)
     rounded = jnp.where(jnp.isfinite(rounded), rounded, cut)
-    # Noise in the low bits could turn an infinity into a NaN, so these values are only cast.
+    # Noise in the low bits could turn a NaN into an infinity or a zero, so values that are not
+    # finite are only cast.
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
 class MomentsState(NamedTuple):
-    """The inner state with bfloat16 moments, and the number of steps (int32), which is the seed."""
+    """The inner state with bfloat16 moments, and the number of steps (int32), which seeds noise."""
 
     inner: OptState
     step: Scalar
@@ -54,12 +56,13 @@ def bf16_moments(
     """Keep the float32 moments of `inner` in bfloat16 between steps, stochastically rounded.
 
     Moments are the leaves of the state that belong to a parameter. With b2 = 0.999 a second moment
-    decreases by at most 1/1000 of itself in a step, a change that rounding to nearest (steps of
-    1/256) would always undo. Inside `jax.shard_map` all shards of a tensor draw the same noise, and
-    each is unbiased.
+    decreases by at most 1/1000 of itself in a step. Neighbouring bfloat16 values differ by about
+    1/256, so rounding to nearest would always undo that change. Inside `jax.shard_map` all shards
+    of a tensor draw the same noise, and each is unbiased.
 
     Raises:
-      ConfigError: `inner` holds master weights, which must stay float32; wrap it the other way.
+      ConfigError: `inner` holds master weights, which must stay float32; `master_weights` must be
+        the outer wrapper.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -114,7 +117,7 @@ def _widened(state: OptState, like: Params) -> OptState:
 
 
 class MasterState(NamedTuple):
-    """The float32 parameters, and the inner state, which sees them instead of narrow parameters."""
+    """The float32 parameters, and the state of the inner transformation, which updates them."""
 
     master: Params
     inner: OptState
@@ -131,7 +134,7 @@ def _holds_master(state: OptState) -> bool:
 def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Round float32 values to the nearest value of `dtype`, and return them as float32.
 
-    A cast to `dtype` and back may be optimized away, since XLA allows excess precision.
+    XLA may remove a plain cast to `dtype` and back, since it allows excess precision.
     """
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
@@ -144,12 +147,12 @@ def master_weights(
     """Run `inner` on float32 parameters kept in the state, for a model that computes in `dtype`.
 
     After `optax.apply_updates` the narrow parameters are the master weights rounded to nearest, to
-    the bit, provided that they were before the step: `init` accepts float32 parameters, and the
-    model then starts from their rounded values. (There is one exception, off by at most 2**-23 of
-    the old value for one step: a parameter that was rounded up to a power of two, and whose update
-    nearly cancels it. From there no float32 update leads to every narrow value.) The updates are
-    float32, since their sum with the narrow parameters would otherwise round twice. Gradients may
-    have any floating dtype.
+    the bit, if they were so before the step. `init` accepts float32 parameters, and the model then
+    starts from their rounded values. There is one exception: a parameter that was rounded up to a
+    power of two, and whose update nearly cancels it, is off by at most 2**-23 of its old value for
+    one step, since no float32 update leads from there to every narrow value. The updates are
+    float32, since their sum with the narrow parameters would otherwise be rounded twice. Gradients
+    may have any floating dtype.
 
     Raises:
       ConfigError: a dtype other than bfloat16 and float16; params that are missing or not `dtype`.
@@ -168,7 +171,8 @@ def master_weights(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Params) -> MasterState:
-        # Copy even float32 parameters, since params and state may both be donated.
+        # Float32 parameters are copied too: params and state may both be donated, and a buffer
+        # cannot be donated twice.
         master = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
         return MasterState(master, inner.init(master))
 
@@ -179,9 +183,9 @@ def master_weights(
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         updates, moved = inner.update(wide, state.inner, state.master, **extra)
         master = optax.apply_updates(state.master, updates)
-        # Exact except in the docstring's case: narrow values are either close to each other or
-        # differ by a whole number of the unit in which the master was added up, so that neither
-        # the difference nor the sum rounds.
+        # The difference is exact, but for the docstring's exception: narrow values are close to
+        # each other, or differ by a whole number of units of the float32 sum, so that neither the
+        # difference nor `optax.apply_updates` rounds.
         steps = jax.tree.map(
             lambda w, p: _rounded(w, narrow) - p.astype(jnp.float32), master, params
         )

@@ -1,11 +1,12 @@
-"""Safe steps: bad batches (NaN, spikes, no weight) are skipped; gradients are clipped.
+"""Safe steps: clipping of gradients, and skipping of bad batches (NaN, spikes, no weight).
 
-Everything is a pure function or an `optax.GradientTransformationExtraArgs` and runs under jit with
-no transfer to the host. With `precision.py`, outermost first, the wrappers nest as
+Each function is pure or returns an `optax.GradientTransformationExtraArgs`, and runs under jit
+without a transfer to the host. Together with the wrappers of `precision.py` they are nested in this
+order:
 
     skip_nonfinite(skip_spikes(master_weights(bf16_moments(optax.adamw(1e-3)))))
 
-Automatic sharding needs nothing else. Inside `jax.shard_map`, where a device sees only its shards,
+Under automatic sharding this suffices. Inside `jax.shard_map`, where a device sees only its shards,
 pass the partition specs of the gradients: all devices then make the same decision, at the cost of
 an all-reduce of a single number.
 """
@@ -44,11 +45,11 @@ def _wide_square(x: jax.Array) -> jax.Array:
 
 
 def global_norm(tree: PyTree, specs: Specs = None) -> jax.Array:
-    """Compute the Euclidean norm of all leaves together, summed in float32 whatever their dtype.
+    """Compute the Euclidean norm of all leaves together, summed in float32 for every dtype.
 
     Args:
       specs: the leaves' partition specs inside `jax.shard_map`; they cost an all-reduce of 4 bytes,
-        and a leaf counts once however many devices hold a copy.
+        in which a leaf counts once even if several devices hold copies.
 
     >>> float(global_norm({"w": jnp.full((4,), 300, jnp.float16)}))
     600.0
@@ -57,10 +58,10 @@ def global_norm(tree: PyTree, specs: Specs = None) -> jax.Array:
 
 
 def global_norm_of_shards(tree: PyTree, shardings: Shardings) -> jax.Array:
-    """Compute `global_norm` under automatic sharding, of leaves placed by `shardings`.
+    """Compute `global_norm` under automatic sharding, for leaves with these shardings.
 
-    XLA would send a sum of squares for each leaf; here a single number is sent for all leaves that
-    the devices hold in equal parts.
+    XLA would reduce a sum of squares for each leaf separately. This function reduces a single
+    number for all leaves that are split into equal parts.
     """
     leaves, placed = jax.tree.leaves(tree), jax.tree.leaves(shardings)
     split = [i for i, s in enumerate(placed) if _axes(s.spec) and _divides(leaves[i], s)]
@@ -82,13 +83,13 @@ def _divides(leaf: jax.Array, sharding: NamedSharding) -> bool:
     parts = sharding.mesh.shape
     return all(
         length % math.prod(parts[name] for name in entry_names(entry)) == 0
-        # A spec may be shorter than the shape: the dims beyond it are whole.
+        # A spec may have fewer entries than the shape has dims; the last dims are then not split.
         for length, entry in zip(leaf.shape, sharding.spec, strict=False)
     )
 
 
 def total_square(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> jax.Array:
-    """Add up all squares; with specs, over all devices' shards inside `jax.shard_map`."""
+    """Add up the squares of all elements; `specs` add the shards of other devices to the sum."""
     # Squares of float16 values above 255 overflow, so each value is widened before it is squared.
     squares = [jnp.sum(_wide_square(x)) for x in leaves]
     axes = _all_axes(specs)
@@ -96,15 +97,15 @@ def total_square(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) ->
         return sum(squares, start=jnp.float32(0))
     total = jnp.float32(0)
     for square, spec in zip(squares, specs, strict=True):
-        # The sum below goes over all axes at once, also over those along which this leaf is only
-        # copied, which would count each copy.
+        # The all-reduce below sums over all axes at once. Along some of them devices may hold
+        # copies of this leaf, each of which would count, so its square is divided by their number.
         copies = set(axes) - _axes(spec)
         total += square / (lax.axis_size(tuple(copies)) if copies else 1)
     return lax.psum(total, axes)
 
 
 def all_finite(tree: PyTree, specs: Specs = None) -> jax.Array:
-    """Return whether no element of any leaf is NaN or infinite, as a bool scalar.
+    """Return whether all elements of all leaves are finite, as a bool scalar.
 
     Args:
       specs: the leaves' partition specs inside `jax.shard_map`; they cost an all-reduce of 4 bytes.
@@ -112,26 +113,27 @@ def all_finite(tree: PyTree, specs: Specs = None) -> jax.Array:
     fine = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
     ok = jnp.all(jnp.stack(fine)) if fine else jnp.array(True)
     axes = _all_axes(specs)
-    # A count of the devices with a bad value, since a sum of bools is not defined.
+    # The all-reduce counts the devices with a bad value, since jax has no logical all-reduce.
     return lax.psum(jnp.int32(~ok), axes) == 0 if axes else ok
 
 
 class SkipSpikesConfig(Config):
-    """Which gradients are too large to apply."""
+    """The limit above which gradients are too large to apply."""
 
     factor: Annotated[float, Field(gt=1)] = 4.0
-    """Skip a step whose gradient norm exceeds this many times the recent mean."""
+    """Multiple of the recent mean gradient norm above which a step is skipped."""
     window: Count = 100
-    """Steps over which the mean is taken; none of the first `window` steps is skipped."""
+    """Number of steps over which the mean is taken; none of the first `window` steps is skipped
+    for a large norm."""
 
 
 def clip_to_norm(
     inner: optax.GradientTransformation, limit: float | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Apply `inner` to gradients scaled down to the global norm `limit` if their norm is larger.
+    """Apply `inner` to gradients that are scaled down to the global norm `limit` if it is exceeded.
 
     Pass the norm as `grad_norm` if it is already known, which saves a read of the gradients. The
-    state is that of `inner`. A limit of None never scales.
+    state is that of `inner`. With a limit of None gradients are never scaled.
 
     >>> tx = clip_to_norm(optax.sgd(1.0), 0.5)
     >>> float(tx.update(jnp.float32(2), tx.init(jnp.float32(0)))[0])
@@ -157,30 +159,30 @@ def clip_to_norm(
 
 
 RuleMemory: TypeAlias = Any
-"""The memory of a rule for skipping from step to step: a tree of arrays, or None."""
+"""The values that a rule for skipping keeps between steps: a tree of arrays, or None."""
 
 
 class SkipState(NamedTuple):
-    """The inner state, int32 counters, and the rule's memory."""
+    """The inner state, int32 counters of skipped steps, and the memory of the rule for skipping."""
 
     inner: OptState
     skipped: jax.Array
-    """Steps skipped since the start."""
+    """Number of steps skipped since the start."""
     consecutive: jax.Array
-    """Steps skipped since the last accepted step."""
+    """Number of steps skipped since the last accepted step."""
     rule: RuleMemory
 
 
 SkipRule = Callable[[Grads, RuleMemory], tuple[jax.Array, RuleMemory]]
-"""Function from (gradients, memory) to (whether to accept the step, a bool scalar; the next
+"""Function from (gradients, memory) to (a bool scalar that is true to accept the step, the next
 memory)."""
 
 
 def _stay(update: jax.ShapeDtypeStruct, grad: jax.Array) -> jax.Array:
-    """Return the update that changes nothing: x + -0.0 is x to the bit, also for x = -0.0."""
+    """Return an update of -0.0, which changes nothing: x + -0.0 is x to the bit, also for -0.0."""
     still = jnp.full(update.shape, -0.0, update.dtype)
-    # The choice has no effect, but both branches of a cond must vary over the same manual axes, and
-    # the gradients do.
+    # The choice has no effect on the value, but makes it vary over the gradients' manual axes: both
+    # branches of a `lax.cond` must vary over the same axes.
     return jnp.where(grad == 0, still, still)
 
 
@@ -217,7 +219,7 @@ def _counted(inner: OptState, state: SkipState, accept: jax.Array, memory: RuleM
 
 
 def count_skips(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Give `inner` a `SkipState`, for steps that are skipped from outside (`skipped_once`)."""
+    """Wrap the state of `inner` in a `SkipState`, for skips decided elsewhere (`skipped_once`)."""
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Params) -> SkipState:
@@ -257,9 +259,9 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Apply `inner`, but change nothing in a step with any NaN or infinity among its gradients.
 
-    In such a step the updates are zero and the inner state is unchanged to the bit; the state
-    (`SkipState`) counts it. Cost: a further read of the gradients, and a write of the updates,
-    since nothing fuses across the branch.
+    In such a step the updates are zero, the inner state is unchanged to the bit, and the outer
+    state (`SkipState`) counts the step. Cost: another read of the gradients, and a write of the
+    updates, since XLA does not fuse across the branch.
 
     >>> tx = skip_nonfinite(optax.sgd(1.0))
     >>> updates, state = tx.update({"w": jnp.array(jnp.nan)}, tx.init({"w": jnp.array(2.0)}))
@@ -283,12 +285,12 @@ def skip_spikes(
     window: int = 100,
     specs: Specs = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Apply `inner`, but skip a step whose gradient norm exceeds `factor` times the mean.
+    """Apply `inner`, but skip a step whose gradient norm exceeds `factor` times the running mean.
 
-    The mean is plain over the first `window` steps, in which no finite norm is skipped, and
-    exponential with decay 1 - 1 / `window` afterwards. A skipped norm enters the mean as `factor`
-    times the mean, so that a lasting change of level is accepted in the end. A norm that is not
-    finite is always skipped and never enters the mean.
+    The mean is the arithmetic mean over the first `window` steps, in which no finite norm is
+    skipped, and a moving average with decay 1 - 1 / `window` afterwards. A skipped norm enters the
+    mean as `factor` times the mean, so that a lasting change of level is accepted in the end. A
+    norm that is not finite is always skipped and never enters the mean.
 
     Raises:
       ConfigError: a factor that is not above 1 or not finite; a window under 1.
@@ -300,7 +302,7 @@ def skip_spikes(
 
     def rule(grads: Grads, seen: NormMean) -> tuple[jax.Array, NormMean]:
         norm = global_norm(grads, specs)
-        # A mean of zero (all gradients were zero so far) gives no limit.
+        # A mean of zero, after gradients that were all zero, would make every later step a spike.
         known = (seen.count >= window) & (seen.mean > 0)
         limit = jnp.where(known, factor * seen.mean, jnp.inf)
         usable = jnp.isfinite(norm)
@@ -321,7 +323,7 @@ def skip_states(state: OptState) -> list[SkipState]:
 
 
 def check_skips(consecutive: int, skipped: int, *, max_consecutive: int) -> None:
-    """End a run that only skips, by the counters of a `SkipState` on the host.
+    """End a run that skips too many steps in a row, given the counters of its `SkipState`.
 
     Raises:
       RunError: more than `max_consecutive` consecutive steps were skipped.

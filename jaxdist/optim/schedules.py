@@ -18,14 +18,14 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class ScheduleConfig(Config):
-    """Warm-up from 0 to the peak over `warmup_steps`, then decay until the last step."""
+    """A linear warm-up to the peak over `warmup_steps`, then a decay until the end of the run."""
 
     type: Literal["constant", "cosine", "linear", "poly"] = "cosine"
-    """Shape of the decay."""
+    """Shape of the decay after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps of linear warm-up."""
+    """Number of steps of linear warm-up."""
     end_fraction: Fraction = 0.0
-    """Learning rate of the last step, as a fraction of the peak."""
+    """Learning rate at the end of the decay, as a fraction of the peak."""
     power: Annotated[float, Field(gt=0)] | None = None
     """Exponent of `poly`; null is 1."""
 
@@ -39,13 +39,13 @@ class ScheduleConfig(Config):
 
 
 def build_schedule(config: ScheduleConfig, *, peak: float, total_steps: int) -> optax.Schedule:
-    """Build the function from step (0-based) to learning rate.
+    """Build the function from a step (0-based) to its learning rate.
 
     >>> lr = build_schedule(ScheduleConfig(type="linear", warmup_steps=2), peak=1.0, total_steps=4)
     >>> [round(float(lr(step)), 3) for step in range(5)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
 
-    A run that is shorter than its warm-up takes the same rates, step by step, until it ends.
+    A run that is shorter than its warm-up ends within it, at the same rates as a longer run.
     """
     warmup, decay_steps = config.warmup_steps, total_steps - config.warmup_steps
     end = peak * config.end_fraction
@@ -59,7 +59,8 @@ def build_schedule(config: ScheduleConfig, *, peak: float, total_steps: int) -> 
         decay = optax.polynomial_schedule(peak, end, power, decay_steps)
     if not warmup:
         return decay
-    # The first step already moves: warm-up step i (0-based) has (i + 1) / warmup of the peak.
+    # Step i (0-based) has the rate peak * (i + 1) / warmup, so that the first step is not lost at a
+    # rate of 0.
     ramp = optax.linear_schedule(peak / warmup, peak, warmup - 1) if warmup > 1 else decay
     return optax.join_schedules([ramp, decay], [warmup])
 
@@ -68,8 +69,8 @@ class StepClock:
     """The number of skipped steps of a run, which a schedule adds to an optimizer's own count.
 
     An optimizer counts its updates. A schedule counts steps, since warm-up, decay, batch sizes and
-    the end of a run are planned in steps. The difference is known only while an update is traced,
-    and no optax transformation accepts it as an argument.
+    the end of a run are planned in steps. The difference between the two is known only while an
+    update is traced, and no optax transformation takes it as an argument, so this object holds it.
 
     >>> clock = StepClock()
     >>> doubled = clock.by_steps(lambda step: 2 * step)
@@ -83,7 +84,7 @@ class StepClock:
 
     @contextmanager
     def behind(self, skipped: Scalar | None) -> Iterator[None]:
-        """Trace an update that comes after `skipped` skipped steps; None adds nothing."""
+        """Let schedules add `skipped` to their counts inside the context; None adds nothing."""
         before, self._skipped = self._skipped, skipped
         try:
             yield
@@ -91,11 +92,12 @@ class StepClock:
             self._skipped = before
 
     def by_steps(self, schedule: optax.Schedule) -> optax.Schedule:
-        """Convert a schedule of steps to a schedule of an optimizer's updates."""
+        """Convert a schedule of steps to a schedule of updates, for an optimizer's own count."""
 
         def of_updates(count: ArrayLike) -> jax.Array:
-            # Add nothing where nothing is skipped: the compiled programs stay the same, and a
-            # constant schedule's Python number must stay one, because it has no dtype of its own.
+            # Without skips even 0 is not added, so that compiled programs stay the same. The result
+            # is not made an array: a constant schedule's Python number has no dtype that could
+            # widen the updates.
             return cast(
                 jax.Array, schedule(count if self._skipped is None else count + self._skipped)
             )

@@ -1,4 +1,4 @@
-"""The layer-wise trust ratio: the distance a layer may move, as a fraction of its own norm."""
+"""The layer-wise trust ratio, which scales an update of a layer to the norm of its weights."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jaxdist.types import Masks, OptState, Params, PyTree, Specs, Updates
 Bounds = tuple[float, float]
 UNBOUNDED: Bounds = (0.0, math.inf)
 Mask = bool | Masks | Callable[[Params], Masks]
-"""True or False for all leaves, a tree (or prefix) of bools, or a function from parameters to a
-tree."""
+"""A bool for all leaves, a tree (or prefix of a tree) of bools, or a function from the parameters
+to such a tree."""
 
 
 class NormPair(NamedTuple):
-    """The L2 norms of a leaf's weights and of their update, for each layer, in float32."""
+    """The L2 norms of the weights and of the update of each layer in a leaf, in float32."""
 
     weight: jax.Array
     update: jax.Array
@@ -32,9 +32,9 @@ class NormPair(NamedTuple):
 def layer_norms(
     pairs: Sequence[tuple[jax.Array, jax.Array]], leaves: Sequence[LayeredLeaf]
 ) -> list[NormPair]:
-    """Compute the norms of weights and update for each leaf and layer, exact over shards.
+    """Compute the norms of weights and update for each layer of each leaf, over all its shards.
 
-    Cost: one all-reduce for the tree (see `add_shards`), none where no leaf is split.
+    Cost: one all-reduce for the tree (see `add_shards`), or none if no leaf is split.
     """
     return norms_of([leaf.squares(*pair) for leaf, pair in zip(leaves, pairs, strict=True)], leaves)
 
@@ -42,26 +42,26 @@ def layer_norms(
 def norms_of(
     squares: Sequence[tuple[jax.Array, ...]], leaves: Sequence[LayeredLeaf]
 ) -> list[NormPair]:
-    """Compute norms from this device's sums of squares."""
+    """Compute the norms of `layer_norms` from this device's sums of squares."""
     return [NormPair(*map(jnp.sqrt, pair)) for pair in add_shards(squares, leaves)]
 
 
 def clip_global_norm(
     grads: Sequence[jax.Array], leaves: Sequence[LayeredLeaf], max_norm: float
 ) -> list[jax.Array]:
-    """Scale the gradients down to a global norm if theirs is larger; at most one all-reduce."""
+    """Scale the gradients down to the global norm `max_norm`, by at most one all-reduce."""
     if max_norm == math.inf or not grads:
         return list(grads)
     one = [single_norm(leaf) for leaf in leaves]
     squares = add_shards([leaf.squares(g) for leaf, g in zip(one, grads, strict=True)], one)
     norm = jnp.sqrt(sum((jnp.sum(pair[0]) for pair in squares), jnp.float32(0)))
-    # Not min(1, max_norm / norm), which divides by zero where all gradients are zero.
+    # The form min(1, max_norm / norm) would divide by zero where all gradients are zero.
     scale = 1 / jnp.maximum(norm / max_norm, 1.0)
     return [g * scale.astype(g.dtype) for g in grads]
 
 
 def usable(norms: NormPair) -> jax.Array:
-    """Return where a ratio is meaningful: both norms positive and finite in float32."""
+    """Return for each layer whether its ratio is defined: both norms are positive and finite."""
     weight, update = norms
     return (weight > 0) & (weight < jnp.inf) & (update > 0) & (update < jnp.inf)
 
@@ -74,7 +74,7 @@ def trust_ratio(
     coefficient: float = 1.0,
     eps: float | jax.Array = 0.0,
 ) -> jax.Array:
-    """Compute coefficient * clip(||w||, phi) / (||u|| + eps), clipped to `ratio_bounds`, float32.
+    """Compute coefficient * clip(||w||, phi) / (||u|| + eps), clipped to `ratio_bounds`.
 
     The ratio is 1 where a norm is zero or not finite. Squares are summed in float32, so a norm
     below 1e-19 or above 1e19 counts as zero or infinite.
@@ -85,8 +85,8 @@ def trust_ratio(
     1.0
     """
     fine = usable(norms)
-    # The inner choice avoids 0 / 0, a NaN that `jax_debug_nans` would report although it is
-    # unused.
+    # The inner `where` avoids 0 / 0: `jax_debug_nans` would report the NaN although the outer
+    # `where` drops it.
     ratio = coefficient * jnp.clip(norms.weight, *phi) / (jnp.where(fine, norms.update, 1.0) + eps)
     return jnp.where(fine, jnp.clip(ratio, *ratio_bounds), 1.0)
 
@@ -101,7 +101,9 @@ def scale_by_layerwise_trust_ratio(
     coefficient: float = 1.0,
     eps: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Scale each layer's update by ||w|| / ||update||, after any base transformation.
+    """Build a transformation that scales each layer's update by ||w|| / ||update||.
+
+    It follows any base transformation in an `optax.chain`.
 
     Args:
       layer_dims, specs: see `jaxdist.optim.layers.describe_layers`.
@@ -139,7 +141,7 @@ def scale_by_layerwise_trust_ratio(
 
 
 def need_params(params: Params) -> Params:
-    """Return the parameters that the ratio needs.
+    """Return the parameters, which the trust ratio needs.
 
     Raises:
       ConfigError: the parameters were not passed.
@@ -153,10 +155,10 @@ def need_params(params: Params) -> Params:
 
 
 def flags(mask: Mask, params: Params, name: str) -> list[bool]:
-    """Expand a mask to a bool for each leaf.
+    """Expand a mask to a list with a bool for each leaf.
 
     Raises:
-      ConfigError: a mask with another structure, or a mask that is false everywhere.
+      ConfigError: a tree with another structure than the parameters, or false everywhere.
     """
     if isinstance(mask, bool):
         return [mask] * len(jax.tree.leaves(params))
@@ -175,7 +177,7 @@ def flags(mask: Mask, params: Params, name: str) -> list[bool]:
 
 
 def check_numbers(**values: object) -> None:
-    """Refuse hyper-parameters below 0; schedules and traced values are not checked.
+    """Refuse numbers that are negative or not finite; schedules and traced values are not checked.
 
     Raises:
       ConfigError: a value is NaN, infinite or negative.
@@ -189,7 +191,7 @@ def check_betas(**values: object) -> None:
     """Refuse decays of moments outside of [0, 1).
 
     Raises:
-      ConfigError: a decay is outside.
+      ConfigError: a decay is outside of [0, 1).
     """
     for name, value in values.items():
         if isinstance(value, int | float) and not 0 <= value < 1:
@@ -197,7 +199,7 @@ def check_betas(**values: object) -> None:
 
 
 def check_bounds(**values: Bounds) -> None:
-    """Refuse bounds other than (lower, upper) with 0 <= lower <= upper; infinity bounds nothing.
+    """Refuse bounds other than 0 <= lower <= upper; an upper bound of infinity has no effect.
 
     Raises:
       ConfigError: the bounds are invalid.

@@ -1,8 +1,8 @@
-"""The parameters to evaluate, where they differ from the trained: averages, schedule-free rules.
+"""The parameters to evaluate, where an optimizer evaluates other parameters than it trains.
 
-Schedule-free optimizers (Defazio et al., arXiv 2405.15682) take gradients between an average and
-the last iterate, and the average is the model. Others keep an average of the parameters (EMA,
-Polyak) in their state.
+Schedule-free optimizers (Defazio et al., arXiv 2405.15682) take gradients at a point between an
+average and the last iterate, and the average is the model. Other optimizers keep an average of the
+parameters (EMA, Polyak) in their state.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ _SAME = ("copy", "copy_p", "convert_element_type", "optimization_barrier")
 def eval_params_of(
     path: str | None, rule: optax.GradientTransformation, params: Params
 ) -> EvalParams | None:
-    """Return the function that gives the parameters to evaluate; None: the trained parameters.
+    """Return the function that computes the parameters to evaluate.
+
+    It is None if the trained parameters are evaluated.
 
     Args:
-      path: import path of a function of (the rule's state, trained parameters); None leaves it to
-        the state's type: `optax.contrib.schedule_free` is known.
+      path: import path of a function of (the rule's state, trained parameters); None looks for the
+        state of `optax.contrib.schedule_free`, whose function is known.
       rule: the optimizer without the wrappers of `jaxdist.optim.build`.
       params: the parameters, or their shapes.
     """
@@ -60,7 +62,10 @@ def _schedule_free(state: OptState) -> Any:
 
 
 def _unwrapped(function: EvalParams, what: str) -> EvalParams:
-    """Wrap the function for a state with wrappers; the result has the dtypes of the parameters."""
+    """Wrap a function of the rule's own state into a function of the state with its wrappers.
+
+    The result has the dtypes of the parameters.
+    """
 
     def run(state: OptState, params: Params) -> Params:
         own = params
@@ -88,10 +93,11 @@ def _shown(tree: PyTree) -> str:
 
 
 def keeps_average(rule: optax.GradientTransformationExtraArgs, params: Params) -> bool:
-    """Return whether an optimizer's state begins as a copy of the parameters and then moves.
+    """Return whether the state seems to hold an average: it begins as the parameters and changes.
 
-    Nothing is computed: both traces are compared. A copy that never moves (the initial parameters,
-    from which `optax.contrib.dog` measures a distance) is not an average.
+    Nothing is computed: the function inspects the traces of init and update. A copy that never
+    changes (the initial parameters, from which `optax.contrib.dog` measures a distance) is not an
+    average.
 
     >>> keeps_average(optax.with_extra_args_support(optax.adam(1e-3)), {"w": jnp.ones(3)})
     False
@@ -107,14 +113,14 @@ def keeps_average(rule: optax.GradientTransformationExtraArgs, params: Params) -
     copies = [isinstance(var, Var) and var in origins for var in begun.jaxpr.outvars]
     moved = [
         new is not old
-        # Not strict: behind the state, the arguments continue with the parameters and the numbers.
+        # The lengths differ: in the arguments, the parameters and the number follow the state.
         for new, old in zip(step.jaxpr.outvars, step.jaxpr.invars[count:], strict=False)
     ]
     return sum(c and m for c, m in zip(copies, moved, strict=True)) >= count
 
 
 def _origins(jaxpr: Jaxpr) -> set[Var]:
-    """Return the variables that are an argument, or a copy of an argument."""
+    """Return the variables of a trace that are arguments or copies of arguments."""
     same = set(jaxpr.invars)
     for equation in jaxpr.eqns:
         called = (

@@ -1,1 +1,1 @@
-"""Rules for single tensors, applied to each layer of stacked parameters."""
+"""Update rules for single tensors, applied to each layer of stacked parameters."""

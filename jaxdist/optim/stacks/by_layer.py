@@ -1,9 +1,9 @@
 """The application of an optimizer's rule for single tensors to each layer of stacked parameters.
 
-The effect of an imported transformation on a stack of layers is defined by the same network written
-as a list of layers. A rule that depends on a tensor's number of dims, on its norm or on its factors
-then sees a single layer, and a rule over all parameters (a global norm) sees all of them. The state
-is kept in stacks, with one leaf for all layers.
+An imported transformation has the same effect on a stack of layers as on a list of the same layers.
+A rule that depends on a tensor's number of dims, on its norm or on its factors then sees a single
+layer, and a rule over all parameters (a global norm) sees all layers. The state is kept in stacks,
+with one leaf for all layers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from jaxdist.types import OptState, Params, PyTree, Updates
 def by_layer(
     transform: optax.GradientTransformationExtraArgs, stacked: Collection[str]
 ) -> optax.GradientTransformationExtraArgs:
-    """Treat stacked parameters with `transform` as if they were lists of layers.
+    """Apply `transform` to stacked parameters as if they were lists of layers.
 
     The state has the structure that it has for a single layer, with a leading dim for the layers in
-    each leaf that belongs to a stack. Cost: none where the rule is proven to treat all elements
-    alike (scaled by a norm over all parameters, if at all); a `jax.vmap` where each layer is
-    updated independently; otherwise a program as long as that of the list.
+    each leaf that belongs to a stack. There is no cost where the rule is proven to treat all
+    elements alike, except for a norm over all parameters. Where each layer is updated
+    independently, the cost is a `jax.vmap`; otherwise it is a program as long as that of the list.
 
     Args:
       stacked: '/'-joined names of the parameters whose first dim counts layers.
@@ -75,7 +75,10 @@ def by_layer(
 
 
 def _listed(params: Params, stacked: Collection[str]) -> Callable[[int | None], PyTree]:
-    """Return the parameters' shapes with lists of `count` layers (None: as many as there are)."""
+    """Return a function from a number of layers to the parameters' shapes with lists of layers.
+
+    That function takes None for the actual number of layers in each stack.
+    """
     names = [name for name, _ in flatten_with_names(params)]
     shapes, structure = jax.tree.flatten(jax.eval_shape(lambda: params))
 

@@ -21,12 +21,12 @@ class Layers:
         self.layers = tuple(layers)
 
     def tree_flatten_with_keys(self) -> tuple[Any, None]:
-        """The layers with their positions."""
+        """Return the layers with their positions as keys."""
         return [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(self.layers)], None
 
     @classmethod
     def tree_unflatten(cls, _: None, layers: Sequence[PyTree]) -> Layers:
-        """The inverse of `tree_flatten_with_keys`."""
+        """Rebuild the list from the layers that `tree_flatten_with_keys` returns."""
         return cls(layers)
 
 
@@ -37,12 +37,12 @@ def is_layers(node: object) -> bool:
 
 @dataclass(frozen=True)
 class Form:
-    """The structure of a tree with lists of layers, which is stored as a tree of stacks.
+    """The structure of a tree with lists of layers, which converts it to stacks and back.
 
     Attributes:
-      outer: the structure with a leaf in the place of each list.
-      inner: for each leaf of `outer`, the structure of a layer; None where it is not a list.
-      counts: for each leaf of `outer`, the number of layers; 0 where it is not a list.
+      outer: the structure of the tree with a leaf in the place of each list.
+      inner: for each leaf of `outer`, the structure of a layer of its list; None without a list.
+      counts: for each leaf of `outer`, the number of layers in its list; 0 without a list.
     """
 
     outer: TreeDef
@@ -51,7 +51,7 @@ class Form:
 
     @staticmethod
     def of(tree: PyTree) -> Form:
-        """Return the form of a tree.
+        """Return the form of a tree with lists of layers.
 
         Raises:
           ConfigError: the layers of one stack have different structures, shapes or dtypes.
@@ -70,7 +70,7 @@ class Form:
 
     @property
     def stacked(self) -> list[bool]:
-        """For each leaf of the tree of stacks, whether it is a stack."""
+        """Whether each leaf of the tree of stacks is a stack, in the order of the leaves."""
         return [
             flag
             for inner in self.inner
@@ -90,7 +90,7 @@ class Form:
         return self._map(tree, listed)
 
     def join(self, trees: Sequence[PyTree]) -> PyTree:
-        """Join the trees of all layers: make a list of layers of each node that differs."""
+        """Join the trees of all layers into a tree with lists of layers."""
         nodes = [self.outer.flatten_up_to(tree) for tree in trees]
         return self.outer.unflatten(
             [
@@ -100,7 +100,7 @@ class Form:
         )
 
     def pick(self, tree: PyTree, layer: int) -> PyTree:
-        """Replace each list by its layer number `layer`: the inverse of `join`."""
+        """Replace each list by its layer with index `layer`: the inverse of `join`."""
         return self._map(tree, lambda node, _: node.layers[layer])
 
     def layer_shapes(self, tree: PyTree) -> PyTree:

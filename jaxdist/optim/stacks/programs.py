@@ -1,8 +1,8 @@
-"""Three ways to run a function of lists of layers on stacks of layers.
+"""Three ways to apply a function that is defined on lists of layers to stacks of layers.
 
-Calling the function on the stacks directly is cheapest, then its `jax.vmap` over layers; both are
-used only where a comparison of traces (`jaxdist.optim.stacks.terms`) proves them equal to the third
-way, the function of the lists.
+The cheapest way is to call the function on the stacks, the second is its `jax.vmap` over layers.
+Both are used only where a comparison of traces (`jaxdist.optim.stacks.terms`) proves that they
+equal the third way, which unstacks the layers and calls the function on the lists.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from jaxdist.optim.stacks.terms import Term, TermTable, TermValue
 from jaxdist.types import PyTree
 
 Function = Callable[..., PyTree]
-"""A function of trees that may hold lists of layers, returning such a tree."""
+"""A function from trees to a tree, all of which may hold lists of layers."""
 Listed = Callable[[int | None], Sequence[PyTree]]
-"""Function from a number of layers, or None for each stack's own, to the arguments' shapes in
-lists."""
+"""Function from a number of layers (None for the number in each stack) to the shapes of the
+arguments, with lists of layers."""
 Call = Callable[..., PyTree]
-"""The same function, but from trees of stacks to a tree of stacks."""
+"""A function from trees with stacks of layers to a tree with stacks of layers."""
 COMPARED = 2
-"""Number of layers traced for a comparison: enough to tell layers apart."""
+"""Number of layers that are traced for a comparison: two suffice to distinguish layers."""
 
 
 def choose(function: Function, listed: Listed, shapes: Sequence[PyTree]) -> Call:
-    """Choose the cheapest program that is proven to be equal to the function of lists.
+    """Choose the cheapest program that is proven to equal the function on lists.
 
     Args:
       listed: see `Listed`.
@@ -38,7 +38,7 @@ def choose(function: Function, listed: Listed, shapes: Sequence[PyTree]) -> Call
     lists = listed(COMPARED)
     forms = tuple(map(Form.of, lists))
     pairs = zip(forms, lists, shapes, strict=True)
-    # No comparison where a shape depends on the number of layers (all parameters in one vector).
+    # Shapes that depend on the number of layers (all parameters in one vector) cannot be compared.
     if all(_shapes(f.pick(x, 0)) == _shapes(f.layer_shapes(own)) for f, x, own in pairs):
         compared = _Comparison(function, forms, tuple(shapes))
         if compared.plain():
@@ -63,8 +63,8 @@ class _Results:
     """The results of a trace on lists of layers.
 
     Attributes:
-      shapes: shapes of one layer's results, in a tree without lists.
-      terms: for each layer, the terms of its results.
+      shapes: shapes of the results of a single layer, in a tree without lists.
+      terms: the terms of the results of each layer.
     """
 
     form: Form
@@ -74,7 +74,7 @@ class _Results:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """A comparison of a function of lists with the same function of stacks and of layers."""
+    """A comparison of three traces of a function: on lists, on stacks, and on single layers."""
 
     function: Function
     forms: tuple[Form, ...]
@@ -83,22 +83,22 @@ class _Comparison:
 
     @cached_property
     def stacked(self) -> list[bool]:
-        """For each leaf of the arguments, whether it is a stack."""
+        """Whether each leaf of the arguments is a stack, in the order of the leaves."""
         return [flag for form in self.forms for flag in form.stacked]
 
     def symbols(self, layer: int) -> list[Term]:
-        """For each leaf of the arguments, the term of a layer, or of the leaf if unstacked."""
+        """Return a term for each leaf of the arguments: of a layer in a stack, or of the leaf."""
         return [
             self.terms.symbol((at, layer if flag else None)) for at, flag in enumerate(self.stacked)
         ]
 
     def lists(self, layers: Sequence[PyTree]) -> list[PyTree]:
-        """Return the arguments as lists, given those of each layer."""
+        """Join the arguments of several layers into arguments with lists of layers."""
         given = zip(self.forms, *layers, strict=True)
         return [form.join(trees) for form, *trees in given]
 
     def results(self, layers: Sequence[int]) -> _Results:
-        """Trace the function on a list of these layers."""
+        """Trace the function on lists that hold the given layers."""
         single = [form.layer_shapes(x) for form, x in zip(self.forms, self.shapes, strict=True)]
         given = self.lists([single] * len(layers))
         traced, shapes = jax.make_jaxpr(self.function, return_shape=True)(*given)
@@ -115,11 +115,11 @@ class _Comparison:
 
     @cached_property
     def wanted(self) -> _Results:
-        """The results for a list of layers, which every other program must equal."""
+        """The results on lists of layers, which every other program must equal."""
         return self.results(range(COMPARED))
 
     def plain(self) -> bool:
-        """Return whether the function of stacks equals the stacked function of lists."""
+        """Return whether the function on stacks gives the stacks of its results on lists."""
         layers = zip(self.stacked, *map(self.symbols, range(COMPARED)), strict=True)
         leaves = zip(layers, jax.tree.leaves(self.shapes), strict=True)
         given = [
@@ -129,8 +129,8 @@ class _Comparison:
         try:
             traced, shapes = jax.make_jaxpr(self.function, return_shape=True)(*self.shapes)
             found = self.terms.results(traced, given)
-        # The state is that of single layers; a rule that depends on the number of dims may then
-        # raise anything on stacks.
+        # The state has the structure for single layers, so a rule that depends on the number of
+        # dims may raise any exception on stacks.
         except Exception:
             return False
         if jax.tree.structure(shapes) != jax.tree.structure(self.wanted.shapes):
@@ -151,11 +151,10 @@ class _Comparison:
         )
 
     def alike(self) -> bool:
-        """Return whether each layer's results equal those of a list with this layer only.
+        """Return whether a list with a single layer gives the same results for that layer.
 
         Results that belong to no layer must then not depend on any layer. Stacks of different
         lengths cannot be mapped together.
-        mapped together.
         """
         leaves = zip(self.stacked, jax.tree.leaves(self.shapes), strict=True)
         if len({shape.shape[0] for flag, shape in leaves if flag}) > 1:
@@ -168,7 +167,7 @@ class _Comparison:
         return True
 
     def mapped(self, *given: PyTree) -> PyTree:
-        """Map the function of lists with a single layer over the layers."""
+        """Map the function over the layers by `jax.vmap`, on lists with a single layer."""
         form = self.wanted.form
 
         def one(leaves: list[jax.Array]) -> list[jax.Array]:

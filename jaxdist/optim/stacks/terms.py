@@ -1,8 +1,9 @@
-"""Traced functions as terms, so that two functions can be compared without running them.
+"""The terms of traced functions, by which two functions are compared without running them.
 
 Two traces are equal if every result is built from the same inputs by the same primitives. Sums of
 single numbers are compared regardless of their order, and a sum over a stack of layers is the sum
-of the sums of its layers: the norm over all parameters is therefore the same term, stacked or not.
+of the sums of its layers. The norm over all parameters is therefore the same term for stacks and
+for lists of layers.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _ELEMENTWISE = frozenset((
     "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient",
     "sub", "tan", "tanh", "xor",
 ))  # fmt: skip
-"""Primitives whose every result element depends only on the same element of the arguments."""
+"""Primitives in whose result each element depends only on the same element of the arguments."""
 _SUMS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and",
          "reduce_or": "or"}  # fmt: skip
 """Reductions to a single number, and the operation that combines the results of parts."""
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint")
-"""Primitives that run a function exactly once on their own arguments."""
+"""Primitives that call a function exactly once, with the arguments of the primitive."""
 
 
 class UnknownError(Exception):
-    """A trace does something to a stack of layers that no term describes."""
+    """An operation on a stack of layers that no term describes."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class TermValue:
     """The terms of a traced variable.
 
     Attributes:
-      layers: the terms of each layer of a stack; a single term for anything else.
+      layers: the terms of the layers of a stack; a single term for any other variable.
       stacked: whether the variable's first dim counts these layers.
       uniform: whether all elements are equal, so that the shape does not matter.
     """
@@ -86,7 +87,7 @@ class TermTable:
         try:
             array = np.asarray(value)
             key = (str(array.dtype), array.shape, array.tobytes())
-        except Exception:  # A traced value has no bytes: it equals only itself.
+        except Exception:  # A traced value has no bytes, so it equals only itself.
             return TermValue((self._number(("const", id(value))),))
         return TermValue((self._number(key),), uniform=array.ndim == 0)
 
@@ -128,7 +129,7 @@ class TermTable:
         return TermValue(tuple(found), stacked, uniform)
 
     def _conditional(self, equation: JaxprEqn, given: Sequence[TermValue]) -> list[TermValue]:
-        """Return the values of a conditional: terms of each branch's own."""
+        """Return the values of a conditional, whose terms combine those of all branches."""
         branches = [self.results(_closed(b), given[1:]) for b in equation.params["branches"]]
         found: list[TermValue] = []
         for values in zip(*branches, strict=True):
@@ -147,7 +148,8 @@ class TermTable:
 
     def _reduced(self, join: str, value: TermValue, shape: tuple[int, ...]) -> TermValue:
         """Reduce all elements to a single number."""
-        # Uniform values match any shape, but their sum depends on the number of elements.
+        # The term of a uniform value is the same for every shape, but the sum of its elements
+        # depends on their number, so the shape becomes part of the key.
         key = ("reduce", join, shape if value.uniform else None)
         parts = [self._number((*key, term)) for term in value.layers]
         return TermValue((self._sum(join, parts),), uniform=True)
@@ -169,7 +171,7 @@ class TermTable:
 
 
 def _body(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Return the program that a call runs on its own arguments; None where it is unknown."""
+    """Return the function that a primitive calls; None where the primitive does not show it."""
     found = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     if found is None:
         return None
@@ -186,7 +188,7 @@ def _shape(var: Any) -> tuple[int, ...]:
 
 
 def _key(equation: JaxprEqn) -> Hashable:
-    """Return a primitive's parameters, without those of the result's sharding or shape."""
+    """Return a primitive's parameters, without the shardings if it is elementwise."""
     shapeless = ("sharding", "out_sharding") if equation.primitive.name in _ELEMENTWISE else ()
     return tuple(
         (name, _plain(value))
