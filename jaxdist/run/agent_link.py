@@ -1,4 +1,4 @@
-"""The link of a process to the agent that started it: its status, and whether it may write."""
+"""The link of a process to its agent: reports to the agent, and the permission to write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxdist.run.watch.reports import Tell
 
 
 class NoAgent:
-    """The link of a process that no agent has started: it does nothing.
+    """The link of a process that no agent has started; its methods do nothing.
 
     Attributes:
       fence: check that this generation may still write, in a run on several hosts.
@@ -48,7 +48,7 @@ class NoAgent:
         return self.memory is not None and bool(whole_steps(self.memory))
 
     def hooks(self) -> Sequence[LoopHook]:
-        """Return the hooks that report steps to the agent."""
+        """Return the hooks that report steps to the agent, if there is one."""
         return ()
 
     def done(self) -> None:
@@ -75,7 +75,7 @@ class AgentLink(NoAgent):
 
 @contextmanager
 def watched(run_folder: RunFolder | None, run: Identity) -> Iterator[NoAgent]:
-    """Report to the agent, if there is one, which run this is and how it progresses."""
+    """Report to the agent, if there is one, the run's identity and this process's progress."""
     if run_folder is None:
         yield NoAgent()
         return
@@ -85,7 +85,8 @@ def watched(run_folder: RunFolder | None, run: Identity) -> Iterator[NoAgent]:
     assert run.path is not None
     fence = None if run_folder.fence is None else RunFence(run.path, run_folder.generation)
     if fence is not None and index == 0:
-        fence.raise_()  # before anything of the run is read
+        # The fence is raised before this process reads files that an earlier generation may write.
+        fence.raise_()
     with Publisher(run_folder.status(index), index) as publisher:
         yield AgentLink(run_folder, publisher, fence)
 

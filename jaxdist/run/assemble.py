@@ -1,4 +1,4 @@
-"""The hooks of a run's loop, from its config."""
+"""The assembly of the hooks of a run's loop from the run's config."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HookParts:
     """The objects that the hooks of a run share.
 
     Attributes:
-      kept: metadata that is saved next to each state.
+      kept: metadata that is saved with each state.
     """
 
     experiment: Experiment
@@ -51,24 +51,25 @@ class HookParts:
     kept: Mapping[str, Json]
 
     def every(self, steps: int | None) -> Cadence:
-        """Return the cadence of a number of steps, which includes the last step."""
+        """Return the cadence of a task that is due every `steps` steps, and at the last step."""
         return Cadence(steps, self.experiment.total_steps)
 
 
 def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Evaluate | None]:
-    """Return the hooks of any run's loop, and the hook that evaluates, if there is one.
+    """Return the hooks of a run's loop in order, and the hook that evaluates, if there is one.
 
     Args:
-      best: the best held-out loss so far of a resumed run.
+      best: the best held-out loss of a resumed run so far; None for a new run.
     """
     experiment, tiers = parts.experiment, parts.tiers
     config, program, writer = experiment.config, experiment.program, parts.writer
     checked = config.train.check_replicas
-    # A flipped bit may also make numbers infinite; a run whose own numbers are infinite repeats
-    # them.
+    # A flipped bit may also make a loss infinite, which a restart repairs. A run that diverges by
+    # itself repeats the loss, and ends the second time.
     restores = 0 if checked is None else min(checked.restores, 1)
     guard = Guard(program.metrics, tiers.store, program.optimizer.max_skipped, restores)
     log = Log(parts.every(config.train.log_every), guard, parts.progress, writer)
+    # The order counts: checks and exchanges come before the hooks that evaluate or save the state.
     hooks: list[LoopHook] = [guard, log, StopHook(parts.termination)]
     if program.outer is not None:
         hooks.append(Between(program.outer, program.between))
@@ -77,8 +78,8 @@ def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Eval
         hooks.append(CompareReplicas(*compared, writer, parts.account))
     measured = _evaluate(parts, best)
     hooks.extend([measured] if measured is not None else [])
-    # After a failure that an agent sees, a run with snapshots in memory continues from them: the
-    # disk is for the loss of the machine.
+    # After a failure that an agent records, a run with snapshots in memory continues from them. Its
+    # checkpoints then protect from the loss of the machine, which the journal does not record.
     seen = parts.files.agent.sees_failures and config.checkpoint.memory_every is None
     cadence = _cadence(config.checkpoint.every, Activity.CHECKPOINT_BLOCKED, parts, seen=seen)
     hooks.append(Save(cadence, _saving(parts), measured))
@@ -132,10 +133,10 @@ def _taking(
 
 
 def _cadence(every: int | str, kind: Activity, parts: HookParts, *, seen: bool) -> Cadence:
-    """Return a cadence of a fixed number of steps, or one that the run chooses.
+    """Return a cadence of a fixed number of steps, or a cadence that the run chooses.
 
     Args:
-      seen: whether the agent records the failures that such a save is for.
+      seen: whether the agent records the failures that such a save protects from.
     """
     if isinstance(every, int):
         return parts.every(every)

@@ -35,7 +35,7 @@ def save(
     """Save a state under its own step; see `CheckpointStore.save`.
 
     Args:
-      parts: patterns of the parts to save, see `jaxdist.checkpoint.parts`; None is all.
+      parts: patterns of the parts to save, see `jaxdist.checkpoint.parts`; None saves all.
     """
     saved, shapes = program.home.to_files(state), program.own_shapes
     if parts is not None:
@@ -55,7 +55,7 @@ def restore(
     """Restore the newest complete checkpoint (or that of `step`) in the form of `program`.
 
     Args:
-      say: called with a line where a part of the checkpoint is not used.
+      say: called with a line about each part of the checkpoint that is not used.
 
     Raises:
       CheckpointError: there is no checkpoint, or no checkpoint that fits.
@@ -64,13 +64,13 @@ def restore(
 
 
 def adapted(program: Program, say: Callable[[str], None]) -> Adapt:
-    """Return the parts of a checkpoint that `program` loads, and their conversion to its form.
+    """Return a function that chooses what `program` loads from a checkpoint, and converts it.
 
     All parts except the states of exchanges must have the form of `program`. The state of the
     exchange of gradients is loaded in its saved form, and passed through `Exchange.reshard` if
-    another plan had other shapes; that of the exchange between steps has the same shapes on every
-    plan. An exchange begins again, with a line to `say`, if another exchange or none saved its
-    state.
+    another plan had other shapes; the state of the exchange between steps has the same shapes in
+    every plan. An exchange starts from its initial state, with a line to `say`, if the checkpoint
+    has no state of this exchange.
     """
     return partial(_adapted, program, say)
 
@@ -108,10 +108,10 @@ class Skips(NamedTuple):
 
 
 def _skips(program: Program, saved: Mapping[str, LeafRecord]) -> Skips:
-    """Return the conversion: unsaved counters begin at zero; unused counters are dropped.
+    """Return a conversion that adds counters at zero, or drops counters, as the program needs.
 
-    Messages count skipped steps themselves, so that runs with and without messages have optimizer
-    states that differ only in the counters.
+    An exchange of compressed messages counts skipped steps itself. The optimizer states of plans
+    with and without such messages therefore differ only in these counters.
     """
     own = program.own_shapes.opt_state
     counts = isinstance(own, SkipState)
@@ -137,9 +137,10 @@ def _skips(program: Program, saved: Mapping[str, LeafRecord]) -> Skips:
 def _as_saved(
     program: Program, wanted: Mapping[str, LeafRecord], found: Mapping[str, LeafRecord]
 ) -> PyTree | None:
-    """Return the saved shapes of an exchange's state, in rows over the devices if they divide.
+    """Return the saved shapes of an exchange's state, with rows split over devices if they divide.
 
-    It is None if another exchange saved the state, or if no rule converts it to this plan.
+    Return None if another exchange saved the state, or if the state cannot be converted to this
+    plan.
     """
     if wanted.keys() != found.keys():
         return None
@@ -154,6 +155,7 @@ def _as_saved(
         for leaf in (found[name] for name in wanted)
     ]
     saved = jax.tree.unflatten(jax.tree.structure(program.own_shapes.exchange), leaves)
+    # Tracing shows whether the exchange can convert the state, before anything is loaded.
     try:
         jax.eval_shape(program.exchange.reshard, saved, program.own_shapes.exchange)
     except CompressionError:
@@ -162,7 +164,7 @@ def _as_saved(
 
 
 def _part(leaves: Mapping[str, LeafRecord], name: str) -> dict[str, LeafRecord]:
-    """Return the leaves of a field of the state, which may be a single leaf."""
+    """Return the leaves of a field of the state; the field may itself be a leaf."""
     return {path: leaf for path, leaf in leaves.items() if path.split("/")[0] == name}
 
 
@@ -178,11 +180,11 @@ def _finished(
     skips: Skips,
     state: TrainState,
 ) -> TrainState:
-    """Convert a state from the form of checkpoints to that of devices.
+    """Convert a state from the form of checkpoints to the form of devices.
 
     Args:
       remake: function from the loaded state of the exchange to its new state; None leaves it.
-      begins: whether the state of the strategy begins again.
+      begins: whether the state of the strategy starts again from the parameters.
       skips: conversion of the optimizer's state to the program's.
     """
     state = replace(state, opt_state=skips.as_own(state.opt_state))
@@ -190,6 +192,7 @@ def _finished(
         state = replace(state, exchange=remake(program, state.exchange))
     if not begins:
         return program.home.from_files(state)
+    # No state of the strategy was loaded, so that the placeholder () must not be converted.
     stored = replace(program.home, outer=()).from_files(state)
     return replace(stored, outer=_begun_outer(program, stored.params))
 
@@ -218,7 +221,7 @@ def fresh_exchange(program: Program) -> PyTree:
 
 
 def _begun_outer(program: Program, params: Params) -> PyTree:
-    """Return the state of the exchange between steps that begins with these stored parameters."""
+    """Return the initial state of the exchange between steps for these stored parameters."""
     outer, home = program.outer, program.home
     if outer is None:
         return ()

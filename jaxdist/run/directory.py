@@ -1,4 +1,4 @@
-"""The run directory: its content, and the choice of the directory for a run."""
+"""The run directory: the paths of its files, and the choice of a directory for a run."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ class RunDirectory:
 
     @property
     def lock(self) -> Path:
-        """The file that names the process that writes here, and exists only as long as it does."""
+        """The lock file, which names the process that writes to this directory."""
         return self.path / FILE_NAME
 
     @property
     def occupied(self) -> bool:
-        """Whether a run has begun here."""
+        """Whether a run has begun in this directory."""
         return has_begun(self.path)
 
 
@@ -99,7 +99,7 @@ class LockedDirectory(NamedTuple):
     """A run directory and the lock on it.
 
     Attributes:
-      goes_on: whether the run continues from its saved state, if it has saved any.
+      goes_on: whether the run continues from its saved state, if a state was saved.
     """
 
     directory: RunDirectory
@@ -126,12 +126,11 @@ def take_directory(
     Args:
       named: whether the user named the directory; then another run in it is an error, rather than a
         reason to try the next name.
-      resume: continue the run that has begun; begin a run if none has.
+      resume: whether to continue the run that has begun; a new run begins if there is none.
       say: called with a line about another run.
-      exact: with `resume`, take `base` itself, and none of the numbered names.
-      run: the run that is meant. If its path is not known, the run may not have begun: its
-        directory is that with its id, or is otherwise taken as described above and receives that
-        id.
+      exact: whether `resume` means only `base` itself, and not the numbered names.
+      run: the run to take. Its path may be unknown, because it has not begun: then the directory
+        with its id is taken, or else a directory as described above, which receives that id.
 
     Raises:
       RunError: a live run holds the directory, and `named`, `resume` or `run` is set; several runs
@@ -158,6 +157,7 @@ def take_directory(
             continue
         if not directory.occupied:
             return LockedDirectory(replace(directory, identity=identity), lock, goes_on=resume)
+        # Between the check and the lock, another run has begun in this directory and ended.
         lock.release()
     raise AssertionError("unreachable: the names do not end")
 
@@ -193,7 +193,8 @@ def _find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None
       say: called with a line if other runs have begun under the numbered names.
 
     Raises:
-      RunError: several have begun, and it is not known which is meant; or a run is just beginning.
+      RunError: several runs have begun, and it is not known which is meant; or a run is just
+        beginning.
     """
     begun = run_directories(base)
     others = "; ".join(_described(path) for path in begun if path != base)
@@ -213,7 +214,8 @@ def _find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None
             f"is to go on: {listed}. Choose one with run.directory=PATH on the command line"
         )
     for directory in map(RunDirectory, family(base)):
-        # Held by a run that is about to write its first file, or left by a run that never did.
+        # A run that is about to write its first file holds its lock, so that RunLock raises; a lock
+        # that a run left before its first file is removed.
         if directory.lock.exists() and not directory.occupied:
             RunLock(directory.path, say=say).release()
     return begun[0] if begun else None

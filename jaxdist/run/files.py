@@ -21,10 +21,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The directory of a run that has begun, or is about to begin.
+    """The files of a run that has begun, or is about to begin.
 
     Attributes:
-      config: the run's config, which is written there.
+      config: the run's config, which is written to the directory.
       agent: link to the agent, which decides whether this process may still write.
       say: prints a line without markup.
     """
@@ -35,13 +35,14 @@ class RunFiles:
     say: Say
 
     def begin(self) -> None:
-        """Begin a new directory; for a resumed run, print the differences to its config."""
+        """Create the directory of a new run; for a resumed run, print the changes to its config."""
         resolved = resolved_yaml(self.config)
         if self.directory.occupied:
             try:
                 lines = changes(read(self.directory.config).values, resolved)
             except ConfigError as error:
-                # The state is complete without it, and the config of this command replaces it.
+                # The saved state does not need the old config, which this command's config will
+                # replace.
                 lines = [f"unknown, for {self.directory.config} is damaged: {error}"]
             for line in lines:
                 self.say(f"changed since this run began: {line}")
@@ -54,7 +55,8 @@ class RunFiles:
         Args:
           resume_step, tell: see `MetricsWriter`.
         """
-        # Not earlier: a refused resume must leave the run's own config unchanged.
+        # The config is replaced only here, since a resume that is refused must leave the old
+        # config.
         prepare_directory(self.directory, resolved_yaml(self.config))
         given = {"resume_step": resume_step, "admit": self.agent.admit}
         return MetricsWriter(self.directory.path, tell=tell, **given)
@@ -63,7 +65,7 @@ class RunFiles:
         """Write another record of metrics after the file was closed.
 
         Raises:
-          RunError: a later generation has begun, or the record cannot be written.
+          RunError: a later generation has started, or the record cannot be written.
         """
         self.agent.admit()
         append(self.directory.path, step, values, split=split)
@@ -72,7 +74,7 @@ class RunFiles:
         """Open the checkpoints.
 
         Args:
-          on_event: called with a line about files that are passed over, or cannot be removed.
+          on_event: called with a line about files that are skipped, or cannot be removed.
         """
         config = self.config.checkpoint
         return CheckpointStore(

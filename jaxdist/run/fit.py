@@ -49,7 +49,7 @@ class FitResult:
 
     @property
     def step(self) -> int:
-        """The number of steps taken in all."""
+        """The number of steps taken, including those before a resume."""
         return int(self.state.step)
 
     @property
@@ -89,11 +89,11 @@ def fit(
     The run has a directory, a lock, checkpoints, metrics, evaluation and a report of its time, and
     continues from its newest checkpoint with `resume`. The function may be called again, for the
     same or another run. When it returns, it restores signal handlers, jax's compilation cache and
-    standard output. Outside the main thread it handles no signals.
+    standard output. Outside the main thread the function handles no signals.
 
     If a launcher's environment variables name other processes that this process has not joined, the
-    function joins them and stays joined. An error then ends the process, since the others would
-    wait for it.
+    function joins them and stays joined. An error then ends this process, since the other processes
+    would wait for it.
 
     Args:
       config: path of a YAML file; or nested dicts, in which a class or a function may replace its
@@ -107,7 +107,7 @@ def fit(
       quiet: whether to print nothing.
 
     Raises:
-      JaxdistError: the user can correct the cause; errors of hooks are included.
+      JaxdistError: the user can correct the cause, which may be a hook that raised.
     """
     if isinstance(devices, int):
         overrides, devices = [*overrides, f"mesh.fake_devices={devices}"], None
@@ -137,7 +137,10 @@ def fit(
 
 
 def _prepare(config: Any, overrides: Sequence[str]) -> None:
-    """Set up the environment as a command does, if it is not too late or fake devices need it."""
+    """Prepare the environment as a command does, unless jax is already imported.
+
+    With fake devices it is always prepared, since that raises an error if it comes too late.
+    """
     if not isinstance(config, str | os.PathLike | Mapping):
         config = config.model_dump(mode="json")
     mesh = read(config, overrides).values.get("mesh")

@@ -1,4 +1,4 @@
-"""A run that a strategy drives: built, restored, and with open files while it takes steps."""
+"""A run whose steps a strategy takes: its preparation, its open files, and its end."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ from jaxdist.types import Json, JsonObject
 
 @dataclass
 class RunLife:
-    """A run from its preparation until its files are closed.
+    """A life of a run: from its preparation until its files are closed.
 
     Attributes:
-      account: account of the time of this life.
-      energy: meter of energy; a text is the reason why none is measured.
-      kept: metadata that is saved next to each state.
+      account: account of the time that this life takes.
+      energy: tally of energy, or a text with the reason that there is no tally.
+      kept: metadata that is saved with each state.
       heldout: means of the last evaluation.
       timed: recorder of time and energy; only in process 0.
-      seconds: seconds that it has run, without its preparation.
+      seconds: wall time of this life in seconds, without its preparation.
     """
 
     experiment: Experiment
@@ -72,7 +72,7 @@ class Ending:
     Attributes:
       step: the last step that was taken.
       stopped_by: the cause of an end before the last step.
-      complete: whether a hook ended it, so that it counts as complete before its last step.
+      complete: whether a hook ended the run, which is then complete before its last step.
     """
 
     step: int
@@ -81,21 +81,21 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a process that does nothing else."""
+        """The exit code of a process that only trains this run."""
         return 0 if self.stopped_by is None or self.complete else STOPPED
 
 
 @dataclass
 class RunJob:
-    """A run in a directory that this process, or process 0, holds.
+    """A run in a directory that process 0 has locked.
 
     Attributes:
-      resume: whether it continues from the newest checkpoint.
-      begun: value of `time.perf_counter_ns` from which its time counts; None counts from the first
-        preparation.
-      profiled: the steps to trace, in its first life.
-      devices: devices for strategies that name none; None is all.
-      lives: the lives of the run, one for each preparation.
+      resume: whether the run continues from its newest checkpoint.
+      begun: value of `time.perf_counter_ns` at which the first account of time begins; None begins
+        it at the first preparation.
+      profiled: the steps to trace in the first of these lives; None traces nothing.
+      devices: devices for strategies that do not choose devices; None uses all.
+      lives: the lives of the run in this process that have ended, one for each preparation.
     """
 
     document: Document
@@ -112,13 +112,13 @@ class RunJob:
 
     @contextmanager
     def prepared(self, devices: Sequence[Device] | None = None) -> Iterator[Prepared]:
-        """Build the run on these devices, or its own; its files are open within the context.
+        """Build the run on the given devices, or its own; its files are open within the context.
 
-        It may be entered again after it was left, also on other devices: the run then continues
-        from the newest checkpoint, or from its beginning without one.
+        The method may be called again after the context has ended, also with other devices: the run
+        then continues from its newest checkpoint, or begins again if there is no checkpoint.
 
         Raises:
-          JaxdistError: the run cannot be built there; no checkpoint can be trusted.
+          JaxdistError: the run cannot be built on the devices, or no checkpoint can be trusted.
         """
         devices = self.devices if devices is None else devices
         resume = self.resume or bool(self.lives)
@@ -185,12 +185,12 @@ class RunJob:
     def _ending(self, step: int) -> Ending:
         if step >= self.lives[-1].experiment.total_steps:
             return Ending(step)
-        # Hooks run in process 0; other processes only know of a SIGTERM of their own.
+        # Only process 0 has the reason that a hook gave; other processes only know of a SIGTERM.
         asked = broadcast_json(self.termination.asked)
         return Ending(step, asked or self.termination.signal, complete=asked is not None)
 
     def _users(self, experiment: Experiment, start: int, progress: Progress) -> Iterator[CallHooks]:
-        """Yield the caller of the user's hooks, if there are any."""
+        """Start the user's hooks, and yield the loop hook that calls them, if there are any."""
         if not self.calls.hooks:
             return
         directory = self.files.directory
@@ -199,7 +199,7 @@ class RunJob:
         yield CallHooks(self.calls, experiment.program.metrics, directory.checkpoints)
 
     def _check(self, experiment: Experiment, account: Account) -> None:
-        """Make an error that would end the run later end it before its directory is begun."""
+        """Raise errors that would otherwise end the run only after it has created its files."""
         with account.within(Activity.COMPILE):
             check_step_fits(experiment.program)
         if self.resume or self.lives:
@@ -216,10 +216,10 @@ class RunJob:
         metadata: Mapping[str, Json],
         devices: Sequence[Device] | None,
     ) -> None:
-        """Build the run again from a step on, with its position in the data and its learning rate.
+        """Build the run again with all its batch sizes, which set data position and learning rate.
 
         Args:
-          metadata: metadata that was kept next to the state.
+          metadata: metadata that was saved with the state.
         """
         train = self.config.train
         sizes = extended(metadata.get(KEY), start, train.batch_size, train.full_batch_size)
@@ -231,7 +231,7 @@ class RunJob:
     def _open(
         self, experiment: Experiment, start: int, stack: ExitStack, *, resume: bool
     ) -> tuple[Records, Progress]:
-        """Open the records of metrics, which process 0 writes, and the lines of progress."""
+        """Open the metrics file, which only process 0 writes, and the display of progress."""
         primary = jax.process_index() == 0
         writer = Records()
         if primary:
@@ -244,7 +244,7 @@ class RunJob:
         return writer, stack.enter_context(progress)
 
     def _new_account(self, *, resume: bool) -> Account:
-        """Return an account from the process's start on in the first life, else from now on."""
+        """Return an account of time, which begins at `begun` in the first life, else now."""
         agent = self.files.agent
         restores = resume and bool(
             steps_present(self.files.directory.checkpoints)
@@ -262,7 +262,8 @@ class RunJob:
         if jax.process_index() == 0:
             yield self._timed(life, parts, start, stack, resume=resume)
         if self.profiled is not None and not self.lives:
-            # The last hook, so that a trace begins after the other work of a boundary.
+            # This hook is the last, so that a trace begins after the other hooks' work between two
+            # steps.
             traced = self.profiled.after(start, life.experiment.total_steps)
             folder = self.files.directory.profile if jax.process_index() == 0 else None
             profile = Profile(*traced, folder, parts.progress.note)
@@ -272,7 +273,7 @@ class RunJob:
     def _timed(
         self, life: RunLife, parts: HookParts, start: int, stack: ExitStack, *, resume: bool
     ) -> GoodputHook:
-        """Record the use of time and energy from now on until the files are closed."""
+        """Return a hook that records the use of time and energy until the files are closed."""
         cadence = parts.every(self.config.train.log_every)
         records = read_metrics(self.files.directory.path) if resume else ()
         tally = life.energy if isinstance(life.energy, Tally) else None
@@ -289,7 +290,7 @@ class RunJob:
 
 
 def _enter(life: RunLife, progress: Progress, stage: TrainStage) -> None:
-    """Count by the batch size of the stage that begins."""
+    """Count units by the batch size of the stage that begins, for rates and for energy."""
     progress.units_per_step = stage.batch_size * life.experiment.units_per_example
     if isinstance(life.energy, Tally):
         life.energy.units_per_step = progress.units_per_step

@@ -1,11 +1,12 @@
-"""The lock on a run directory: only a single run writes there, from its first moment on.
+"""The lock on a run directory, which keeps a second run from writing there.
 
 The lock is a file that names its holder. Three signs show whether the holder is alive. An `flock`
 on the file ends with its process, however the process ends, so that on a single host the kernel
 knows whether the holder is alive. Some network disks limit an `flock` to a single host or do not
 support it. For these, the holder touches the file every few seconds, and a process that finds the
-file of another host watches it for a while. Clocks are never compared. A process number is only
-printed, never trusted, since it may belong to another process by now.
+file of another host watches it for a while. The clocks of two hosts are never compared. The process
+number in the lock is only printed, never used to find the holder, since the kernel may have given
+it to another process.
 """
 
 from __future__ import annotations
@@ -28,15 +29,19 @@ from jaxdist.heartbeat.run_folder import run_folder_of
 FILE_NAME = "run.lock"
 BEAT_SECONDS = 10.0
 PATIENCE_SECONDS = 45.0
-"""Several heartbeats: a disk may take a while for each."""
+"""Time to wait for a sign of the holder: several heartbeats, since a disk may delay each."""
 YOUNG_SECONDS = 2.0
-"""Time for which a lock may lack a name, because its holder is about to write it."""
+"""Time for which a lock may name no holder, because its creator is about to write the name."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class HeldError(RunError):
-    """A live run holds the directory; `who` names it, without a remedy."""
+    """An error where a live run holds the directory.
+
+    Attributes:
+      who: description of the directory and its holder, without a remedy.
+    """
 
     def __init__(self, who: str, remedy: str) -> None:
         super().__init__(f"{who}: {remedy}")
@@ -66,7 +71,7 @@ class RunLock:
       say: called with a line before a wait of up to `PATIENCE_SECONDS`.
 
     Raises:
-      HeldError: a live run holds it, with its host and process.
+      HeldError: a live run holds the directory; the message names the host and the process.
       RunError: the directory or the lock cannot be written.
     """
 
@@ -93,6 +98,7 @@ class RunLock:
         self._released.set()
         self._beat.join()
         with suppress(OSError):
+            # A later generation may have replaced the file; its lock must stay.
             if _is_at(self._descriptor, self.path):
                 self.path.unlink()
         os.close(self._descriptor)
@@ -108,7 +114,8 @@ class RunLock:
         young_until = time.monotonic() + YOUNG_SECONDS
         while True:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # Not there: a run that was refused has just removed its empty directory.
+            # The directory may be missing again: a refused run removes the directory that it
+            # created.
             with suppress(FileNotFoundError):
                 descriptor = self._attempt(young_until)
                 if descriptor is not None:
@@ -116,11 +123,12 @@ class RunLock:
             time.sleep(YOUNG_SECONDS / 100)
 
     def _attempt(self, young_until: float) -> int | None:
-        """Return a descriptor of the lock that this process holds; None: try again in a moment."""
+        """Return a descriptor of the lock if this process now holds it; None asks to try again."""
         descriptor, new = _open(self.path)
         try:
             locked = _flock(descriptor)
-            # Another process may look at the new file first; it leaves the lock to the creator.
+            # Another process may lock the new file for a moment, before it leaves it to the
+            # creator.
             while new and locked is False and time.monotonic() < young_until:
                 locked = _flock(descriptor)
             holder = {} if new else _read(descriptor)
@@ -129,8 +137,8 @@ class RunLock:
                 os.close(descriptor)
                 return None
             if _is_deposed(holder):
-                # Its generation is over, though it may be alive and hold the file: the file is
-                # replaced.
+                # The generation of this holder is over, but its process may still live and hold the
+                # flock: only a new file can be locked.
                 self.path.unlink(missing_ok=True)
                 os.close(descriptor)
                 return None
@@ -145,6 +153,7 @@ class RunLock:
     def _is_free(self, holder: dict[str, Any], *, locked: bool) -> bool:
         """Return whether the former holder of an existing lock is gone."""
         own = this_process()
+        # On this host, since its last boot, only the end of the holder's process frees an flock.
         if locked and all(holder.get(key) == own[key] for key in ("host", "boot")):
             return True
         self._say(
@@ -198,7 +207,7 @@ def _is_deposed(holder: dict[str, Any]) -> bool:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Return whether the lock was acquired; None if the disk has no such locks."""
+    """Return whether the flock was acquired; None if the disk does not support flocks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -219,7 +228,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
 def _stamp(path: Path) -> object:
     """Return a value that changes when the holder touches the file."""
     try:
-        # Opened, since a network disk may answer `stat` from a cache, without asking its server.
+        # The file is opened, since a network disk may answer `stat` from a cache without asking its
+        # server.
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
@@ -231,7 +241,7 @@ def _stamp(path: Path) -> object:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """Read the holder from the lock; empty if it was killed before it wrote its name."""
+    """Read the holder from the lock; return {} if it was killed before it wrote its name."""
     try:
         found = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
@@ -246,6 +256,6 @@ def _write(descriptor: int, holder: dict[str, Any]) -> None:
 
 
 def _named(holder: dict[str, Any]) -> str:
-    """Describe a holder to the user; `?` for what its lock does not contain."""
+    """Describe a holder to the user, with `?` for each value that its lock does not contain."""
     process, host, since = (holder.get(key, "?") for key in ("process", "host", "since"))
     return f"process {process} on {host} since {since}"

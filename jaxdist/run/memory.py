@@ -1,4 +1,4 @@
-"""The memory of a run: checks before anything is allocated, and an error where it is exhausted."""
+"""Checks that a run fits in memory before it starts, and an error where memory is exhausted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REMEDY = (
 
 
 def bytes_per_device(shapes: PyTree) -> int:
-    """Return the bytes of a tree of `jax.ShapeDtypeStruct` with shardings on each device."""
+    """Return the bytes on each device of a tree of `jax.ShapeDtypeStruct`s with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(shapes)
@@ -31,7 +31,7 @@ def bytes_per_device(shapes: PyTree) -> int:
 
 
 def device_memory_bytes(device: Any, local_devices: int) -> int | None:
-    """Return the memory of a device; fake CPU devices share the host's. None: unknown."""
+    """Return a device's memory in bytes, None if unknown; fake CPU devices share the host's."""
     if device.platform == "cpu":
         return host_memory_bytes() // local_devices
     statistics = device.memory_stats() or {}
@@ -39,7 +39,7 @@ def device_memory_bytes(device: Any, local_devices: int) -> int | None:
 
 
 def check_state_fits(state: TrainState) -> None:
-    """Refuse a state that no device could hold, with the sizes of its parts.
+    """Refuse a state whose shards exceed a device's memory; the message lists its parts' sizes.
 
     Args:
       state: `jax.ShapeDtypeStruct`s with shardings.
@@ -71,7 +71,7 @@ def check_state_fits(state: TrainState) -> None:
 def check_step_fits(program: Program) -> None:
     """Refuse a step whose largest matrix product exceeds the memory of all devices together.
 
-    A compiler may take minutes to find this out. Nothing is traced except the step.
+    The check only traces the step, while a compiler may take minutes until it fails.
 
     Raises:
       RunError: a result (such as attention scores, or logits) exceeds the memory.
@@ -91,12 +91,12 @@ def check_step_fits(program: Program) -> None:
 
 
 def _products(jaxpr: Any) -> Iterator[Any]:
-    """Yield the shapes of results of matrix products; a compiler writes each to memory."""
+    """Yield the abstract results of matrix products, each of which a compiler writes to memory."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "dot_general":
             left = equation.invars[0].aval.shape
             (contracted, _), _ = equation.params["dimension_numbers"]
-            if math.prod(left[dim] for dim in contracted) > 1:  # else it may be a mere broadcast
+            if math.prod(left[dim] for dim in contracted) > 1:  # else it may be just a broadcast
                 yield equation.outvars[0].aval
         for value in equation.params.values():
             for part in value if isinstance(value, tuple | list) else (value,):
@@ -110,7 +110,7 @@ def _size_bytes(array: Any) -> int:
 
 @contextmanager
 def told_if_too_large(what: str) -> Iterator[None]:
-    """Convert exhausted device memory inside the block to a RunError that begins with `what`."""
+    """Convert an error of exhausted memory in the block to a RunError that begins with `what`."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

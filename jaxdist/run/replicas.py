@@ -22,10 +22,10 @@ _LISTED = 3
 
 @dataclass
 class CompareReplicas(LoopHook):
-    """A check that ends a run, or lets it go back, where replicas of its state differ.
+    """A hook that raises where replicas of a run's state differ.
 
-    Replicas are compared when due and at every other boundary, so that a state is compared before
-    later hooks evaluate or save it.
+    Replicas are compared whenever any hook is due, and not only when this hook is, so that each
+    state is compared before later hooks evaluate or save it.
 
     Attributes:
       store: the checkpoints, the newest of which is the last state known to be good.
@@ -48,14 +48,13 @@ class CompareReplicas(LoopHook):
         with self.account.within(Activity.REPLICA_CHECK):
             digests = np.asarray(self._digests(moment.state))
             found = self.replicas.differences(digests)
-            # All processes must end here, even if only the exchange of digests failed on one of
-            # them.
+            # All processes must raise together, even if only one of them received other digests.
             differ = any_process(bool(found))
         if differ:
             self._end(moment.step, found)
 
     def _end(self, step: int, found: Sequence[ReplicaDifference]) -> None:
-        """Record the differences, and leave the loop."""
+        """Record the differences as metrics, and raise `SuspectStateError`."""
         hosts = dict(enumerate(gather_json(socket.gethostname())))
         what = told(found, hosts)
         self.store.wait()

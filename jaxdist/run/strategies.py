@@ -1,4 +1,4 @@
-"""The runners of training strategies, by the strategy that a config names.
+"""The functions that run a job, one for each training strategy that a config may name.
 
 The configs of strategies are data, in `train/strategy`; this module runs them.
 """
@@ -27,7 +27,7 @@ from jaxdist.train.strategy.contract import Prepared
 
 
 def run_strategy(strategy: StrategyConfig, job: RunJob) -> TrainState:
-    """Do this process's part of a job, and return its last state.
+    """Run this process's part of a job, and return the last state.
 
     Raises:
       JaxdistError: the user can correct the cause.
@@ -42,7 +42,7 @@ def all_steps(strategy: StrategyConfig, job: RunJob) -> TrainState:
     same steps from the same state give the same bits.
 
     Raises:
-      SuspectStateError: the run may not restart, or not again.
+      SuspectStateError: the run may not restart, or has restarted too often.
       RunError: a step does not fit in memory, as for `through_stages`.
     """
     del strategy  # The strategy's work between steps is part of the program.
@@ -53,7 +53,7 @@ def all_steps(strategy: StrategyConfig, job: RunJob) -> TrainState:
             except SuspectStateError as error:
                 error.check_restores(restores)
                 prepared.note(f"going back: {error.what}")
-        # The exception is released here, and with its frames the wrong state.
+        # The end of the handler releases the exception and its frames, which hold the wrong state.
     raise AssertionError("unreachable: the count does not end")
 
 
@@ -69,7 +69,8 @@ def through_stages(prepared: Prepared) -> TrainState:
         if start >= stage.last_step or hooks.stopped:
             continue
         prepared.enter(stage)
-        # The account must not count the wait for processes that compile longer as a step.
+        # A process that compiles quickly waits for the others, which the account must not count as
+        # a step.
         wait = jax.block_until_ready if jax.process_count() > 1 else None
         train = account.first(Activity.COMPILE, stage.program.train, wait)
         with (
@@ -86,8 +87,9 @@ def served(strategy: ParameterServer, job: RunJob) -> TrainState:
     """Start servers and workers, and train with them until the run ends.
 
     Raises:
-      ConfigError: this process is already one of several.
-      RunError: a package of the wire is not installed. Errors of `supervise` are passed on.
+      ConfigError: this process is already one of several processes of a run.
+      RunError: a package for the communication with servers is not installed. Errors of `supervise`
+        are passed on.
     """
     _check_installed()
     # imported here, since these modules import gRPC, an optional dependency

@@ -6,11 +6,13 @@ from jaxdist.errors import RunError
 
 
 class SuspectStateError(RunError):
-    """The state of a run is wrong, possibly because of a faulty device.
+    """An error where the state of a run is wrong, possibly because of a faulty device.
 
     Attributes:
       what: description of the anomaly.
-      max_restores: number of times that a run may restart from its newest checkpoint because of it.
+      advice: instruction for the user.
+      max_restores: number of times that a run may restart from its newest checkpoint because of
+        such an error.
     """
 
     def __init__(self, what: str, advice: str, *, max_restores: int = 0) -> None:
@@ -20,7 +22,7 @@ class SuspectStateError(RunError):
         self.max_restores = max_restores
 
     def check_restores(self, restores: int) -> None:
-        """Check that a run that has restarted this often may restart again.
+        """Check that a run that has restarted `restores` times may restart again.
 
         Raises:
           SuspectStateError: the run may not restart.

@@ -25,8 +25,9 @@ class Termination:
     main thread no signal is handled.
 
     Attributes:
-      signal: name of the signal or notice that stops this process, or None.
-      asked: reason that a hook gave, if it came first.
+      signal: name of the signal or notice, or reason of the hook, that stops this process; None
+        before.
+      asked: reason that a hook gave for the stop, if no signal or notice came before.
 
     Args:
       say: called with a line when the signal arrives, possibly from another thread, because a step
@@ -65,7 +66,7 @@ class Termination:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def ask(self, reason: str) -> None:
-        """Stop the run at the request of a hook, so that it is not restarted."""
+        """Stop the run at the request of a hook; the run is then complete, and not restarted."""
         if self.signal is None:
             self.signal = self.asked = reason
             self._tell(reason, "the step under way")
@@ -74,7 +75,7 @@ class Termination:
 
     def __enter__(self) -> Termination:
         if threading.current_thread() is not threading.main_thread():
-            return self  # Python allows signal handlers only in the main thread
+            return self  # Python installs signal handlers only in the main thread
         taken = [signal.SIGINT, signal.SIGUSR1]
         if not self._several:
             taken.append(signal.SIGTERM)
@@ -82,12 +83,12 @@ class Termination:
             taken.append(signal.SIGHUP)
         for number in taken:
             if signal.getsignal(number) is None:
-                continue  # a library installed this handler, and Python could not restore it
+                continue  # a C library installed this handler, which Python could not restore
             self._previous[number] = signal.signal(number, self._note)
         reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
+        os.set_blocking(self._writer, False)  # set_wakeup_fd refuses a pipe that blocks
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        # The check comes first, since a terminal that has hung up is no longer recognized as one.
+        # Terminals are found now, since `isatty` no longer recognizes a terminal that has hung up.
         terminals = [number for number in (1, 2) if os.isatty(number)]
         self._listener = threading.Thread(
             target=self._listen, args=(reader, terminals), name="signals", daemon=True
@@ -105,7 +106,7 @@ class Termination:
             signal.signal(number, handler)
 
     def _listen(self, reader: int, terminals: list[int]) -> None:
-        """Print received signals at once; handlers wait until the main thread leaves C++ code."""
+        """Print received signals at once, while Python's handlers wait for the end of C++ code."""
         with open(reader, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
                 if number[0] == signal.SIGHUP:
@@ -117,7 +118,7 @@ class Termination:
     def _tell(self, name: str, when: str, again: str = "") -> None:
         if not self._said:
             self._said = True
-            with suppress(OSError):  # the output is closed
+            with suppress(OSError):  # the output may be closed
                 self._say(f"{name}: the run stops after {when} and saves a checkpoint{again}")
 
     def requested(self, step: int) -> bool:
@@ -132,9 +133,9 @@ class Termination:
 
 
 def _forget(terminals: list[int]) -> None:
-    """Redirect the output of a closed terminal.
+    """Discard further output to terminals that were closed.
 
-    A write error must not prevent the checkpoint.
+    Otherwise an error of writing to them would prevent the checkpoint.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in terminals:

@@ -50,9 +50,10 @@ class Tiers:
     def newest(
         self, shapes: TrainState, say: Say
     ) -> tuple[TrainState, Mapping[str, Json], str] | None:
-        """Load the newest complete snapshot, with its tier, if newer than all checkpoints.
+        """Load the newest complete snapshot that is newer than all checkpoints.
 
-        All processes decide together: a snapshot that one process cannot load is used by none.
+        Return its state, its metadata and its location; None without such a snapshot. If one
+        process cannot load a snapshot, no process uses it.
 
         Args:
           say: called with a line for each snapshot that is skipped.
@@ -60,12 +61,14 @@ class Tiers:
         if not self.snapshots:
             return None
         saved = max(steps_present(self.store.directory), default=-1)
+        # Among snapshots of one step, the negated index sorts the fastest tier first.
         found = [
             (step, -at)
             for at, tier in enumerate(self.snapshots)
             for step in whole_steps(tier.snapshots.folder)
             if step > saved
         ]
+        # All processes try the snapshots of process 0, so that they make the same collective calls.
         for step, at in broadcast_json(sorted(found, reverse=True)):
             tier, loaded = self.snapshots[-at], None
             try:
@@ -78,7 +81,7 @@ class Tiers:
         return None
 
     def forget(self, step: int) -> None:
-        """Delete the snapshots of later steps from lasting tiers; -1 deletes all."""
+        """Delete the snapshots after `step` from tiers that survive a restart; -1 deletes all."""
         for tier in self.snapshots:
             if tier.lasts:
                 tier.snapshots.forget(step)

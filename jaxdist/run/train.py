@@ -38,7 +38,7 @@ from jaxdist.runtime.notices import heard
 from jaxdist.train.state import TrainState
 
 NAMELESS = Path("fit")
-"""Name of a run whose config is not a file."""
+"""Name of a run directory whose config is not a file."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Trained:
     """A run that has ended.
 
     Attributes:
-      experiment: experiment of the run's last life.
+      experiment: experiment of the last life of the run.
       state: last state that this process knows.
     """
 
@@ -56,7 +56,7 @@ class Trained:
     ending: Ending
 
     def write(self, file: Path) -> None:
-        """Write the end of the run as JSON, in process 0.
+        """Write a summary of the ended run as JSON, in process 0 only.
 
         Raises:
           RunError: the file cannot be written.
@@ -98,10 +98,10 @@ def train(
       hooks: hooks that are called before those that the config names.
       devices: devices to use; None uses all.
       resume: whether to continue the run of this config from its newest complete checkpoint.
-      identity: identity of the run; None for a new run or, with `resume`, for the run that has
-        started.
+      identity: identity of the run to take; None takes a new run or, with `resume`, the run that
+        has begun under the config's name.
       profile: steps to trace into the run directory, as `parse_profile` parses them.
-      begun: `time.perf_counter_ns` at which the time of the run starts to count; None is now. A
+      begun: `time.perf_counter_ns` at which the account of the run's time begins; None is now. A
         process with no other work passes `jaxdist.runtime.lifetime.begun`.
       console: console of process 0; other processes print nothing.
 
@@ -152,7 +152,7 @@ def train(
 
 @contextmanager
 def _taken(taking: Callable[[], LockedDirectory]) -> Iterator[tuple[RunDirectory, bool]]:
-    """Hold the run's directory in process 0, for all processes; an error is raised in all of them.
+    """Lock the run's directory in process 0 on behalf of all processes; all raise its errors.
 
     Yields the directory, and whether the run continues from its saved state.
     """
@@ -176,7 +176,7 @@ def _taken(taking: Callable[[], LockedDirectory]) -> Iterator[tuple[RunDirectory
 
 
 def _check_everywhere(path: Path, wanted: str) -> None:
-    """Refuse a path under which another machine sees another run, since its disk is not shared."""
+    """Refuse a path under which another machine sees another run, since the disk is not shared."""
     problem = None
     if jax.process_index() != 0:
         try:

@@ -24,7 +24,7 @@ CALLED_FIRST = ("step", "split", "time")
 
 
 def check_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
-    """Return the hooks.
+    """Check that each object is a hook, and return them all.
 
     Raises:
       ConfigError: an object is not a hook.
@@ -39,7 +39,7 @@ def check_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
 
 
 class HookCalls:
-    """The hooks that this process calls, and the run that they are called with.
+    """The user's hooks that this process calls, and the `Run` that each is called with.
 
     Args:
       stop: asks the run to end, with a reason.
@@ -56,7 +56,7 @@ class HookCalls:
         self._step = 0
 
     def start(self, run: Run) -> None:
-        """Call `start` of the hooks once; later calls only replace the program and the first step.
+        """Call `start` of the hooks; a later call only replaces the `Run` that they receive.
 
         Raises:
           RunError: a hook raises.

@@ -28,8 +28,8 @@ class Run:
       first_step: number of steps that were taken before this process began.
       total_steps: the step at which the run ends.
       say: prints a line, above the progress bar if there is one.
-      stop: asks the run to end after the current step, with a checkpoint, for the given reason; it
-        is then complete, with exit code 0. Processes agree on the step.
+      stop: asks the run to end after the current step, with a checkpoint, for the given reason; the
+        run is then complete, with exit code 0. All processes stop after the same step.
     """
 
     id: str
@@ -44,8 +44,8 @@ class Run:
 class StepMetrics(Mapping[str, float]):
     """The metrics of a step by name, which are copied from the device when the first is read.
 
-    The step is finished then, so that the copy does not wait for a computation: the loop has waited
-    for the step, as for every step, while the next step runs.
+    The copy does not wait for a computation, since the loop passes the metrics of a step to hooks
+    only after the step has finished.
 
     Attributes:
       seconds: wall time of the step.
@@ -75,11 +75,11 @@ class Outcome:
     """The end of a run.
 
     Attributes:
-      step: number of steps taken, as far as this process knows.
+      step: number of steps that were taken, as far as this process knows.
       stopped_by: the cause of an end before the last step: a signal, a notice, or the reason that a
-        hook gave; None where it took its last step or failed.
-      complete: whether it took its last step, or a hook ended it.
-      error: the error with which it failed.
+        hook gave; None if the run took its last step or failed.
+      complete: whether the run took its last step, or a hook ended it.
+      error: the error with which the run failed, or None.
       metrics: the last logged metrics of training.
       heldout: means of the last evaluation.
       goodput: the time of the run by use over all its restarts, as in `jaxdist report --json`; like
@@ -96,20 +96,20 @@ class Outcome:
 
 
 class Hook:
-    """A user's object that a run calls: override the needed methods; the others do nothing.
+    """A base class of users' hooks: override the methods that you need; the others do nothing.
 
     Calls come from the thread that trains, in the order of the hooks, and training waits for them.
     A hook that raises ends the run with a message that names it; `end` is called on all hooks even
     then.
 
     Attributes:
-      every_process: whether each process of the run calls it, or only process 0.
+      every_process: whether each process of the run calls the hook, or only process 0.
     """
 
     every_process: bool = False
 
     def start(self, run: Run) -> None:
-        """Begin: the state exists, and the first step comes next. Called once."""
+        """Prepare for the first step, which comes next; the training state exists. Called once."""
 
     def step(self, run: Run, step: int, metrics: StepMetrics) -> None:
         """Receive the metrics of each finished step, in order, while the next step runs.
@@ -122,11 +122,11 @@ class Hook:
         """Receive the held-out means at a step."""
 
     def save(self, run: Run, step: int, path: Path) -> None:
-        """Learn that a checkpoint of a step has been begun.
+        """Receive the path of a checkpoint that has been begun.
 
         Args:
-          path: its directory, which appears when the checkpoint is complete: at the next save or at
-            the run's end at the latest.
+          path: directory of the checkpoint, which exists as soon as the checkpoint is complete: at
+            the latest at the next save or at the run's end.
         """
 
     def record(self, run: Run, step: int, split: str, values: Mapping[str, float]) -> None:
@@ -137,4 +137,4 @@ class Hook:
         """
 
     def end(self, run: Run, outcome: Outcome) -> None:
-        """End: all is saved and closed, or the run has failed. Called once for each start."""
+        """Finish: the run has saved and closed all its files, or has failed. Called once."""

@@ -1,8 +1,8 @@
 """The work of a run between steps: log, exchange, evaluate, save, trace, and stop on request.
 
 Each task is a `LoopHook` that is independent of the others; `RunHooks` calls them in order. A hook
-passes its results to later hooks in the `Moment`: a checkpoint is also saved where an evaluation
-was the best so far.
+passes its results to later hooks in the `Moment`; for example, a checkpoint is also saved where an
+evaluation was the best so far.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxdist.train.state import Outer, TrainState
 
 @dataclass
 class Cadence:
-    """The times of a task: after each `every` steps and after the last; None: only the last."""
+    """The steps after which a task is due: multiples of `every`, if it is not None, and `last`."""
 
     every: int | None
     last: int
@@ -36,7 +36,7 @@ class Cadence:
         return step == self.last or (self.every is not None and step % self.every == 0)
 
     def saved(self, step: int, seconds: float) -> None:
-        """Receive the seconds that a due save took; called on every process."""
+        """Receive the seconds that a save took which was due; called on every process."""
 
 
 @dataclass
@@ -46,10 +46,10 @@ class Moment:
     Attributes:
       state: the state with which training continues; a hook may replace it.
       heldout: means of the evaluation at this step, if there was one.
-      best: whether its loss is the best so far.
-      saved: whether a checkpoint or a snapshot has been begun.
-      lasting: whether a checkpoint has been begun.
-      stop: whether the run ends here.
+      best: whether the held-out loss is the best so far.
+      saved: whether a hook has begun a checkpoint or a snapshot of this state.
+      lasting: whether a hook has begun a checkpoint of this state.
+      stop: whether the run ends after this step.
     """
 
     step: int
@@ -80,7 +80,7 @@ class LoopHook:
         return False
 
     def at(self, moment: Moment) -> None:
-        """Act at a boundary, whichever hook it was due for."""
+        """Act between two steps; called on every hook whenever any hook is due."""
 
 
 @dataclass
@@ -91,7 +91,8 @@ class Guard(LoopHook):
       names: names of the values in the step's metrics vector.
       max_skipped: number of skipped steps in a row that ends the run; None where no step is
         skipped.
-      max_restores: number of times that a run goes back to its newest checkpoint because of this.
+      max_restores: number of times that a run may restart from its newest checkpoint because of
+        such a value.
     """
 
     names: tuple[str, ...]
@@ -121,8 +122,10 @@ class Guard(LoopHook):
             check_skips(row, int(found["skipped_steps"]), max_consecutive=self.max_skipped)
             if row:  # the state is unchanged by this step
                 return found
-        # A gradient that is not finite has already spoilt the state, one step before the loss.
+        # A gradient that is not finite has already spoilt the state; the loss would show it a step
+        # later.
         if not (math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"])):
+            # A checkpoint may still be on its way to disk; the message names complete checkpoints.
             self.store.wait()
             saved = self.store.steps()
             kept = f"the last good checkpoint is step {saved[-1]}" if saved else "nothing was saved"
@@ -138,7 +141,7 @@ class Guard(LoopHook):
 
 @dataclass
 class Log(LoopHook):
-    """A writer of metrics at an interval; reading them then waits for no computation."""
+    """A hook that writes metrics at an interval, without waiting for a computation."""
 
     cadence: Cadence
     guard: Guard
@@ -194,12 +197,12 @@ class Between(LoopHook):
 
 @dataclass
 class Evaluate(LoopHook):
-    """A measurement of held-out means.
+    """A hook that measures held-out means and records the best loss.
 
     Attributes:
       run: function from a state to the means.
-      best: the best held-out loss so far, if there was one.
-      heldout: the last means.
+      best: the best held-out loss so far, or None.
+      heldout: the means of the last evaluation.
     """
 
     cadence: Cadence
@@ -224,12 +227,12 @@ class Evaluate(LoopHook):
 
 @dataclass
 class Save(LoopHook):
-    """A saver of checkpoints: when due, when a run stops, and when the loss is the best so far.
+    """A hook that saves a checkpoint when due, when the run stops, and at the best loss so far.
 
     Attributes:
-      save: function of (state, the best held-out loss so far, that of this step) that saves a
-        checkpoint.
-      evaluate: hook with the best loss; None without a held-out split.
+      save: function that saves a checkpoint, from the state, the best held-out loss so far, and the
+        held-out loss of this step.
+      evaluate: hook that records the best loss; None without a held-out split.
     """
 
     cadence: Cadence
@@ -252,10 +255,10 @@ class Save(LoopHook):
 
 @dataclass
 class Snapshot(LoopHook):
-    """A copier of the state, when due, unless the state is saved more durably at this step anyway.
+    """A hook that copies the state when due, unless an earlier hook saved it more durably.
 
     Attributes:
-      lasts: whether the copy is on a disk, so that a copy in memory does not replace it.
+      lasts: whether the copies are on a disk, so that only a checkpoint makes a copy unnecessary.
     """
 
     cadence: Cadence
@@ -277,13 +280,13 @@ class Snapshot(LoopHook):
 
 @dataclass
 class RunHooks:
-    """The hooks of a run in order, as the loop calls them."""
+    """All hooks of a run, which are called in order."""
 
     hooks: Sequence[LoopHook]
     stopped: bool = False
 
     def waiting(self, step: int) -> None:
-        """Report to each hook that the loop waits now."""
+        """Report to each hook that the loop begins to wait for `step`."""
         for hook in self.hooks:
             hook.waiting(step)
 
@@ -293,8 +296,8 @@ class RunHooks:
             hook.metrics(step, values, step_seconds)
 
     def due(self, step: int) -> bool:
-        """Return whether to wait for this step."""
-        asked = [hook.due(step) for hook in self.hooks]  # all of them, at every step
+        """Return whether any hook needs the loop to wait for `step`."""
+        asked = [hook.due(step) for hook in self.hooks]  # not lazily: some communicate
         return any(asked)
 
     @property
@@ -303,7 +306,7 @@ class RunHooks:
         return any(hook.told_to_stop for hook in self.hooks)
 
     def boundary(self, step: int, state: TrainState) -> tuple[TrainState, bool]:
-        """Return the state to continue with, and whether to stop."""
+        """Call each hook between two steps; return the next state, and whether to stop."""
         moment = Moment(step, state)
         for hook in self.hooks:
             hook.at(moment)

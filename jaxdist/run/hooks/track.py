@@ -17,15 +17,16 @@ from jaxdist.types import JsonObject
 
 KEPT, VERSIONS = "trackers.json", "versions.json"
 GIVEN_UP = 3
-"""Number of failures in a row after which a tracker is not called again: each may have waited for a
-network."""
+"""Number of failures in a row after which a tracker is not called again, since each call may wait
+long for a network."""
 
 
 class Track(Hook):
     """A hook that passes the records of a run to a tracker.
 
     Args:
-      key: key of the tracked run's id in the run directory, for resuming the tracked run.
+      key: key under which the run directory stores the tracked run's id, with which a resumed run
+        continues the tracked run.
     """
 
     def __init__(self, tracker: Tracker, key: str) -> None:
@@ -97,7 +98,7 @@ def summary_of(outcome: Outcome) -> dict[str, float]:
 
 
 def _read(path: Path) -> JsonObject:
-    """Read the object in a file; empty where there is no file, or a damaged file."""
+    """Read the object in a file; return {} if the file is missing or damaged."""
     with suppress(OSError, ValueError):
         found: Any = read_json(path)
         if isinstance(found, dict):

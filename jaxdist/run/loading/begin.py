@@ -1,4 +1,4 @@
-"""A part of another run's state as the beginning of a run."""
+"""Runs that begin with a part of another run's state."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import PyTree
 
 ADAPTERS = f"params/{PREFIX}/"
-"""The beginning of the paths of adapters in a state."""
+"""The prefix of the paths of adapters in a state."""
 
 
 def begin_with(
     program: Program, begin: BeginWith, *, say: Callable[[str], None]
 ) -> tuple[TrainState, int]:
-    """Return an initial state with a part of another run's, to the bit, and the step of that part.
+    """Return an initial state with a bit-equal part of another run's state, and that part's step.
 
-    The rest begins as it does with these parameters: moments at zero, master weights as copies of
-    them. The run begins at step 0, whatever the part.
+    The rest of the state is that of a new run with these parameters: moments are zero, and master
+    weights are copies of the parameters. The run begins at step 0, whatever the step of the part.
 
     Raises:
-      CheckpointError: no such run or checkpoint, or a checkpoint without a part that fits.
+      CheckpointError: there is no such run or checkpoint, or its part is missing or does not fit.
       ConfigError: this program's state does not have the part.
     """
     names = check_begin(program, begin)
@@ -50,10 +50,10 @@ def begin_with(
 
 
 def check_begin(program: Program, begin: BeginWith) -> list[str]:
-    """Return the arrays that a run is to begin with, after a check of the manifests.
+    """Check in the manifests that a run can begin with a part; return the names of its arrays.
 
     Raises:
-      CheckpointError: no such run or checkpoint, or a checkpoint without a part that fits.
+      CheckpointError: there is no such run or checkpoint, or its part is missing or does not fit.
       ConfigError: this program's state does not have the part.
     """
     directory = RunDirectory(Path(begin.run)).checkpoints
@@ -77,7 +77,7 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
             f"no checkpoint of step {step} in {directory}; there are: {list(manifests)}"
         )
     saved = manifests[step].leaves
-    # Adapters of a model that has none yet begin like those of an initial state.
+    # Adapters that the checkpoint does not have keep the values of an initial state.
     names = [name for name in names if name in saved or not name.startswith(ADAPTERS)]
     where = str(step_directory(directory, step))
     check_part(manifests[step].leaves, only(program.own_shapes, names), where=where)
@@ -85,7 +85,10 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
 
 
 def holds_parameters_only(directory: RunDirectory, step: int | None = None) -> bool:
-    """Return whether a run's newest checkpoint, or that of `step`, is of an imported model."""
+    """Return whether a run's newest checkpoint, or that of `step`, has parameters and buffers only.
+
+    Such a checkpoint is that of an imported model.
+    """
     manifests = valid_manifests(directory.checkpoints) if directory.checkpoints.is_dir() else []
     found = [m for m in manifests if step in (None, m.step)]
     return bool(found) and all(n.startswith(("params/", "buffers/")) for n in found[-1].leaves)
@@ -99,10 +102,12 @@ def load_part(
     step: int | None = None,
     say: Callable[[str], None],
 ) -> Restored:
-    """Return a program's initial state with named arrays of a run's newest complete checkpoint.
+    """Return a program's initial state with the named arrays of a run's checkpoint.
+
+    The checkpoint is that of `step`, or else the newest complete checkpoint.
 
     Raises:
-      CheckpointError: there is no checkpoint, or it lacks arrays that fit.
+      CheckpointError: there is no checkpoint, or an array is missing from it or does not fit.
     """
     adapt = part_choice(program, names, where=str(directory.checkpoints))
     restored = restore_as(directory.checkpoints, adapt, step=step, on_event=say)
@@ -111,7 +116,7 @@ def load_part(
 
 
 def part_choice(program: Program, names: Sequence[str], *, where: str) -> Adapt:
-    """Return the choice of a checkpoint's arrays for a part of a state, and their conversion.
+    """Return a function that chooses and converts a checkpoint's arrays for a part of a state.
 
     Args:
       where: name of the checkpoint in messages.
@@ -130,9 +135,10 @@ def _part(
 
 
 def _begun(program: Program, names: frozenset[str], loaded: PyTree) -> TrainState:
-    """Return an initial state with these arrays, which are in the form of checkpoints."""
+    """Return an initial state with the loaded arrays, which have the form of checkpoints."""
     home = program.home
     state = home.from_files(_merged(home.to_files(program.init()), loaded))
+    # The restart replaces the optimizer's state, of which loaded arrays may be a part.
     return _merged(_restarted(program, state), only(state, names))
 
 
@@ -143,7 +149,7 @@ def _merged(state: TrainState, part: PyTree) -> TrainState:
 
 
 def _restarted(program: Program, state: TrainState) -> TrainState:
-    """Return the state with everything that is derived from parameters derived from its own."""
+    """Return the state with optimizer state and slow weights initialized from its parameters."""
 
     def restart(stored: TrainState) -> TrainState:
         own = program.home.used(stored)

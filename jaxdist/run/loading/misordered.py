@@ -1,4 +1,4 @@
-"""Checkpoints whose parameters are stored in another order than that in which they were trained.
+"""A check for old checkpoints whose parameters were stored in the wrong order.
 
 While checkpoints had format 1, ZeRO 3 with an explicit reduction also split dims that another mesh
 axis splits. ZeRO stored those shards in one order and gathered them in another. The model was
@@ -27,12 +27,13 @@ def check_order(run: RunDirectory, step: int) -> None:
     """Refuse a checkpoint of misordered parameters.
 
     Raises:
-      CheckpointError: the parameters are misordered; the message names the first.
+      CheckpointError: parameters are misordered; the message names the first of them.
     """
     path = step_directory(run.checkpoints, step)
     manifest = read_manifest(path)
     if manifest.format > 1:
         return
+    # Without an explicit reduction XLA gathers the shards, in the order in which they are stored.
     parallel = read(run.config).values.get("parallel")
     if isinstance(parallel, dict) and parallel.get("reduce", "?") is None:
         return
@@ -63,4 +64,5 @@ def _specs(arrays: Path) -> dict[int, list[Any]]:
 
 def _over_two_axes(entry: str | list[str] | None) -> bool:
     names = entry if isinstance(entry, list) else []
+    # data_dcn and data_ici are parts of one axis of the config, whose shards were always in order.
     return len({name.removesuffix(DCN).removesuffix(ICI) for name in names}) > 1

@@ -1,4 +1,4 @@
-"""The parameters of a downloaded model as the beginning of a run, read where they are needed."""
+"""Runs that begin with a downloaded model: each process reads only what its devices hold."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from jaxdist.types import Params
 
 
 def is_model(path: Path) -> bool:
-    """Return whether a path is a model's file or directory, and not a run's."""
+    """Return whether a path is the file or directory of a model, rather than a run directory."""
     return path.is_file() or ((path / CONFIG).is_file() and not RunDirectory(path).occupied)
 
 
 def matched(program: Program, path: Path) -> list[Leaf]:
-    """Match a program's parameters with a model's tensors; none is read.
+    """Match a program's parameters with the tensors of a model's files, without reading a tensor.
 
     Raises:
-      JaxdistError: no model, or another model than the program's.
+      JaxdistError: the path has no model, or another model than the program's.
     """
     return leaves_of(open_source(path), program.model)
 
 
 def load_params(program: Program, leaves: list[Leaf]) -> Params:
-    """Load parameters in the form of checkpoints: each process reads what its devices hold.
+    """Load parameters in the form of checkpoints; each process reads only its devices' shards.
 
-    Beyond the shards, it holds a shard of a parameter at a time.
+    While a process loads, its memory holds a single shard more than its devices do.
     """
     by_name = {leaf.name: leaf for leaf in leaves}
     shapes = program.state_shapes.params
@@ -42,7 +42,7 @@ def load_params(program: Program, leaves: list[Leaf]) -> Params:
 
 
 def initial_state(program: Program, leaves: list[Leaf]) -> TrainState:
-    """Return an initial state with these parameters, in the form of checkpoints."""
-    # Drawn parameters are dropped before others are read: devices never hold both.
+    """Return an initial state with a model's parameters, in the form of checkpoints."""
+    # The drawn parameters are dropped before the model's are read, so that devices never hold both.
     rest = replace(program.home.to_files(program.init()), params=None)
     return replace(rest, params=load_params(program, leaves))

@@ -1,4 +1,4 @@
-"""The state with which a run continues: initial, its own, or with a part of another run's."""
+"""The first state of a process: initial, saved by the run, or with a part of another run's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxdist.train.state import TrainState
 from jaxdist.types import Json
 
 Beginning = tuple[TrainState, Mapping[str, Json]]
-"""A state, and the metadata that was kept next to it."""
+"""A state, and the metadata that was saved with it."""
 
 
 def beginning(
@@ -55,6 +55,7 @@ def _newest(
         state, metadata, where = found
         say(f"resume from step {state.step} of {total}, kept {where}")
         return state, metadata
+    # Process 0 decides, since restoring is collective and a shared disk may lag on other hosts.
     if not broadcast_json(bool(steps_present(tiers.store.directory))):
         return None
     saved = restore(tiers.store, program, say=say)

@@ -20,7 +20,7 @@ from jaxdist.trees import tree_size
 
 
 def efficiency_of(experiment: Experiment) -> Efficiency | None:
-    """Return the measure of MFU; None on CPU, and if the peak in the model's dtype is unknown."""
+    """Return the measure of MFU; None on CPU, or if the peak in the model's dtype is unknown."""
     device, config = experiment.layout.mesh.local_devices[0], experiment.config
     known = find_device(device.device_kind) if device.platform != "cpu" else None
     dtype = getattr(config.model, "compute_dtype", "float32")
@@ -35,7 +35,7 @@ def efficiency_of(experiment: Experiment) -> Efficiency | None:
 
 
 def tally_of(experiment: Experiment, document: Document, account: Account) -> Tally | str:
-    """Return a tally of a run's energy from now on, on process 0, or the reason that there is none.
+    """Return a tally of a run's energy from now on, or the reason that this process has no tally.
 
     Raises:
       ConfigError: the meter in the config is not available.

@@ -27,8 +27,8 @@ def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goo
     """Print and write the use of a run's time, whether the run is in progress or not.
 
     All lives of a resumed run are joined. Steps after the checkpoint from which the next life
-    continued are lost work, and the run was idle from the last record of a life to the next start.
-    For several processes, the time is that of process 0.
+    continued count as lost work, and the time from the last record of a life to the next start
+    counts as idle. In a run of several processes, the time of process 0 is reported.
 
     Raises:
       RunError: there is no run in the directory, or it has no records of time.
@@ -104,7 +104,7 @@ def slow_lines(events: Sequence[JsonObject]) -> Iterator[str]:
 
 
 def uncopied_lines(events: Sequence[JsonObject]) -> Iterator[str]:
-    """Yield lines about hosts that did not replicate another's snapshots, from the journal."""
+    """Yield lines from the journal about hosts that did not copy another host's snapshots."""
     for at, event in enumerate(events):
         if event["event"] != "uncopied":
             continue
@@ -119,7 +119,7 @@ def uncopied_lines(events: Sequence[JsonObject]) -> Iterator[str]:
 
 
 def waiting_shares(records: Sequence[JsonObject]) -> list[float]:
-    """Return, for each worker of parameter servers, the share of its last life that it waited.
+    """Return the share of its time that each worker waited for parameter servers, as last recorded.
 
     >>> waiting_shares([{"step": 9, "split": "servers", "worker_0_idle_share": 0.25}])
     [0.25]

@@ -48,12 +48,13 @@ class ProfiledSteps:
 
 
 _WARM_UP = 2
-"""Steps before those that are given as a count: one compiles, one fills the pipeline of batches."""
+"""Number of steps before the traced steps where only a count is given: the first step compiles, and
+the second fills the pipeline of batches."""
 _RANGE = re.compile(r"(?:(\d{1,9}):)?(\d{1,9})")
 
 
 def parse_profile(text: str) -> ProfiledSteps:
-    """Parse `first:last`, both traced, or a number of steps after a warm-up of two.
+    """Parse `first:last`, which includes both, or a number of steps after a warm-up of two steps.
 
     Raises:
       ConfigError: the text has neither form, or denotes no step.
@@ -80,7 +81,7 @@ class Profile(LoopHook):
 
     Attributes:
       folder: directory of the trace; None if another process traces.
-      say: called with the location of the trace, or the reason that there is none.
+      say: called with the location of the trace, or the reason that no trace was written.
     """
 
     first: int
@@ -94,7 +95,7 @@ class Profile(LoopHook):
         return step in (self.first - 1, self.last)
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
-        # The boundary would be too late, since an evaluation may come before it.
+        # In `at` the trace would end too late: an evaluation may run before this hook is called.
         if step == self.last:
             self.close()
 

@@ -18,7 +18,7 @@ from jaxdist.run.hooks.loop import Cadence, LoopHook, Moment
 
 @dataclass
 class Tell(LoopHook):
-    """A hook that reports each step that was taken, and each wait for the next."""
+    """A hook that reports to the agent each finished step, and each wait for the next step."""
 
     tell: Callable[[int], None]
     wait: Callable[[], None]
@@ -34,14 +34,14 @@ class Tell(LoopHook):
 class GoodputHook(LoopHook):
     """A hook that records the use of time and energy, at log steps and at each save.
 
-    Every step from which a later life may continue has a record, so that lost work is known.
+    Each save has a record, so that the work that a restart from it loses can be counted.
 
     Attributes:
-      life: number of this process among the run's lives, from 1.
+      life: number of this life of the run, counted from 1.
       step: last step taken.
       tally: tally of energy, if it is measured.
-      seconds_between: longest time between two records. Except at saves, two records are also at
-        least a hundredth of the elapsed time apart, and at least 0.1 s.
+      seconds_between: upper limit of the least time between two records at log steps. Below the
+        limit, that time is a hundredth of the elapsed time, and at least 0.1 s.
     """
 
     cadence: Cadence
@@ -67,7 +67,7 @@ class GoodputHook(LoopHook):
     def write(self) -> None:
         """Record the current content of the account."""
         values = goodput.account_values(self.account, self.life)
-        # A record takes a quarter of a millisecond, hence the limits on their rate.
+        # A record takes a quarter of a millisecond, hence the limit on the rate of records.
         apart = max(0.01 * values["wall_seconds"], 0.1)
         self._next = time.monotonic() + min(apart, self.seconds_between)
         self.writer.write(self.step, values, split=goodput.SPLIT)

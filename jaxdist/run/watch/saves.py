@@ -1,6 +1,6 @@
 """Save intervals that a run chooses itself while it trains.
 
-Only the time of saves is chosen, so no number of the run depends on it. Process 0 measures and
+The choice only moves saves in time, so that no loss or metric depends on it. Process 0 measures and
 chooses, and broadcasts the choice at a save, where all processes synchronize anyway.
 """
 
@@ -21,16 +21,17 @@ from jaxdist.metrics.writer import Records
 from jaxdist.run.hooks.loop import Cadence
 
 FIRST_STEPS = 10
-"""Step of the first save, which measures the cost of a save."""
+"""Number of steps before a process's first save, which measures the cost of a save."""
 WARM_STEPS, LEAST_STEPS = 3, 20
-"""Number of first steps of a process that are not measured, and of steps that a mean step time
-needs."""
+"""Number of a process's first steps, which are not measured; least number of steps from which a
+mean step time is computed."""
 LAST_COSTS = 8
+"""Number of the latest saves whose median cost counts."""
 OFTEN = 64
-"""The interval is chosen at the first, second, fourth save and so on, and at every multiple of
-this."""
+"""The interval is chosen at saves 1, 2, 4, 8 and so on, and at each multiple of this number of
+saves."""
 CHANGED = 2.0
-"""Ratio to the last printed choice at which a new choice is printed."""
+"""Ratio by which a choice must differ from the last printed choice to be printed too."""
 _WORK = (Activity.STEP, Activity.INPUT_WAIT)
 
 
@@ -39,11 +40,11 @@ class Chooser:
     """The measurements of process 0, and the save interval that follows from them.
 
     Attributes:
-      kind: kind of time in the account that these saves take.
-      what: name of such a save in output.
-      run: run directory whose journal has the failures that these saves protect from; None without
-        such a journal.
-      mttf: mean seconds between failures, assumed until a failure was seen.
+      kind: activity to which the account adds the time of the saves.
+      what: description of a save in messages, such as `a checkpoint`.
+      run: run directory whose journal records the failures that the saves protect from; None if no
+        journal records them.
+      mttf: mean seconds between failures, which is assumed until the journal records a failure.
       say: called with lines for the user.
       writer: writer of metrics.
       start: step from which this process continues.
@@ -77,6 +78,7 @@ class Chooser:
         step_seconds = (sum(spent[kind] for kind in _WORK) - work) / max(step - first, 1)
         if step - first >= LEAST_STEPS:
             self.mark(step)
+        # The start of this process is the estimate of a recovery until one has been measured.
         began = sum(spent[kind] for kind in (Activity.START, Activity.RECOVERY, Activity.COMPILE))
         prior = Failures(self.mttf, began)
         events = [] if self.run is None else read_journal(self.run)

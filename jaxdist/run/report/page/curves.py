@@ -17,7 +17,7 @@ from jaxdist.metrics.goodput import SPLIT as GOODPUT
 from jaxdist.types import Json, JsonObject
 
 _NOT_CURVES = (GOODPUT, ENERGY, INTERVALS)
-"""The splits that record the use of time and energy."""
+"""The splits that are not drawn as curves: time, energy and save intervals."""
 _KEYS = frozenset(("step", "split", "time"))
 _DIGITS = 7
 """Number of digits of a curve's points, the precision of float32."""
@@ -31,7 +31,7 @@ class Curve:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def as_json(self, most: int, *, smoothed: bool) -> JsonObject:
-        """Return at most `most` points and, if `smoothed`, equally many of a moving mean."""
+        """Return at most `most` points of the metric and, if `smoothed`, of its moving mean."""
         steps = np.frombuffer(self.steps, np.int64)
         values = np.frombuffer(self.values, np.float64)
         finite = np.isfinite(values)
@@ -50,7 +50,7 @@ class Curve:
 
 @dataclass
 class RunRecords:
-    """The records of a run: numbers as curves, and the records of time and energy unchanged.
+    """The records of a run: metrics as curves, and the records of time and energy unchanged.
 
     Attributes:
       curves: curves by (split, metric).
@@ -65,7 +65,7 @@ class RunRecords:
 
 
 def collect(records: Iterable[Mapping[str, Json]]) -> RunRecords:
-    """Sort records into curves and others, without the whole file in memory."""
+    """Sort records one by one into curves and other records, without storing a long file."""
     found = RunRecords()
     for record in records:
         split, step = record["split"], record["step"]

@@ -25,13 +25,12 @@ from jaxdist.run.report.page.curves import RunRecords, collect
 from jaxdist.types import Json, JsonObject
 
 INSPECTION = "inspect.json"
-"""The file that `jaxdist inspect CONFIG --json` wrote, if the user put it into the run
-directory."""
+"""Name of the output of `jaxdist inspect --json`, if the user put it into the run directory."""
 MOST_BOXES = 4000
 """Largest number of boxes in the drawing of a schedule; larger schedules are given as figures
 only."""
 MOST_LETTERS = 200
-"""Length limit of a setting's value."""
+"""Largest number of characters of a setting's value."""
 
 Compile = Callable[[Path], JsonObject]
 """A function from a resolved config to the output of `jaxdist inspect --json`; raises
@@ -39,7 +38,9 @@ JaxdistError."""
 
 
 def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, RunRecords]:
-    """Return the data that a page shows of a run, which may still be in progress, and its records.
+    """Return the data that a page shows about a run, and the run's records.
+
+    The run may still be in progress.
 
     Args:
       compiled: inspection of the compiled step, as `program_data` returns it.
@@ -93,7 +94,7 @@ def _configured(directory: RunDirectory) -> JsonObject:
     settings = {path: _text(value) for path, value in values.items()}
     try:
         return {"config": settings, "schedule": _schedule(directory.config)}
-    except JaxdistError as error:  # The run was written by another version, whose settings differ.
+    except JaxdistError as error:  # another version of jaxdist wrote the config
         return {"config": settings, "schedule": {"summary": str(error), "boxes": []}}
 
 

@@ -110,7 +110,7 @@ def report_page(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Write a page about runs, repeatedly with `live_seconds` until all of them have ended.
+    """Write a page about runs once, or with `live_seconds` repeatedly until all runs have ended.
 
     The page reloads itself while a run is in progress.
 
@@ -130,14 +130,15 @@ def report_page(
     compiled = [program_data(run, compile_step) for run in runs]
     while True:
         begun = clock()
-        beats = [pulse.beats() for pulse in pulses]  # every pulse must be checked
+        beats = [pulse.beats() for pulse in pulses]  # not lazily: each call updates its pulse
         going = live_seconds is not None and any(beats)
         reload_seconds = live_seconds if going else None
         size = write_page(runs, file, compiled, reload_seconds=reload_seconds)
         if not going:
             break
         assert live_seconds is not None
-        # Reading a long file of metrics takes seconds; the wait limits it to a tenth of a core.
+        # Reading a long file of metrics takes seconds; the wait limits the reading to a tenth of a
+        # core.
         sleep(max(live_seconds, 9 * (clock() - begun)))
     say(f"page   {file}, {size:,} bytes")
 
@@ -145,7 +146,7 @@ def report_page(
 class _Pulse:
     """A check that a run is in progress: its lock file exists, and its holder touches it.
 
-    Clocks of two machines are never compared; only changes of the file's time count.
+    The clocks of two machines are never compared: only changes of the lock file's time count.
     """
 
     def __init__(self, run: Path, clock: Callable[[], float]) -> None:
