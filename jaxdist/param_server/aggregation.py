@@ -14,11 +14,11 @@ from jaxdist.errors import ConfigError
 
 @dataclass(frozen=True)
 class PushTraffic:
-    """Bytes received for one push from every worker.
+    """Numbers of bytes that are received when every worker pushes once.
 
     Attributes:
-      root: received by all servers together; n servers that share parameters evenly get 1/n each.
-      aggregator: received by the busiest aggregator; 0 without aggregators.
+      root: bytes received by all servers together; each of n servers with equal shares gets 1/n.
+      aggregator: bytes received by the busiest aggregator; 0 without aggregators.
     """
 
     root: int
@@ -32,14 +32,14 @@ class Direct(Config):
     """Select direct pushes."""
 
     def racks(self, workers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return no racks."""
+        """Return an empty tuple, because direct pushes use no racks."""
         return ()
 
     def check(self, workers: int) -> None:
         """Accept any number of workers."""
 
     def traffic(self, workers: int, size_bytes: int) -> PushTraffic:
-        """Return the bytes received for one push from every worker.
+        """Return the bytes that are received when every worker pushes once.
 
         Args:
           size_bytes: size of one worker's push.
@@ -85,7 +85,7 @@ class Racks(Config):
             )
 
     def traffic(self, workers: int, size_bytes: int) -> PushTraffic:
-        """Return the bytes received for one push from every worker.
+        """Return the bytes that are received when every worker pushes once.
 
         >>> Racks(size=4).traffic(8, size_bytes=100)
         PushTraffic(root=200, aggregator=400)
@@ -95,4 +95,4 @@ class Racks(Config):
 
 
 AggregationConfig = Annotated[Direct | Racks, Field(discriminator="type")]
-"""The path of pushes to the servers."""
+"""The path that pushes take to the servers, by type."""

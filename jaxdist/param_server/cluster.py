@@ -37,7 +37,7 @@ class Cluster(Config):
     servers: Count = 1
     """Number of servers that share the parameters."""
     consistency: ConsistencyConfig = SSP()
-    """When changes are applied and which versions workers may read, by type."""
+    """Consistency model, by type: when changes are applied, and which versions workers may read."""
     placement: PlacementConfig = Balanced()
     """Assignment of parameters to servers, by type."""
     aggregation: AggregationConfig = Direct()
@@ -47,9 +47,10 @@ class Cluster(Config):
     error_feedback: bool = True
     """Add what compression leaves out of a push to the next push."""
     batch_shares: Literal["equal", "by_speed"] | Shares = "equal"
-    """Division of a batch: equal, by simulation.step_seconds, or the examples of each worker."""
+    """Division of a batch among workers: equal, by_speed (by simulation.step_seconds), or the
+    number of examples of each worker."""
     processes: ProcessesConfig = ProcessesConfig()
-    """Server and worker processes of `jaxdist train`."""
+    """Settings of the server and worker processes of `jaxdist train`."""
     simulation: SimulationConfig = SimulationConfig()
     """Speeds, network and failures that `jaxdist simulate` assumes."""
 
@@ -98,7 +99,7 @@ class Cluster(Config):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates in one step of all workers: one, or one per client."""
+        """Number of optimizer updates in a step of all workers: one, or one for each client."""
         return self.clients if isinstance(self.consistency, OnArrival) else 1
 
     def placed(self, params: Params, optim: OptimizerConfig) -> Placement:
@@ -116,7 +117,7 @@ class Cluster(Config):
 
     @property
     def feedback(self) -> Feedback:
-        """The error feedback that pushers apply to what a codec leaves out."""
+        """The error feedback that clients apply to pushes that a codec compresses."""
         return ErrorFeedback() if self.error_feedback else NoFeedback()
 
     def clocks(self, steps: int) -> int:
@@ -173,8 +174,8 @@ class Cluster(Config):
         """Refuse settings that cannot be combined.
 
         Raises:
-          ConfigError: the error's path starts at this section, except for rows of the table of
-            validity, whose path starts at the whole config.
+          ConfigError: settings cannot be combined. The error's path starts at this section, except
+            for rows of the table of validity, whose path starts at the whole config.
         """
         check(Facts({}, (), strategy="parameter_server", settings=self.settings))
         with blamed("simulation"):

@@ -15,9 +15,9 @@ RuleState = PyTree
 
 
 def vectors(dims: Mapping[str, Dims]) -> frozenset[str]:
-    """Return the parameters of less than two dims, layers not counted.
+    """Return the names of the parameters with fewer than two dims, without counting `layers`.
 
-    They are small, and hurt most by a codec, so that pushes carry them whole.
+    Such parameters are small, and a codec harms them most, so pushes carry them uncompressed.
 
     >>> sorted(vectors({"kernel": ("embed", "mlp"), "scale": ("layers", "embed")}))
     ['scale']

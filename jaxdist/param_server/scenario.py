@@ -20,11 +20,11 @@ class Straggler(Config):
     worker: WorkerNumber
     """Number of the worker."""
     factor: PositiveFloat
-    """Factor on the time of its steps."""
+    """Factor on the time of the worker's steps."""
     start_seconds: NonNegativeFloat = 0.0
-    """When it begins."""
+    """Virtual time from which the worker is slow."""
     stop_seconds: NonNegativeFloat | None = None
-    """When it ends; null: never."""
+    """Virtual time until which the worker is slow; null: until the end."""
 
 
 class Crash(Config):
@@ -33,9 +33,9 @@ class Crash(Config):
     worker: WorkerNumber
     """Number of the worker."""
     at_seconds: NonNegativeFloat
-    """When the worker dies."""
+    """Virtual time at which the worker dies."""
     back_seconds: NonNegativeFloat | None = None
-    """When the worker restarts, as a new client; null: never."""
+    """Virtual time at which the worker restarts, as a new client; null: never."""
 
 
 class Pause(Config):
@@ -44,9 +44,9 @@ class Pause(Config):
     server: Annotated[int, Field(ge=0)]
     """Number of the server."""
     at_seconds: NonNegativeFloat
-    """When the server stops."""
+    """Virtual time at which the server stops."""
     back_seconds: NonNegativeFloat
-    """When the server continues; messages that arrived in between are sent again."""
+    """Virtual time at which the server continues; messages from in between are sent again."""
 
 
 class NetworkConfig(Config):
@@ -61,14 +61,14 @@ class NetworkConfig(Config):
     jitter_seconds: NonNegativeFloat = 0.0
     """Largest random latency, drawn for each message, so that messages can overtake each other."""
     unevenness: NonNegativeFloat = 0.1
-    """Messages that use a card at the same time share its bandwidth; this is the standard deviation
-    of the logarithm of a message's share, drawn for each message."""
+    """Standard deviation of the logarithm of a message's share of a card's bandwidth, which is
+    drawn for each message; messages that use a card at the same time share its bandwidth."""
     loss: Chance = 0.0
     """Share of messages that do not arrive."""
     copies: Chance = 0.0
     """Share of messages that arrive twice."""
     retry_seconds: PositiveFloat = 0.2
-    """Time from a loss until the worker sends again."""
+    """Time from the loss of a message or a reply until the message is sent again."""
 
 
 class SimulationConfig(Config):
@@ -87,14 +87,14 @@ class SimulationConfig(Config):
     detect_seconds: NonNegativeFloat = 1.0
     """Time from a worker's death until the others no longer wait for it."""
     link: NetworkConfig = NetworkConfig()
-    """The network."""
+    """Network links, and the faults of the network."""
     seconds: PositiveFloat | None = None
     """Virtual time that ends the run; null ends it when all workers have taken their steps."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of noise, jitter, losses and duplicates."""
 
     def speeds(self, workers: int) -> tuple[float, ...]:
-        """Return the time of one gradient by worker.
+        """Return the seconds that each worker needs for a gradient.
 
         Raises:
           ConfigError: the number of times differs from the number of workers.
@@ -141,7 +141,7 @@ class SimulationConfig(Config):
         return max(ends, default=None)
 
     def factor(self, worker: int, now: float) -> float:
-        """Return the factor on the time of a worker's step that begins now."""
+        """Return the factor on the time of a worker's step that begins at the time `now`."""
         found = 1.0
         for one in self.stragglers:
             stop = float("inf") if one.stop_seconds is None else one.stop_seconds

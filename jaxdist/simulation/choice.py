@@ -30,10 +30,12 @@ MODELS: Mapping[str, ConsistencyConfig] = {
     "ssp 2": SSP(bound=2),
     "async": Asynchronous(),
 }
-"""The consistency models, from the strictest on."""
+"""The consistency models that are compared, the strictest first."""
 PLAYED_BYTES = 2**19
-"""Bytes of a simulated model. Links are slower by the same factor, so that times are unchanged."""
+"""Largest number of bytes of a simulated model. Larger models and their links are scaled down by
+the same factor, so that times are unchanged."""
 PLAYED_STEPS = 24
+"""Number of steps that a simulation has time for, by an upper estimate of a step's time."""
 CLEAR = 0.95
 """A looser model is taken only if its steps take less than this fraction of a stricter model's."""
 
@@ -41,7 +43,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class ChoiceConfig(Config):
-    """The model to train, and the machines."""
+    """The model to train, and the machines that train it."""
 
     parameter_bytes: Annotated[float, Field(ge=4096)] = 1e8
     """Bytes of the parameters, and of a gradient of all of them."""
@@ -52,11 +54,11 @@ class ChoiceConfig(Config):
     gbits: tuple[PositiveFloat, ...] = (1.0, 10.0, 100.0)
     """Gigabits per second of each host's card, in each direction."""
     latency_seconds: NonNegativeFloat = 1e-4
-    """Seconds of a message besides those of its bytes."""
+    """Latency of a message in seconds, in addition to the time for its bytes."""
     workers: Annotated[int, Field(ge=2, le=64)] = 8
-    """Number of hosts that compute."""
+    """Number of workers: hosts that compute gradients."""
     servers: Annotated[int, Field(ge=1, le=64)] = 4
-    """Number of further hosts, which hold the parameters."""
+    """Number of servers: further hosts, which hold the parameters."""
     slower: Annotated[float, Field(gt=1)] = 2.0
     """Factor on the step time of a single worker, in rows with a straggler."""
     noise: PositiveFloat = 0.3
@@ -64,7 +66,7 @@ class ChoiceConfig(Config):
     at times."""
 
     def speeds(self) -> tuple[Speeds, ...]:
-        """Return the ways in which workers may differ."""
+        """Return the compared distributions of the workers' step times."""
         return (
             Speeds("equal"),
             Speeds(f"one {self.slower:g}x slow", slowest=self.slower),
@@ -74,7 +76,7 @@ class ChoiceConfig(Config):
 
 @dataclass(frozen=True)
 class Speeds:
-    """A way in which workers differ.
+    """A distribution of the workers' step times.
 
     Attributes:
       slowest: factor on the step time of a single worker.
@@ -88,9 +90,12 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Choice:
-    """A row of the table.
+    """A row of the table: the step times for a sparsity, a link and a kind of straggler.
 
     Attributes:
+      touched: share of the parameters that a worker's batch reads and changes.
+      gbits: gigabits per second of each host's card.
+      speeds: name of the distribution of the workers' step times.
       seconds: time of a step of all workers, for each exchange of gradients.
     """
 
@@ -101,7 +106,7 @@ class Choice:
 
     @property
     def take(self) -> str:
-        """The strictest exchange that is about as fast as the fastest."""
+        """The strictest exchange that is nearly as fast as the fastest (see `CLEAR`)."""
         fastest = min(self.seconds.values())
         return next(name for name, took in self.seconds.items() if CLEAR * took <= fastest)
 
@@ -141,7 +146,7 @@ def ring_seconds(config: ChoiceConfig, touched: float, gbits: float, speeds: Spe
 
     Where few parameters are touched, an all-gather of their gradients is used if it is faster.
 
-    Nothing is hidden behind the backward pass.
+    No communication is assumed to overlap with the backward pass.
     """
     link = hardware.Link(config.latency_seconds, gbits * 1e9 / 8)
     levels = [Level(config.workers, link)]
@@ -149,6 +154,7 @@ def ring_seconds(config: ChoiceConfig, touched: float, gbits: float, speeds: Spe
     if touched < 1:
         gathered = config.workers * touched * config.parameter_bytes
         exchanges.append(predict_seconds(XLA, "all_gather", gathered, levels))
+    # Each step waits for its slowest worker, so the maximum comes before the mean.
     draws = np.random.default_rng(0).lognormal(0.0, speeds.noise, (4096, config.workers))
     draws[:, 0] *= speeds.slowest
     return float(draws.max(axis=1).mean()) * config.step_seconds + min(exchanges)
@@ -157,7 +163,10 @@ def ring_seconds(config: ChoiceConfig, touched: float, gbits: float, speeds: Spe
 def server_seconds(
     config: ChoiceConfig, touched: float, gbits: float, speeds: Speeds, model: ConsistencyConfig
 ) -> float:
-    """Return the time of a step of all workers, which read and push what they touch."""
+    """Return the simulated time of a step of all workers.
+
+    Workers pull and push only the parameters that they touch.
+    """
     size = touched * config.parameter_bytes
     scale = min(1.0, PLAYED_BYTES / size)
     rate = gbits * 1e9 / 8
@@ -171,6 +180,7 @@ def server_seconds(
     cluster = Cluster(
         workers=config.workers, servers=config.servers, consistency=model, simulation=script
     )
+    # An upper estimate of a step: too short a simulation would have no two steps to compare.
     exchange = 2 * size * (config.workers / config.servers + 1) / rate
     most = max(own) * (1 + 2 * speeds.noise) + exchange
     return step_seconds(cluster, int(scale * size / 4), PLAYED_STEPS * most)

@@ -27,12 +27,12 @@ from jaxdist.types import JsonObject
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """The result of a command.
+    """The result of `jaxdist simulate CONFIG`.
 
     Attributes:
       caption: a sentence about the model, its data and the cluster.
-      targets: losses whose times are measured, by seed.
-      rows: a row for each variant; the others are compared with the first.
+      targets: the loss for each seed whose time is measured.
+      rows: the runs of each variant; the first variant is the baseline of the others.
     """
 
     caption: str
@@ -73,7 +73,7 @@ def run_simulation(
     plot: Path | None,
     console: Console,
 ) -> SimulationResult:
-    """Train in virtual time; print and write the results.
+    """Simulate training in virtual time, and print and write the results.
 
     The same command gives the same bits.
 
@@ -83,7 +83,7 @@ def run_simulation(
         script.
       target: loss whose time is measured; by default, for each seed, 1% above the last loss of the
         first variant.
-      json_file, plot: a file and a directory to write to.
+      json_file, plot: a file for the results, and a directory for the pictures.
 
     Raises:
       JaxdistError: a config that cannot be simulated; files that cannot be written.
@@ -115,7 +115,10 @@ def _rows(
     seeds: int,
     console: Console,
 ) -> tuple[SimulatedVariant, ...]:
-    """Yield a row for each variant; seed by seed, so that variants share what a seed needs."""
+    """Return a row for each variant.
+
+    The outer loop is over seeds, so that the variants share a seed's data and programs.
+    """
     simulator = Simulator()
     reports: dict[Variant, list[Report]] = {variant: [] for variant in variants}
     _, config = load(path, overrides)
@@ -149,7 +152,7 @@ def check_alike(experiments: dict[Variant, Experiment]) -> None:
     """Check that all variants take the same number of steps on the same batches.
 
     Raises:
-      ConfigError: a variant does not.
+      ConfigError: a variant changes the data, the batch size, the number of steps or the seed.
     """
     first = next(iter(experiments.values()))
     for variant, one in experiments.items():

@@ -16,12 +16,12 @@ TOLERANCE = 0.01
 
 
 Targets = tuple[float, ...]
-"""Losses whose times are measured, by seed."""
+"""The target loss of each seed; the time until a run reaches its target is measured."""
 
 
 @dataclass(frozen=True)
 class SimulatedVariant:
-    """The runs of a variant.
+    """The simulated runs of a variant.
 
     Attributes:
       reports: the reports of the runs, in the order of the seeds.

@@ -28,37 +28,43 @@ Chance = Annotated[float, Field(ge=0, le=1)]
 class FleetConfig(Config):
     """A fleet, its failures, and the time that each part of a recovery takes.
 
-    The defaults describe Llama 3's fleet; what its report does not state is from the sources named.
+    The defaults describe Llama 3's fleet; other values are from the sources named
+    below.
     """
 
     devices: Count = 16_384
-    """The devices, which all work together. Llama 3 405B's (arXiv 2407.21783, section 3.3.4)."""
+    """Number of devices, which all work together. The default is that of Llama 3 405B (arXiv
+    2407.21783, section 3.3.4)."""
     failures_per_1000_device_days: PositiveFloat = 0.5267
-    """Interruptions per 1,000 devices and day: 466 in 54 days of 16,384 devices (same source)."""
+    """Interruptions per 1,000 devices and day. Llama 3 405B had 466 in 54 days of 16,384 devices
+    (same source)."""
     days: PositiveFloat = 54.0
-    """The days that the fleet runs (same source)."""
+    """Number of days that the fleet runs. The default is from the same source."""
     detect_seconds: NonNegativeFloat = 100.0
     """Time from a failure until it is detected: JAX's default timeout for a missed heartbeat."""
     restart_seconds: NonNegativeFloat = 380.0
-    """Time until all processes are up again. With detection and loading it makes 10 minutes: the
-    cost of a failure before fault tolerance in arXiv 2602.00277."""
+    """Time from the detection until all processes run again. By default detection, restart and
+    loading together take 10 minutes: the cost of a failure before fault tolerance in arXiv
+    2602.00277."""
     restore_seconds: NonNegativeFloat = 120.0
-    """Time to load a checkpoint from disk. A guess."""
+    """Time to load a checkpoint from disk. The default is a guess."""
     memory_restore_seconds: NonNegativeFloat = 10.0
-    """Time to load a snapshot from the memory of hosts. A guess."""
+    """Time to load a snapshot from the memory of hosts. The default is a guess."""
     checkpoint_seconds: NonNegativeFloat = 60.0
-    """Time that a checkpoint on disk blocks training: the usual example (arXiv 2410.21680)."""
+    """Time that a checkpoint on disk blocks training. The default is the usual example (arXiv
+    2410.21680)."""
     snapshot_seconds: NonNegativeFloat = 1.0
-    """Time that a snapshot in memory blocks training. A guess; GEMINI (SOSP 2023) hides it."""
+    """Time that a snapshot in memory blocks training. The default is a guess; GEMINI (SOSP 2023)
+    overlaps snapshots with training."""
     both_copies_lost: Chance = 0.084
-    """The share of failures that destroy a snapshot and its replica: failures of switches and
-    cables were 35 of Llama 3's 419 unexpected failures, and a host and its replica share one
-    switch."""
+    """The share of failures that destroy a snapshot and its replica. The default assumes that a
+    host and its replica share a switch: switches and cables caused 35 of Llama 3's 419 unexpected
+    failures."""
     checkpoint_every_seconds: PositiveFloat | None = None
-    """Work between checkpoints on disk when there are snapshots too; null takes Young's interval
-    for the failures that need a checkpoint."""
+    """Seconds of work between checkpoints on disk when there are snapshots too; null takes Young's
+    interval for the failures that need a checkpoint."""
     runs: Count = 20
-    """Simulated runs of each interval; all intervals meet the same failures."""
+    """Number of simulated runs of each interval between saves; all meet the same failures."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the failures."""
 
@@ -82,6 +88,7 @@ class FleetConfig(Config):
         """Seconds of work between checkpoints on disk when there are snapshots too."""
         if self.checkpoint_every_seconds is not None:
             return self.checkpoint_every_seconds
+        # A chance of zero would need no checkpoints: the interval is then the length of the run.
         needed = max(self.both_copies_lost, 1e-9)
         longest = self.days * intervals.DAY_SECONDS
         return min(intervals.young(self.checkpoint_seconds, self.mttf / needed), longest)
@@ -116,12 +123,12 @@ class Simulated:
 
     @property
     def goodput(self) -> np.ndarray:
-        """The share of each run that is work which was kept, float64 [runs]."""
+        """The share of kept work in the time of each run, float64 [runs]."""
         return self.seconds[Activity.STEP] / sum(self.seconds.values())
 
     @property
     def shares(self) -> dict[Activity, float]:
-        """The share of each kind of time, over all runs."""
+        """The share of each kind of time in the time of all runs together."""
         whole = sum(float(spent.sum()) for spent in self.seconds.values())
         return {kind: float(spent.sum()) / whole for kind, spent in self.seconds.items()}
 
@@ -132,12 +139,12 @@ def snapshots_with(fleet: FleetConfig, every: float) -> Saves:
 
 
 def first_order(fleet: FleetConfig, saves: Saves) -> float:
-    """Return the goodput of two tiers, to first order in the lost time.
+    """Return the goodput of saves in two tiers, to first order in the lost time.
 
-    ArXiv 2410.21680, equation 1.
+    The formula is equation 1 of arXiv 2410.21680.
 
-    Saves block training; a failure costs the recovery and half an interval between two saves: of
-    snapshots, or, with the probability that both copies are lost, of checkpoints.
+    Saves block training; a failure costs the recovery and half an interval between two
+    snapshots, or between two checkpoints, with the probability that both copies are lost.
     """
     lost_both = 1.0 if saves.disk == 1 else fleet.both_copies_lost
     stands = fleet.snapshot_seconds * (saves.disk - 1) + fleet.checkpoint_seconds
@@ -170,7 +177,7 @@ def simulate_fleet(fleet: FleetConfig, ways: Sequence[Saves]) -> list[Simulated]
 
 
 class _State:
-    """The state of each run [runs] with each way to save [ways], and the time spent so far."""
+    """The state of all runs and the time that they have spent, as arrays [ways, runs]."""
 
     def __init__(self, fleet: FleetConfig, ways: Sequence[Saves]) -> None:
         shape = (len(ways), fleet.runs)
@@ -185,10 +192,9 @@ class _State:
             )
         }
         self.saved = np.zeros(shape, np.int64)
-        """Snapshots since the last checkpoint."""
+        """Number of snapshots since the last checkpoint."""
         self.detecting, self.restoring = np.zeros(shape), np.zeros(shape)
-        """Remaining seconds of detection and of loading before work continues; zero at the start.
-        """
+        """Remaining seconds of detection, and of restart and loading, before work continues."""
         self.from_disk = np.zeros(shape, bool)
 
     def advance(self, gap: np.ndarray, dies: np.ndarray, both: np.ndarray) -> None:
@@ -197,10 +203,11 @@ class _State:
         Args:
           gap: seconds to advance, float64 [runs].
           dies: whether a failure follows, bool [runs].
-          both: whether it destroys both copies of a snapshot, bool [runs].
+          both: whether that failure destroys both copies of a snapshot, bool [runs].
         """
         detected = np.minimum(gap, self.detecting)
         restored = np.minimum(gap - detected, self.restoring)
+        # The comparison is exact: a minimum that does not cut returns the same float.
         recovered = detected + restored == self.detecting + self.restoring
         saved, undone, kept = self._work(gap - detected - restored)
         disk = dies & (both | (self.disk == 1))
@@ -217,8 +224,8 @@ class _State:
     def _work(self, up: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Work for `up` seconds.
 
-        Return the snapshots since the last checkpoint, the work since the last save, and the work
-        that was saved, both in seconds.
+        Return the number of snapshots since the last checkpoint, the work since the last save, and
+        the work that was saved, both in seconds.
         """
         fleet, every, disk = self.fleet, self.every, self.disk
         period = every + fleet.snapshot_seconds
@@ -229,6 +236,7 @@ class _State:
         left = np.clip(rest - saved * period - 1e-6, 0.0, None)
         undone = np.minimum(left, every)
         kept = (cycles * disk + saved - self.saved) * every
+        # Time that remains after a cycle's last interval belongs to its unfinished checkpoint.
         stood = cycles * fleet.checkpoint_seconds
         stood += np.where(saved == disk - 1, left - undone, 0.0)
         self.seconds[Activity.CHECKPOINT_BLOCKED] += stood

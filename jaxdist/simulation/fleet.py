@@ -30,13 +30,13 @@ _BESTS = {"Young": intervals.young, "Daly": intervals.daly}
 
 @dataclass(frozen=True)
 class SaveTier:
-    """A way to save at every interval.
+    """A kind of saves, simulated at each interval.
 
     Attributes:
-      name: the kinds of saves.
-      cost: seconds that work waits for the save whose interval is varied.
-      rows: the simulated runs by interval, the shortest first.
-      formula: the goodput of each row in closed form.
+      name: name of the kind of saves, for tables and pictures.
+      cost: seconds that training is blocked by a save of the kind whose interval varies.
+      rows: the simulated runs of each interval, the shortest interval first.
+      formula: the goodput of each row by a closed form.
     """
 
     name: str
@@ -46,7 +46,7 @@ class SaveTier:
 
     @property
     def means(self) -> list[float]:
-        """The goodput of each row, over all runs."""
+        """The goodput of each row, over all of its runs."""
         return [row.shares[Activity.STEP] for row in self.rows]
 
     @property
@@ -60,8 +60,8 @@ class Fleet:
     """A simulated fleet.
 
     Attributes:
-      tiers: checkpoints alone, and snapshots in memory in addition; their rows have equal
-        intervals.
+      tiers: checkpoints alone, and checkpoints with snapshots in memory; the rows of both have the
+        same intervals.
     """
 
     config: FleetConfig
@@ -73,7 +73,7 @@ class Fleet:
         return [row.saves.every for row in self.tiers[0].rows]
 
     def marks(self, tier: SaveTier) -> dict[str, float]:
-        """Return the best intervals of closed forms in seconds, by name; empty for free saves."""
+        """Return the best interval in seconds by each formula; empty if saves cost no time."""
         found = _BESTS if tier.cost else {}
         return {name: best(tier.cost, self.config.mttf) for name, best in found.items()}
 
@@ -97,6 +97,7 @@ class Fleet:
         return lines
 
     def _said(self, tier: SaveTier, at: int) -> str:
+        # `sweep` put these very floats among the intervals, so that equality is exact.
         names = [name for name, best in self.marks(tier).items() if best == self.every[at]]
         best = ["best"] if tier.rows[at] is tier.best else []
         return ", ".join([*best, *names])
@@ -165,14 +166,14 @@ def run_fleet(
     plot: Path | None = None,
     console: Console,
 ) -> Fleet:
-    """Simulate a fleet; print and write the results. The same settings give the same numbers.
+    """Simulate a fleet, and print and write the results; the same settings give the same numbers.
 
     Args:
       settings: a YAML file of `FleetConfig`, if the first has no `=`; then `key=value` ...
-      json_file, plot: a file and a directory to write to.
+      json_file, plot: a file for the results, and a directory for the pictures.
 
     Raises:
-      JaxdistError: settings that a fleet does not have; files that cannot be written.
+      JaxdistError: unknown or invalid settings; files that cannot be written.
     """
     config = read_settings(settings, FleetConfig)
     check_writable(plot, json_file)
@@ -186,9 +187,10 @@ def run_fleet(
 
 
 def sweep(config: FleetConfig) -> Fleet:
-    """Compute the goodput over the interval, of checkpoints alone and with additional snapshots."""
+    """Simulate the goodput at each interval, of checkpoints alone and of additional snapshots."""
     costs = config.checkpoint_seconds, config.snapshot_seconds
     bests = [best(cost, config.mttf) for cost in costs for best in _BESTS.values() if cost]
+    # Free checkpoints would make the interval zero, and all of its multiples too.
     middle = intervals.young(max(costs[0], 1.0), config.mttf)
     every = sorted({*(middle * 2.0**power for power in POWERS), *bests})
     alone = [Saves(seconds) for seconds in every]

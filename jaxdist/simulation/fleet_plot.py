@@ -22,12 +22,12 @@ _STYLES = {"Young": "--", "Daly": ":"}
 
 
 def plot_fleet(fleet: Fleet, directory: str | os.PathLike[str]) -> list[Path]:
-    """Draw a simulated fleet, as `jaxdist.metrics.figure.save_figure` writes it."""
+    """Draw a simulated fleet, and write it by `jaxdist.metrics.figure.save_figure`."""
     return save_figure(fleet_figure(fleet), directory, NAME, what="the fleet")
 
 
 def fleet_figure(fleet: Fleet) -> Figure:
-    """The figure that `plot_fleet` writes: means, 5 to 95% of the runs, and closed forms."""
+    """Return the figure that `plot_fleet` writes: means, 5 to 95% of the runs, and closed forms."""
     figure = new_figure(_SIZE_INCHES)
     axes = figure.add_subplot()
     for tier, colour in zip(fleet.tiers, _COLOURS, strict=True):

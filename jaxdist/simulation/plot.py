@@ -28,10 +28,10 @@ def plot_simulation(
     title: str,
     target: float,
 ) -> list[Path]:
-    """Draw the variants' runs, as `jaxdist.metrics.figure.save_figure` writes it.
+    """Draw the variants' runs, and write them by `jaxdist.metrics.figure.save_figure`.
 
     Args:
-      rows: the variants; the curve is that of the first seed, the histogram that of all seeds.
+      rows: the variants; curves show the first seed, histograms all seeds.
       title: text above the axes.
       target: the loss that a dashed line marks.
     """
@@ -40,7 +40,7 @@ def plot_simulation(
 
 
 def simulation_figure(rows: Sequence[SimulatedVariant], *, title: str, target: float) -> Figure:
-    """The figure that `plot_simulation` writes, for a notebook or another format."""
+    """Return the figure that `plot_simulation` writes, for a notebook or another format."""
     import matplotlib as mpl
 
     figure = new_figure(_SIZE_INCHES)
@@ -73,7 +73,7 @@ def simulation_figure(rows: Sequence[SimulatedVariant], *, title: str, target: f
 
 
 def _draw_staleness(axes: Axes, row: SimulatedVariant, colour: np.ndarray) -> None:
-    """Draw a cumulative histogram, so that those of many variants can be distinguished."""
+    """Draw a cumulative histogram: many of them can share the axes and still be distinguished."""
     counts = sum((report.staleness for report in row.reports), Counter[int]())
     ages = np.arange(max(counts, default=0) + 1)
     shares = np.cumsum([counts[age] for age in range(len(ages))]) / max(sum(counts.values()), 1)

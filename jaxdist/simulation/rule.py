@@ -1,4 +1,4 @@
-"""An optimizer as servers use it: jitted for a range of a parameter at a time."""
+"""The config's optimizer on servers: a jitted update of a single range of a parameter."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class ServerRule:
 
     Attributes:
       learning_rate: the largest learning rate of the run.
-      divisible: whether a range may be some rows of a parameter; not if a norm of the whole is
-        needed.
+      divisible: whether a range may be some rows of a parameter; false if the update needs a
+        norm of the whole parameter.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ServerRule:
           schedule: function from the number of steps, as a mesh counts them, to the learning rate.
           params: all parameters, or their shapes.
           dims: logical dims of each parameter, by name.
-          updates_per_step: updates of a range in a step of all workers.
+          updates_per_step: number of updates of a range in a step of all workers.
         """
         self.learning_rate = learning_rate
         self.divisible = updates_elementwise(optim)
@@ -75,19 +75,19 @@ class ServerRule:
     def update(
         self, name: str, array: np.ndarray, gradient: np.ndarray, rate: float, state: RuleState
     ) -> tuple[np.ndarray, RuleState]:
-        """Return the next array and state.
+        """Return the updated array and the optimizer's next state.
 
         Args:
           rate: factor on the learning rate.
         """
         given = (self._shaped(name, array), self._shaped(name, gradient), state)
-        # There is no multiplication by 1, which would round differently than a step on a mesh does.
+        # A rate of 1 is left out of the program, which would round differently than on a mesh.
         factor = () if rate == 1 else (np.float32(rate),)
         new, state = self._rule(name).step(*given, *factor)
         return np.asarray(new).reshape(array.shape), state
 
     def _shaped(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Return a scalar without dims, which servers hold as a single row."""
+        """Return the array in the model's shape: servers hold a scalar as a single row."""
         return array if self._dims[name] else array.reshape(())
 
     def _rule(self, name: str) -> _Compiled:
@@ -105,7 +105,7 @@ class ServerRule:
             array: jax.Array, gradient: jax.Array, state: RuleState, *rate: jax.Array
         ) -> tuple[jax.Array, RuleState]:
             params, grads = wrapped(array), wrapped(gradient.astype(array.dtype))
-            # Neither is known on a server; `check_separable` has checked that no update reads them.
+            # A server knows neither value; `check_separable` refuses optimizers that read them.
             nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
             updates, state = transform.update(grads, state, params, **nothing)
             if rate:

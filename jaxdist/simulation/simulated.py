@@ -15,7 +15,7 @@ from jaxdist.simulation.workers import ModelProblem
 from jaxdist.train.strategy.config import ParameterServer
 
 POINTS = 20
-"""Points of a curve where eval.every is not set."""
+"""Number of points of a loss curve where `eval.every` is not set."""
 _NOT_IN_GRADIENTS = {"strategy", "optim", "run", "checkpoint"}
 
 
@@ -34,7 +34,7 @@ def cluster_of(config: ExperimentConfig) -> ParameterServer:
 
 
 class Simulator:
-    """A simulator; experiments with the same model, data and shares use the same programs."""
+    """A simulator that reuses compiled programs if the model, the data and the shares are equal."""
 
     def __init__(self) -> None:
         self._problems: dict[str, ModelProblem] = {}
@@ -72,7 +72,7 @@ class Simulator:
         same = config.model_dump(mode="json", exclude=_NOT_IN_GRADIENTS)
         key = json.dumps([same, shares])
         if key not in self._problems:
-            self._problems = {  # a single problem at a time: batches and parameters take memory
+            self._problems = {  # only the newest problem is kept, to save memory
                 key: ModelProblem(
                     experiment.program,
                     experiment.loader,

@@ -1,4 +1,4 @@
-"""A model with its data as workers of a parameter server see it: gradients of their shares."""
+"""The gradients of a model on the workers' shares of the data, and its held-out loss."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModelProblem:
         """Store the arguments; nothing is computed yet.
 
         Args:
-          program: the program of whole batches.
+          program: the program for whole batches.
           shares: number of examples of each worker.
           microbatches: number of pieces in which each worker computes its examples.
           evaluation_batches: number of batches of the held-out split to use; None uses all.
@@ -58,13 +58,14 @@ class ModelProblem:
             )
         self._program, self._shares, self._microbatches = program, shares, microbatches
         starts = [0, *accumulate(shares)]
+        # The last start is the end of the batch, which has no share.
         self._loaders = [loader.part(*pair) for pair in zip(starts, shares, strict=False)]
         self._heldout, self._limit = heldout, evaluation_batches
         self._of_size = cache(self._gradients_of)
 
     @cached_property
     def _begun(self) -> TrainState:
-        """The initial state of runs; gradients only need its shape."""
+        """The initial state of runs; gradients replace its step and its parameters."""
         return self._program.init()
 
     @property
@@ -77,8 +78,9 @@ class ModelProblem:
         return _by_name(self._begun.params)
 
     def gradient(self, params: Arrays, worker: int, step: int) -> Computed:
-        """Compute the mean gradient of a worker's part of a step's batch, with its tokens."""
+        """Compute the mean gradient and the tokens of a worker's part of a step's batch."""
         batch = self._loaders[worker].batch(step)
+        # Random layers draw by the state's step, so each worker and step needs its own number.
         draw = np.int32(step * len(self._shares) + worker)
         state = replace(self._begun, step=draw, params=self._tree(params))
         size, pieces = self._shares[worker], self._microbatches[worker]

@@ -9,6 +9,7 @@ from jaxdist.param_server.consistency.arrival import DelayCompensation
 from jaxdist.param_server.consistency.contract import Arrival, Merge
 
 EPSILON = 1e-7
+"""Summand of a running mean of squares, so that its root is never zero."""
 
 
 class Array(Protocol):
@@ -55,10 +56,10 @@ def delay_compensated(
     then: ArrayT,
     mean_square: ArrayT | None = None,
 ) -> tuple[ArrayT, ArrayT | None]:
-    """Return a gradient g, computed at `then`, corrected to `now`: g + s g g (now - then).
+    """Correct a gradient g from the parameters `then` to `now`: g + s g g (now - then).
 
-    The strength s is the config's. With `decay` it is divided, element by element, by the root of
-    the running mean plus 1e-7.
+    The strength s is the config's. With `decay` the correction is divided, element by element, by
+    the root of the running mean plus 1e-7.
 
     Args:
       mean_square: running mean of squared gradients, used with `decay`; zeros at first.

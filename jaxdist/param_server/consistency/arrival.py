@@ -44,12 +44,12 @@ class OnArrival(Consistency):
     moves the parameters as far as one synchronous step. whole: each gradient is a full step."""
     staleness_power: Annotated[float, Field(ge=0, le=4)] = 0.0
     """Divide the learning rate by the staleness to this power, if the staleness is above 1; 0 does
-    not. Staleness counts clocks with gradient_weight share, and updates with whole."""
+    not divide. Staleness counts clocks with gradient_weight share, and updates with whole."""
     delay_compensation: DelayCompensation | None = None
-    """Correct gradients for the parameters' movement since they were read; null does not."""
+    """Correction of gradients for the movement of the parameters after the read; null has none."""
     value_bound: PositiveFloat | None = None
     """A worker pauses while any element of its unapplied changes exceeds this bound divided by the
-    number of workers; null does not check."""
+    number of workers; null sets no bound."""
 
     @model_validator(mode="after")
     def _counts(self) -> OnArrival:
@@ -92,8 +92,9 @@ class OnArrival(Consistency):
         so the sum may exceed the bound by one change per worker.
 
         Args:
-          largest: maximum over the elements of the summed magnitudes of its unapplied changes.
+          largest: largest magnitude of an element of the worker's unapplied changes.
         """
+        # The negated comparison also holds a worker back whose changes contain a NaN.
         return self.value_bound is not None and not largest < self.value_bound / workers
 
     def rate(self, staleness: int, team: int) -> float:
@@ -112,8 +113,9 @@ class Asynchronous(OnArrival):
     type: Literal["async"] = "async"
     """Select this model."""
     reads: Literal["each_clock", "ahead"] = "each_clock"
-    """A worker's source of newer parameters. each_clock: it pulls before every computation. ahead:
-    it pulls when a computation begins, for the next, which does not wait for the answer."""
+    """The way to obtain newer parameters. each_clock: the worker pulls before every computation.
+    ahead: the worker pulls when a computation begins, for the next computation, which does not wait
+    for the answer."""
 
     def how(self) -> Reads:
         return self.reads
@@ -136,13 +138,14 @@ class SSP(OnArrival):
     type: Literal["ssp"] = "ssp"
     """Select this model."""
     bound: Bound = 2
-    """Clocks that a worker may be ahead of the slowest."""
+    """Number of clocks that a worker may be ahead of the slowest."""
     reads: Reads = "each_clock"
-    """A worker's source of newer parameters. each_clock: it pulls before every computation. ahead:
-    it pulls when a computation begins, for the next, which does not wait while the old copy is
-    within the bound, and so may miss its own last changes. lazy: it pulls when its copy is older
-    than the bound allows or misses one of its own changes. eager: like lazy, and the server also
-    sends new parameters whenever the slowest clock advances."""
+    """The way to obtain newer parameters. each_clock: the worker pulls before every computation.
+    ahead: the worker pulls when a computation begins, for the next computation, which does not wait
+    while the old copy is within the bound, and so may miss the worker's own last changes. lazy: the
+    worker pulls when its copy is older than the bound allows or misses one of its own changes.
+    eager: like lazy, and the server also sends new parameters whenever the slowest clock
+    advances."""
 
     def fresh(self, floor: int, clock: int) -> bool:
         return clock - floor <= self.bound
@@ -164,15 +167,16 @@ class AdaptiveSSP(OnArrival):
     type: Literal["adaptive"] = "adaptive"
     """Select this model."""
     least: Bound = 1
-    """Clocks ahead of the slowest that are always allowed."""
+    """Number of clocks that a worker may always be ahead of the slowest."""
     most: Bound = 8
-    """Clocks ahead of the slowest that are never exceeded."""
+    """Largest number of clocks that a worker can be ahead of the slowest."""
     reads: Reads = "each_clock"
-    """A worker's source of newer parameters. each_clock: it pulls before every computation. ahead:
-    it pulls when a computation begins, for the next, which does not wait while the old copy is
-    within the bound, and so may miss its own last changes. lazy: it pulls when its copy is older
-    than the bound allows or misses one of its own changes. eager: like lazy, and the server also
-    sends new parameters whenever the slowest clock advances."""
+    """The way to obtain newer parameters. each_clock: the worker pulls before every computation.
+    ahead: the worker pulls when a computation begins, for the next computation, which does not wait
+    while the old copy is within the bound, and so may miss the worker's own last changes. lazy: the
+    worker pulls when its copy is older than the bound allows or misses one of its own changes.
+    eager: like lazy, and the server also sends new parameters whenever the slowest clock
+    advances."""
 
     @model_validator(mode="after")
     def _fits(self) -> AdaptiveSSP:

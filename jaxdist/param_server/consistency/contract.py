@@ -24,12 +24,12 @@ class Arrival:
     """A change that has arrived, after all earlier changes of its client.
 
     Attributes:
-      client: the client that sent it.
-      sequence: its message number within that client's messages.
-      clock: the client's clock when it was computed; in rounds, the number of the round.
-      version: version of the parameters that it was computed from.
+      client: the client that sent the change.
+      sequence: number of the message among the client's messages.
+      clock: clock of the client's computation of the change; in rounds, the number of the round.
+      version: version of the parameters that the change was computed from.
       tokens: weight in a mean; 0 if all examples of its batch were masked.
-      usable: whether it contains no NaN and no infinity.
+      usable: whether the change contains no NaN and no infinity.
       seconds: arrival time.
     """
 
@@ -55,12 +55,12 @@ class Arrival:
 
 @dataclass(frozen=True)
 class WeightedChange:
-    """A weighted change in a merge.
+    """A change in a merge, with its weight.
 
     Attributes:
       weight: factor of the change in the sum.
-      staleness: number of updates between the version that it was computed from and the current
-        version.
+      staleness: number of updates between the version that the change was computed from and the
+        current version.
     """
 
     arrival: Arrival
@@ -77,7 +77,7 @@ class Merge:
         advances.
       total: divisor of the weighted sum.
       rate: factor of the learning rate.
-      without: changes that the merge settles without applying them (`Arrival.nothing`).
+      without: changes that are settled but not applied, for the reason in `Arrival.nothing`.
     """
 
     parts: tuple[WeightedChange, ...]
@@ -97,7 +97,7 @@ class Clocks:
 
     Attributes:
       team: number of workers that the run is planned with.
-      clocks: number of changes that have arrived, by member.
+      clocks: number of changes that have arrived from each member.
       version: number of updates so far.
       floor: all changes from earlier clocks are in the version; the floor never decreases.
       held: changes that have arrived and are not merged yet, in order of arrival.
@@ -122,7 +122,7 @@ class Clocks:
         return replace(self, clocks={**self.clocks, client: self.floor})
 
     def left(self, client: int) -> Clocks:
-        """Return the clocks without a member; the changes that it has sent stay."""
+        """Return the clocks without a member, whose earlier changes stay."""
         clocks = {member: clock for member, clock in self.clocks.items() if member != client}
         pushed = {member: times for member, times in self.pushed.items() if member != client}
         return replace(self, clocks=clocks, pushed=pushed)
@@ -143,10 +143,10 @@ class Decision:
     """The updates and admitted readers that follow from the changes so far.
 
     Attributes:
-      clocks: the clocks after the updates.
+      clocks: clocks, version and pending changes after the updates.
       merges: due updates, in order.
       admitted: waiting members that may read the version after these updates.
-      wake: time at which something becomes due without a message; None for never.
+      wake: time at which an update becomes due without a further message; None for never.
     """
 
     clocks: Clocks
@@ -176,7 +176,7 @@ class Consistency(Config):
         return clocks.clocks[client]
 
     def refusal(self, clocks: Clocks, arrival: Arrival) -> str | None:
-        """Return why a change is dropped, although its client's clock advances, or None."""
+        """Return the reason to drop a change, or None; the client's clock advances in any case."""
         return arrival.nothing
 
     @abstractmethod
@@ -213,7 +213,7 @@ class Consistency(Config):
         return False
 
     def wake(self, clocks: Clocks) -> float | None:
-        """Return the time at which something becomes due without a message, or None for never."""
+        """Return the time at which an update becomes due without a further message, or None."""
         return None
 
 

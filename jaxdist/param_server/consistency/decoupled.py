@@ -28,11 +28,12 @@ class Decoupled(Consistency):
     """Select this model."""
     payload: ClassVar[Payload] = "outer"
     local_steps: Count = 100
-    """Steps of a worker from one push to the next."""
+    """Number of steps of a worker from a push to the next."""
     quorum: Count | None = None
     """Number of pending changes that triggers a merge; null waits for all members."""
     grace_seconds: NonNegativeFloat | None = None
-    """Time from the first change to a merge without the rest; null waits for the quorum."""
+    """Time from the first pending change to a merge without those that are missing; null waits for
+    the quorum."""
     at_least: Count = 1
     """Smallest number of changes that is merged when the grace window has closed."""
     oldest: Count | None = None

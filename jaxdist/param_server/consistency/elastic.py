@@ -19,7 +19,7 @@ from jaxdist.param_server.consistency.contract import (
 
 
 class Elastic(Consistency):
-    """EASGD: every `every` steps a worker moves towards the centre, and the centre towards it.
+    """EASGD: every `every` steps a worker and the centre move towards each other.
 
     Zhang, Choromanska and LeCun, "Deep learning with elastic averaging SGD" (arXiv 1412.6651),
     algorithm 1. The worker reads the centre c, moves by -alpha (x - c) and pushes alpha (x - c),
@@ -30,7 +30,7 @@ class Elastic(Consistency):
     """Select this model."""
     payload: ClassVar[Payload] = "elastic"
     every: Count = 10
-    """Steps of a worker from one exchange to the next; tau in the paper."""
+    """Number of steps of a worker from an exchange to the next; tau in the paper."""
     alpha: PositiveFloat | None = None
     """Fraction of their distance that worker and centre move in an exchange; null is beta divided
     by the number of workers."""
@@ -69,12 +69,14 @@ class Elastic(Consistency):
         return clocks.version if self.order == "rounds" else super().floor_of(clocks)
 
     def refusal(self, clocks: Clocks, arrival: Arrival) -> str | None:
+        # A round is complete only with a change of each worker, even if the change adds nothing.
         return None if self.order == "rounds" else super().refusal(clocks, arrival)
 
     def due(self, clocks: Clocks, now: float) -> Merge | None:
         together = self.order == "rounds"
         if not clocks.held or (together and clocks.missing):
             return None
+        # Order by client, since the order of summation would otherwise depend on the network.
         taken = sorted(clocks.held, key=_by_client) if together else clocks.held[:1]
         counted = [one for one in taken if one.nothing is None]
         parts = (WeightedChange(one, 1.0, clocks.version - one.version) for one in counted)
@@ -94,8 +96,8 @@ def alpha_limit(rate: float, workers: int | None) -> float:
 
     With W workers that exchange at once, this bounds both eigenvalues of the map of their mean and
     the centre, [[1 - rate - alpha, alpha], [W alpha, 1 - W alpha]], and also |1 - rate - alpha|, by
-    1. With exchanges one after another, it is (4 - 2 rate) / (4 - rate) for any number of workers,
-    as in the paper.
+    1. With exchanges one after another, alpha is at most (4 - 2 rate) / (4 - rate) for any number
+    of workers, as in the paper.
 
     Args:
       rate: learning rate times curvature, at most 2.

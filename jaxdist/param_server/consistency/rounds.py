@@ -54,10 +54,12 @@ class BSP(Rounds):
             )
 
     def refusal(self, clocks: Clocks, arrival: Arrival) -> str | None:
+        # Even a change that adds nothing is kept, because the round waits for each worker's change.
         late = arrival.clock < clocks.version
         return f"round {arrival.clock} is over" if late else None
 
     def due(self, clocks: Clocks, now: float) -> Merge | None:
+        # Workers that have left count as backups, so a round still needs the other changes.
         spare = max(0, len(clocks.clocks) - (clocks.team - self.backups))
         due = clocks.held and clocks.missing <= spare
         return mean_of(clocks.held, clocks.version) if due else None

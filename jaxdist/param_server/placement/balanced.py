@@ -15,9 +15,9 @@ class Balanced(PlacementRule):
     """Balance bytes over the servers; when a server joins or leaves, most ranges may move.
 
     The fullest of n servers holds at most 4/3 - 1/(3 n) of the optimum (Graham, "Bounds on
-    multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969, theorem 2). It also holds at
-    most the mean plus (1 - 1/n) of the largest range, which is close to 1/n of all bytes if ranges
-    are small.
+    multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969, theorem 2). That server also
+    holds at most the mean plus (1 - 1/n) of the largest range, which is close to 1/n of all bytes
+    if ranges are small.
     """
 
     type: Literal["balanced"] = "balanced"

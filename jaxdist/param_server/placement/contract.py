@@ -25,7 +25,7 @@ class Placement:
       servers: the servers' numbers, ascending.
       ranges: ranges of all parameters, in the parameters' order.
       owners: for each range, the server that holds it.
-      law: the placement rule's guarantee, in words.
+      law: the placement rule's guarantee about bytes, as a sentence.
     """
 
     servers: tuple[int, ...]
@@ -40,9 +40,9 @@ class Placement:
 
     @property
     def bytes_by_server(self) -> dict[int, int]:
-        """Bytes of each server's shard.
+        """Number of bytes of each server's shard.
 
-        A push of all parameters by N workers sends it N times that.
+        If N workers push all parameters, a server receives N times this number.
         """
         return {server: sum(r.size_bytes for r in self.held(server)) for server in self.servers}
 
@@ -129,7 +129,7 @@ class PlacementRule(Config):
 
     @abstractmethod
     def law(self, servers: int) -> str:
-        """Return the rule's guarantee for a number of servers, as a sentence."""
+        """Return the rule's guarantee about bytes for a number of servers, as a sentence."""
         ...
 
 
@@ -141,6 +141,7 @@ def least_bytes(sizes: Sequence[int], servers: int) -> int:
     """
     ordered = sorted(sizes, reverse=True)
     mean = -(-sum(ordered) // servers)
+    # Two of the n + 1 largest ranges share a server, with at least the bytes of the smallest two.
     pair = sum(ordered[servers - 1 : servers + 1]) if len(ordered) > servers else 0
     return max(mean, ordered[0], pair)
 

@@ -25,7 +25,7 @@ class Hashed(PlacementRule):
     type: Literal["hashed"] = "hashed"
     """Select this placement."""
     virtual_nodes: Annotated[int, Field(ge=1, le=2**16)] = 128
-    """Points of each server on the circle."""
+    """Number of points of each server on the circle."""
     seed: Annotated[int, Field(ge=0, le=2**63)] = 0
     """Seed of the hash."""
 
@@ -40,6 +40,7 @@ class Hashed(PlacementRule):
         return tuple(circle[at % len(circle)][1] for at in after)
 
     def _at(self, key: str) -> int:
+        # Python's own hash of a string differs from process to process.
         salt = self.seed.to_bytes(8, "little")
         return int.from_bytes(blake2b(key.encode(), digest_size=8, salt=salt).digest(), "little")
 

@@ -21,7 +21,8 @@ class PlaceableTensor:
       name: path in the tree, joined with '/'.
       rows: size of the first dim; 1 for a scalar.
       size_bytes: size of all elements.
-      divisible: whether servers may share its rows; not if its update reads all of it (LAMB, LARS).
+      divisible: whether several servers may hold rows of the parameter; false if its update reads
+        the whole parameter (LAMB, LARS).
     """
 
     name: str

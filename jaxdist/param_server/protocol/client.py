@@ -26,13 +26,13 @@ class ClientState:
     """The state of a client for one range.
 
     Attributes:
-      sequence: sequence number of its next message.
-      clock: clock of its next computation.
-      version: version of its copy of the parameters; None without a copy.
-      floor: floor of its copy.
-      admitted: newest clock for which a pull was answered.
-      own: the first version that contains all of its settled changes.
-      under_way: its messages without a final reply, by sequence.
+      sequence: sequence number of the next message.
+      clock: clock of the next computation.
+      version: version of the client's copy of the parameters; None without a copy.
+      floor: floor of the client's copy.
+      admitted: newest clock for which a pull was answered; -1 before the first answer.
+      own: the first version that contains all settled changes of the client.
+      under_way: messages without a final reply, by sequence.
     """
 
     client: int
@@ -52,7 +52,7 @@ class ClientState:
 
     @property
     def complete(self) -> bool:
-        """Whether its copy contains each of its own changes exactly once.
+        """Whether the client's copy contains each of the client's changes exactly once.
 
         Only the server can apply a change, because the server runs the optimizer. The client
         therefore adds nothing to its copy, and no change can be counted twice.
@@ -62,7 +62,7 @@ class ClientState:
 
     @property
     def room(self) -> bool:
-        """Whether it may send one more message."""
+        """Whether the client may send one more message."""
         return not self.under_way or self.sequence - min(self.under_way) < WINDOW
 
 
@@ -93,15 +93,15 @@ def ready(model: Consistency, state: ClientState) -> bool:
     if state.version is None or (state.pulling and not model.ahead):
         return False
     if state.admitted < 0:
-        return False  # only publications arrived, which do not say at which clock a member joined
+        return False  # publications do not say at which clock the client joined
     if state.admitted == state.clock:
-        return True  # it pulled after its last push, which the server therefore processed first
+        return True  # the pull followed the last push, so the server has handled both
     reusable = model.reuses and model.fresh(state.floor, state.clock)
     return reusable and (model.ahead or state.complete)
 
 
 def pull(state: ClientState) -> Sending:
-    """Pull parameters, if `ready` is false or when a computation begins (`model.ahead`)."""
+    """Pull parameters for the next computation; no other pull may be pending."""
     assert state.room
     assert not state.pulling
     return _send(state, Pull(Stamp(state.epoch, state.client, state.sequence)))
@@ -113,8 +113,8 @@ def push(
     """Push a computed change and advance the clock.
 
     Args:
-      version: version that the change was computed from; None for that of the copy, if no newer
-        version has arrived since.
+      version: version that the change was computed from; None takes the version of the copy, which
+        is right if no newer copy has arrived since.
     """
     assert state.room
     assert state.version is not None, "nothing was read"
@@ -132,7 +132,7 @@ def marked_unusable(state: ClientState, sequence: int) -> ClientState:
 
 
 def hear(state: ClientState, reply: Reply) -> Heard:
-    """Return the effect of a reply; a repeated or late reply has none."""
+    """Return the effect of a reply; a repeated or late reply has no effect."""
     assert reply.client == state.client, f"a reply to client {reply.client}"
     if isinstance(reply, Publish):
         return _newer(state, reply)
@@ -151,7 +151,7 @@ def hear(state: ClientState, reply: Reply) -> Heard:
 
 
 def retries(state: ClientState) -> tuple[Message, ...]:
-    """Return all messages to send again after a silence, oldest first."""
+    """Return all pending messages, oldest first, to be sent again if no reply arrives."""
     return tuple(state.under_way[number] for number in sorted(state.under_way))
 
 
@@ -170,7 +170,7 @@ def _send(state: ClientState, message: Message) -> Sending:
 
 
 def _newer(state: ClientState, reply: Answer | Publish) -> Heard:
-    """Keep the copy if a newer version than the reply's arrived in the meantime."""
+    """Take the reply's parameters, unless the copy has a newer version."""
     if state.version is not None and reply.version < state.version:
         return Heard(state)
     return Heard(replace(state, version=reply.version, floor=reply.floor), takes=True)

@@ -16,9 +16,9 @@ class Inbox:
     """The state of one client's messages.
 
     Attributes:
-      expected: sequence of its next message; all earlier messages have been delivered.
+      expected: sequence of the client's next message; all earlier messages have been delivered.
       early: later messages, which wait for the messages before them.
-      outcomes: replies to its last settled pushes.
+      outcomes: replies to the client's last settled pushes.
     """
 
     expected: int = 0

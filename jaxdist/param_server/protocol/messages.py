@@ -13,13 +13,13 @@ from jaxdist.param_server.consistency.contract import Merge
 
 @dataclass(frozen=True)
 class Stamp:
-    """The part that all messages have.
+    """The identification of a message.
 
     Attributes:
       epoch: epoch of the placement, which the supervisor increments when ranges move; the range
         refuses messages of other epochs.
       client: number that was never used by another worker; a restarted worker gets a new number.
-      sequence: 0, 1, 2, ... over this client's messages to this range.
+      sequence: number of the message, counted from 0 over the client's messages to the range.
     """
 
     epoch: int
@@ -36,7 +36,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class Push:
-    """A worker's change.
+    """A change that a worker sends.
 
     The fields are those of `jaxdist.param_server.consistency.contract.Arrival`.
     """
@@ -61,7 +61,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Drop:
-    """A payload is dropped permanently."""
+    """An order to drop a payload permanently."""
 
     client: int
     sequence: int
@@ -87,7 +87,7 @@ class Answer:
 
     Attributes:
       clock: clock of the client's next computation.
-      floor: the version contains all changes of all members from earlier clocks.
+      floor: a clock; the version contains all changes of all members from earlier clocks.
     """
 
     client: int

@@ -1,9 +1,9 @@
 """The aggregator of a rack, which is a server to its workers and a client of the servers.
 
-Its workers run in rounds (bsp). For each round the aggregator sends one push, the mean weighted by
-tokens. It acknowledges the workers' pushes when its own push is acknowledged, so that no worker
-assumes too early that a change is applied. It answers their pulls when its own copy may be computed
-from.
+The workers of a rack run in rounds (bsp). For each round the aggregator sends one push, the mean
+weighted by tokens. The aggregator acknowledges the workers' pushes when its own push is
+acknowledged, so that no worker assumes too early that a change is applied. The aggregator answers
+the workers' pulls when its own copy is ready to compute from.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from jaxdist.param_server.protocol.messages import (
 from jaxdist.param_server.protocol.server import RangeState
 
 WITHIN = BSP()
+"""The consistency model of the workers within a rack."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class RackState:
     """The state of an aggregator for one range, without arrays.
 
     Attributes:
-      inner: state towards its workers; its versions are the rack's rounds, numbered like its
-        pushes.
+      inner: state towards the workers, whose versions are the rack's rounds, numbered like the
+        rack's pushes.
       outer: state towards the servers.
       read: oldest version that workers received for the open round.
       answers: answers to workers, held back until the rack's own copy may be computed from.
@@ -54,7 +55,7 @@ class RackState:
 
 @dataclass(frozen=True)
 class Forward:
-    """Combine the payloads of a merge and send the result to the servers with this message.
+    """An order to combine the payloads of a merge and send the result to the servers.
 
     The result is kept until the message is acknowledged, in case it must be sent again.
     """
@@ -65,7 +66,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Ask:
-    """Send this message, which has no payload, to the servers."""
+    """An order to send a message without a payload to the servers."""
 
     message: Message
 
@@ -89,8 +90,8 @@ def begin_rack(number: int, workers: int, *, epoch: int = 0) -> RackState:
     """Return an aggregator without workers.
 
     Args:
-      number: its client number at the servers.
-      workers: number of workers that its rack is planned with.
+      number: the rack's number as a client of the servers.
+      workers: number of workers that the rack is planned with.
     """
     return RackState(server.begin(workers, epoch=epoch), ClientState(number, epoch))
 
@@ -113,7 +114,7 @@ def from_worker(model: Consistency, state: RackState, message: Message, now: flo
     key = stamp.client, stamp.sequence
     told = (*state.answers, *(one for owed in state.owed.values() for one in owed))
     if any(key == (one.client, one.sequence) for one in told):
-        return RackStep(state)
+        return RackStep(state)  # the reply to this message is still held back
     known = state.inner.inboxes.get(stamp.client)
     news = known is not None and stamp.sequence >= known.expected
     if news and isinstance(message, Push) and not client.ready(model, state.outer):
@@ -123,7 +124,7 @@ def from_worker(model: Consistency, state: RackState, message: Message, now: flo
 
 
 def from_root(model: Consistency, state: RackState, reply: Reply) -> RackStep:
-    """Process a reply of the servers, and release what waited for it to the workers."""
+    """Process a server's reply, and release the replies to workers that waited for it."""
     heard = client.hear(state.outer, reply)
     effects: list[RackEffect] = []
     if heard.settled is not None:
@@ -137,10 +138,10 @@ def from_root(model: Consistency, state: RackState, reply: Reply) -> RackStep:
 
 
 def _numbered(model: Consistency, state: RackState) -> RackStep:
-    """Give the rack's rounds the numbers of its pushes.
+    """Advance the rack's rounds to the clock of the rack's next push.
 
-    If the servers put the rack at a later clock, because it has just joined or they continued
-    without it, its workers advance to that clock too.
+    The servers put the rack at a later clock if the rack has just joined, or if the servers have
+    continued without the rack.
     """
     clock = state.outer.clock
     if clock == state.inner.clocks.version:
@@ -151,7 +152,7 @@ def _numbered(model: Consistency, state: RackState) -> RackStep:
 
 
 def _heard(model: Consistency, state: RackState, step: server.Step) -> RackStep:
-    """Apply a decision of the rack's own range: send rounds to the servers, hold back replies."""
+    """Carry out a step of the rack's own range: forward rounds, and hold back replies."""
     state = replace(state, inner=step.state)
     effects: list[RackEffect] = []
     sent: int | None = None
@@ -160,6 +161,7 @@ def _heard(model: Consistency, state: RackState, step: server.Step) -> RackStep:
             state, forward = _forward(state, effect.merge)
             sent = forward.message.stamp.sequence
             effects.append(forward)
+        # An acknowledgement before any merge is for a dropped change, and need not wait.
         elif isinstance(effect, Acknowledge) and sent is not None:
             owed = (*state.owed.get(sent, ()), effect)
             state = replace(state, owed={**state.owed, sent: owed})
@@ -183,11 +185,12 @@ def _forward(state: RackState, merge: Merge) -> tuple[RackState, Forward]:
 
 
 def _released(model: Consistency, state: RackState) -> RackStep:
-    """Release the answers if the rack's copy may be computed from; otherwise pull once."""
+    """Release the answers if the rack's copy is ready to compute from; otherwise pull once."""
     if not state.answers:
         return RackStep(state)
     if client.ready(model, state.outer):
         given, now = state.read, state.outer.version
+        # The oldest version counts, since other workers of the round may have read it.
         read = now if given is None or now is None else min(given, now)
         return RackStep(replace(state, answers=(), read=read), state.answers)
     if state.outer.pulling:

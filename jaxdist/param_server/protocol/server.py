@@ -50,7 +50,7 @@ class RangeState:
 
     @property
     def late(self) -> tuple[int, ...]:
-        """The members with the smallest clock, for which waiting readers wait."""
+        """The members with the smallest clock, which hold up the waiting pulls."""
         clocks = self.clocks.clocks
         return tuple(sorted(one for one in clocks if clocks[one] == min(clocks.values())))
 
@@ -99,7 +99,7 @@ def range_in_epoch(state: RangeState, epoch: int) -> RangeState:
 
 
 def advanced(model: Consistency, state: RangeState, clock: int) -> Step:
-    """Advance to a clock that was reached elsewhere: members continue from there."""
+    """Advance a rack's range and its members to the clock that the servers have reached."""
     clocks = state.clocks
     members = {client: max(at, clock) for client, at in clocks.clocks.items()}
     clocks = replace(clocks, clocks=members, version=clock, floor=clock)
@@ -107,7 +107,7 @@ def advanced(model: Consistency, state: RangeState, clock: int) -> Step:
 
 
 def tick(model: Consistency, state: RangeState, now: float) -> Step:
-    """Apply what is due at a time without a message; the caller calls it at `wake`."""
+    """Apply the updates that are due at the time `now` without a message (see `wake`)."""
     return _decided(model, state, now)
 
 
@@ -190,6 +190,7 @@ def _delivered(model: Consistency, state: RangeState, message: Message, now: flo
     reason, after = model.refusal(clocks, arrival), clocks.arrived(arrival)
     if reason is None:
         return _decided(model, replace(state, clocks=after), now)
+    # The clock advances although the change is dropped, so that no client waits for it.
     state = replace(state, clocks=replace(after, held=clocks.held))
     state, effects = _settled(state, arrival, None, reason)
     state, more = _decided(model, state, now)
@@ -216,6 +217,7 @@ def _impossible(model: Consistency, clocks: Clocks, arrival: Arrival) -> str | N
         return f"clock {arrival.clock} is not its next, {clocks.clocks[arrival.client]}"
     if not model.reachable(clocks, arrival):
         return f"clock {arrival.clock} is ahead of what it may have read, floor {clocks.floor}"
+    # NaN tokens fail this comparison too.
     if not 0 <= arrival.tokens < float("inf"):
         return f"{arrival.tokens} tokens: the weights of a batch add up to 0 or more"
     return None

@@ -1,4 +1,4 @@
-"""The checks of a simulation on itself: the age of reads, and the size of unapplied changes."""
+"""Checks of a simulation on its own run: the age of reads, and the size of unapplied changes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jaxdist.simulation.engine.shard import Shard, ShardNode
 
 
 class Reads:
-    """The reads, by the simulation's own count of the changes in each version.
+    """A check of the age of reads, by the simulation's own count of the changes in each version.
 
     Attributes:
       bound: the most clocks that a read may be old; None where the model has no bound.
-      count: number of reads.
-      largest_lead: the most clocks that a read was behind its reader.
+      count: number of reads that were checked.
+      largest_lead: the most clocks by which a read was behind its reader.
     """
 
     def __init__(self, cluster: Cluster, shards: Sequence[ShardNode]) -> None:
@@ -26,7 +26,7 @@ class Reads:
         self.count, self.largest_lead = 0, 0
 
     def check(self, server: int, clock: int, version: int) -> None:
-        """Check that the version which a client is about to use is as new as its clock requires."""
+        """Check that the version that a client is about to read is as new as its clock requires."""
         lead = clock - self._shards[server].book.floors[version]
         self.count += 1
         self.largest_lead = max(self.largest_lead, lead)
@@ -40,7 +40,7 @@ class Values:
     """The quantity that a value bound limits: the sum of all changes that are under way.
 
     Attributes:
-      largest: the largest change of a parameter by plain SGD among all sums that were examined.
+      largest: the largest change that any examined sum would make to a parameter by plain SGD.
     """
 
     def __init__(self, cluster: Cluster, learning_rate: float) -> None:
@@ -53,12 +53,12 @@ class Values:
         return isinstance(self.model, OnArrival) and self.model.value_bound is not None
 
     def of(self, change: Shard) -> float:
-        """Return the largest change of a parameter by these gradients."""
+        """Return the largest change that plain SGD would make to a parameter by these gradients."""
         assert isinstance(self.model, OnArrival)
         unit = self._learning_rate * self.model.rate(0, self._workers)
         return unit * max(float(np.abs(array).max(initial=0.0)) for array in change)
 
     def look(self, under_way: Sequence[Shard]) -> None:
-        """Examine the changes of all workers for a server."""
+        """Update `largest` from the changes of each worker that are under way to a server."""
         total = tuple(np.sum(parts, axis=0) for parts in zip(*under_way, strict=True))
         self.largest = max(self.largest, self.of(total))

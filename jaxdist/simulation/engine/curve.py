@@ -1,4 +1,4 @@
-"""The loss of the servers' parameters, measured as steps go by."""
+"""The loss of the servers' parameters, measured every few steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxdist.simulation.engine.shard import Shard, ShardNode
 def joined_parameters(
     problem: TrainingProblem, nodes: Sequence[ShardNode], shards: Sequence[Shard]
 ) -> dict[str, np.ndarray]:
-    """Join the parameters by name from each server's part."""
+    """Join the ranges of all servers into whole parameters, by name."""
     found: dict[str, np.ndarray] = {}
     rows: dict[str, list[tuple[int, np.ndarray]]] = {}
     for node, arrays in zip(nodes, shards, strict=True):
@@ -29,11 +29,10 @@ def joined_parameters(
 
 
 class LossCurve:
-    """The points of the loss over time.
+    """A loss curve over virtual time.
 
     Args:
-      every: steps between two points; a step is the gradients of all workers, divided by their
-        number.
+      every: number of steps between two points; a step has as many gradients as there are workers.
       gradients: function that returns the number of gradients that all workers have computed.
     """
 
@@ -50,14 +49,14 @@ class LossCurve:
         self._every, self._next, self._gradients = every, float(every), gradients
 
     def look(self, now: float) -> None:
-        """Add a point if the steps for it have been taken."""
+        """Add a point if the next multiple of `every` steps has been reached."""
         steps = self.nodes[0].merged * self.cluster.local_steps / self.cluster.clients
         if steps >= self._next:
             self._next = (steps // self._every + 1) * self._every
             self.measure(now)
 
     def measure(self, now: float) -> None:
-        """Add a point at this time, unless the last point has the same state."""
+        """Add a point at this time, unless updates and loss are those of the last point."""
         params = joined_parameters(self.problem, self.nodes, [node.arrays for node in self.nodes])
         gradients = self._gradients()
         steps = gradients / self.cluster.workers

@@ -14,10 +14,10 @@ from jaxdist.simulation.engine.shard import Shard
 
 
 class Encoding:
-    """The encoding of all clients of a run, compiled once.
+    """The encoding that all clients of a run share, compiled once.
 
     Attributes:
-      whole: parameters that are pushed without encoding.
+      whole: names of parameters that are pushed without encoding.
       seed: seed of codecs that draw at random.
     """
 
@@ -32,7 +32,7 @@ class Encoding:
         return jax.jit(self.sender.encode)
 
     def size_bytes(self, ranges: Sequence[Range], arrays: Shard) -> int:
-        """Return the bytes of a push of these ranges."""
+        """Return the number of bytes of a push of these ranges."""
         return sum(
             array.nbytes if one.name in self.whole else self.sender.codec.wire_bytes(_like(array))
             for one, array in zip(ranges, arrays, strict=True)
@@ -40,7 +40,7 @@ class Encoding:
 
 
 class ClientEncoder:
-    """The encoder of a client: it keeps what its messages to each server left out."""
+    """The encoder of a client, with the residuals that error feedback keeps for each server."""
 
     def __init__(self, encoding: Encoding, client: int) -> None:
         self.encoding, self.client = encoding, client
@@ -51,10 +51,10 @@ class ClientEncoder:
     ) -> tuple[Shard, bool]:
         """Return the push as the server decodes it, and whether it is finite.
 
-        A push that is not finite leaves nothing behind for the next.
+        A push that is not finite does not change the residuals.
 
         Args:
-          sequence: number of the push's message.
+          sequence: number of the push among the client's messages to the server.
         """
         encoding = self.encoding
         round = first_round(encoding.seed, sequence, self.client)

@@ -22,7 +22,7 @@ WINDOW_BYTES = 14_600
 
 
 class EventQueue:
-    """The planned actions in order of time, and of planning for actions at the same time."""
+    """A queue of actions by virtual time; actions at the same time keep the order of planning."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -30,11 +30,11 @@ class EventQueue:
         self._number = count()
 
     def after(self, seconds: float, action: Action) -> None:
-        """Plan an action."""
+        """Plan an action after this many seconds of virtual time."""
         heapq.heappush(self._planned, (self.now + seconds, next(self._number), action))
 
     def step(self, limit: float) -> bool:
-        """Run the next action; return False if no action is left before `limit`."""
+        """Run the next action; return False if no action is left up to the time `limit`."""
         if not self._planned or self._planned[0][0] > limit:
             return False
         self.now, _, action = heapq.heappop(self._planned)
@@ -44,10 +44,10 @@ class EventQueue:
 
 @dataclass(eq=False)
 class _Flow:
-    """A message on its way from a card to another card.
+    """A message on its way from a network card to another.
 
     Attributes:
-      luck: a factor on its window.
+      luck: random factor on the message's window.
       ends: the time when its last byte leaves, if rates do not change.
     """
 
@@ -66,20 +66,21 @@ class _Flow:
 
     @property
     def window_bytes(self) -> float:
-        """The weight by which cards are shared; it grows with the sent bytes (slow start)."""
+        """The message's weight in the sharing of cards; sent bytes increase it (slow start)."""
         return self.luck * (WINDOW_BYTES + self.sent_bytes)
 
 
 @dataclass
 class Network:
-    """Cards that messages share as TCP's connections do.
+    """Network cards that messages share as TCP connections do.
 
-    Messages that begin together share evenly. A later message gets less, the more the earlier
-    messages have sent.
+    Messages that begin together get equal rates. The more bytes the earlier messages have sent, the
+    smaller is the share of a later message.
 
     Attributes:
-      received_bytes: bytes by receiver, copies included.
-      sent_bytes: bytes by sender, lost messages included.
+      received_bytes: number of bytes that each node has received, copies included.
+      sent_bytes: number of bytes that each node has sent, lost messages included.
+      lost: number of lost messages.
     """
 
     link: NetworkConfig
@@ -102,7 +103,7 @@ class Network:
         """Send a message now.
 
         Args:
-          deliver: called when the whole message has arrived; twice for a copied message.
+          deliver: called when the whole message has arrived; twice if the network copies it.
           lost: called at once when the message is lost.
         """
         size, draws, link = HEADER_BYTES + payload_bytes, self._random, self.link
@@ -110,7 +111,7 @@ class Network:
         ways: list[float] = []
         if draws.random() < link.loss:
             self.lost += 1
-            lost()  # its bytes still take their time on the cards
+            lost()  # the bytes of a lost message still take time on the cards
         else:
             for _ in range(2 if draws.random() < link.copies else 1):
                 ways.append(link.latency_seconds + draws.random() * link.jitter_seconds)
@@ -134,7 +135,7 @@ class Network:
             self.timeline.after(0.0, self._share)
 
     def _share(self) -> None:
-        """Give each message its rate from now on, and plan the end of the next message."""
+        """Set the rate of each message from now on, and plan the next end of a message."""
         now = self.timeline.now
         for flow in self._flows:
             flow.sent_bytes += flow.rate * (now - self._shared_at)
@@ -146,11 +147,12 @@ class Network:
         self._plan += 1
         if self._flows:
             plan, next_end = self._plan, min(flow.ends for flow in self._flows)
+            # The end is passed on, since now + (next_end - now) may round to an earlier time.
             self.timeline.after(next_end - now, lambda: self._finish(plan, next_end))
 
     def _finish(self, plan: int, end: float) -> None:
         if plan != self._plan:
-            return  # the rates changed after this was planned
+            return  # the rates have changed since this end was planned
         done = [flow for flow in self._flows if flow.ends <= end]
         self._flows = [flow for flow in self._flows if flow.ends > end]
         for flow in done:
@@ -168,7 +170,7 @@ def fair_rates(
 ) -> list[float]:
     """Return the rate of each flow by max-min fairness.
 
-    A flow's rate for its weight can only be raised by lowering that of a flow whose rate for its
+    The rate per weight of a flow can only be raised by lowering that of another flow whose rate per
     weight is not higher. The rates are found by progressive filling (Bertsekas and Gallager, Data
     Networks, 6.5.2).
 
@@ -202,6 +204,7 @@ def fair_rates(
                 changed.add(port)
         for port in changed:
             if sharing[port]:
+                # Rounding may leave a capacity slightly below zero.
                 units[port] = max(0.0, left[port]) / sum(sharing[port].values())
             else:
                 del units[port]

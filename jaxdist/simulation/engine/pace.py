@@ -1,4 +1,4 @@
-"""The time of a step, by the simulator, of gradients that change nothing."""
+"""The time of a step, from a simulation with gradients of zeros."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxdist.simulation.engine.problem import Computed, Sgd
 from jaxdist.simulation.engine.run import simulate_training
 
 WARMUP = 4
-"""Steps that are not counted."""
+"""Number of steps at the start that the mean leaves out."""
 
 
 class Still:
@@ -38,14 +38,14 @@ def step_seconds(cluster: Cluster, floats: int, seconds: float) -> float:
       seconds: virtual seconds that are simulated.
 
     Returns:
-      The mean; NaN if fewer than two steps were done in that time.
+      The mean; NaN if the loss curve has fewer than two points after the warm-up.
     """
     script = cluster.simulation.model_copy(update={"seconds": seconds})
     report = simulate_training(
         cluster.model_copy(update={"simulation": script}),
         Still(floats, cluster.servers),
         Sgd(0.1),
-        clocks=10**6,
+        clocks=10**6,  # more than the time limit allows
         measure_every=1,
         pooled=cluster.pooled,
     )

@@ -1,4 +1,4 @@
-"""The problem and the update rule of a simulation: plain numpy arrays, or jax's."""
+"""The interfaces of a simulation's problem and update rule, with numpy arrays; plain SGD."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxdist.param_server.contract import Arrays, RuleState
 
 
 class Computed(NamedTuple):
-    """A worker's gradient.
+    """A gradient that a worker has computed.
 
     Attributes:
-      tokens: its weight in a mean.
+      tokens: weight of the gradient in a mean.
     """
 
     gradient: Arrays
@@ -32,11 +32,11 @@ class TrainingProblem(Protocol):
     def start(self) -> Arrays: ...
 
     def gradient(self, params: Arrays, worker: int, step: int) -> Computed:
-        """Compute the gradient of the loss on a worker's own data for a step, always the same."""
+        """Compute the gradient on a worker's data for a step, as a pure function."""
         ...
 
     def loss(self, params: Arrays) -> float:
-        """Compute the loss that the curve shows, held out or not."""
+        """Compute the loss for the curve, on held-out data or on training data."""
         ...
 
 
@@ -57,7 +57,7 @@ class UpdateRule(Protocol):
     def update(
         self, name: str, array: np.ndarray, gradient: np.ndarray, rate: float, state: RuleState
     ) -> tuple[np.ndarray, RuleState]:
-        """Return the next array and state.
+        """Return the updated array and the optimizer's next state.
 
         Args:
           name: name of the parameter.

@@ -1,4 +1,4 @@
-"""The aggregator of a rack in a simulation: a client of all servers, a server of its workers."""
+"""A rack's aggregator in a simulation: a client of all servers, and a server of its workers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 class RackNode:
-    """An aggregator.
+    """The aggregator of a rack.
 
     Attributes:
-      place: number of the rack among the racks.
-      client: its number at the servers; a new number if all of its workers were gone in between.
-      workers: numbers of its workers.
-      states: states of the protocol, by server.
+      place: index of the rack.
+      client: the rack's number as a client of the servers; a rack that lost all of its workers gets
+        a new number.
+      workers: numbers of the rack's workers.
+      states: the protocol's state for each server; empty without workers.
     """
 
     def __init__(self, place: int, workers: tuple[int, ...], run: Simulation) -> None:
@@ -37,7 +38,7 @@ class RackNode:
         return "rack", self.place
 
     def join(self, worker: int) -> None:
-        """Add a client to the rack."""
+        """Add a client to the rack; with the first client the rack joins the servers."""
         if not self.states:
             self.client = self.run.begin_rack(self)
             servers = range(len(self.run.shards))
@@ -50,7 +51,7 @@ class RackNode:
             self._do(server, rack.join_rack(self.run.model, state, worker))
 
     def leave(self, worker: int) -> None:
-        """Remove a client; with the last client the rack leaves the servers."""
+        """Remove a client from the rack; with the last client the rack leaves the servers."""
         for server, state in enumerate(self.states):
             self._do(server, rack.leave_rack(self.run.model, state, worker))
         if self.states and not self.states[0].inner.members:
@@ -58,17 +59,18 @@ class RackNode:
             self.run.end_rack(self)
 
     def from_worker(self, server: int, message: Message, payload: Shard | None) -> None:
-        """Receive a message of a worker."""
+        """Receive a worker's message for a server."""
         stamp = message.stamp
         if not self.states or stamp.client not in self.states[server].inner.members:
             return
         state = self.states[server]
+        # A copy of a delivered message has no effect that would free its payload.
         if stamp.sequence >= state.inner.inboxes[stamp.client].expected and payload is not None:
             self._payloads[server, stamp.client, stamp.sequence] = payload
         self._do(server, rack.from_worker(self.run.model, state, message, self.run.now))
 
     def hear(self, server: int, reply: Reply, payload: Shard | None) -> None:
-        """Receive a reply of a server."""
+        """Receive a server's reply."""
         if reply.client != self.client or not self.states:
             return
         step = rack.from_root(self.run.model, self.states[server], reply)
@@ -125,7 +127,7 @@ class RackNode:
         self.run.ask_server(self.node, server, effect.message, total, self.again)
 
     def again(self, server: int, message: Message) -> None:
-        """Send a message once more, unless the answer has come in the meantime."""
+        """Send a message again, unless the answer has arrived in the meantime."""
         if message.stamp.client != self.client or not self.states:
             return
         sequence = message.stamp.sequence
@@ -134,7 +136,7 @@ class RackNode:
             self.run.ask_server(self.node, server, message, payload, self.again)
 
     def lost_reply(self, server: int, reply: Reply) -> None:
-        """Handle the loss of a server's reply: the rack asks again after the retry time."""
+        """Plan to send the message whose reply was lost again, after the retry time."""
         if isinstance(reply, Publish) or reply.client != self.client or not self.states:
             return
         message = self.states[server].outer.under_way.get(reply.sequence)

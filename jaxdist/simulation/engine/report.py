@@ -38,7 +38,7 @@ class WorkerReport(NamedTuple):
 
     @property
     def idle_share(self) -> float:
-        """The share of its lifetime that it waited."""
+        """The share of the worker's lifetime that was spent waiting."""
         return self.idle_seconds / max(self.busy_seconds + self.idle_seconds, 1e-300)
 
 
@@ -52,17 +52,17 @@ class Report:
       curve: the loss over time.
       work: the work of each worker.
       staleness: number of changes for each staleness, in updates, over all servers.
-      updates_per_step: updates of a range in a step of all workers.
+      updates_per_step: number of updates of a range in a step of all workers.
       dropped: number of changes that were not applied, by reason.
       received_bytes: bytes that each server received, copies included.
       sent_bytes: bytes that each server sent, lost messages included.
       rack_received_bytes: bytes that each rack's aggregator received from workers and servers;
         empty without racks.
       lost: number of lost messages.
-      reads: number of reads that were checked for the model's bound.
+      reads: number of reads that were checked against the model's bound.
       largest_lead: age of the oldest of these reads, in clocks.
       bound: the most clocks that a read may be old; None where the model has no bound.
-      largest_value: the largest change of a parameter under way, under a value bound.
+      largest_value: the largest change of a parameter that was under way; 0 without a value bound.
     """
 
     params: Mapping[str, np.ndarray]
@@ -94,12 +94,12 @@ class Report:
 
     @property
     def idle_share(self) -> float:
-        """The share of the workers' lifetime that they waited."""
+        """The share of all workers' lifetimes that was spent waiting."""
         idle = sum(one.idle_seconds for one in self.work)
         return idle / max(idle + sum(one.busy_seconds for one in self.work), 1e-300)
 
     def seconds_to(self, loss: float) -> float | None:
-        """Return the first time at which a measured loss is at most `loss`; None: never."""
+        """Return the first time at which a measured loss is at most `loss`, or None."""
         return next((point.seconds for point in self.curve if point.loss <= loss), None)
 
     def as_json(self) -> JsonObject:

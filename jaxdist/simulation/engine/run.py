@@ -1,4 +1,4 @@
-"""A simulation: servers, workers and network in virtual time, the same bits for the same seed."""
+"""A simulation of servers, workers and network in virtual time; a seed fixes all bits."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def simulate_training(
     pooled: bool = False,
     whole: frozenset[str] = frozenset(),
 ) -> Report:
-    """Train in virtual time.
+    """Train with a parameter server in virtual time.
 
     Args:
       rule: the update rule of the servers where workers push gradients, and of the workers where
         they push the changes of their own steps; a decoupled model has its outer rule in its own
         settings.
       clocks: number of pushes of each worker; with `pooled`, on average.
-      measure_every: steps between two measurements of the loss; a step is the gradients of all
-        workers, divided by their number.
-      step_seconds: time of a gradient of each worker, for its share of the batch; None: that of the
-        script.
+      measure_every: number of steps between two measurements of the loss; a step has as many
+        gradients as there are workers.
+      step_seconds: seconds that each worker needs for the gradient of its share of the batch; None
+        takes the times of the script.
       pooled: take all pushes from a common pool, so that fast workers take more of them.
-      whole: parameters that the cluster's codec does not encode.
+      whole: names of parameters that the cluster's codec does not encode.
 
     Raises:
-      ConfigError: settings of the cluster that do not combine.
+      ConfigError: settings of the cluster that contradict each other.
     """
     cluster.check_cluster(learning_rate=rule.learning_rate)
     speeds = step_seconds or cluster.simulation.speeds(cluster.workers)
@@ -58,7 +58,7 @@ def simulate_training(
 
 
 class Simulation:
-    """A run; see `simulate_training`."""
+    """A single simulated run; `simulate_training` describes its arguments."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Simulation:
         self.cluster, self.config, self.model = cluster, cluster.simulation, cluster.consistency
         self.problem, self.rule, self.clocks = problem, rule, clocks
         self.pool = pool
-        # Workers of a rack keep rounds among themselves, whatever the racks do.
+        # Workers of a rack run in lockstep, whatever the consistency model of the racks.
         self.worker_model = WITHIN if cluster.clients < cluster.workers else self.model
         self.timeline = EventQueue()
         self.network = Network(self.config.link, self.timeline, self.config.seed)
@@ -106,7 +106,7 @@ class Simulation:
         self.timeline.after(seconds, action)
 
     def run(self) -> Report:
-        """Run until the steps are taken or the time is over."""
+        """Run until all workers have taken their steps, or until the time limit."""
         for worker in self.workers:
             self._join(worker)
         for crash in self.config.crashes:
@@ -153,7 +153,7 @@ class Simulation:
         return next((rack for rack in self.racks if worker in rack.workers), None)
 
     def begin_rack(self, rack: RackNode) -> int:
-        """Let a rack join the servers; return its number as their client."""
+        """Let a rack join the servers; return the rack's number as a client."""
         number = len(self._rack_clients)
         self._rack_clients[number] = rack
         for shard in self.shards:
@@ -169,13 +169,14 @@ class Simulation:
         worker = self.workers[number]
         if worker.alive:
             return
+        # A new number marks messages and replies from before the crash as outdated.
         worker.begin(max(self._clients) + 1)
         self._clients[worker.client] = worker
         self._join(worker)
         worker.go_on()
 
     def ask(self, worker: WorkerNode, server: int, message: Message, payload: Shard | None) -> None:
-        """Send a worker's message to a server, or to its rack's aggregator."""
+        """Send a worker's message to a server, or to the aggregator of the worker's rack."""
         self._watch_values()
         place = self._rack_of(worker.number)
         if place is None:
@@ -197,13 +198,13 @@ class Simulation:
         payload: Shard | None,
         again: Callable[[int, Message], None],
     ) -> None:
-        """Send a client's message to a server; `again` sends it once more."""
+        """Send a client's message to a server; `again` is called if the message is lost."""
         lost = self._retry(lambda: again(server, message))
 
         def deliver() -> None:
             if self.config.paused_until(server, self.now) is None:
                 self._receive(server, message, payload)
-            else:
+            else:  # a paused server receives nothing
                 lost()
 
         size = 0 if payload is None else self._push_bytes[server]
@@ -219,11 +220,11 @@ class Simulation:
         return None if self.encoding is None else ClientEncoder(self.encoding, client)
 
     def _retry(self, again: Action) -> Action:
-        """Return an action that sends again after the retry time."""
+        """Return an action that plans `again` after the retry time."""
         return lambda: self.after(self.config.link.retry_seconds, again)
 
     def say(self, server: int, reply: Reply, payload: Shard | None) -> None:
-        """Send a server's reply to a client of its own."""
+        """Send a server's reply to its client: a worker, or the aggregator of a rack."""
         if not self.racks:
             self.tell_worker(("server", server), server, reply, payload)
             return
@@ -237,7 +238,7 @@ class Simulation:
         )
 
     def tell_worker(self, source: Node, server: int, reply: Reply, payload: Shard | None) -> None:
-        """Send a worker a reply about the parameters of a server."""
+        """Send a reply about a server's parameters to a worker."""
         worker = self._clients[reply.client]
         self.network.send(
             source,
@@ -249,6 +250,7 @@ class Simulation:
 
     def _receive(self, server: int, message: Message, payload: Shard | None) -> None:
         shard = self.shards[server]
+        # Messages of a client that has been removed may still arrive.
         if message.stamp.client in shard.state.clocks.clocks:
             shard.receive(message, payload, self.now)
         if server == 0:
@@ -267,7 +269,7 @@ class Simulation:
     def check_reads(self, worker: WorkerNode) -> None:
         """Check that the parameters which a worker is about to use are as new as required."""
         if self.racks:
-            return  # the rack's copy is checked when its workers are answered
+            return  # a rack checks its copy when it answers its workers
         for server, link in enumerate(worker.links):
             assert link.version is not None
             self.reads.check(server, link.clock, link.version)

@@ -1,4 +1,4 @@
-"""The rules, the placement and the bounds that follow from the settings before anything runs."""
+"""The servers' update rule, the placement and the bound on reads, from the settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def server_rule(model: Consistency, rule: UpdateRule) -> UpdateRule:
 
 
 def place_arrays(start: Arrays, cluster: Cluster, *, divisible: bool) -> Placement:
-    """Place the arrays of a problem on servers 0, 1, 2, ..."""
+    """Return the placement of a problem's arrays on the cluster's servers."""
     tensors = [
         PlaceableTensor(name, len(np.atleast_1d(array)), np.asarray(array).nbytes, divisible)
         for name, array in start.items()

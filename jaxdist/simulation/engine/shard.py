@@ -30,19 +30,19 @@ Shard = tuple[np.ndarray, ...]
 
 
 def slices(ranges: Sequence[Range], arrays: Arrays) -> Shard:
-    """Cut a server's part of parameters or gradients; a scalar is a range with a single row."""
+    """Return a server's ranges of parameters or gradients; a scalar is a range of a single row."""
     return tuple(np.atleast_1d(arrays[one.name])[one.start : one.stop] for one in ranges)
 
 
 @dataclass
 class Served:
-    """The record of the changes of a server.
+    """The record of the changes that a server applied or dropped.
 
     Attributes:
       staleness: number of changes for each staleness.
       dropped: number of dropped changes by reason.
-      floors: for each version, the clock before which all changes of its members are in it, counted
-        from what was applied, independently of the protocol.
+      floors: a clock for each version, which contains all changes of all members from earlier
+        clocks; counted from the applied changes, independently of the protocol.
     """
 
     staleness: Counter[int]
@@ -53,7 +53,7 @@ class Served:
 class ShardNode:
     """A server: the protocol's state, the arrays, and the payloads that wait.
 
-    Its ranges are sent in a single message and have a single clock.
+    The server's ranges are sent in a single message and have a single clock.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class ShardNode:
             assert payload is not None
             key = message.stamp.client, message.stamp.sequence
             inbox = self.state.inboxes.get(key[0])
+            # A copy of a delivered message has no effect that would free its payload.
             if inbox is not None and message.stamp.sequence >= inbox.expected:
                 self._payloads[key] = payload
         self.do(server.receive(self.model, self.state, message, now))
@@ -113,7 +114,7 @@ class ShardNode:
         self._refresh(self.state.clocks.version)
 
     def _refresh(self, version: int) -> None:
-        """Update the floor of the newest version, over the present members."""
+        """Raise the floor of the newest version to the smallest clock that a member completed."""
         members = self.state.members
         known = min((self._applied[client] for client in members), default=0)
         self.book.floors[version] = max(known, self.book.floors[version])
@@ -121,6 +122,7 @@ class ShardNode:
     def _reply(self, reply: Reply) -> None:
         carries = isinstance(reply, Answer | Publish)
         if carries and self._compensation is not None:
+            # A reference is enough, because updates make new arrays.
             self._read[reply.client, reply.version] = self.arrays
         self._send(self.number, reply, self.arrays if carries else None)
 
@@ -144,7 +146,7 @@ class ShardNode:
     def _drop(self, effect: Drop) -> None:
         self.book.dropped[effect.reason] += 1
         if self._payloads.pop((effect.client, effect.sequence), None) is not None:
-            self._applied[effect.client] += 1  # this change will never be in the parameters
+            self._applied[effect.client] += 1  # no floor must wait for a dropped change
 
     def _update(self, merge: Merge) -> None:
         compensated = self._compensate(merge)
@@ -154,6 +156,7 @@ class ShardNode:
             if self.model.payload == "elastic":
                 arrays.append(array + change)
                 continue
+            # Outer changes point downhill, and the rule subtracts a gradient.
             gradient = -change if self.model.payload == "outer" else change
             given = (array, gradient, merge.rate, self.rules[at])
             new, self.rules[at] = self.rule.update(self.ranges[at].name, *given)

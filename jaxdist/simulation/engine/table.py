@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from jaxdist.simulation.engine.report import Point, Report
 
 ROWS = 12
-"""Number of rows of the curve, and of the histogram."""
+"""Largest number of rows of the curve's table and of the histogram."""
 _BAR = 40
 
 
 def simulation_table(report: Report) -> str:
-    """Format curve, staleness, workers, servers, and whether the bound was kept."""
+    """Format the curve, the staleness, the workers, the servers and the checks of a report."""
     parts = (_curve(report.curve), _staleness(report), _workers(report), _servers(report))
     return "\n".join([*(line for part in parts for line in (*part, "")), *_checks(report)])
 

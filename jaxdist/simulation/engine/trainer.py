@@ -1,4 +1,4 @@
-"""The computation of a worker between a read and a push, by the payload of its model."""
+"""A worker's computation between a read and a push, for each kind of consistency model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jaxdist.simulation.engine.problem import Computed, TrainingProblem, UpdateR
 
 
 class LocalTrainer:
-    """A worker's own arrays: none for gradients, a model and its optimizer for local updates.
+    """The computation of a worker: a gradient, or local steps with an optimizer of its own.
 
     Attributes:
-      pushes_first: whether its push is known after the read, before it computes, as with elastic
+      pushes_first: whether the push is known before the worker computes; true for elastic
         averaging, whose workers continue from their own parameters.
     """
 
@@ -39,17 +39,17 @@ class LocalTrainer:
 
     @property
     def local_steps(self) -> int:
-        """The number of gradients from a push to the next."""
+        """The number of gradients that the worker computes from a push to the next."""
         if isinstance(self.model, Elastic):
             return self.model.every
         return self.model.local_steps if isinstance(self.model, Decoupled) else 1
 
     def read(self, copy: Mapping[str, np.ndarray]) -> Computed | None:
-        """Receive parameters; return what is pushed at once, if `pushes_first`."""
+        """Receive parameters; return the change to push at once, or None if it needs computing."""
         if not isinstance(self.model, Elastic):
             self._own = dict(copy)
             return None
-        if self._own is None:  # it begins at the centre
+        if self._own is None:  # a new worker begins at the centre
             self._own = dict(copy)
         self._pull = {
             name: elastic_difference(self._own[name], centre, self.alpha)
@@ -58,7 +58,7 @@ class LocalTrainer:
         return Computed(self._pull)
 
     def compute(self, clock: int) -> Computed:
-        """Compute the gradient, or the sum of the changes by local steps."""
+        """Compute the gradient, or the sum of the changes by all local steps."""
         assert self._own is not None, "nothing was read"
         if self.model.payload == "gradient":
             return self.problem.gradient(self._own, self.worker, clock)
@@ -69,7 +69,7 @@ class LocalTrainer:
             # Without tokens there is no gradient, and the optimizer takes no step.
             moved = self._moved(found.gradient) if found.tokens else dict(self._own)
             if step == 0 and self._pull:
-                # The paper takes the gradient at the position of the worker before it was pulled.
+                # Elastic averaging takes the gradient at the worker's position before the pull.
                 moved = {name: moved[name] - self._pull[name] for name in moved}
             self._own = moved
         return Computed({name: self._own[name] - start[name] for name in start}, tokens)

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class WorkerNode:
-    """A worker.
+    """A worker in virtual time.
 
     Attributes:
-      client: its number in the protocol, which changes with each crash.
-      links: its state towards each server, in order.
+      client: the worker's number in the protocol; a new number after each crash.
+      links: the protocol's state of the worker for each server, in order.
       busy_seconds: time spent on gradients.
-      idle_seconds: time alive and waiting for servers or the network.
+      idle_seconds: time that the worker was alive and waited for servers or the network.
     """
 
     def __init__(self, number: int, step_seconds: float, run: Simulation) -> None:
@@ -40,7 +40,7 @@ class WorkerNode:
         self.begin(number)
 
     def begin(self, number: int) -> None:
-        """Begin with nothing but what it pulls."""
+        """Begin as a new client, which has to pull all of its state."""
         self.client, self.alive, self.busy, self.left = number, True, False, False
         servers = range(len(self.run.shards))
         self.links = [ClientState(number) for _ in servers]
@@ -64,7 +64,7 @@ class WorkerNode:
 
     @property
     def finished(self) -> bool:
-        """Whether it has taken its steps and knows that all its pushes are settled."""
+        """Whether the worker has taken its steps and knows that all its pushes are settled."""
         return self._done and not any(link.under_way for link in self.links)
 
     @property
@@ -72,7 +72,7 @@ class WorkerNode:
         return self.clock >= self.run.clocks if self.run.pool is None else self.run.pool < 1
 
     def go_on(self) -> None:
-        """Compute if it may, and otherwise ask the servers that it waits for."""
+        """Compute if every copy is new enough; otherwise pull newer copies from their servers."""
         if not self.alive or self.busy or self.left:
             return
         if self._done:
@@ -84,7 +84,7 @@ class WorkerNode:
             self._compute()
 
     def _pull_where(self, ready: bool) -> int:
-        """Pull from the servers whose copies are (or are not) ready; return their number."""
+        """Pull from the servers whose copies are `ready`, or are not; return how many they are."""
         found = [
             server
             for server, link in enumerate(self.links)
@@ -119,7 +119,7 @@ class WorkerNode:
         self.run.after(seconds, lambda: self._computed(me, clock, seconds, first is not None))
 
     def _computed(self, me: int, clock: int, seconds: float, pushed: bool) -> None:
-        if me != self.client or not self.alive:
+        if me != self.client or not self.alive:  # the worker crashed while it computed
             return
         found = self.trainer.compute(clock)
         self.gradients += self.trainer.local_steps
@@ -134,7 +134,7 @@ class WorkerNode:
         usable = all(bool(np.isfinite(one).all()) for one in change.gradient.values())
         for server, shard in enumerate(self.run.shards):
             payload, fine = slices(shard.ranges, change.gradient), usable or not counts
-            if not counts:  # it may be 0/0, and what the encoder left out must not be lost with it
+            if not counts:  # a gradient of no tokens may be 0/0 and spoil the residual
                 payload = tuple(np.zeros_like(array) for array in payload)
             elif self.encoder is not None:
                 sequence = self.links[server].sequence
@@ -148,7 +148,7 @@ class WorkerNode:
             self.run.ask(self, server, message, payload)
 
     def hear(self, server: int, reply: Reply, payload: Shard | None) -> None:
-        """Receive a reply of a server."""
+        """Receive a server's reply."""
         if reply.client != self.client or not self.alive:
             return
         heard = client.hear(self.links[server], reply)
@@ -161,7 +161,7 @@ class WorkerNode:
         self.go_on()
 
     def again(self, server: int, message: Message) -> None:
-        """Send a message once more, unless the answer has come in the meantime."""
+        """Send a message again, unless the answer has arrived in the meantime."""
         sequence = message.stamp.sequence
         if self.alive and message.stamp.client == self.client:
             under_way = self.links[server].under_way
@@ -169,7 +169,7 @@ class WorkerNode:
                 self.run.ask(self, server, message, self.sent.get((server, sequence)))
 
     def lost_reply(self, server: int, reply: Reply) -> None:
-        """Handle the loss of a reply: the worker asks again after the retry time."""
+        """Plan to send the message whose reply was lost again, after the retry time."""
         if isinstance(reply, Publish) or reply.client != self.client:
             return
         message = self.links[server].under_way.get(reply.sequence)
@@ -178,7 +178,7 @@ class WorkerNode:
             self.run.after(wait, lambda: self.again(server, message))
 
     def under_way(self, server: int) -> Shard:
-        """Return the sum of its gradients that this server has not settled."""
+        """Return the sum of this worker's gradients that a server has not settled."""
         shard = self.run.shards[server]
         total = tuple(np.zeros_like(array) for array in shard.arrays)
         for (where, sequence), payload in self.sent.items():
@@ -195,13 +195,13 @@ class WorkerNode:
         return model.holds_back(largest, workers)
 
     def crash(self) -> None:
-        """Lose all state; messages that were sent are still under way."""
+        """Crash and lose all state; messages that were sent are still under way."""
         if not self.alive or self.left:
             return
         if not self.busy:
             self.idle_seconds += self.run.now - self.waits_since
         elif self.run.pool is not None:
-            self.run.pool += 1
+            self.run.pool += 1  # another worker takes the interrupted step
         self.alive, self.busy = False, False
         self.crashes += 1
         me = self.client
