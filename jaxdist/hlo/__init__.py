@@ -1,4 +1,4 @@
-"""Reading of compiled programs: the collectives that run, the bytes they send, FLOPs and memory."""
+"""The analysis of compiled programs: collectives and the bytes they send, FLOPs and memory."""
 
 from jaxdist.hlo.ledger import (
     compile_with_text,

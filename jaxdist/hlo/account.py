@@ -1,4 +1,4 @@
-"""Totals of a program from its entry down, through every loop, branch and called computation."""
+"""The FLOPs and collectives of a program, summed over every loop, branch and called computation."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from jaxdist.hlo.schedule import (
 )
 
 MOST_TURNS = 256
-"""The most iterations of a loop that are walked individually because of its inner loops."""
+"""The largest number of iterations for which a loop with inner loops is counted one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """The work of a part of the program, as intervals (low, high)."""
+    """The work of a part of the program; FLOPs are an interval (low, high)."""
 
     flops: tuple[float, float] = (0.0, 0.0)
     collectives: tuple[Collective, ...] = ()
@@ -43,7 +43,7 @@ class Totals:
 
 
 def in_sequence(parts: list[Totals]) -> Totals:
-    """Add up all parts, run in sequence."""
+    """Return the sum of parts that run one after another."""
     return Totals(
         (sum(part.flops[0] for part in parts), sum(part.flops[1] for part in parts)),
         tuple(c for part in parts for c in part.collectives),
@@ -52,7 +52,10 @@ def in_sequence(parts: list[Totals]) -> Totals:
 
 
 def one_of(branches: list[Totals]) -> Totals:
-    """Combine branches of which one runs: any collective may run; FLOPs from least to most."""
+    """Combine branches of which a single one runs.
+
+    Each collective runs at least 0 times; FLOPs range from the cheapest to the dearest branch.
+    """
     all_maybe = in_sequence([branch.times(0, 1) for branch in branches])
     flops = [branch.flops for branch in branches]
     bounds = (min(low for low, _ in flops), max(high for _, high in flops))
@@ -60,7 +63,7 @@ def one_of(branches: list[Totals]) -> Totals:
 
 
 def account(module: Module, layout: MeshLayout) -> Totals:
-    """Total the whole program on each device, with every collective instruction once."""
+    """Return a device's totals for the whole program, with a record per collective instruction."""
     found = _Walk(module, layout).computation(Frame(module, module.entry), CallerContext())
     merged: dict[str, Collective] = {}
     for one in found.collectives:
@@ -70,7 +73,7 @@ def account(module: Module, layout: MeshLayout) -> Totals:
 
 
 def _both(first: Collective, second: Collective) -> Collective:
-    """Merge two records of an instruction that is reached in two ways."""
+    """Merge two records of an instruction that two callers reach."""
     return dataclasses.replace(
         first,
         times_low=first.times_low + second.times_low,
@@ -80,6 +83,8 @@ def _both(first: Collective, second: Collective) -> Collective:
 
 
 class _Walk:
+    """The recursion over computations, which adds up what each of them executes."""
+
     def __init__(self, module: Module, layout: MeshLayout) -> None:
         self.module = module
         self.layout = layout
@@ -95,6 +100,7 @@ class _Walk:
             if flops := instruction_flops(instruction, computation):
                 yield Totals((flops, flops))
             if collective_kind(instruction) is not None:
+                # A reduction's `to_apply` is not entered: its arithmetic is no model FLOPs.
                 if self._begins(instruction, computation, surroundings):
                     place = (instruction, computation, surroundings, self.module, self.layout)
                     yield Totals(collectives=(describe_collective(*place),))
@@ -114,7 +120,7 @@ class _Walk:
     def _inside(
         self, caller: Instruction, frame: Frame, callee: Frame, surroundings: CallerContext
     ) -> CallerContext:
-        """Return the surroundings of the computation that `caller` runs."""
+        """Return the context in which the computation that `caller` calls is executed."""
         fused_start = FUSED_START in callee.computation.custom_call_targets
         begins = caller.opcode.endswith("-start") or fused_start
         return CallerContext(
@@ -128,7 +134,10 @@ class _Walk:
     def _begins(
         self, instruction: Instruction, computation: Computation, surroundings: CallerContext
     ) -> bool:
-        """Return whether a collective begins here; TPU fusions also hold running collectives."""
+        """Return whether a collective begins at this instruction.
+
+        TPU fusions also contain collectives that an earlier instruction began.
+        """
         if not surroundings.is_fusion or FUSED_START in computation.custom_call_targets:
             return True
         ends = FUSED_DONE in computation.custom_call_targets
@@ -141,8 +150,9 @@ class _Walk:
         if trips is not None:
             each = self._each_turn(frame, loop, trips) if body.unknown_loops else None
             turns = body.times(trips, trips) if each is None else each
-            # A loop evaluates its condition once more than its body.
+            # A loop evaluates its condition once more than its body: the last time it is false.
             return in_sequence([turns, condition.times(trips + 1, trips + 1)])
+        # The length is unknown: the body counts from 0 to 1 times, and is marked as unbounded.
         once = in_sequence([body.times(0, 1), condition])
         name = loop.source or loop.name
         return Totals(
@@ -152,7 +162,7 @@ class _Walk:
         )
 
     def _each_turn(self, frame: Frame, loop: Instruction, trips: int) -> Totals | None:
-        """Count a loop by iteration, for inner loops whose length changes between iterations.
+        """Count each iteration of a loop by itself: the length of inner loops may differ.
 
         The result is None where there are too many iterations, or an inner loop remains unknown.
         """

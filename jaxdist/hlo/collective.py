@@ -18,18 +18,18 @@ SENT: dict[CollectiveKind, Callable[[int], float]] = {
     "collective-permute": lambda n: 1.0,
     "collective-broadcast": lambda n: float(n > 1),
 }
-"""Payloads that the busiest device of a group of n sends, by each kind's standard algorithm."""
+"""The factor of the payload that the busiest of n devices sends, by the kind's usual algorithm."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CallerContext:
-    """The context from which a computation is called."""
+    """The facts about a computation's caller that its collectives depend on."""
 
     is_fusion: bool = False
     start: tuple[Instruction, Computation] | None = None
-    """If an asynchronous start runs this computation: that instruction and its computation."""
+    """The asynchronous start that runs the computation, and the computation that contains it."""
     source: str = ""
-    """The jax operation of the caller."""
+    """The caller's jax operation."""
 
 
 def describe_collective(
@@ -39,7 +39,7 @@ def describe_collective(
     module: Module,
     layout: MeshLayout,
 ) -> Collective:
-    """Build the record of a collective that is executed once."""
+    """Build the record of a single execution of a collective."""
     kind = collective_kind(instruction)
     assert kind is not None, instruction.opcode
     if surroundings.is_fusion and is_fused_reduce_scatter(instruction, computation):
@@ -52,11 +52,11 @@ def describe_collective(
     if instruction.opcode.startswith("ragged"):
         operands = operands[:1]  # the other operands are the output's buffer, offsets and sizes
     shapes = [shape for operand in operands for shape in operand]
-    # The operands, even where the result would do: XLA:TPU may convert the result's dtype.
+    # Sizes come from the operands, since XLA:TPU may fuse a conversion of the result's dtype.
     parts = size if kind == "all-gather" else 1
     arrays = tuple(shape.bytes * parts for shape in shapes)
     payload = sum(arrays)
-    moves = not is_permute or bool(axes)
+    moves = not is_permute or bool(axes)  # a permute from each device to itself sends nothing
     is_async = surroundings.start is not None or instruction.opcode.endswith("-start")
     start, around = surroundings.start or (instruction, computation)
     return Collective(

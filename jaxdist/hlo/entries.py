@@ -1,4 +1,4 @@
-"""The elements of a timeline: the time of instructions, and the waiting that they cause."""
+"""The records of a timeline: the seconds of instructions, and the waiting that they cause."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from jaxdist.hlo.estimates import Effort
 from jaxdist.hlo.records import Collective
 
 Basis = Literal["compiler", "links", "copy", "assumed", "schedule"]
-"""The source of an entry's seconds: the compiler's estimate, bytes and links, bytes and memory
-bandwidth, FLOPs and bytes at an assumed rate, or, in the ticks of a schedule, waiting for the work
-of other devices."""
+"""The source of an entry's seconds: the compiler's estimate, bytes over links, bytes over memory
+bandwidth, FLOPs and bytes at an assumed rate, or waits for other devices in a pipeline's ticks."""
 
 Resource = int | str
+"""A link, a memory or the host's bus, which carries a single transfer at a time."""
 
 
 class Rates(Protocol):
@@ -25,7 +25,7 @@ class Rates(Protocol):
         ...
 
     def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
-        """Return the seconds of an execution, and the links that it occupies."""
+        """Return the seconds of one execution of a collective, and the links that it occupies."""
         ...
 
     def copy(self, size_bytes: int, *, host: bool) -> float:
@@ -33,17 +33,17 @@ class Rates(Protocol):
         ...
 
     def work(self, effort: Effort) -> tuple[float, str]:
-        """Return the seconds of work without an estimate, and the assumption behind them."""
+        """Return the assumed seconds of work without an estimate, and the assumption as text."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The contribution of an instruction to the step, over all its executions."""
+    """The contribution of an instruction to the step, summed over all its executions."""
 
     name: str
     source: str
-    """The jax operation (`op_name`), or empty."""
+    """The instruction's jax operation (`op_name`); empty where XLA names none."""
     basis: Basis
     axes: tuple[str, ...] | None
     """Mesh axes of a collective; () for others, None for groups that are not a product of axes."""
@@ -51,12 +51,12 @@ class Entry:
     """The kind of collective, the assumption behind `seconds`, or the operation."""
     times: float
     seconds: float
-    """Seconds that it runs, alone or concurrently with others."""
+    """Seconds for which the instruction runs, alone or concurrently with others."""
     waited_seconds: float
-    """Seconds that the device waits because of it."""
+    """Seconds for which the device can do nothing else because of the instruction."""
 
     def scaled(self, times: float) -> Entry:
-        """Return the entry for `times` as many executions."""
+        """Return the entry with its executions and seconds multiplied by `times`."""
         return dataclasses.replace(
             self,
             times=self.times * times,
@@ -65,7 +65,7 @@ class Entry:
         )
 
     def plus(self, other: Entry) -> Entry:
-        """Add up both entries; other fields are those of `self`."""
+        """Return the sum of both entries, with the names and the basis of `self`."""
         return dataclasses.replace(
             self,
             times=self.times + other.times,
@@ -76,7 +76,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramTimeline:
-    """A program, or a part of it, from its beginning to its end."""
+    """The simulated time of a program, or of a part of a program."""
 
     seconds: float
     entries: Mapping[str, Entry]
@@ -86,6 +86,6 @@ class ProgramTimeline:
     """Whether there are conditionals whose branch is unknown."""
 
     def scaled(self, times: float) -> ProgramTimeline:
-        """Return the timeline repeated `times` times."""
+        """Return the timeline of `times` repetitions."""
         entries = {name: entry.scaled(times) for name, entry in self.entries.items()}
         return dataclasses.replace(self, seconds=self.seconds * times, entries=entries)

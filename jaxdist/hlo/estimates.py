@@ -1,10 +1,10 @@
-"""The compiler's estimates for the instructions of a TPU program, and their gaps.
+"""The compiler's time estimates in a TPU program, and the work of instructions that have none.
 
 XLA:TPU writes `estimated_cycles` into the backend config of fusions, copies, converts and
-reductions: cycles of the TensorCore's clock for an execution, over all cores of the device. Where
-the estimate is unknown it writes 2^63 - 1, and collectives and custom calls have none. Kernels are
-counted by their stated FLOPs and bytes (the `cost_estimate` of a Pallas call), otherwise by the
-bytes of their operands and results only.
+reductions: cycles of the TensorCore's clock for an execution, over all cores of the device. XLA
+writes 2^63 - 1 for an unknown estimate, and none for collectives and custom calls. Kernels are
+counted by the FLOPs and bytes that they state (the `cost_estimate` of a Pallas call), otherwise by
+the bytes of their operands and results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxdist.hlo.flops import instruction_flops
 from jaxdist.hlo.parse import ArrayShape, Computation, Instruction
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_UNKNOWN = 2**62
+_UNKNOWN = 2**62  # estimates from here on are XLA's 2^63 - 1, which means that there is none
 _STATED_BYTES = re.compile(r'"bytes_accessed":"?(\d+)')
 _BLOCKS = re.compile(r'\\"(block_\w+)\\": (\d+)')
 _HOST = "S(5)"
@@ -26,14 +26,14 @@ NO_TIME = frozenset({
     "add-dependency", "after-all", "bitcast", "constant", "domain", "get-dimension-size",
     "get-tuple-element", "iota", "opt-barrier", "parameter", "partition-id", "replica-id", "tuple",
 })  # fmt: skip
-"""Operations that only name values, or that are computed where they are used."""
+"""Operations that only name values, or that are computed inside the operation that uses them."""
 
 IDLE_TARGETS = frozenset({
     "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart",
     "ConcatBitcast", "SliceBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape",
     "annotate_device_placement", "xla.sdy.FuncResultSharding",
 })  # fmt: skip
-"""Custom calls that only name or reserve memory."""
+"""Targets of custom calls that execute nothing: they only name or reserve memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Effort:
     operands: tuple[ArrayShape, ...] = ()
     results: tuple[ArrayShape, ...] = ()
     blocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """The sizes of its blocks, if the kernel's metadata has them (`block_q`, `block_kv`, ...)."""
+    """The kernel's block sizes, where its metadata has them (`block_q`, `block_kv`, ...)."""
 
 
 def estimated_cycles(instruction: Instruction) -> int | None:
-    """Return the compiler's estimate of the cycles of an execution; None without an estimate.
+    """Return the compiler's estimate of an execution's cycles; None where there is none.
 
     >>> from jaxdist.hlo.parse import parse_instruction
     >>> line = '  %a = f32[] add(%b, %b), backend_config={"estimated_cycles":"288"}'
@@ -76,7 +76,7 @@ def takes_no_time(instruction: Instruction) -> bool:
 
 
 def effort(instruction: Instruction, computation: Computation) -> Effort:
-    """Return FLOPs and bytes of an instruction without an estimate."""
+    """Return the FLOPs and bytes of an instruction that has no estimate."""
     shapes = [s for operand in computation.operand_shapes(instruction) for s in operand]
     moved_bytes = sum(shape.bytes for shape in _touched(instruction, shapes))
     attributes = instruction.attributes
@@ -94,7 +94,8 @@ def effort(instruction: Instruction, computation: Computation) -> Effort:
 
 
 def _touched(instruction: Instruction, shapes: list[ArrayShape]) -> list[ArrayShape]:
-    """Return the arrays read and written; slices and updates in place count a part, twice."""
+    """Return the arrays that an instruction reads and writes."""
+    # A slice, or an update in place, moves only its part of the array: read once, written once.
     if instruction.opcode == "dynamic-update-slice":
         return [shapes[1]] * 2
     if instruction.opcode in ("dynamic-slice", "slice"):
@@ -103,7 +104,7 @@ def _touched(instruction: Instruction, shapes: list[ArrayShape]) -> list[ArraySh
 
 
 def kernel_name(instruction: Instruction) -> str:
-    """Return the name of a custom kernel in the program; empty for other instructions."""
+    """Return the name of a Pallas kernel in the program; empty for other instructions."""
     if instruction.custom_call_target != "tpu_custom_call":
         return ""
     return re.sub(r"[.\d]+$", "", instruction.name)

@@ -1,8 +1,8 @@
-"""FLOPs of an instruction: dots and convolutions, 2 for each multiply-add.
+"""The FLOPs of an instruction: dots and convolutions, 2 for each multiply-add.
 
 Element-wise operations and reductions are left out, as in every definition of model FLOPs.
 Products with padding and with the zeros of a dilated input are not counted, as in XLA's own
-analysis: XLA:TPU writes batched dots as such convolutions.
+analysis: XLA:TPU writes batched dots as convolutions with padding or dilation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DIM_LABELS = re.compile(r"\bdim_labels=([\w?]+)_([\w?]+)->([\w?]+)")
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _STATED = re.compile(r'"flops":"?(\d+)')
-# For each cuDNN direction, which of (result, operand 0, operand 1) is input, kernel, output.
+# The indices of input, kernel and output among (result, operand 0, operand 1), by direction.
 _CUDNN = {
     "__cudnn$convForward": (1, 2, 0),
     "__cudnn$convBiasActivationForward": (1, 2, 0),
@@ -29,7 +29,7 @@ _CUDNN = {
 
 
 def instruction_flops(instruction: Instruction, computation: Computation) -> int:
-    """Return the FLOPs of the instruction itself, without those of computations that it calls."""
+    """Return the FLOPs of an instruction, without those of the computations that it calls."""
     if instruction.opcode in ("dot", "ragged-dot"):
         left = computation.operand_shapes(instruction)[0][0]
         return _dot(instruction.shapes[0], left, instruction.numbers("lhs_contracting_dims"))
@@ -50,7 +50,7 @@ def _dot(result: ArrayShape, left: ArrayShape, contracting: tuple[int, ...]) -> 
 
 
 def _custom_call(instruction: Instruction, computation: Computation) -> int:
-    """Return the FLOPs of library dots and convolutions, and of kernels that state theirs."""
+    """Return the FLOPs of a library's dot or convolution, or those that a kernel states."""
     target = instruction.custom_call_target
     if target in _CUDNN:
         shapes = [instruction.shapes[0], *_operands(instruction, computation)]
@@ -60,6 +60,7 @@ def _custom_call(instruction: Instruction, computation: Computation) -> int:
         dims = tuple(int(word) for word in re.findall(r"\d+", contracting[1]))
         return _dot(instruction.shapes[0], _operands(instruction, computation)[0], dims)
     if target == "__onednn$matmul":
+        # oneDNN writes no contracted dims: it always contracts the last dim of the left operand.
         left = _operands(instruction, computation)[0]
         return _dot(instruction.shapes[0], left, (len(left.dims) - 1,))
     stated = _STATED.search(instruction.attributes)

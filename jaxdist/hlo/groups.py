@@ -1,8 +1,8 @@
-"""The devices that a collective joins, and their mesh axes.
+"""The groups of devices that take part in a collective, and the mesh axes that they span.
 
-HLO writes groups in four ways: `{{0,1},{2,3}}`; `[2,4]<=[8]`, with `T(1,0)` an iota that is
-reshaped and transposed; axes of XLA's own mesh, `mesh['a'=2,'b'=4] {'b'}`, or parts of such axes;
-and for a permute `source_target_pairs={{0,1},{1,0}}`.
+HLO writes groups in four ways: as lists, `{{0,1},{2,3}}`; as an iota that is reshaped,
+`[2,4]<=[8]`, and transposed, `T(1,0)`; as axes of XLA's own mesh, `mesh['a'=2,'b'=4] {'b'}`, or
+parts of such axes; and for a permute as `source_target_pairs={{0,1},{1,0}}`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from jaxdist.hlo.parse import Instruction, LedgerError, Module
 
 Groups = tuple[tuple[int, ...], ...]
+"""The members of each group, or the (source, target) pairs of a permute."""
 
 _LISTS = re.compile(r"\b(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"\breplica_groups=(\[[\d,]+\]<=\S+?)(?:, |$)")
@@ -34,7 +35,7 @@ def _integers(text: str) -> list[int]:
 
 
 def evaluate_iota(text: str) -> np.ndarray:
-    """Evaluate `[shape]<=[source]T(order)`.
+    """Evaluate HLO's notation `[shape]<=[source]T(order)` for a reshaped and transposed iota.
 
     >>> evaluate_iota("[4,2]<=[2,4]T(1,0)").tolist()
     [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -48,7 +49,11 @@ def evaluate_iota(text: str) -> np.ndarray:
 
 
 def _mesh_groups(sizes_text: str, devices_text: str | None, axes_text: str) -> np.ndarray:
-    """Return groups over axes of XLA's own mesh, whole axes or parts `'a':(before)size`."""
+    """Return the groups [group, member] along axes of XLA's own mesh.
+
+    A part of an axis is written `'a':(before)size`: the axis is reshaped to
+    `[before, size, rest]`, and the groups span the middle dim.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"([^,=]+)=(\d+)", sizes_text)}
     count = math.prod(sizes.values())
     if devices_text is None:
@@ -132,7 +137,7 @@ def group_positions(instruction: Instruction, kind: str, module: Module) -> Grou
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MeshLayout:
-    """The position on the mesh of each device of the program's device assignment."""
+    """The place on the mesh of each device in the program's device assignment."""
 
     axes: Mapping[str, int]
     """The size of each axis, in mesh order."""
@@ -141,7 +146,7 @@ class MeshLayout:
 
     @cached_property
     def _coordinates(self) -> np.ndarray:
-        """The coordinates, an array [position, axis]."""
+        """The mesh coordinates of each device, an array [position, axis]."""
         shape = tuple(self.axes.values())
         return np.stack(np.unravel_index(np.array(self.order), shape or (1,)), axis=-1)
 
@@ -166,12 +171,12 @@ class MeshLayout:
         coordinates = self._coordinates[np.array(groups)]
         varies = (coordinates != coordinates[:, :1]).any(axis=1)
         axes = self._names(varies.any(axis=0))
-        # Distinct members that agree on the other axes, as many as the axes have points: all
-        # points.
+        # Members of a group differ along these axes only. If they are as many as the axes have
+        # points, they are all of these points.
         return axes if self.size(axes) == len(groups[0]) else None
 
     def pair_axes(self, pairs: Groups) -> tuple[str, ...]:
-        """Return the axes along which a permute moves anything."""
+        """Return the axes along which the source and target of any pair of a permute differ."""
         if not pairs or not self.axes:
             return ()
         ends = self._coordinates[np.array(pairs)]

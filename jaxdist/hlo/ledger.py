@@ -16,8 +16,9 @@ from jaxdist.hlo.parse import LedgerError, Module, parse
 from jaxdist.hlo.records import Ledger, Memory
 
 _WRITTEN = ("*after_codegen.txt", "*after_optimizations.txt")
-"""Names of XLA's dumps during compilation; after code generation they have estimates of time."""
+"""Names of the text files that XLA dumps; the first, after code generation, has time estimates."""
 NO_MEMORY = Memory(0, 0, 0, 0, 0, 0)
+"""The memory of a program that is known by its text only."""
 
 
 def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | Module | None = None) -> Ledger:
@@ -26,7 +27,7 @@ def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | Module | None 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, for CPU, GPU or TPU, also ahead of time.
       mesh: the mesh that the program was compiled for; it names the axes.
-      text: text of the program, if `compile_with_text` returned it; or that text, parsed.
+      text: the program's text from `compile_with_text`, or the parsed text; None asks `compiled`.
 
     Raises:
       LedgerError: the program runs on other devices than the mesh's, or XLA cannot print it.
@@ -44,18 +45,19 @@ def compile_with_text(
 ) -> tuple[jax.stages.Compiled, str]:
     """Compile a program for TPU and return it with its text.
 
-    The text is XLA's dump during compilation. `program_text` cannot replace it for every program:
-    it makes XLA read a serialized program, which fails on asynchronous collectives of several
-    arrays (with a message on standard error).
+    The text is XLA's dump during compilation. `program_text` does not work for every program: XLA
+    then reads a serialized program, which fails on asynchronous collectives of several arrays
+    (with a message on standard error).
 
     Args:
+      lowered: the program, as `jax.jit(f).lower(...)` returns it.
       options: compiler options, in addition to those of the `jax.jit`.
 
     Raises:
       LedgerError: as for `program_text`, if the compiler dumps nothing.
     """
     with TemporaryDirectory() as directory:
-        # Numbers too, although jax's types allow only text.
+        # `Any`, since values may be numbers although jax's types allow only text.
         told: dict[str, Any] = {
             **(options or {}),
             "xla_dump_to": directory,
@@ -116,11 +118,11 @@ def ledger_of_text(
     """Build the ledger of a program from its text only.
 
     Args:
-      text: the compiled program as HLO text.
-      axes: mesh axis to size, in mesh order.
+      text: the compiled program as HLO text, or the parsed text.
+      axes: the size of each mesh axis, in mesh order.
       order: for each position of the program's device assignment, the index of that device in the
-        flattened mesh; by default the same.
-      memory: bytes on a device.
+        flattened mesh; by default both orders are the same.
+      memory: bytes on a device, which the text does not have.
 
     Raises:
       LedgerError: the text is not a compiled program, or the program has another number of devices.
@@ -147,7 +149,11 @@ def ledger_of_text(
 
 
 def device_order(compiled: jax.stages.Compiled, mesh: Mesh) -> tuple[int, ...] | None:
-    """Return the index in the mesh of each device of the program; None if it is unknown."""
+    """Return the index in the flattened mesh of each device of the program; None if unknown.
+
+    Raises:
+      LedgerError: the program runs on other devices than the mesh's.
+    """
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     devices = list(mesh.devices.flat)
     for sharding in shardings:

@@ -1,10 +1,10 @@
-"""Loops over ticks, in which groups of devices take branches that are known in advance.
+"""A pipeline's loop over ticks, in which groups of devices take branches known in advance.
 
-All devices run the same program, and a transfer in each tick joins them. A group's branch is data
-in the program, and also here (`ConditionalDecision`), so that the program can be timed with its
-actual branches. A conditional that depends on the tick is in a named scope that begins with
-`SCOPE`. The rest of that name, after those of the enclosing branches, is the conditional's:
-"backward/last".
+All devices run the same program, and a transfer in each tick synchronizes them. The branch that a
+group takes is data of the program. `ConditionalDecision` holds the same data, so that the program
+can be timed with the branches that it takes. A conditional that depends on the tick is in a named
+scope that begins with `SCOPE`. The conditional's name is the rest of that scope's name, after the
+names of the enclosing conditionals: "backward/last".
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _SCOPES = re.compile(rf"(?:^|[/(]){re.escape(SCOPE)}([\w\-]+)")
 _DECIDED = re.compile(rf"(?:^|[/(]){re.escape(SCOPE)}[\w\-]+\)*/cond$")
 
 Choices = tuple[tuple[str, float], ...]
-"""The number of the taken branch by the conditional's name; sorted by name."""
+"""Pairs of a conditional's name and the number of the branch that it takes, sorted by name."""
 
 
 @dataclass(frozen=True)
 class ConditionalDecision:
-    """The decisions of a conditional.
+    """The branches that a conditional takes in each tick.
 
     Attributes:
-      branches: number of its branches.
-      taken: `[ticks, groups]`, of any numeric dtype: the number of the branch that a group takes in
-        a tick, arbitrary where it does not take the enclosing branch. In a loop within the tick it
-        is the mean over iterations: 0.75 is branch 1 in three iterations of four, and branch 0 in
-        the other.
+      branches: the conditional's number of branches.
+      taken: an array `[ticks, groups]` of any numeric dtype: the number of the branch that a group
+        takes in a tick, arbitrary where the group does not take the enclosing branch. For a
+        conditional in a loop within the tick the number is the mean over that loop's iterations:
+        a mean of 0.75 is branch 1 in three iterations of four, and branch 0 in the fourth.
     """
 
     branches: int
@@ -45,11 +45,12 @@ class ConditionalDecision:
 
 @dataclass(frozen=True)
 class Lockstep:
-    """All decisions in a loop of ticks.
+    """The branches of all conditionals in a loop over ticks.
 
     Attributes:
-      name: name of the schedule of the ticks.
-      decisions: decisions by the conditionals' names. Some may not be conditionals when compiled.
+      name: the pipeline schedule's name.
+      decisions: the branches by the conditional's name. XLA may have compiled some of these
+        conditionals away.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Lockstep:
         return next(iter(self.decisions.values())).taken.shape[1]
 
     def turns(self, module: Module) -> Iterator[Counter[Choices]]:
-        """Yield, tick by tick, how many groups take the same branches of a program."""
+        """Yield for each tick the number of groups that take each combination of branches."""
         there = {conditional_name(one) for one in _decided(module.computations.values())}
         names = [name for name in sorted(self.decisions) if name in there]
         taken = np.stack([self.decisions[name].taken.astype(float) for name in names], axis=-1)
@@ -91,7 +92,10 @@ def conditional_name(conditional: Instruction) -> str | None:
 
 
 def place_of(conditional: Instruction, number: int) -> int:
-    """Return the place of a branch in `branches`: its number, but true (1) comes before false."""
+    """Return the index in `conditional.branches` of the branch with a number.
+
+    HLO writes the branch of true (number 1) before that of false (number 0).
+    """
     return 1 - number if conditional.called("true_computation") else number
 
 
@@ -105,11 +109,11 @@ def tick_loops(module: Module) -> list[Instruction]:
 
 
 def mismatch(module: Module, lockstep: Lockstep) -> str | None:
-    """Explain why the program does not run these ticks; None if it does.
+    """Explain why the program does not match the schedule's ticks; None if the program matches.
 
-    It does if it has exactly one loop, with an iteration for each tick, around all conditionals of
-    these names, and each has the given branches in order: instructions in a branch have its number,
-    which jax writes there.
+    A program matches if it has exactly one loop, with an iteration for each tick, around all
+    conditionals of these names, and each conditional has the given branches in order. The order is
+    read from the branch's number, which jax writes into the `op_name` of its instructions.
     """
     loops = tick_loops(module)
     if len(loops) != 1:
@@ -125,7 +129,7 @@ def mismatch(module: Module, lockstep: Lockstep) -> str | None:
 
 
 def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> str | None:
-    """Explain why a conditional does not match its name."""
+    """Explain why a conditional does not match the decision of its name; None if it matches."""
     name = conditional_name(conditional) or ""
     decision, count = lockstep.decisions.get(name), len(conditional.branches)
     if decision is None:
@@ -148,7 +152,7 @@ def _decided(computations: Iterable[Computation]) -> list[Instruction]:
 
 
 def _reached(module: Module, names: Iterable[str]) -> list[Computation]:
-    """Return the computations of these names, and all that they call."""
+    """Return the computations of these names, and all computations that they call."""
     found: dict[str, Computation] = {}
     pending = [*names]
     while pending:

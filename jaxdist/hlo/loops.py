@@ -1,9 +1,9 @@
-"""The number of iterations of a loop: XLA's `known_trip_count`, else from the loop itself.
+"""The number of iterations of a loop: XLA's `known_trip_count`, or else computed from the loop.
 
-XLA:TPU drops the count from the compiled program, so it is computed: the scalars that the condition
-depends on are evaluated at the beginning of the loop. Where the body changes each by equal steps,
-the first iteration in which the condition fails is computed; otherwise the iterations are followed
-individually, up to `FOLLOWED` of them.
+XLA:TPU drops that count from the compiled program. It is then computed: the integer scalars that
+the condition depends on are evaluated at the beginning of the loop. Where the body changes each of
+these scalars by equal steps, a division gives the first iteration in which the condition fails.
+Otherwise up to `FOLLOWED` iterations are evaluated one after another.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from jaxdist.hlo.scalars import (
 from jaxdist.hlo.schedule import CALLED
 
 ArgumentValues = Callable[[int, TuplePath], Value | None]
-"""Function from parameter number and path to its value; None where it is unknown."""
+"""A function from a parameter's number and a path in it to the value there; None if unknown."""
 
 FOLLOWED = 4096
-"""The most iterations to follow of a loop whose counters do not move by equal steps.
+"""The largest number of iterations to evaluate of a loop whose counters have unequal steps.
 
-The length of a longer loop is unknown.
+The length of a loop with more iterations counts as unknown.
 """
 
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -45,11 +45,11 @@ def _unknown(number: int, path: TuplePath) -> Value | None:
 
 
 CALLS = ("calls", CALLED, "to_apply")
-"""Attributes that name the only computation that an instruction runs."""
+"""The attributes that name the computation of an instruction that calls only one."""
 
 
 class Frame:
-    """A computation with known arguments, which evaluates integer scalars."""
+    """An evaluator of a computation's integer scalars, given the known values of its arguments."""
 
     def __init__(
         self, module: Module, computation: Computation, arguments: ArgumentValues = _unknown
@@ -60,14 +60,14 @@ class Frame:
         self._known: dict[tuple[str, TuplePath], Value | None] = {}
 
     def value(self, name: str, path: TuplePath = ()) -> Value | None:
-        """Return the integer at `path` of the result of `name`; None where it is unknown."""
+        """Return the integer at `path` in the result of instruction `name`; None if unknown."""
         if (name, path) not in self._known:
             self._known[name, path] = self._evaluated(name, path)
         return self._known[name, path]
 
     @property
     def result(self) -> Value | None:
-        """The value of a computation whose result is an integer."""
+        """The computation's result, if it is an integer; None if unknown."""
         return self.value(self.computation.root.name)
 
     def _evaluated(self, name: str, path: TuplePath) -> Value | None:
@@ -92,7 +92,7 @@ class Frame:
         return self._scalar(instruction)
 
     def _scalar(self, instruction: Instruction) -> Value | None:
-        # Only scalars are followed: arrays would lead through the whole program.
+        # Only scalars are evaluated: operands of arrays would lead through the whole program.
         type_text = instruction.type_text
         if not is_integer(type_text):
             return None
@@ -117,7 +117,7 @@ class Frame:
         return Frame(
             self.module,
             self.called(caller, attribute),
-            # On SparseCores a start without operands takes those of its update.
+            # The start of work on SparseCores has no operands: its update hands them over later.
             lambda number, path: (
                 self.value(operands[number], path) if number < len(operands) else None
             ),
@@ -135,7 +135,14 @@ class Frame:
         attribute: str,
         state: Callable[[TuplePath], Value | None] | None = None,
     ) -> Frame:
-        """Return the frame of a loop's body or condition, with known invariants and `state`."""
+        """Return the frame of a loop's body or condition.
+
+        Args:
+          loop: the while instruction.
+          attribute: `body` or `condition`.
+          state: the values in the loop's state that the body changes; by default unknown. Values
+            that the body returns unchanged are always known from the loop's operand.
+        """
         kept = invariants(self.called(loop, "body"))
 
         def arguments(number: int, path: TuplePath) -> Value | None:
@@ -146,7 +153,7 @@ class Frame:
         return Frame(self.module, self.called(loop, attribute), arguments)
 
     def trips(self, loop: Instruction) -> int | None:
-        """Return the iterations of a while loop's body; None if the program does not show them."""
+        """Return a while loop's number of iterations; None if it cannot be computed."""
         if found := _TRIP_COUNT.search(loop.attributes):
             return int(found[1])
         moves = self._moves(loop)
@@ -160,9 +167,9 @@ class Frame:
         return self._followed(loop, start) if turns is None else turns
 
     def turns(self, loop: Instruction, trips: int) -> Iterator[Frame]:
-        """Yield the frame of the body in each iteration, with known counters' values.
+        """Yield for each iteration the frame of the body, in which the counters' values are known.
 
-        In such a frame the length of an inner loop can be computed if it depends on these counters.
+        In this frame the length of an inner loop can be computed even if it depends on counters.
         """
         now: Mapping[TuplePath, Value | None] = {
             path: self.value(loop.operands[0], path) for path in self._moves(loop)
@@ -173,8 +180,8 @@ class Frame:
             now = {path: body.value(body.computation.root.name, path) for path in now}
 
     def _moves(self, loop: Instruction) -> dict[TuplePath, Value | None]:
-        """Return an iteration's effect on each integer that the condition depends on."""
-        asked: dict[TuplePath, None] = {}
+        """Return the effect of an iteration on each integer that the condition depends on."""
+        asked: dict[TuplePath, None] = {}  # a set that keeps the order, for equal results
 
         def state(path: TuplePath) -> Value:
             asked[path] = None
@@ -196,7 +203,7 @@ class Frame:
         start: Mapping[TuplePath, int],
         moves: Mapping[TuplePath, Value | None],
     ) -> int | None:
-        """Return the iterations of a loop whose counters move by equal steps; None for others."""
+        """Return the iterations of a loop whose counters change by equal steps; None for others."""
         lines: dict[TuplePath, Value] = {}
         types = _types(self.called(loop, "body"))
         for path, move in moves.items():
@@ -204,12 +211,13 @@ class Frame:
                 return None
             lines[path] = scalar_line(start[path], move.by, types[path])
         holds = self.enter_loop(loop, "condition", lines.get).result
+        # Beyond `until` a counter has wrapped around, so that `turn` would be wrong.
         if not isinstance(holds, Holds) or holds.turn > holds.until or math.isinf(holds.turn):
             return None
         return int(holds.turn)
 
     def _followed(self, loop: Instruction, start: Mapping[TuplePath, int]) -> int | None:
-        """Return the iterations of a loop that ends within `FOLLOWED` of them; None for others."""
+        """Return the number of iterations of a loop with at most `FOLLOWED`; None for others."""
         now: Mapping[TuplePath, Value | None] = start
         for turn in range(FOLLOWED + 1):
             goes_on = self.enter_loop(loop, "condition", now.get).result
@@ -225,7 +233,7 @@ class Frame:
 
 @lru_cache(maxsize=4096)
 def _types(body: Computation) -> dict[TuplePath, str]:
-    """Return the types of the integers in the loop's state that its body reads."""
+    """Return the types of the integers in a loop's state that the loop's body reads."""
     return {
         ()
         if instruction.opcode == "parameter"
@@ -238,7 +246,7 @@ def _types(body: Computation) -> dict[TuplePath, str]:
 
 @lru_cache(maxsize=4096)
 def invariants(body: Computation) -> frozenset[int]:
-    """Return the indices of the loop's state that the body returns unchanged."""
+    """Return the indices of the elements of a loop's state that its body returns unchanged."""
     root = body.root
     if root.opcode != "tuple":
         return frozenset()

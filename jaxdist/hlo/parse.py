@@ -1,4 +1,4 @@
-"""A parser of HLO text: only as much of the grammar as the ledger needs.
+"""A parser of HLO text, for the part of the grammar that the ledger needs.
 
 The text of a compiled program (`compiled.as_text()`) is a sequence of computations, each with an
 instruction per line, in the order of the schedule:
@@ -17,7 +17,7 @@ from functools import cached_property
 from jaxdist.errors import LedgerError
 
 BITS = {"pred": 8, "token": 0, "opaque": 0}
-"""Sizes in bits of dtypes whose name does not contain the size."""
+"""The size in bits of each dtype whose name does not contain its size."""
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
@@ -58,7 +58,7 @@ class ArrayShape:
 
 
 def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
-    """Parse all arrays in a type, those of a tuple in sequence.
+    """Parse the text of a type; a tuple gives the arrays of all its elements in order.
 
     >>> parse_shapes("(f32[2,3]{1,0:T(8,128)}, /*index=1*/u32[]{:S(2)})")
     (ArrayShape(dtype='f32', dims=(2, 3)), ArrayShape(dtype='u32', dims=()))
@@ -71,13 +71,13 @@ def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """A line of a computation, whose parts are parsed on demand."""
+    """A line of a computation; the properties are parsed when they are first used."""
 
     name: str
     opcode: str
     type_text: str
     arguments: str
-    """The text in the parentheses: operands, a parameter's number, a constant's value."""
+    """The text in the parentheses: operands, a parameter's number or a constant's value."""
     attributes: str
     """The text after the parentheses."""
     is_root: bool
@@ -101,7 +101,7 @@ class Instruction:
         return tuple(map(int, found[1].split(","))) if found and found[1] else ()
 
     def called(self, attribute: str) -> tuple[str, ...]:
-        """Return the names of the computations in `calls`, `to_apply`, `body`, ..."""
+        """Return the computations that an attribute such as `calls`, `to_apply` or `body` names."""
         found = re.search(rf"\b{attribute}=(%[\w.\-]+|\{{[^}}]*\}})", self.attributes)
         return tuple(_NAME.findall(found[1])) if found else ()
 
@@ -115,7 +115,7 @@ class Instruction:
 
     @property
     def branches(self) -> list[tuple[str, str]]:
-        """The branches of a conditional: each branch's computation and its operand."""
+        """The branches of a conditional: pairs of a computation's name and its operand's name."""
         names = self.called("branch_computations") or (
             *self.called("true_computation"),
             *self.called("false_computation"),
@@ -124,7 +124,7 @@ class Instruction:
 
     @property
     def source(self) -> str:
-        """The `op_name` of the metadata, or empty."""
+        """The `op_name` of the metadata; empty where there is none."""
         found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ""
 
@@ -146,9 +146,10 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """For each name, the instructions with that operand."""
+        """The instructions that use each result, by the name of that result."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
+            # `dict.fromkeys`: an instruction may use an operand twice, and is listed once.
             for operand in dict.fromkeys(instruction.operands):
                 found.setdefault(operand, []).append(instruction)
         return found
@@ -162,13 +163,13 @@ class Computation:
         return frozenset(i.custom_call_target for i in self.instructions) - {""}
 
     def operand_shapes(self, instruction: Instruction) -> list[tuple[ArrayShape, ...]]:
-        """Return the shapes of each operand."""
+        """Return the shapes of each operand; several shapes for an operand that is a tuple."""
         return [self.by_name[name].shapes for name in instruction.operands]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    """A program: its computations by name."""
+    """A parsed program: its computations by name, and the number of its devices."""
 
     computations: dict[str, Computation]
     entry: Computation
@@ -201,7 +202,7 @@ def parse_instruction(line: str) -> Instruction | None:
     if head is None:
         return None
     start = head.end()
-    # The type of a tuple contains spaces.
+    # A tuple's type contains spaces, so that its end is the closing parenthesis, not a space.
     end = _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
     opcode = _OPCODE.match(line, end)
     if opcode is None:
@@ -218,7 +219,7 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def members(type_text: str) -> list[str]:
-    """Split the type of a tuple into types.
+    """Split the text of a tuple's type into the types of its elements.
 
     >>> members("(f32[2,3]{1,0:T(8,128)}, /*index=1*/(u32[], s8[4]))")
     ['f32[2,3]{1,0:T(8,128)}', '/*index=1*/(u32[], s8[4])']
@@ -235,9 +236,9 @@ def members(type_text: str) -> list[str]:
 
 
 def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
-    """Add an instruction for each element of a tuple that is named in place, such as `%loop#1`.
+    """Add a `get-tuple-element` for each operand that names a tuple's element, such as `%loop#1`.
 
-    The XLA of jax 0.11 and newer uses this form instead of a `get-tuple-element`.
+    The XLA of jax 0.11 and newer writes such operands instead of a `get-tuple-element`.
     """
     known = {instruction.name: instruction for instruction in instructions}
     after: dict[str, list[Instruction]] = {}
@@ -257,7 +258,7 @@ def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
 
 
 def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines, with an instruction whose attributes span several lines joined to a line."""
+    """Yield lines, and join the lines of an instruction whose attributes span several lines."""
     begun: str | None = None
     for line in lines:
         is_new = _INSTRUCTION.match(line) is not None
@@ -274,6 +275,7 @@ def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
 
 def _is_open(line: str) -> bool:
     """Return whether a brace is still open; braces in quoted text do not count."""
+    # Equal counts are the usual case, and spare the slow removal of quoted text.
     if line.count("{") == line.count("}"):
         return False
     bare = _QUOTED.sub("", line)

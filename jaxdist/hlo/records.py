@@ -1,4 +1,4 @@
-"""The records of a ledger, frozen dataclasses that describe a compiled program."""
+"""The records of a ledger: frozen dataclasses that describe a compiled program."""
 
 from __future__ import annotations
 
@@ -27,37 +27,38 @@ class Collective:
     kind: CollectiveKind
     """The kind of collective; TPU's fused reduce-scatter counts as a reduce-scatter."""
     dtypes: tuple[str, ...]
-    """The dtype sent for each combined operand, in HLO's spelling (`f32`, `bf16`, `s8`)."""
+    """The dtype of each combined operand as it is sent, in HLO's spelling (`f32`, `bf16`, `s8`)."""
     payload_bytes: int
     """The bytes of the full, unscattered tensor: the result of an all-gather, otherwise the
     operands."""
     axes: tuple[str, ...] | None
     """Mesh axes that the groups span, in mesh order; None when they are not a product of axes."""
     group_size: int
-    """The number of devices that take part; for a permute, the size of the axes along which it
-    moves."""
+    """The number of devices in a group; for a permute, the product of the sizes of `axes`."""
     groups: tuple[tuple[int, ...], ...]
-    """Positions in the program's device assignment; for a permute, its (source, target) pairs."""
+    """The groups as positions in the program's device assignment; a permute has (source, target)
+    pairs."""
     times_low: int
     """The least number of executions per run of the program."""
     times_high: int
-    """The largest number of executions per run if `bounded`; above `times_low` in a conditional."""
+    """The largest number of executions per run, where `bounded` is true; in a conditional it
+    exceeds `times_low`."""
     sent_bytes: float
     """Bytes that the busiest device sends in an execution, by the standard algorithm of `kind`."""
     is_async: bool
-    """Whether it is a start/done pair."""
+    """Whether the collective is asynchronous, a pair of a start and a done."""
     overlapped: bool
     """Whether compute is scheduled between start and done."""
     source: str
-    """The jax operation of its origin (`op_name` of the metadata), or empty."""
+    """The jax operation of the collective (`op_name` of the metadata); empty where none is given."""
     bounded: bool = True
-    """False inside a loop of unknown length, whose single iteration is counted in `times_high`."""
+    """False inside a loop of unknown length, of which `times_high` counts a single iteration."""
     array_bytes: tuple[int, ...] = ()
-    """The part of `payload_bytes` of each combined operand."""
+    """The bytes of each combined operand, which add up to `payload_bytes`."""
 
     @property
     def times(self) -> str:
-        """The executions as text; without a bound of the loop there is no upper end."""
+        """The number of executions as text, a range in a conditional."""
         if not self.bounded:
             return f"{self.times_low:,} or more"
         if self.times_low == self.times_high:
@@ -76,7 +77,7 @@ class Memory:
     temp_bytes: int
     code_bytes: int
     peak_bytes: int
-    """The memory that is required: arguments, unaliased outputs, temporaries, and more on TPU."""
+    """The required memory: arguments, outputs outside of them, temporaries, and more on TPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +86,10 @@ class Ledger:
 
     collectives: tuple[Collective, ...]
     flops_low: float
-    """FLOPs of a device: dots and convolutions, 2 per multiply-add, loops multiplied out."""
+    """FLOPs of a device in dots and convolutions, 2 per multiply-add and times the iterations of
+    loops, with the cheapest branch of each conditional."""
     flops_high: float
-    """FLOPs with the most expensive branch of each conditional."""
+    """FLOPs of a device with the most expensive branch of each conditional."""
     memory: Memory
     devices: int
     """The number of devices of the program."""
@@ -98,10 +100,10 @@ class Ledger:
     upper figure is a bound."""
 
     def sent_bytes(self, axis: str | None = None) -> float:
-        """Sum the bytes that a device sends in a run; only over groups within `axis` if given.
+        """Return the bytes that a device sends in a run, over all axes or those of one `axis`.
 
-        It is an upper bound, unless there are `unknown_loops`, counted as a single iteration. A
-        collective over several axes counts in full for each of them.
+        The sum is an upper bound, unless there are `unknown_loops`, which count as a single
+        iteration. A collective over several axes counts in full for each of them.
         """
         return math.fsum(
             collective.times_high * collective.sent_bytes
@@ -110,7 +112,7 @@ class Ledger:
         )
 
     def count(self, kind: CollectiveKind) -> int:
-        """Count executions of collectives of `kind` in a run; a bound, as in `sent_bytes`."""
+        """Count the executions of a kind of collective in a run; a bound, as in `sent_bytes`."""
         return sum(c.times_high for c in self.collectives if c.kind == kind)
 
     def to_json(self) -> JsonObject:

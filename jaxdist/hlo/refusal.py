@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-# The wording depends on the libtpu release, with or without the error's name; the status stays.
+# The wording differs between releases of libtpu, and the error's name may be absent.
 _OUT_OF_MEMORY = re.compile(r"Out of memory|out of memory|OOM|RESOURCE_EXHAUSTED|HbmOom")
 _SIZES = re.compile(r"\((\d+(?:\.\d+)?)([KMGT]?)\)[^(]*\((\d+(?:\.\d+)?)([KMGT]?)\)")
 _SCALES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def is_too_large(message: str) -> bool:
-    """Return whether a program was refused for lack of memory.
+    """Return whether a compiler's message refuses a program for lack of memory.
 
     >>> is_too_large("INTERNAL: RET_CHECK failure")
     False

@@ -1,7 +1,8 @@
-"""Integer scalars of a program: exact, or as a linear function of a loop's iteration.
+"""Arithmetic on integer scalars of a program: exact, or linear in the iteration of a loop.
 
-Loops count with these. Integers wrap around like their dtype. A comparison of two `Line`s gives the
-iteration in which a loop's condition first fails, without running the earlier iterations.
+Loops count their iterations with such scalars. Integers wrap around like their dtype. A comparison
+of two `Line`s gives the iteration in which a loop's condition first fails, without the evaluation
+of earlier iterations.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _SHIFT_LEFT_MOST = 64
 
 @dataclass(frozen=True)
 class Line:
-    """A value `start + step * turn` in iteration `turn` of a loop; valid up to iteration `until`.
+    """An integer whose value is `start + step * turn` in iteration `turn` of a loop.
 
-    Beyond it the integer would wrap around.
+    The formula is valid up to iteration `until`, after which the integer would wrap around.
     """
 
     start: int
@@ -34,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Holds:
-    """A condition that first fails in iteration `turn`, if that is not beyond `until`."""
+    """A condition that first fails in iteration `turn`; unknown if `turn` is beyond `until`."""
 
     turn: float
     until: float = math.inf
@@ -61,7 +62,7 @@ def is_integer(type_text: str) -> bool:
 
 
 def wrapped(value: int, type_text: str) -> int:
-    """Wrap an integer to its dtype's range; a bool is whether it is not 0.
+    """Wrap an integer to the range of a dtype; for a bool return 1 if the integer is not 0.
 
     >>> wrapped(130, "s8[]"), wrapped(-1, "u8[]"), wrapped(2, "pred[]")
     (-126, 255, 1)
@@ -83,7 +84,7 @@ def limits(type_text: str) -> tuple[int, int]:
 
 
 def scalar_line(start: int, step: int, type_text: str, until: float = math.inf) -> Line:
-    """Return a line in a dtype, valid until it leaves that dtype's range."""
+    """Return a `Line` of a dtype, valid until its value leaves the range of that dtype."""
     low, high = limits(type_text)
     if not low <= start <= high:
         return Line(start, step, -1)
@@ -94,11 +95,13 @@ def scalar_line(start: int, step: int, type_text: str, until: float = math.inf) 
 def compute(
     opcode: str, type_text: str, direction: str | None, values: Sequence[Value]
 ) -> Value | None:
-    """Compute an operation's result from its operands; None where it is unknown.
+    """Compute an operation's result from its operands; None where the result is unknown.
 
     Args:
+      opcode: HLO's name of the operation.
       type_text: type of the result, an integer or bool scalar.
-      direction: direction of a comparison.
+      direction: HLO's name of a comparison's direction, such as "LT".
+      values: the operands.
 
     >>> compute("add", "s8[]", None, [100, 100]), compute("divide", "s32[]", None, [-7, 2])
     (-56, -3)
@@ -110,6 +113,7 @@ def compute(
     ints = [value for value in values if isinstance(value, int)]
     if len(ints) == len(values):
         if opcode == "shift-right-logical":
+            # A non-negative integer, for which Python's arithmetic shift is the logical shift.
             low, high = limits(type_text)
             opcode, ints = "shift-right-arithmetic", [ints[0] % (high - low + 1), ints[1]]
         table = _COMPARE if opcode == "compare" else _INTEGERS
@@ -132,6 +136,7 @@ def compute(
 
 
 def _divided(left: int, right: int) -> int | None:
+    """Divide as HLO does, towards zero, where Python's `//` rounds down; None for `right` 0."""
     if right == 0:
         return None
     whole = abs(left) // abs(right)
@@ -190,6 +195,7 @@ def _moved(opcode: str, values: Sequence[Value]) -> Moved | None:
 
 
 def _both(values: Sequence[Value]) -> Value | None:
+    """Return when the conjunction of two conditions first fails."""
     left, right = (
         Holds(math.inf if value else 0) if isinstance(value, int) else value for value in values
     )
@@ -212,7 +218,7 @@ def _combined(opcode: str, type_text: str, left: Line, right: Line) -> Line | No
 
 
 def _first_failure(direction: str | None, left: Line, right: Line) -> Holds | None:
-    """Find when a comparison of two lines first fails, from the sign of their difference."""
+    """Compute when a comparison of two lines first fails, from the sign of their difference."""
     start, step = left.start - right.start, left.step - right.step
     until = min(left.until, right.until)
     if direction in ("GT", "GE"):

@@ -1,10 +1,16 @@
-"""Collectives in a schedule: which instructions begin and end them, and what runs meanwhile.
+"""Collectives in a schedule: the instructions that begin and end them, and those in between.
 
-A collective is asynchronous in one of four forms: `all-gather-start` and `all-gather-done`;
-`async-start` and `async-done` around a computation that holds it; the same with an `async-update`
-that hands over the operands, around a custom call that runs it (on the SparseCores of TPU7x); and
-on TPU a fusion that holds it with the custom call `AsyncCollectiveStart`, compute fusions that hold
-it again and continue it, and one with `AsyncCollectiveDone`. The ledger counts only the start.
+An asynchronous collective has one of four forms:
+
+- `all-gather-start` and `all-gather-done`, and likewise for the other kinds;
+- `async-start` and `async-done`, around a computation that contains the collective;
+- the same with an `async-update` that hands over the operands, around a custom call that runs the
+  collective (on the SparseCores of TPU7x);
+- on TPU, a fusion that contains the collective and the custom call `AsyncCollectiveStart`, compute
+  fusions that contain the collective again and continue it, and a fusion with the custom call
+  `AsyncCollectiveDone`.
+
+The ledger counts only the start.
 """
 
 from __future__ import annotations
@@ -21,11 +27,13 @@ KINDS: dict[str, CollectiveKind] = {
     "collective-permute": "collective-permute",
     "collective-broadcast": "collective-broadcast",
 }
+"""The kind of collective of each HLO operation."""
 FUSED_START, FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+"""The custom calls in the fusions that start and end a collective on TPU."""
 CALLED = "called_computations"
 """The attribute of a custom call that runs a computation, as on the SparseCores of a TPU."""
 
-# Operations that keep no compute unit busy. Neither do scalar operations.
+# Operations that keep no compute unit busy. Operations on scalars are told by their shape instead.
 _IDLE = {
     "after-all",
     "bitcast",
@@ -49,7 +57,10 @@ def collective_kind(instruction: Instruction) -> CollectiveKind | None:
 def collective_in(
     computation: Computation, module: Module
 ) -> tuple[Instruction, Computation] | None:
-    """Return the first collective of a computation or its custom calls, with its computation."""
+    """Return the first collective of a computation or of its custom calls.
+
+    The second element is the computation that contains the collective.
+    """
     for instruction in computation.instructions:
         if collective_kind(instruction) is not None:
             return instruction, computation
@@ -61,10 +72,10 @@ def collective_in(
 
 
 def is_fused_reduce_scatter(instruction: Instruction, computation: Computation) -> bool:
-    """Return whether an all-reduce inside a fusion only serves to cut out this device's part.
+    """Return whether an all-reduce inside a fusion runs as a reduce-scatter.
 
-    XLA:TPU writes `fusion(x), calls=%all-reduce-scatter`: an all-reduce and a dynamic-slice that
-    run as one reduce-scatter.
+    XLA:TPU writes a reduce-scatter as `fusion(x), calls=%all-reduce-scatter`: an all-reduce, of
+    whose result only a dynamic-slice is used.
     """
     if instruction.opcode != "all-reduce":
         return False
@@ -80,7 +91,7 @@ def is_fused_reduce_scatter(instruction: Instruction, computation: Computation) 
 
 
 def channels_in_flight(module: Module) -> frozenset[int]:
-    """Return the channels of collectives that TPU fusions start and others continue."""
+    """Return the channel numbers of the collectives that start in a TPU fusion."""
     return frozenset(
         channel
         for computation in module.computations.values()
@@ -94,7 +105,7 @@ def channels_in_flight(module: Module) -> frozenset[int]:
 def is_overlapped(start: Instruction, computation: Computation, module: Module) -> bool:
     """Return whether compute is scheduled between an asynchronous start and its done.
 
-    A start whose done is in the loop's next iteration overlaps with everything after it.
+    If the done is in the next iteration of the loop, everything after the start is in between.
     """
     first = computation.positions[start.name] + 1
     end = done_of(start, computation, module)
@@ -105,15 +116,18 @@ def is_overlapped(start: Instruction, computation: Computation, module: Module) 
 def done_of(
     start: Instruction, computation: Computation, module: Module, index: int | None = None
 ) -> str | int | None:
-    """Find where `start` is waited for.
+    """Find where the operation in flight that `start` begins or returns is waited for.
 
     Args:
-      index: if `start` is a tuple (a loop's, or a computation's parameter), the element that is in
-        flight.
+      start: the instruction that starts the operation, or that has it as an element of its tuple.
+      computation: the computation that contains `start`.
+      module: the program.
+      index: the element that is in flight, if `start` is a tuple (a loop's result or a
+        computation's parameter).
 
     Returns:
-      The name of the instruction that waits; otherwise the element of the computation's result that
-      it becomes; otherwise None.
+      The name of the instruction that waits; otherwise the index in the computation's result of
+      the operation in flight; None where the operation is neither waited for nor returned.
     """
     carriers = start.opcode in ("fusion", "parameter", "while")
     pending = [start]
@@ -139,10 +153,11 @@ def done_of(
 
 
 def launch_of(start: Instruction, computation: Computation) -> Instruction:
-    """Return the instruction that launches an asynchronous start: itself, if it has operands.
+    """Return the instruction at which an asynchronous operation starts to run.
 
-    XLA writes work on the SparseCores of a TPU in this way: the start takes scratch memory, and an
-    update hands over the operands when they are ready.
+    A start with operands runs at once. For work on the SparseCores of a TPU, XLA writes a start
+    that has no operands and only reserves scratch memory, and an update that hands the operands
+    over when they are ready.
     """
     if start.opcode != "async-start" or start.operands:
         return start
@@ -158,6 +173,7 @@ def targets_of(instruction: Instruction, module: Module) -> frozenset[str]:
 
 
 def _computes(instruction: Instruction, module: Module) -> bool:
+    """Return whether an instruction keeps a compute unit busy."""
     if instruction.opcode in ("while", "conditional", "call"):
         return True
     if instruction.opcode == "custom-call":

@@ -1,15 +1,15 @@
 """A simulation of a TPU program's schedule: the start of each instruction, and its waits.
 
 A device runs the instructions of a computation in sequence, in the order of the text. A collective
-or a copy that is split into start and done runs concurrently, on links of its own: it begins when
-its start is reached and its links are free, and its done waits until it ends. The first iteration
-of a loop is simulated, and a second if something is still in flight at the end of the first; the
-other iterations are assumed to be the same.
+or a copy that is split into start and done runs concurrently with other instructions. The operation
+begins when its start is reached and its links are free, and its done waits until the operation
+ends. The first iteration of a loop is simulated, and a second if an operation is still in flight at
+the end of the first; the other iterations are assumed to be the same.
 
 In a loop of ticks (`jaxdist.hlo.lockstep`) every tick is simulated once for each choice of branches
-that some group of devices takes in it. The groups begin each tick together, so it lasts as long as
-the longest of them; the mean group's waiting for it in all ticks is an entry, that of the loop. The
-work of groups is their mean.
+that some group of devices takes in it. The groups begin each tick together, so that a tick lasts as
+long as the longest group's work. Entries of instructions have the mean over groups; the entry of
+the loop is the mean group's wait for longer groups.
 
 Every second of the result belongs to an instruction: `Entry.waited_seconds` of all entries add up
 to the total.
@@ -50,7 +50,7 @@ from jaxdist.hlo.schedule import (
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """An asynchronous operation in flight: its entry and its end."""
+    """An asynchronous operation in flight: the name of its entry, and the time of its end."""
 
     entry: str
     end: float
@@ -60,8 +60,8 @@ class _Flight:
 class _Piece:
     timeline: ProgramTimeline
     pending: Mapping[int, _Flight]
-    """Operations in flight, by their place in the returned tuple; ends count from the end of the
-    part."""
+    """Operations in flight, by their index in the returned tuple. The time of their end is relative
+    to the end of the computation."""
 
 
 def play(
@@ -75,8 +75,11 @@ def play(
     """Simulate the whole program.
 
     Args:
-      dearest: whether a conditional takes its longest branch; otherwise the shortest.
-      lockstep: the branches taken in the program's loop of ticks; it must fit the program
+      module: the program.
+      layout: the layout of the mesh that the program was compiled for.
+      rates: the speeds of the device and of its links.
+      dearest: whether a conditional takes its longest branch; otherwise its shortest.
+      lockstep: the branches taken in the program's loop of ticks, which must match the program
         (`jaxdist.hlo.lockstep.mismatch`).
     """
     player = _Player(module, layout, rates, max if dearest else min, lockstep)
@@ -129,7 +132,8 @@ class _Run:
     def piece(self) -> _Piece:
         for instruction in self.body.instructions:
             self._step(instruction)
-        for start, flight in self.lost.items():  # no instruction waits for it: wait here
+        # No instruction waits for these operations: they must end before the computation does.
+        for start, flight in self.lost.items():
             self._wait(flight, start)
         leaves = {
             index: dataclasses.replace(flight, end=max(0.0, flight.end - self.now))
@@ -149,7 +153,7 @@ class _Run:
         elif opcode.endswith("-done") or FUSED_DONE in targets_of(instruction, self.player.module):
             self._end(instruction)
         elif launch_of(instruction, self.body) is not instruction:
-            pass  # takes scratch memory, and waits for its operands
+            pass  # such a start only reserves memory: its update has the operands, and the time
         elif (collective := self._collective(instruction)) is not None:
             self._communicate(instruction, collective)
         elif self._starts(instruction):
@@ -158,7 +162,7 @@ class _Run:
             self._compute(instruction)
 
     def _launched(self, update: Instruction) -> Instruction | None:
-        """Return the start that an update launches; None for other instructions."""
+        """Return the asynchronous start that an update lets run; None for other instructions."""
         if update.opcode != "async-update":
             return None
         start = self.body.by_name[update.operands[0]]
@@ -205,6 +209,8 @@ class _Run:
         piece = self.player.computation(body, {})
         self._inline(piece)
         rest = 0 if trips is None else trips - 1
+        # The first iteration meets nothing in flight; later iterations meet what it left behind,
+        # and are simulated once for all.
         if rest and piece.pending:
             piece = self.player.computation(body, piece.pending)
         if rest:
@@ -213,7 +219,7 @@ class _Run:
             self._follow(loop, dataclasses.replace(flight, end=flight.end + self.now), index)
 
     def _ticks(self, loop: Instruction, lockstep: Lockstep) -> None:
-        """Simulate the loop of ticks: the mean group's work, and its waiting for other groups."""
+        """Simulate the loop of ticks: the mean group's work, and its wait for other groups."""
         body = self.frame.enter_loop(loop, "body")
         played: dict[tuple[Choices, frozenset[tuple[int, _Flight]]], _Piece] = {}
         groups: dict[_Piece, int] = defaultdict(int)
@@ -240,6 +246,7 @@ class _Run:
     def _branch(self, instruction: Instruction) -> None:
         taken = self.player.choices.get(conditional_name(instruction) or "")
         if taken is not None:
+            # A fraction is the mean over a loop within the tick: both branches, by their shares.
             number, share = divmod(taken, 1)
             for one, times in ((int(number), 1 - share), (int(number) + 1, share)):
                 if times:
@@ -277,7 +284,7 @@ class _Run:
         inner, callee = found
         is_fusion, starts = instruction.opcode == "fusion", self._starts(instruction)
         if is_fusion and not starts and inner.number("channel_id") in player.in_flight:
-            return None  # computes, and continues a collective that began before
+            return None  # a compute fusion that continues a collective which began before
         around = CallerContext(
             is_fusion=is_fusion,
             start=(instruction, self.body) if starts else None,
@@ -300,14 +307,15 @@ class _Run:
             self._add(instruction, "links", what, seconds, waited, collective.axes)
             self.free.update(dict.fromkeys(links, self.now))
         cycles = estimated_cycles(instruction)
-        if cycles:  # computation in the same fusion
+        if cycles:  # the computation that is in the same fusion as the collective
             extra = self.player.rates.cycles(cycles)
             self._add(instruction, "links", what, extra, extra, collective.axes, times=0)
 
     def _copy(self, start: Instruction) -> None:
-        """Start an asynchronous copy or slice between memories, or such work on SparseCores."""
+        """Start an asynchronous copy or slice, between memories or on SparseCores."""
         shapes = start.shapes
-        if start.opcode == "async-update":  # its result includes scratch memory
+        # The result of an update includes scratch memory, which is not moved.
+        if start.opcode == "async-update":
             shapes = [one for each in self.body.operand_shapes(start)[1:] for one in each]
         size_bytes = max((shape.bytes for shape in shapes), default=0)
         host = is_on_host(start)
@@ -340,7 +348,7 @@ class _Run:
             self.lost[flight.entry] = flight
 
     def _arrive(self, pending: Mapping[int, _Flight]) -> None:
-        """Enter the operations of the previous iteration, by their place in the loop's state."""
+        """Add the operations that the previous iteration left in flight, by index in its result."""
         parameters = [i for i in self.body.instructions if i.opcode == "parameter"]
         for index, flight in pending.items():
             self._follow(parameters[0], flight, index)
@@ -355,12 +363,13 @@ class _Run:
             self._add(done, "compiler", done.opcode, seconds, seconds)
 
     def _wait(self, flight: _Flight, source: str) -> None:
-        """Charge the wait until an operation ends to its entry."""
+        """Wait until an operation ends, and add that wait to the operation's entry."""
         waited = flight.end - self.now
         if waited <= 0:
             return
         self.now = flight.end
-        # An operation of an earlier iteration is added by name when this part joins that one.
+        # An operation that an earlier iteration began has no entry here: `_inline` later adds this
+        # one to its entry by name.
         unknown = Entry(flight.entry, source, "links", (), "", 0, 0.0, 0.0)
         entry = self.entries.get(flight.entry, unknown)
         self.entries[flight.entry] = dataclasses.replace(
