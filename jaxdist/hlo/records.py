@@ -50,7 +50,7 @@ class Collective:
     overlapped: bool
     """Whether compute is scheduled between start and done."""
     source: str
-    """The jax operation of the collective (`op_name` of the metadata); empty where none is given."""
+    """The jax operation of the collective (`op_name` of the metadata); empty without it."""
     bounded: bool = True
     """False inside a loop of unknown length, of which `times_high` counts a single iteration."""
     array_bytes: tuple[int, ...] = ()
