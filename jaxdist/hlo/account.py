@@ -100,7 +100,7 @@ class _Walk:
             if flops := instruction_flops(instruction, computation):
                 yield Totals((flops, flops))
             if collective_kind(instruction) is not None:
-                # A reduction's `to_apply` is not entered: its arithmetic is no model FLOPs.
+                # The computation in a reduction's `to_apply` has no dots, and is not entered.
                 if self._begins(instruction, computation, surroundings):
                     place = (instruction, computation, surroundings, self.module, self.layout)
                     yield Totals(collectives=(describe_collective(*place),))

@@ -27,7 +27,7 @@ class Collective:
     kind: CollectiveKind
     """The kind of collective; TPU's fused reduce-scatter counts as a reduce-scatter."""
     dtypes: tuple[str, ...]
-    """The dtype of each combined operand as it is sent, in HLO's spelling (`f32`, `bf16`, `s8`)."""
+    """The dtype sent for each combined operand, in HLO's spelling (`f32`, `bf16`, `s8`)."""
     payload_bytes: int
     """The bytes of the full, unscattered tensor: the result of an all-gather, otherwise the
     operands."""

@@ -33,7 +33,7 @@ FUSED_START, FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 CALLED = "called_computations"
 """The attribute of a custom call that runs a computation, as on the SparseCores of a TPU."""
 
-# Operations that keep no compute unit busy. Operations on scalars are told by their shape instead.
+# Operations that keep no compute unit busy. `_computes` knows operations on scalars by their shape.
 _IDLE = {
     "after-all",
     "bitcast",

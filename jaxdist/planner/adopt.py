@@ -1,4 +1,4 @@
-"""`jaxdist adopt`: from a downloaded model's config.json to the config of a job on a slice."""
+"""`jaxdist adopt`: the config of a job on a slice, made from a downloaded model's config.json."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from jaxdist.planner.write import write_config
 from jaxdist.types import JsonObject
 
 WINDOW = 4096
-"""Most tokens of a sequence."""
+"""The largest number of tokens in a sequence."""
 SEQUENCES = 4
-"""Number of sequences in a step for each chip."""
+"""The number of sequences in a step for each chip."""
 
 
 def adopt(
@@ -39,12 +39,16 @@ def adopt(
 ) -> JsonObject:
     """Rank plans for training a model on a slice, and write the config of the best.
 
-    Weights are not read: the config begins with them where they are.
+    Weights are not read: the config names the path from which training will load them.
 
     Args:
       path: a directory with config.json, or a GGUF file.
-      top: number of plans to rank by their compiled programs.
-      compiled: whether to compile them; else they are ranked by formulas.
+      on: the slice, such as `v5e:16x16`.
+      out: the file for the config.
+      overrides: settings on top of the adopted config, as `train.steps=100`.
+      top: number of plans to rank.
+      compiled: whether to rank plans by their compiled programs, instead of by formulas.
+      console: the console for the tables and the best plan.
 
     Returns:
       The file, the target, and each plan with its seconds and bytes.
@@ -56,6 +60,7 @@ def adopt(
     chips = parse_targets([on])[0].chips
     values = _values(source, path, chips)
     document, _ = load(values, overrides)
+    # The search needs shapes only: with the real data it would read and tokenize the text.
     stand_in: Any = {**document.values, "data": _without_text(document.values["data"], source)}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "adopted.yaml"
@@ -93,7 +98,7 @@ def _values(source: Any, path: Path, chips: int) -> Any:
 
 
 def _without_text(data: Any, source: Any) -> JsonObject:
-    """Return data of the same shapes that need not be read and cut into tokens."""
+    """Return synthetic data of the same shapes, in place of text to read and tokenize."""
     return {
         "type": "synthetic",
         "kind": "tokens",

@@ -1,4 +1,4 @@
-"""The best plans of several targets side by side: speed and cost."""
+"""A table that compares the speed and cost of the best plan on each of several targets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN_WATTS = (
 
 
 def print_comparison(results: Sequence[Result], config: ExperimentConfig, console: Console) -> None:
-    """Print a row for each target with a plan, the fastest first; a line for each without."""
+    """Print a row for each target with a plan, the fastest first, and a line for each other."""
     kwh = [energy_kwh(one, results, config) if one.top else None for one in results]
     columns = ["chips", "plan", "step", "MFU", "memory", "chip-hours"]
     columns += ["kWh"] if any(found is not None for found in kwh) else []
@@ -44,7 +44,7 @@ def print_comparison(results: Sequence[Result], config: ExperimentConfig, consol
 
 
 def _figures(one: Result) -> list[str]:
-    """Return step, MFU, memory and chip-hours; compiled figures where there are any."""
+    """Return step, MFU, memory and chip-hours of the first plan, compiled where possible."""
     if one.refused:
         return ["refused", "", "", ""]
     first = one.top[0]
@@ -60,7 +60,7 @@ def _show(number: float) -> str:
 
 
 def energy_kwh(one: Result, results: Sequence[Result], config: ExperimentConfig) -> float | None:
-    """Return the site's energy for a billion tokens by the first plan; None if power is unknown."""
+    """Return the site's kWh for a billion tokens with the first plan; None if power is unknown."""
     power = _power_of(one.target, results, config)
     if power is None or one.refused:
         return None
@@ -69,6 +69,7 @@ def energy_kwh(one: Result, results: Sequence[Result], config: ExperimentConfig)
 
 
 def _power_of(target: Target, results: Sequence[Result], config: ExperimentConfig) -> Power | None:
+    # The config's own `energy.watts` are of a single kind of chip.
     if len(_kinds(results)) > 1:
         return POWERS.get(target.device.name)
     return config.energy.power_of(target.device.name)

@@ -1,4 +1,4 @@
-"""Plans compiled ahead of time for their topology: memory and time of the actual program."""
+"""The memory and time of plans by their programs, compiled ahead of time for the topology."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Confirmed:
     """The figures of a compiled program, for a single device.
 
     Attributes:
-      seconds: time of a step, predicted from the compiler's estimates; with several slices plus
-        that of the slow network, by formula.
+      seconds: time of a step, predicted from the compiler's estimates; with several slices the
+        time of the slow network is added, by formula.
       peak_bytes: peak memory.
-      mfu: model FLOPs utilization with unmasked attention, of a single slice.
+      mfu: model FLOPs utilization of a single slice, with all of attention's products counted.
       sent_bytes: bytes sent, by mesh axes.
-      refusal: the reason why the compiler refuses it; empty where it does not.
-      note: the parts that are not from the program.
+      refusal: the reason why the compiler refuses the program; empty where it accepts.
+      note: a sentence on the parts that are not from the program.
       compile_seconds: time of the compilation.
-      laid_out: whether the compiler was asked only for memory: `seconds` are then the formula's.
+      laid_out: whether the compiler was asked only for memory, so that `seconds` is the formula's.
     """
 
     seconds: float = 0.0
@@ -52,7 +52,7 @@ class Confirmed:
 
 
 def of_one_slice(plan: Plan) -> Plan:
-    """Return the program of each of several slices, without the communication between them."""
+    """Return the plan of a single slice, without the communication between slices."""
     return dataclasses.replace(plan, slices=1, scope="all")
 
 
@@ -62,6 +62,9 @@ def confirm(
     """Compile a plan, which takes minutes on a core.
 
     Args:
+      path: the configuration file, with `overrides` on top.
+      plan: the plan to compile.
+      target: the chips to compile for.
       slow_seconds: time of the slow network's traffic, by formula.
     """
     with _config(path, overrides, plan, target) as file:
@@ -88,6 +91,9 @@ def lay_out(
     """Ask the compiler only for the memory of a plan, which takes seconds on a core.
 
     Args:
+      path: the configuration file, with `overrides` on top.
+      plan: the plan to compile.
+      target: the chips to compile for.
       seconds: time of a step, by formula.
     """
     limit = target.device.memory_bytes
@@ -103,11 +109,12 @@ def lay_out(
 
 @contextmanager
 def _config(path: Path, overrides: Sequence[str], plan: Plan, target: Target) -> Iterator[Path]:
-    """Write a config with the plan for a single slice to a temporary file.
+    """Write a config with the plan for a single slice to a temporary file, and yield its path.
 
-    Only the plan comes from this file: messages name the original config instead.
+    Callers replace this path in the compiler's messages by that of the original config.
     """
     values = planned(read(path, overrides).values, of_one_slice(plan))
+    # Each slice has its part of the batch.
     values["train"]["batch_size"] //= target.slices
     with TemporaryDirectory() as directory:
         file = Path(directory) / path.name

@@ -1,4 +1,4 @@
-"""The time and memory of a plan by part: as tables, as a picture, and as energy."""
+"""The time, memory and energy of a plan, part by part, as tables and as a picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxdist.planner.target import Target
 def print_explained(
     number: int, one: Judged, model: Model, target: Target, console: Console
 ) -> None:
-    """Print two tables; for a plan that does not fit, also the changes that would make it fit."""
+    """Print the parts of a plan's time and memory, and the changes that would make it fit."""
     console.print()
     console.print(f"Plan {number}: {escape(one.plan.words())}", soft_wrap=True)
     times = table("Time of a step", "", "seconds", "share")
@@ -44,7 +44,7 @@ def print_explained(
 
 
 def remedies(one: Judged, model: Model) -> list[str]:
-    """List changes that would make a plan fit; empty for a plan that fits."""
+    """Return sentences on the changes that would make a plan fit; none for a plan that fits."""
     if one.fits:
         return []
     over = one.memory.total - (1 - SPARE) * one.limit_bytes
@@ -69,14 +69,17 @@ def remedies(one: Judged, model: Model) -> list[str]:
 
 
 def joules_of(one: Judged, target: Target, power: Power) -> float:
-    """Return the energy that all chips draw in a step."""
+    """Return the joules that all chips together draw in a step."""
     waits = one.seconds
     idle = waits.data + waits.slow + waits.tensor + waits.bubble
     return power.watts(1 - idle / waits.total) * target.devices * waits.total
 
 
 def energy_lines(one: Judged, model: Model, target: Target, config: ExperimentConfig) -> list[str]:
-    """Describe predicted energy and carbon of the run and of a million tokens, if any."""
+    """Describe the predicted energy and carbon of a million tokens, and of the run if it has steps.
+
+    Where the power of the device is unknown, the only line says so.
+    """
     power = config.energy.power_of(target.device.name)
     if power is None:
         return [
@@ -100,16 +103,16 @@ def energy_lines(one: Judged, model: Model, target: Target, config: ExperimentCo
 
 
 _TIMES = ((1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"))
-"""Units of a picture: the first that is not longer than a step is used."""
+"""The units of time for a picture, which uses the first unit that is not longer than a step."""
 
 
 def draw_plan(one: Judged, directory: Path) -> Path:
-    """Draw both as stacked bars, `plan.svg`, with a line at the chip's memory.
+    """Draw a plan's time and memory as stacked bars, `plan.svg`, with a line at the chip's memory.
 
     A part has the same colour in every plan's picture, and no colour is in both bars. The legends
     have the figures, since a part may be too small to see.
     """
-    # Imported here, because it is slow, as in `new_figure`.
+    # Matplotlib is imported here because the import is slow, as in `new_figure`.
     from matplotlib import colormaps
 
     figure = new_figure((8.0, 3.8))

@@ -1,9 +1,9 @@
-"""The memory of a step by XLA's buffer assignment, seconds into the compilation.
+"""The memory of a step by XLA's buffer assignment, without the rest of the compilation.
 
-XLA:TPU assigns buffers before it generates code, which takes nine tenths of the compilation's time
-and does not change sizes. This module therefore starts itself in another process, as `python -m
-jaxdist.planner.laid_out CONFIG OVERRIDE... TOPOLOGY RESULT`, reads that process's dump of the
-assignment as soon as it exists, and ends the process.
+XLA:TPU assigns buffers before it generates code. Code generation takes nine tenths of the
+compilation's time and does not change sizes. This module therefore compiles in a child process,
+`python -m jaxdist.planner.laid_out CONFIG OVERRIDE... TOPOLOGY RESULT`, reads that process's dump
+of the assignment as soon as the dump is complete, and kills the process.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from jaxdist.errors import JaxdistError, RunError
 from jaxdist.runtime import environment
 
 REPORT = "*/*after_optimizations-buffer-assignment.txt"
+"""The file of XLA's report on the assignment of buffers."""
 NEXT = "*/*after_optimizations_after_buffer_assignment.txt"
 """The file that XLA writes next: once it exists, the report is complete."""
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*)$", re.MULTILINE)
 LOOK_SECONDS = 0.05
+"""The time between two looks for the report."""
 
 
 def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_bytes: int) -> int:
     """Return the bytes of a config's train step on each device.
 
     Args:
+      path: the configuration file, with `overrides` on top.
       topology: a TPU slice.
-      limit_bytes: the memory of a device; for larger programs it waits, since the compiler refuses
-        them.
+      limit_bytes: the memory of a device. For a larger program the compilation is run to its end,
+        since the compiler then refuses it with a message.
 
     Raises:
       RunError: the compiler refuses the program.
@@ -46,6 +49,7 @@ def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_by
         with (folder / "said").open("wb") as said:
             child = subprocess.Popen(
                 environment.python_module("jaxdist.planner.laid_out", *command),
+                # `compile_with_text` makes XLA dump into a temporary directory: here below `name`.
                 env={**os.environ, "TMPDIR": name},
                 stdout=subprocess.DEVNULL,
                 stderr=said,
@@ -67,9 +71,9 @@ def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_by
 
 
 def reported_bytes(folder: Path) -> int | None:
-    """Return the bytes of the largest program in XLA's reports in a folder's subfolders.
+    """Return the bytes of the largest program in XLA's reports, in a folder's subfolders.
 
-    It is None while there is no complete report.
+    The result is None while there is no complete report.
     """
     written = {path.name.partition(".after_optimizations")[0] for path in folder.glob(NEXT)}
     reports = [path for path in folder.glob(REPORT) if path.name.split(".after_opt")[0] in written]
@@ -81,8 +85,8 @@ def reported_bytes(folder: Path) -> int | None:
 def allocated_bytes(text: str) -> int:
     """Sum the bytes of main memory in XLA's list of a program's allocations.
 
-    Memory of the threads of inner computations is part of their callers' buffers, and other
-    memories have a color.
+    Thread-local allocations are not counted, since they are part of the buffers of the calling
+    computation, nor are allocations with a color, which are in other memories.
 
     >>> allocated_bytes("allocation 0: size 4096, page 0, parameter 1, shape |f32[1024]| at")
     4096
@@ -98,7 +102,7 @@ def allocated_bytes(text: str) -> int:
 def main(path: str, *rest: str) -> None:
     """Compile a config's train step completely, and write its bytes on each device to a file."""
     *overrides, topology, result = rest
-    environment.prepare(fake_devices=1)  # jax reads it once, when it is imported
+    environment.prepare(fake_devices=1)  # before the import of jax, which then reads it once
     from jaxdist.inspect.program import inspect_step, open_subject
     from jaxdist.runtime.topology import topology_devices
 

@@ -1,9 +1,10 @@
 """The device memory of a plan, by formula.
 
-State is exact: it is split by the same rules as in ZeRO and the mesh. Kept activations are exact
-too, and gradients have the dtype and the parts that XLA:TPU gives them. The memory of a block, the
-head and gathered parameters during computation is not exact: factors in `WORK` estimate what is
-live at once, fitted to programs in XLA's layout (`laid_out`).
+The size of the training state is exact: the formula splits it by the rules of ZeRO and of the mesh.
+Kept activations are exact too, and gradients have the dtype and the parts that XLA:TPU gives them.
+The memory of a block, the head and gathered parameters during computation is not exact: the factors
+in `WORK` estimate how much of it is live at once. They are fitted to the buffer assignments of
+compiled programs (`jaxdist.planner.laid_out`).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from jaxdist.planner.model import Decoder, PlannedParameter
 from jaxdist.planner.plan import Plan
 
 WHOLE_BELOW = 2048
-"""The value of `parallel.zero.whole_below`."""
+"""The default of `parallel.zero.whole_below`: ZeRO keeps tensors with fewer elements whole."""
 
 
 @dataclass(frozen=True)
 class LiveFactors:
-    """Factors of memory that is live at once, besides state, gradients and kept activations.
+    """Factors for the memory that is live at once, besides state, gradients and kept activations.
 
-    The head or a block counts, whichever takes more: they are computed at different times.
+    The larger of the head's and a block's memory counts: they are computed at different times.
 
     Attributes:
       logits: bytes of each logit.
@@ -37,10 +38,10 @@ class LiveFactors:
       layer: factor on the parameters of a block, in the compute dtype.
       sequences: factor on the residual stream of whole sequences, where axis tensor splits them.
       gathered: factor on the parameters that ZeRO 1 gathers after an update, in their dtype.
-      summed: factor on a pipeline's gradients, besides their sum.
-      split: a further factor on them, where ZeRO splits the optimizer state of a pipeline.
+      summed: factor on a pipeline's gradients, for the buffers in addition to their sum.
+      split: an addition to `summed`, where ZeRO splits the optimizer state of a pipeline.
       residuals, residuals_full: factors on all activations of a pipeline's blocks, for each
-        backward task that is half done: with remat, and with remat `full`.
+        backward task of which only the first half has run; the second is for remat `full`.
     """
 
     logits: float = 0.0
@@ -65,14 +66,14 @@ WORK: Mapping[str, LiveFactors] = {
     "pipeline": LiveFactors(logits=4.76, block=2.61, summed=0.26, split=0.49),
     "pipeline, halves": LiveFactors(summed=0.38, split=0.90, residuals=2.58, residuals_full=1.59),
 }
-"""Factors by the placement of parameters and gradients: whole (ZeRO 0 and 1), gradients scattered
-(2), parameters in shards (3), alone and with axis tensor; in a pipeline, whose backward tasks are
-whole or halves.
+"""The factors by the placement of parameters and gradients: both whole (ZeRO 0 and 1), gradients
+scattered (ZeRO 2), or parameters in shards (ZeRO 3), each without and with axis tensor; then for
+pipelines, with backward tasks that are whole or in two halves.
 """
 
 
 def work_of(plan: Plan) -> LiveFactors:
-    """Return the factors of a plan."""
+    """Return the entry of `WORK` for a plan."""
     if plan.schedule is not None:
         return WORK["pipeline, halves" if plan.schedule == "zb_h1" else "pipeline"]
     kind = ("whole", "whole", "scattered", "shards")[plan.zero]
@@ -81,13 +82,14 @@ def work_of(plan: Plan) -> LiveFactors:
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """The bytes on a device.
+    """The bytes of a plan on a device.
 
     Attributes:
-      parameters, optimizer: stored from step to step.
+      parameters: bytes of the stored parameters.
+      optimizer: bytes of the optimizer's state.
       gradients: bytes of all gradients that the device keeps.
       activations: bytes kept for the backward pass; in a pipeline, its buffers.
-      working: further bytes of a block or the head, with gathered parameters.
+      working: temporary bytes of a block or the head, with gathered parameters.
     """
 
     parameters: float
@@ -102,7 +104,7 @@ class PlanMemory:
         return math.fsum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Return the parts by name, as in the tables."""
+        """Return the bytes of each part, by its name in the tables."""
         return {
             "parameters": self.parameters,
             "optimizer state": self.optimizer,
@@ -117,12 +119,13 @@ class Share:
     """The number of parameter elements on a device.
 
     Attributes:
-      whole: elements that it computes with, without ZeRO.
-      shard: elements of its shard by ZeRO.
-      layer: elements of a block, as in `whole`.
-      ends: elements of embedding and head, as in `whole`.
-      ends_shard: elements of embedding and head in its shard.
-      matrices, matrices_shard: elements of the matrices of blocks, whole and in its shard.
+      whole: elements that the device computes with, not split by ZeRO.
+      shard: elements of the device's shard by ZeRO.
+      layer: the part of `whole` in a single block.
+      ends: the part of `whole` in embedding and head.
+      ends_shard: the part of `shard` in embedding and head.
+      matrices: the part of `whole` in the matrices of blocks.
+      matrices_shard: the part of `shard` in the matrices of blocks.
     """
 
     whole: int
@@ -135,10 +138,11 @@ class Share:
 
 
 def share(model: Decoder, plan: Plan) -> Share:
-    """Return the number of parameter elements on a device by a plan."""
+    """Return the numbers of parameter elements on a device under a plan."""
     return _share(model, plan.tensor, plan.stage, plan.state_parts)
 
 
+# Cached by the four numbers that matter: the search asks for many plans that share them.
 @lru_cache(maxsize=65536)
 def _share(model: Decoder, tensor: int, stage: int, parts: int) -> Share:
     whole = shard = layer = ends = ends_shard = matrices = matrices_shard = 0
@@ -165,10 +169,13 @@ def optimizer_bytes(model: Decoder, plan: Plan) -> int:
 
 
 def elements_of(one: PlannedParameter, tensor: int, parts: int, layers: int) -> tuple[int, int]:
-    """Return the elements of a tensor after axis tensor, and after ZeRO too.
+    """Return the elements of a parameter on a device: split by axis tensor only, and by ZeRO too.
 
     Args:
-      layers: number of layers of a stacked tensor.
+      one: the parameter.
+      tensor: size of axis tensor.
+      parts: number of devices over which ZeRO splits.
+      layers: number of layers of a stacked parameter.
     """
     mine = math.prod(one.shape) // (tensor if one.split is not None else 1)
     if parts == 1 or mine * (layers if one.stacked else 1) < WHOLE_BELOW:
@@ -181,6 +188,7 @@ def elements_of(one: PlannedParameter, tensor: int, parts: int, layers: int) -> 
     dim = split_dim(one.shape, dims, spec, parts)
     if dim is not None:
         return mine, mine // parts
+    # No dim divides evenly: ZeRO fills a dim up with zeros, so that shards are larger.
     dim = padded_dim(one.shape, dims, spec, parts)
     if dim is None:
         return mine, mine
@@ -189,7 +197,7 @@ def elements_of(one: PlannedParameter, tensor: int, parts: int, layers: int) -> 
 
 
 def kept_bytes(model: Decoder, plan: Plan, rows: int) -> float:
-    """Return a block's bytes for the backward pass, for `rows` sequences."""
+    """Return the bytes of `rows` sequences that a block keeps for the backward pass."""
     tokens, tensor = rows * model.window, plan.tensor
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     sizes = {
@@ -206,7 +214,7 @@ def kept_bytes(model: Decoder, plan: Plan, rows: int) -> float:
 
 
 def block_bytes(model: Decoder, plan: Plan, rows: int) -> float:
-    """Return the bytes of every activation of a block: a unit of its working set."""
+    """Return the bytes of all activations of a block, the unit of `LiveFactors.block`."""
     tokens = rows * model.window
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     inside = 2 * query + 2 * key + 3 * model.mlp + 2 * model.embed
@@ -222,7 +230,9 @@ def plan_memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> PlanM
     """Return the memory of a plan on each device.
 
     Args:
-      ticks: the ticks of its pipeline.
+      model: the model.
+      plan: a valid plan.
+      ticks: the ticks of the plan's pipeline; None without a pipeline.
     """
     mine, work = share(model, plan), work_of(plan)
     stored = mine.shard if plan.zero == 3 else mine.whole
@@ -245,14 +255,14 @@ def _gradients(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> fl
     if plan.zero == 3:
         alone = float(mine.shard * min(model.param_bytes, model.width))
     else:
-        # Whole gradients of all blocks, in the dtype of parameters; those of the ends come one by
-        # one.
+        # The gradients of all blocks are live together, whole and in the dtype of parameters. Those
+        # of embedding and head are not, since each is reduced as soon as it is computed.
         alone = float((mine.whole - mine.ends) * model.param_bytes)
     return alone + summed * model.param_bytes * (plan.microbatches > 1)
 
 
 def _kept(model: Decoder, plan: Plan, work: LiveFactors, ticks: Ticks | None) -> float:
-    """Return the bytes of activations for the backward pass; in a pipeline, of its buffers."""
+    """Return the bytes of activations for the backward pass; in a pipeline with its buffers."""
     rows, layers = rows_of(model, plan), model.layers // (plan.stage * plan.chunks)
     kept = layers * kept_bytes(model, plan, rows)
     if ticks is None:
@@ -262,14 +272,14 @@ def _kept(model: Decoder, plan: Plan, work: LiveFactors, ticks: Ticks | None) ->
     buffers = (slots.inputs + slots.gradients + 2) * message
     if not work.residuals:
         return buffers + kept * max(1, slots.residuals if plan.stash else 0)
-    # Between its halves a backward task keeps its recomputed values, and their gradients.
+    # Between its two halves, a backward task keeps the recomputed values and their gradients.
     left = work.residuals_full if plan.remat == "full" else work.residuals
     stash = kept * slots.residuals if plan.stash else 0.0
     return buffers + stash + left * slots.kept * layers * block_bytes(model, plan, rows)
 
 
 def _working(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> float:
-    """Return further bytes of the head or a block, and of parameters cast for all blocks."""
+    """Return the temporary bytes of the head or a block, and of parameters cast for all blocks."""
     rows, width = rows_of(model, plan), model.width
     tokens = rows * model.window
     head = work.logits * tokens * model.vocab / plan.tensor / model.loss_chunks

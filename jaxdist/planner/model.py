@@ -1,4 +1,4 @@
-"""The facts of a config that the planner needs: the sizes of a decoder, as plain data."""
+"""The facts of a config from which the planner computes: the sizes of a decoder, as plain data."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from jaxdist.optim.muon import MuonConfig, newton_schulz_flops
 from jaxdist.parallel.compiler import PRESETS, SCOPED_VMEM
 
 MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "muon": 2}
+"""The number of moments that each optimizer keeps per parameter."""
 
 
 @dataclass(frozen=True)
 class PlannedParameter:
-    """A parameter.
+    """A parameter of a model to plan for.
 
     Attributes:
-      shape: shape without the dim of layers.
-      split: index of the dim that axis tensor splits; None where it splits none.
-      stacked: whether each layer has such a parameter.
+      name: the parameter's name.
+      shape: the shape in a single layer, without the dim of layers.
+      split: index of the dim that axis tensor splits; None for a parameter that is not split.
+      stacked: whether each layer has a parameter of this name.
     """
 
     name: str
@@ -36,13 +38,13 @@ class PlannedParameter:
 
     @property
     def matrix(self) -> bool:
-        """Whether it is a matrix of a block."""
+        """Whether the parameter is a matrix in each block."""
         return self.stacked and len(self.shape) > 1
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder and its training.
+    """The sizes of a decoder, and the settings of its training that plans depend on.
 
     Attributes:
       window: number of positions of a sequence.
@@ -51,14 +53,16 @@ class Decoder:
       narrow: whether activations, and the factors of matrix products, have two bytes.
       param_bytes: bytes of a parameter in the model.
       state_bytes: bytes of the optimizer's state per parameter.
-      spared_bytes: bytes that the state has less for each parameter in a block's matrices.
-      newton_schulz: number of steps of Newton-Schulz; 0 for an optimizer without.
+      spared_bytes: bytes per parameter that the state of a block's matrices has less than
+        `state_bytes`: Muon keeps no second moment for them.
+      newton_schulz: number of Newton-Schulz steps of Muon; 0 for other optimizers.
       tied: whether the head shares the embedding.
       gated: whether the MLP has a gate.
       span: number of positions that a position attends to, including itself; None: all before it.
       loss_chunks: number of pieces of the sequence whose logits are computed separately.
-      steps: steps of the run; None where its length is in epochs.
-      scoped: whether `parallel.xla` gives products more vector memory than libtpu does.
+      steps: number of steps of the run; None where the config gives epochs instead.
+      scoped: whether `parallel.xla` gives products more vector memory than libtpu's default.
+      tensors: the parameters, derived from the sizes.
     """
 
     layers: int
@@ -88,7 +92,7 @@ class Decoder:
 
     @property
     def width(self) -> int:
-        """The bytes of a number of an activation."""
+        """The number of bytes of each element of an activation."""
         return 2 if self.narrow else 4
 
     @property
@@ -108,17 +112,17 @@ class Decoder:
 
     @property
     def step_words(self) -> str:
-        """The data of a step, as text."""
+        """The amount of data in a step, as text."""
         return f"{self.batch:,} sequences of {self.window:,}: {self.tokens:,} tokens"
 
     @property
     def layer_flops(self) -> float:
-        """The forward FLOPs of a token in the matrix products of a block, without attention's."""
+        """The forward FLOPs of a token in a block's products with its weights."""
         return 2.0 * sum(math.prod(t.shape) for t in self.tensors if t.stacked and len(t.shape) > 1)
 
     @property
     def attention_flops(self) -> float:
-        """The forward FLOPs of a token in a block's attention, masked products included."""
+        """The forward FLOPs of a token in a block's attention, without regard to the mask."""
         return 4.0 * self.window * self.heads * self.head_dim
 
     @property
@@ -127,7 +131,7 @@ class Decoder:
         return 2.0 * self.embed * self.vocab
 
     def model_flops(self, *, masked: bool) -> float:
-        """Return the FLOPs of a step, without recomputation.
+        """Return the FLOPs of a step in both passes, without recomputation.
 
         Args:
           masked: whether products that the causal mask discards count.
@@ -167,10 +171,10 @@ class Decoder:
 
 
 def check_plannable(config: ExperimentConfig, document: Document) -> None:
-    """Refuse settings that no plan would keep.
+    """Refuse settings that the planner does not take into account, and that a plan would drop.
 
     Raises:
-      ConfigError: such a setting; the message names it.
+      ConfigError: the config has such a setting, which the message names.
     """
     for name in ("deterministic", "compression"):
         with at_setting(document, "parallel", name):
@@ -193,7 +197,7 @@ def check_plannable(config: ExperimentConfig, document: Document) -> None:
 
 
 def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
-    """Return the sizes of a config's decoder, whose model is a gpt.
+    """Return the sizes of the decoder of a config whose model is a gpt.
 
     Raises:
       ConfigError: data without tokens, or an optimizer whose state is unknown.
@@ -204,6 +208,7 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
         dataset = config.data.build()
         if dataset.vocab_size is None:
             raise ConfigError("a language model is planned for data of tokens")
+        # An example has one token more than the window, for targets shifted by one position.
         window = dataset.train[0]["tokens"].shape[0] - 1
     with at_setting(document, "optim", "type"):
         if not isinstance(optim, AdamWConfig | SgdConfig) and optim.type not in MOMENTS:

@@ -1,4 +1,4 @@
-"""A plan: the splitting of a step over devices and over time, as data and as config settings."""
+"""A plan: the layout of a step over devices and over time, as data and as config settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxdist.types import Json
 
 Schedule = Literal["1f1b", "interleaved", "zb_h1"]
 ALL_NAMED = "all_named"
-"""The planner's name for keeping every named activation of a block except its input."""
+"""The planner's name for the remat policy that keeps every named activation of a block."""
 _ALL = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up")
 KEPT: Mapping[str, tuple[str, ...]] = {
     "full": (),
@@ -20,25 +20,26 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     "minimal": ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up"),
     ALL_NAMED: _ALL,
 }
-"""The remat policies of the search, with the activations that they keep besides a block's input."""
+"""The activations that each remat policy of the search keeps, in addition to a block's input."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The splitting of a step.
+    """The layout of a step over devices and over time.
 
     Attributes:
-      slices: number of parts of the data axis across the slow network.
+      slices: number of slices, which divide the data axis across the slow network.
       data: size of the data axis inside the fast network.
-      stage, tensor: sizes of these axes; 1 where the mesh has none.
-      zero: ZeRO's stage.
-      scope: scope of ZeRO, both networks or the fast network only.
-      remat: a key of `KEPT`; None keeps the model's own.
+      stage, tensor: sizes of the axes stage and tensor; 1 where the mesh does not have the axis.
+      zero: the stage of ZeRO, 0 to 3.
+      scope: `all` if ZeRO splits state over both networks, `ici` for the fast network only.
+      remat: a key of `KEPT`; None keeps the model's own setting.
       microbatches: number of microbatches in a step.
-      schedule: schedule of the pipeline; None without stages.
+      schedule: schedule of the pipeline; None without a pipeline.
       chunks: number of chunks of the model on each stage.
-      stash: whether a stage keeps its forward tasks' activations instead of recomputing them.
-      ahead: whether forward tasks run further ahead.
+      stash: whether a stage keeps the activations of forward tasks instead of recomputing them.
+      ahead: whether forward tasks run earlier than the schedule has them
+        (`parallel.pipeline.ahead`).
       bfloat16_reduction: whether gradients are reduced in bfloat16, by an explicit reduction.
     """
 
@@ -58,7 +59,7 @@ class Plan:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The activations that remat keeps besides a block's input; none for the model's own."""
+        """The activations that remat keeps in addition to a block's input; none if unknown."""
         return KEPT[self.remat] if self.remat else ()
 
     @property
@@ -77,7 +78,7 @@ class Plan:
         return self.data if self.scope == "ici" else self.replicas
 
     def mesh(self) -> dict[str, Json]:
-        """Return the mesh as in a config, slowest axis first."""
+        """Return the config's section `mesh`, the slowest axis first."""
         sizes: dict[str, Json] = {}
         if self.stage > 1:
             sizes["stage"] = self.stage
@@ -87,7 +88,7 @@ class Plan:
         return sizes
 
     def settings(self) -> dict[str, Json]:
-        """Return the sections of a config, with dotted keys, that make up this plan.
+        """Return the values of this plan by section of a config, or by dotted key in a section.
 
         >>> Plan(data=8, tensor=4).settings()["mesh"]
         {'data': 8, 'tensor': 4}
@@ -100,7 +101,8 @@ class Plan:
         if self.bfloat16_reduction:
             parallel |= {"reduce": {"type": "xla"}, "reduce_dtype": "bfloat16"}
             if self.zero == 3:
-                # as XLA gathers them where it places the reductions itself
+                # Where XLA places the reductions, it gathers parameters in bfloat16 too. An
+                # explicit reduction gathers them in their own dtype by default.
                 zero["gather_dtype"] = "bfloat16"
         if self.schedule is not None:
             schedule: dict[str, Json] = {"type": self.schedule}

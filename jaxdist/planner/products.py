@@ -1,4 +1,4 @@
-"""The time of a block's matrix products, from the table of compiled single products."""
+"""The time of a block's matrix products, from a table of products that were compiled alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from jaxdist.planner.target import Target
 def block_seconds(
     model: Decoder, plan: Plan, target: Target, tokens: float, otherwise: float
 ) -> float:
-    """Return the seconds of a block's matrix products, forwards, on a single device.
+    """Return the seconds of a block's forward matrix products on a single device.
 
-    Each runs at the mean of the fractions of its forward product and of the product for the
-    gradient of its input, which contracts the other dim.
+    The fraction of the peak is the mean over the forward product and the product for the gradient
+    of its input, which contracts the other dim.
 
     Args:
+      model: the model.
+      plan: the plan, whose axis tensor splits weights.
+      target: the chips.
       tokens: number of tokens that the device multiplies.
       otherwise: fraction of the peak on devices without a table in `jaxdist.cost.products`.
     """
@@ -28,7 +31,7 @@ def block_seconds(
     for one in model.tensors:
         if not one.stacked or len(one.shape) < 2:
             continue
-        # The heads of a projection form a single dim of its product.
+        # The dims of heads and of a head's numbers are a single dim of the matrix product.
         rows, columns = _as_matrix(one, plan.tensor)
         both = [(rows, columns), (columns, rows)]
         share_of_peak = mean_share(target, both, otherwise, scoped=model.scoped)
@@ -37,7 +40,7 @@ def block_seconds(
 
 
 def _as_matrix(one: PlannedParameter, tensor: int) -> tuple[int, int]:
-    """Return the contracted dim and the columns of a weight's product on a device."""
+    """Return the sizes of a weight's contracted dim and of its columns on a device."""
     cut = 1 if one.split is None else tensor
     first = one.shape[0] if one.split != 0 else one.shape[0] // cut
     rest = math.prod(one.shape[1:]) if one.split == 0 else math.prod(one.shape[1:]) // cut
@@ -49,18 +52,20 @@ def _as_matrix(one: PlannedParameter, tensor: int) -> tuple[int, int]:
 def mean_share(
     target: Target, products: Sequence[tuple[int, int]], otherwise: float, *, scoped: bool
 ) -> float:
-    """Return the fraction of the peak for products of (contracted, columns) of equal duration."""
+    """Return the mean fraction of the peak for products (contracted, columns) with equal FLOPs."""
     found = [product_share(target.device.name, k, n, scoped=scoped) for k, n in products]
     known = [share for share in found if share is not None]
     if len(known) < len(found):
         return otherwise
+    # A harmonic mean: times add up, and a time is FLOPs divided by the fraction.
     return len(known) / sum(1 / share for share in known)
 
 
 def peak_of(target: Target, *, narrow: bool) -> float:
-    """Return FLOPs per second for products of numbers of two bytes, or of float32.
+    """Return the peak FLOPs per second for products of two-byte numbers, or of float32.
 
-    By default TPUs round float32 factors to bfloat16.
+    A device without a figure for float32 has that of bfloat16: by default, TPUs round float32
+    factors to bfloat16.
     """
     found = target.device.flops_per_second
     return found["bfloat16"] if narrow else found.get("float32", found["bfloat16"])

@@ -1,4 +1,4 @@
-"""`jaxdist plan`: the best plans of a config on targets, as tables, as JSON and as a config."""
+"""`jaxdist plan`: the best plans of a config on each target, as tables, as JSON and as a config."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ ROUGH = (
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of the command.
+    """The options of `jaxdist plan`.
 
     Attributes:
-      on: slices, or hosts of GPUs: each is searched.
-      slices: number of slices of targets that do not state it.
+      on: the targets to search: TPU slices, or hosts of GPUs.
+      slices: number of slices of each target whose text does not state a number.
       top: number of plans to print for each target.
-      explain: the number of a printed plan, or of a plan after these.
+      explain: the number of the plan to explain; numbers continue after those of printed plans.
       compiled: whether to compile the printed plans.
-      laid_out: whether to ask the compiler only for their memory.
-      write: a file for CONFIG with the best plan.
+      write: a file for the config with the best plan.
       plot: a directory for the picture of the explained plan.
+      json_file: a file for the results as JSON.
+      laid_out: whether to ask the compiler only for the memory of printed plans.
     """
 
     on: Sequence[str]
@@ -69,10 +70,15 @@ class Asked:
 def plan(
     path: Path, overrides: Sequence[str], asked: Asked, *, console: Console
 ) -> tuple[Result, ...]:
-    """Search each target, compile if requested, and print; the fastest target first.
+    """Search plans for each target, compile them if asked, print and write the results.
 
     Args:
       path: the configuration file, with `overrides` on top.
+      asked: the options of the command.
+      console: the console for the tables.
+
+    Returns:
+      A result for each target, the fastest first.
 
     Raises:
       JaxdistError: no plan is valid on any target, or another error that the user can fix.
@@ -90,7 +96,7 @@ def plan(
         raise ConfigError("--plot draws what --explain N says: give both")
     results = in_order([_searched(model, target, asked.top) for target in targets])
     if asked.explain is not None:
-        numbered(results, asked.explain)  # refused before minutes of compiling
+        numbered(results, asked.explain)  # an unknown number is refused before minutes of compiling
     if asked.compiled or asked.laid_out:
         results = in_order([_confirmed(path, overrides, one, asked, console) for one in results])
     _print_results(results, config, console)
@@ -113,7 +119,7 @@ def _searched(model: Model, target: Target, top: int) -> Result:
 def _confirmed(
     path: Path, overrides: Sequence[str], result: Result, asked: Asked, console: Console
 ) -> Result:
-    """Compile the plans, or ask for their memory, and sort them."""
+    """Compile a target's printed plans, or ask for their memory, and sort them by time."""
     pairs = []
     for one in result.top:
         if asked.compiled:
@@ -147,7 +153,7 @@ def _write(document: Document, results: Sequence[Result], path: Path, console: C
 
 
 def _print_results(results: Sequence[Result], config: ExperimentConfig, console: Console) -> None:
-    """Print the heading, a comparison of several targets, and each target's plans."""
+    """Print the heading, a comparison if there are several targets, and each target's plans."""
     model = results[0].model
     _line("model", f"{config.model.type}, {model.parameters:,} parameters", console)
     if len(results) == 1:
@@ -163,7 +169,7 @@ def _print_results(results: Sequence[Result], config: ExperimentConfig, console:
 
 
 def _print_result(result: Result, first: int, console: Console, step: str = "") -> None:
-    """Print a target's plans, numbered from `first`, and the numbers of refusals by reason."""
+    """Print a target's plans, numbered from `first`, and the number of refusals for each reason."""
     target, found = result.target, result.found
     devices = f", {target.devices:,} devices" if target.per_chip > 1 else ""
     _line("chips", f"{target.chips:,}: {target.words}{devices}", console)
@@ -215,7 +221,7 @@ def _plans(result: Result, first: int) -> Table:
 
 
 def _said(known: Confirmed) -> list[str]:
-    """Return the compiler's figures for a plan, in the table's last columns."""
+    """Return the compiler's figures for a plan, the cells of the table's last columns."""
     said = [] if known.laid_out else ["refused" if known.refusal else show_seconds(known.seconds)]
     if known.refusal:
         return [*said, "" if said else "refused"]
@@ -251,7 +257,7 @@ def _to_json(results: Sequence[Result], config: ExperimentConfig) -> JsonObject:
 
 
 def _first_json(one: Result, results: Sequence[Result], config: ExperimentConfig) -> JsonObject:
-    """Return the cost of a billion tokens by a target's first plan; or why there is none."""
+    """Return the cost of a billion tokens by a target's first plan, or why no plan is printed."""
     if not one.top:
         return {"chip_hours": None, "kwh": None, "nothing": one.why_not()}
     hours = None if one.refused else one.chip_hours

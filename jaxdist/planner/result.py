@@ -1,4 +1,4 @@
-"""The results on several targets, in a common order and numbering."""
+"""The results of the search on several targets, with one order and numbering of all plans."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from jaxdist.planner.target import Target
 
 @dataclass(frozen=True)
 class Result:
-    """The result on a target.
+    """The result of the search on a target.
 
     Attributes:
-      top: the plans to print.
-      confirmed: figures of their compiled programs, in the same order; empty where none is
-        compiled.
-      search_seconds: time of the search only.
+      model: the model.
+      target: the target.
+      found: all plans of the search.
+      top: the plans to print, the fastest first.
+      confirmed: figures of the compiled programs of `top`, in the same order; empty where no plan
+        is compiled.
+      search_seconds: time of the search, without compilation.
     """
 
     model: Model
@@ -37,7 +40,7 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """The time of a step of the first plan, compiled if possible; infinite without plans."""
+        """The seconds of the first plan's step, by its compiled program if any; else infinite."""
         if not self.top or self.refused:
             return math.inf
         return self.confirmed[0].seconds if self.confirmed else self.top[0].seconds.total
@@ -53,10 +56,10 @@ class Result:
 
 
 def in_order(results: Sequence[Result]) -> tuple[Result, ...]:
-    """Sort targets by the time of their first plan; targets where nothing fits come last.
+    """Sort targets by the time of their first plan; targets without a plan that fits come last.
 
     Raises:
-      ConfigError: nothing fits on any target.
+      ConfigError: no plan fits on any target.
     """
     if not any(one.top for one in results):
         if len(results) == 1:
@@ -66,9 +69,9 @@ def in_order(results: Sequence[Result]) -> tuple[Result, ...]:
 
 
 def first_numbers(results: Sequence[Result]) -> list[int]:
-    """Return the number of each target's first plan: plans are numbered through all tables.
+    """Return the number of each target's first plan; numbers continue from table to table.
 
-    The numbers of targets without plans are meaningless.
+    The number of a target without plans is meaningless.
     """
     numbers = [1]
     for one in results[:-1]:
@@ -77,7 +80,9 @@ def first_numbers(results: Sequence[Result]) -> list[int]:
 
 
 def numbered(results: Sequence[Result], number: int) -> tuple[Result, Judged]:
-    """Return the plan with a number; for a single target also plans that are not printed.
+    """Return the plan with a number, and its target's result.
+
+    A single target has numbers for plans that are not printed too.
 
     Raises:
       ConfigError: there is no plan with this number.

@@ -1,4 +1,4 @@
-"""The search: every plan of a model on a target, judged by formula."""
+"""The search over all plans of a model on a target, whose memory and time come from formulas."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from jaxdist.planner.target import Places, Target, meshes
 from jaxdist.planner.time import Seconds
 
 Model = Decoder | Traced
-"""A model to plan for."""
+"""A model to plan for: a decoder with formulas of its own, or any model by its trace."""
 
 
 def model_of(config: ExperimentConfig, document: Document) -> Model:
-    """Return the model of a config: sizes of a decoder, or else the figures of its traced step.
+    """Return the model of a config: the sizes of a decoder, or the figures of a traced step.
 
     Raises:
       ConfigError: settings that no plan would keep, or a config that cannot be built.
@@ -40,13 +40,18 @@ def model_of(config: ExperimentConfig, document: Document) -> Model:
 SPARE = 0.05
 """Fraction of a chip's memory that a plan must leave free, since the formula is not exact."""
 MEMORY = "more memory than a chip has"
+"""The reason for which plans that do not fit are counted."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A plan with its memory and time.
+    """A plan with its memory and time by formula.
 
     Attributes:
+      plan: the plan.
+      places: the layout of the plan's mesh on the torus.
+      memory: the memory on each device.
+      seconds: the time of a step.
       limit_bytes: the part of a chip's memory that a program may use.
     """
 
@@ -58,11 +63,17 @@ class Judged:
 
     @property
     def fits(self) -> bool:
-        """Whether the formula leaves `SPARE` of the memory free."""
+        """Whether the plan leaves the fraction `SPARE` of the memory free."""
         return self.memory.total <= (1 - SPARE) * self.limit_bytes
 
     def mfu(self, model: Model, target: Target, *, masked: bool) -> float:
-        """Return the model FLOPs utilization, of the peak in bfloat16 as in `jaxdist inspect`."""
+        """Return the model FLOPs utilization, relative to the peak in bfloat16.
+
+        Args:
+          model: the model.
+          target: the chips.
+          masked: whether products that the causal mask discards count.
+        """
         peak = target.device.flops_per_second["bfloat16"] * target.devices
         return model.model_flops(masked=masked) / (peak * self.seconds.total)
 
@@ -74,7 +85,7 @@ class SearchResults:
     Attributes:
       valid: the plans that fit, the fastest first.
       too_large: valid plans that do not fit, the smallest first.
-      refused: numbers of refused plans, by reason.
+      refused: the number of refused plans for each reason, including those that do not fit.
     """
 
     valid: tuple[Judged, ...]
@@ -83,15 +94,15 @@ class SearchResults:
 
     @property
     def count(self) -> int:
-        """The number of all plans examined."""
+        """The number of plans that the search examined."""
         return len(self.valid) + sum(self.refused.values())
 
 
 def search(model: Model, target: Target) -> SearchResults:
-    """Judge every plan.
+    """Compute the memory and time of every plan on a target, and sort the plans.
 
-    A mesh, number of microbatches or schedule that does not divide the model counts as a refusal
-    for each plan that it excludes.
+    A mesh, a number of microbatches or a schedule that does not divide the model counts as a
+    refusal for each plan that has it.
     """
     formulas = formulas_of(model)
     valid: list[Judged] = []
@@ -129,19 +140,20 @@ def formulas_of(model: Model) -> Formulas:
 
 
 MOST_SLICES = 4096
+"""The factor on a target's slices up to which `least_chips` searches."""
 
 
 def least_chips(model: Model, target: Target) -> int | None:
-    """Return the chips of as many slices as the model needs, with a sequence or more per replica.
+    """Return the number of chips of the smallest multiple of a target on which the model fits.
 
-    It is None where the model fits on no number of slices.
+    The number of slices is doubled until the model fits, and the batch grows to at least a sequence
+    for each replica. The result is None where the model fits on no number of slices.
     """
     slices = target.slices
     while slices < MOST_SLICES * target.slices:
         slices *= 2
         wider = dataclasses.replace(target, slices=slices)
-        # More slices need as many sequences: a batch that only divides over fewer slices is
-        # enlarged.
+        # A batch that does not divide over more slices is enlarged: the question is one of memory.
         grown = dataclasses.replace(model, batch=math.lcm(model.batch, wider.devices))
         if any(_smallest(grown, places, wider) for places in meshes(wider)):
             return wider.chips
@@ -151,6 +163,7 @@ def least_chips(model: Model, target: Target) -> int | None:
 def _smallest(model: Model, places: Places, target: Target) -> bool:
     """Return whether the plan with the least memory on a mesh fits."""
     stage, data, tensor = places.sizes
+    # Least memory: one sequence at a time, `remat: full` (the default) and ZeRO 3.
     plan = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices)
     rows = model.batch // plan.replicas
     plan = dataclasses.replace(plan, microbatches=rows, zero=3 if plan.replicas > 1 else 0)
@@ -160,7 +173,10 @@ def _smallest(model: Model, places: Places, target: Target) -> bool:
 
 
 def best(found: SearchResults, top: int) -> tuple[Judged, ...]:
-    """Return the fastest plans, without those that a faster plan of their mesh dominates."""
+    """Return the fastest plans, except those for which a faster plan of the same mesh fits better.
+
+    A plan is left out if a faster plan with the same mesh takes no more memory.
+    """
     chosen: list[Judged] = []
     for one in found.valid:
         if len(chosen) == top:
@@ -175,7 +191,9 @@ def _beaten(one: Judged, by: Judged) -> bool:
 
 
 def judged_of(found: SearchResults, top: tuple[Judged, ...], number: int) -> Judged:
-    """Return the plan with a number, from 1: printed plans, other valid plans, plans too large.
+    """Return the plan with a number, from 1: printed plans, then other valid plans, then the rest.
+
+    The rest are plans that do not fit.
 
     Raises:
       ConfigError: there is no plan with this number.
@@ -193,7 +211,7 @@ def judged_of(found: SearchResults, top: tuple[Judged, ...], number: int) -> Jud
 
 
 def no_plan(model: Model, target: Target, found: SearchResults) -> ConfigError:
-    """Explain that no plan is left: the reasons with their counts, and what would help."""
+    """Return the error for a search without a plan that fits: the reasons, and a remedy."""
     reasons = "; ".join(f"{count:,} x {why}" for why, count in found.refused.items())
     head = f"none of {found.count:,} plans of {model.parameters:,} parameters on {target.words}"
     if not found.too_large:

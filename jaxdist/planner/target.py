@@ -1,4 +1,4 @@
-"""The targets of planning: chips of a kind, in slices or hosts joined by a slower network."""
+"""The targets of planning: TPU slices, or hosts of GPUs, joined by a slower network."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _GPU = re.compile(r"([a-z0-9]+):(\d{1,5})x(\d{1,2})")
 _SEVERAL = re.compile(r"(\d{1,4}) ?x ?([a-z].*)")
 _GPU_NAMES = tuple(name for name in DEVICES if name not in FAMILIES and name != "cpu")
 Dims = tuple[int, ...]
+"""Indices of dims of a torus."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,13 @@ class Target:
     """Chips to plan for.
 
     Attributes:
-      text: a slice in the form of the command line; for GPUs all of them.
-      device: the figures of a chip.
-      shape: shape of a slice's torus, with the devices of a chip where they are two; for GPUs, the
-        number in a host.
-      slices: number of slices, or hosts of GPUs.
-      ends_joined: for each dim, whether the torus closes to a ring there.
-      per_chip: number of devices of a chip, which share its links.
+      text: a single slice in the form of the command line; for GPUs, all hosts.
+      device: the speed and memory of a chip.
+      shape: shape of a slice's torus, with a last dim for the devices of a chip where there are
+        two; for GPUs, the number of GPUs in a host.
+      slices: number of slices, or of hosts with GPUs.
+      ends_joined: for each dim of `shape`, whether the torus closes to a ring along it.
+      per_chip: number of devices of a chip, which share the chip's links.
     """
 
     text: str
@@ -41,7 +42,7 @@ class Target:
 
     @property
     def is_tpu(self) -> bool:
-        """Whether programs can be compiled without the chips."""
+        """Whether the chips are TPUs, for which programs can be compiled without the chips."""
         return self.device.clock_hz is not None
 
     @property
@@ -60,7 +61,7 @@ class Target:
 
     @property
     def words(self) -> str:
-        """The target as text.
+        """The target as text, with the number of slices if there are several.
 
         >>> parse_target("v5p:4x4x4", 2).words
         '2 x v5p:4x4x4'
@@ -72,14 +73,14 @@ class Target:
         return replace(self, slices=self.slices * factor)
 
     def ports(self, dims: Dims) -> int:
-        """Return the number of links, per direction, that a collective over whole dims uses."""
+        """Return the number of links over which a device sends in a collective over whole dims."""
         if not self.is_tpu:
             return 1
         far = self.far(dims)
         return sum(2 if self.ends_joined[d] and self.shape[d] > 2 else 1 for d in far) or 1
 
     def hops(self, dims: Dims) -> int:
-        """Return the number of neighbours that the first byte passes."""
+        """Return the number of hops to the farthest device in a collective over whole dims."""
         if not self.is_tpu:
             return 1
         return sum(
@@ -90,8 +91,8 @@ class Target:
     def link_rate(self, dims: Dims) -> float:
         """Return a device's bytes per second on a link, in a collective over these dims.
 
-        The rule is that of `jaxdist.cost.torus`: devices of a chip share its links, unless the
-        collective includes both.
+        The rule is that of `jaxdist.cost.torus`: the devices of a chip share the chip's links,
+        except in a collective that includes both devices.
         """
         rate, far = self.device.fast.bytes_per_second, self.far(dims)
         if self.per_chip == 1:
@@ -101,12 +102,14 @@ class Target:
         return rate if far else CHIPLET_LINKS * rate
 
     def far(self, dims: Dims) -> Dims:
-        """Return the dims that leave the chip."""
+        """Return those of the dims along which devices are on different chips."""
         return dims if self.per_chip == 1 else tuple(d for d in dims if d < len(self.shape) - 1)
 
 
 def ring_hops(target: Target, dims: Dims) -> int:
-    """Return the hops of the longest message if each chip of whole dims sends to the next.
+    """Return the largest number of hops if each chip along whole dims sends to its successor.
+
+    On a line, the message from the last chip to the first passes all others.
 
     >>> ring_hops(parse_target("v5p:4x4x4"), (2,)), ring_hops(parse_target("v5e:4x4"), (1,))
     (1, 3)
@@ -121,10 +124,11 @@ def parse_targets(texts: Sequence[str], slices: int = 1) -> tuple[Target, ...]:
     """Parse targets in the form of the command line.
 
     Args:
-      slices: number of slices of targets that do not state it, as `4xv5e:16x16` does.
+      texts: the targets, such as `v5p:4x4x4` or `4xv5e:16x16`.
+      slices: number of slices of each target whose text does not begin with a number.
 
     Raises:
-      MeshError: a text is not a target, or two are equal.
+      MeshError: a text is not a target, or two targets are equal.
 
     >>> [one.words for one in parse_targets(["v5p:4x4x4", "4xv5e:16x16"], 2)]
     ['2 x v5p:4x4x4', '4 x v5e:16x16']
@@ -137,14 +141,14 @@ def parse_targets(texts: Sequence[str], slices: int = 1) -> tuple[Target, ...]:
 
 
 def parse_target(text: str, slices: int = 1) -> Target:
-    """Parse a TPU slice such as `v5p:8x8x8`, or `h100:16x8`: GPUs as hosts x GPUs per host.
+    """Parse a TPU slice such as `v5p:8x8x8`, or hosts x GPUs per host, such as `h100:16x8`.
 
     Args:
-      text: the target; several slices of a kind are `4xv5p:8x8x8`.
-      slices: number of slices where `text` does not state it.
+      text: the target; several equal slices are written `4xv5p:8x8x8`.
+      slices: number of slices where `text` does not begin with a number.
 
     Raises:
-      MeshError: the text is neither, or the figures of the chip are unknown.
+      MeshError: the text is neither of the two, or the speed of the chip is unknown.
 
     >>> parse_target("h100:16x8").chips, parse_target("4xv5e:16x16").chips
     (128, 1024)
@@ -183,10 +187,11 @@ def parse_target(text: str, slices: int = 1) -> Target:
 
 @dataclass(frozen=True)
 class Places:
-    """The whole dims of the torus of each mesh axis inside a slice; for GPUs none.
+    """The layout of the mesh axes inside a slice, each on whole dims of the slice's torus.
 
     Attributes:
-      sizes, dims: sizes and dims of stage, data and tensor, in this order.
+      sizes: sizes of the axes stage, data and tensor.
+      dims: the dims of the torus for each of these axes.
     """
 
     sizes: tuple[int, int, int]
@@ -196,8 +201,9 @@ class Places:
 def meshes(target: Target) -> Iterator[Places]:
     """Yield every layout of stage, data and tensor in a slice, each on whole dims of its torus.
 
-    Whole dims are rings where the torus has rings, and jax refuses other layouts. Of layouts with
-    equal sizes only the first is returned, as jax takes the first that fits from the last axis on.
+    Whole dims are rings where the torus has rings, and jax refuses other layouts. Of several
+    layouts with equal sizes only the first is yielded: jax also takes the first that fits, from the
+    last axis on.
     """
     if not target.is_tpu:
         (chips,) = target.shape

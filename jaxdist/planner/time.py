@@ -1,10 +1,11 @@
 """The time of a plan's step, by formula: compute at the chips' rates, collectives over links.
 
-Matrix products run at a fraction of the peak, elementwise operations pass through memory, and both
-add up, since XLA fuses few of them. ZeRO's collectives are waited for (as XLA:TPU schedules them),
-those of axis tensor overlap with the products of the MLP (`collective_matmul`), whose pieces are
-summed through memory, and are waited for around attention. The time of a pipeline is that of its
-ticks, each as long as the busiest stage.
+Matrix products run at a fraction of the peak, and elementwise operations at the bandwidth of
+memory. Their times add up, since XLA fuses few elementwise operations with products. The device
+waits for ZeRO's collectives, as XLA:TPU schedules them. Collectives of axis tensor overlap with the
+products of the MLP (`collective_matmul`), whose partial sums pass through memory; around attention
+the device waits for them. A pipeline takes the time of its ticks, each as long as the busiest
+stage.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ from jaxdist.sharding.collective_matmul import MOST_READ
 
 @dataclass(frozen=True)
 class _Rates:
-    """Fractions and counts in the formulas, read from compiled programs.
+    """Constants of the formulas, read from compiled programs.
 
     Attributes:
       product: fraction of the peak that matrix products reach on devices without a table in
         `jaxdist.cost.products`.
       attention: fraction of the peak that attention's kernels reach on such devices.
-      passes: number of times that the activations of a block pass through memory, forwards.
-      elements: bytes of activations that pass through the vector unit while the matrix units do a
-        FLOP at their peak: the bound of elementwise operations where memory is fast.
-      update: bytes through memory for each parameter's update, besides its state.
+      passes: number of times that the activations of a block pass through memory in the forward
+        pass.
+      elements: bytes of activations per FLOP of the peak that the vector unit processes. This
+        bounds elementwise operations where memory is faster.
+      update: bytes through memory for the update of each parameter, besides those of parameters,
+        gradients and the optimizer's state.
     """
 
     product: float = 0.94
@@ -47,16 +50,19 @@ class _Rates:
 
 RATES = _Rates()
 HIDDEN_IN_TICKS = 1 / 8
-"""The part of the products in a pipeline's ticks that hides a ring, from compiled steps of 70B."""
+"""The fraction of the products' time in a pipeline's ticks that overlaps with messages of a ring.
+
+The figure is from compiled steps of a model with 70B parameters.
+"""
 
 
 WHOLE_SUMS = {"v5e": 2, "v6e": 2, "tpu7x": math.inf}
-"""Number of torus dims from which libtpu 0.0.52 sums whole gradients and then cuts them, instead of
-a reduce-scatter. It is three for families that are not listed; tpu7x always has a
-reduce-scatter."""
+"""The least number of torus dims over which libtpu 0.0.52 reduces gradients by an all-reduce whose
+result is then sliced, instead of a reduce-scatter. The number is 3 for families that are not
+listed; on tpu7x libtpu always uses a reduce-scatter."""
 WAITED_GATHERS = {"v5e": 0.2, "tpu7x": 0.5}
-"""Fraction of the time of ZeRO 3's gathers that a step waits for without axis tensor, fitted to
-compiled steps. The rest overlaps with computation, on tpu7x on the SparseCores."""
+"""The fraction of the time of ZeRO 3's gathers for which a step without axis tensor waits, fitted
+to compiled steps. The rest overlaps with computation; on tpu7x the SparseCores gather."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +70,16 @@ class Seconds:
     """The time of a step by part, on the mean device.
 
     Attributes:
-      products: the model's matrix products, each once.
-      attention: attention's kernels.
+      products: the model's matrix products in both passes, without recomputation.
+      attention: the kernels of attention.
       recomputed: recomputation in the backward pass.
-      elements: activations through memory.
-      update: the optimizer's state through memory, with casts and sums of gradients, and
-        Newton-Schulz with its exchange.
+      elements: elementwise operations, by the memory traffic of activations.
+      update: the optimizer's update, by the memory traffic of its state, of casts and of sums of
+        gradients; and Newton-Schulz with the exchange of its matrices.
       data: waits for collectives over the data axis inside the fast network.
       slow: waits for collectives over the data axis across the slow network.
       tensor: waits for collectives over axis tensor.
-      bubble: waits for other stages, including messages between stages.
+      bubble: waits for other pipeline stages, including the messages between them.
     """
 
     products: float
@@ -92,7 +98,7 @@ class Seconds:
         return math.fsum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Return the parts by name, as in the tables."""
+        """Return the seconds of each part, by its name in the tables."""
         return {
             "matrix products": self.products,
             "attention": self.attention,
@@ -107,7 +113,14 @@ class Seconds:
 
 
 def gather_seconds(target: Target, dims: Dims, size: int, total_bytes: float) -> float:
-    """Return the seconds of a gather of `total_bytes` over whole dims, or a reduce-scatter."""
+    """Return the seconds of an all-gather or a reduce-scatter over whole dims of the torus.
+
+    Args:
+      target: the chips.
+      dims: the dims of the torus.
+      size: number of devices in a group.
+      total_bytes: bytes of the whole array.
+    """
     if size == 1:
         return 0.0
     link = target.device.fast
@@ -116,9 +129,9 @@ def gather_seconds(target: Target, dims: Dims, size: int, total_bytes: float) ->
 
 
 def across(target: Target, total_bytes: float) -> float:
-    """Return the seconds of an all-reduce of each chip's bytes with its peers in the other slices.
+    """Return the seconds of an all-reduce across S slices, of `total_bytes` on each device.
 
-    A chip sends 2 (S - 1) / S of the bytes through its share of its host's network.
+    A device sends 2 (S - 1) / S of the bytes through its share of its host's network.
     """
     count = target.slices
     if count == 1:
@@ -141,8 +154,12 @@ def seconds(
     """Compute the time of a step.
 
     Args:
-      places: the dims of the torus of the mesh's axes.
-      ticks: the ticks of the plan's pipeline.
+      model: the model.
+      plan: a valid plan.
+      places: the layout of the plan's mesh on the torus.
+      target: the chips.
+      ticks: the ticks of the plan's pipeline; None without a pipeline.
+      rates: the constants of the formulas.
     """
     device, width = target.device, model.width
     peak = peak_of(target, narrow=model.narrow)
@@ -168,7 +185,7 @@ def seconds(
     per_layer_data = _layer_waits(model, plan, places, target)
     ahead = product + forward + element + waits_tensor / 3
     if plan.schedule is not None and not plan.stash:
-        again += ahead  # the stage recomputes a forward task for its backward task
+        again += ahead  # without a stash, a backward task begins with the forward pass of its task
     back = 2 * product + backward + again + 2 * element + waits_tensor * 2 / 3 + per_layer_data
     bubble = 0.0
     if ticks is not None:
@@ -176,6 +193,8 @@ def seconds(
         message = split * model.embed * width
         busy = count * (layers * (ahead + back) + head / plan.stage)
         hops = ring_hops(target, places.dims[0]) if plan.chunks > 1 else 1
+        # `tick` and `busy` both contain the products, which cancel: the bubble is what the ticks
+        # take longer than a mean stage's work.
         bubble = (
             tick + count * head - busy + _messages(ticks, target, places.dims[0], hops * message)
         )
@@ -200,7 +219,8 @@ def _update_bytes(model: Decoder, plan: Plan, rates: _Rates) -> float:
     count, mine = plan.microbatches, share(model, plan)
     found = (mine.shard if plan.zero else mine.whole) * (2 * model.param_bytes + rates.update)
     found += 2 * optimizer_bytes(model, plan)
-    # Each microbatch adds its gradients to their sum, and casts values stored in another dtype.
+    # Each microbatch reads its gradients and their sum, writes the sum, and casts parameters whose
+    # stored dtype is wider than that of the computation.
     summed = mine.shard if plan.zero >= 2 else mine.whole
     if count > 1:
         found += 3 * count * summed * model.param_bytes
@@ -212,8 +232,8 @@ def _update_bytes(model: Decoder, plan: Plan, rates: _Rates) -> float:
 def _orthogonalized_seconds(model: Decoder, plan: Plan, places: Places, target: Target) -> float:
     """Return the seconds of Newton-Schulz, and of the exchange of its matrices.
 
-    Devices share the work where the optimizer's state is split. Nothing is sent where each device
-    has whole layers: on stages, and by ZeRO 1 where the layers divide.
+    Devices share the work where the optimizer's state is split. The matrices are exchanged unless
+    each device has whole layers, as with ZeRO 1 where the number of layers divides.
     """
     if not model.newton_schulz:
         return 0.0
@@ -234,9 +254,9 @@ def _orthogonalized_seconds(model: Decoder, plan: Plan, places: Places, target: 
 def _attention_passes(
     model: Decoder, target: Target, rates: _Rates, kernels: Sequence[str]
 ) -> float:
-    """Return the seconds of some of attention's kernels, relative to its two forward products.
+    """Return the time of the named kernels of attention, in units of an ideal forward pass.
 
-    Those run at the peak, with nothing masked.
+    The ideal forward pass computes attention's two products at the peak, with nothing masked.
     """
     family, window = target.device.name, None if model.span is None else model.span - 1
     spent = 0.0
@@ -251,7 +271,7 @@ def _attention_passes(
 
 
 def _width(model: Decoder) -> int:
-    """Return how many numbers a block writes and reads per token."""
+    """Return the number of activation elements per token that a block reads and writes."""
     inside = model.heads + 2 * model.kv_heads
     return 6 * model.embed + 2 * inside * model.head_dim + 4 * model.mlp
 
@@ -275,21 +295,22 @@ def _recomputed_share(model: Decoder, plan: Plan) -> float:
 
 
 def _tensor_waits(model: Decoder, plan: Plan, places: Places, target: Target, tokens: int) -> float:
-    """Return a block's waits in all passes: gathers before attention and reductions after it."""
+    """Return a block's waits for axis tensor in all passes, around attention and in the MLP."""
     if plan.tensor == 1:
         return 0.0
     again = "attention_out" not in plan.kept
     once = gather_seconds(target, places.dims[2], plan.tensor, tokens * model.embed * model.width)
-    # Forwards in and out, the same for gradients, and the input once more for those of weights.
+    # A gather and a reduce-scatter in each pass, and a gather of the input for the gradients of
+    # weights; both once more where the backward pass recomputes attention's output.
     return (7 if again else 5) * once + _ring_waits(model, plan, places, target, tokens)
 
 
 def _ring_sums_bytes(model: Decoder, plan: Plan, tokens: int) -> float:
-    """Return the bytes that collective matmuls' sums read and write in all passes of a block.
+    """Return the bytes that a block's collective matmuls read and write for their partial sums.
 
     Each piece of the MLP's result is added to the partial sum that arrives on the ring, and so is
-    each piece of the gradient of its input. The gradient of a kernel sums products of `MOST_READ`
-    pieces.
+    each piece of the gradient of the MLP's input. The gradient of a kernel is the sum of products
+    that each contract `MOST_READ` pieces. All passes are counted.
     """
     size = plan.tensor
     if size == 1:
@@ -301,11 +322,11 @@ def _ring_sums_bytes(model: Decoder, plan: Plan, tokens: int) -> float:
 
 
 def _ring_waits(model: Decoder, plan: Plan, places: Places, target: Target, tokens: int) -> float:
-    """Return the time of a block's MLP messages that its products do not hide.
+    """Return the time for which a block's MLP waits for messages that outlast the products.
 
-    Pieces travel in both directions while pieces are multiplied, by gate and up together (two
-    products) or by down (one product). On a line, the last chip's message to the first passes all
-    the others.
+    Pieces travel in both directions while other pieces are multiplied: by gate and up together (two
+    products), or by down (one product). On a line, the message from the last chip to the first
+    passes all others.
     """
     size = plan.tensor
     link, peak = target.device.fast, target.device.flops_per_second["bfloat16"]
@@ -318,15 +339,15 @@ def _ring_waits(model: Decoder, plan: Plan, places: Places, target: Target, toke
         product *= HIDDEN_IN_TICKS
     in_, out = (max(0.0, wire - 2 * count * product) for count in (2, 1))
     again = in_ if not {"mlp_gate", "mlp_up"} <= set(plan.kept) else 0.0
-    # In the backward pass each ring runs again, and its gradients too.
+    # Forward rings, the recomputed ring of gate and up, and the two rings of the backward pass.
     return size // 2 * (in_ + out + again + max(0.0, 2 * wire - 8 * product) + in_)
 
 
 def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> float:
-    """Return a block's waits for ZeRO in the fast network, for each microbatch."""
+    """Return a block's waits for collectives over the data axis, for each microbatch."""
     layer = share(model, plan).layer * model.width
     if plan.zero < 2:
-        # XLA sums the gradients of each microbatch; an explicit reduction sums their total, once.
+        # XLA reduces each microbatch's gradients; an explicit reduction reduces their sum, once.
         explicit = plan.bfloat16_reduction or plan.schedule is not None
         return 0.0 if explicit else 2 * gather_seconds(target, places.dims[1], plan.data, layer)
     once = gather_seconds(target, places.dims[1], plan.data, layer)
@@ -337,7 +358,7 @@ def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> 
 
 
 def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> tuple[float, float]:
-    """Return the waits once per step: inside the fast network, and across the slow network."""
+    """Return a step's waits that do not recur for each microbatch: fast network, slow network."""
     mine = share(model, plan)
     sum_bytes = 2 if plan.bfloat16_reduction else model.param_bytes
     dims = places.dims[1]
@@ -346,7 +367,7 @@ def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> t
         fast += 2 * gather_seconds(target, dims, plan.data, mine.whole * sum_bytes)
     if plan.zero in (1, 2):
         fast += gather_seconds(target, dims, plan.data, mine.whole * model.param_bytes)
-    # Traffic across the slow network is first split inside the slice.
+    # A reduction inside the slice comes first, so that each device sends only its part across.
     part = mine.whole / plan.data
     slow = across(target, part * sum_bytes)
     if plan.zero == 3 and plan.scope == "all":
@@ -355,13 +376,15 @@ def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> t
 
 
 def _ticks_seconds(ticks: Ticks, layers: float, ahead: float, back: float, plan: Plan) -> float:
-    """Return the time of all ticks, each as long as its busiest stage.
+    """Return the time of all ticks, each as long as the busiest stage's task.
 
     Args:
+      ticks: the ticks of the plan's pipeline.
       layers: number of layers of a chunk.
-      ahead, back: seconds of a layer's passes.
+      ahead, back: seconds of a layer's forward and backward pass.
+      plan: the plan.
     """
-    # each half of a backward task begins with a forward pass
+    # `back` contains one recomputed forward pass, but each half of a backward task needs its own.
     twice = ahead if not plan.stash else 0.0
     kinds = {
         TaskKind.FORWARD: layers * ahead,
@@ -373,6 +396,6 @@ def _ticks_seconds(ticks: Ticks, layers: float, ahead: float, back: float, plan:
 
 
 def _messages(ticks: Ticks, target: Target, dims: Dims, size_bytes: float) -> float:
-    """Return the seconds of messages between stages on these dims, in all ticks."""
+    """Return the seconds of the messages between stages in all ticks, along dims of the torus."""
     each = size_bytes / target.link_rate(dims) + target.device.fast.latency_seconds
     return ticks.ticks * (len(ticks.outputs) + len(ticks.cotangents)) * each

@@ -13,11 +13,11 @@ from jaxdist.planner.plan import Plan
 from jaxdist.types import Json
 
 KEPT_OF_PARALLEL = ("xla", "batch_norm")
-"""Sections of `parallel` that a plan does not decide; it decides all others."""
+"""The sections of `parallel` that a plan keeps from the config; a plan sets all others."""
 
 
 def planned(values: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return the values of a config with a plan's settings in place of its own.
+    """Return the values of a config with a plan's settings in place of the config's.
 
     >>> planned({"model": {"type": "gpt"}}, Plan(data=8))["mesh"]
     {'data': 8}
@@ -39,7 +39,7 @@ def planned(values: dict[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def _named(sharding: Json) -> dict[str, Json]:
-    """Return the names of parameters' dims, which belong to the model and not to the plan."""
+    """Return the part of `sharding` that describes the model: the names of parameters' dims."""
     if not isinstance(sharding, dict) or "params" not in sharding:
         return {}
     return {"params": sharding["params"]}
@@ -52,7 +52,7 @@ def _kept(parallel: Json) -> dict[str, Json]:
 
 
 def write_config(document: Document, plan: Plan, path: Path) -> None:
-    """Write a config with a plan in it, after validation.
+    """Validate a config with a plan's settings, and write it to a file.
 
     Raises:
       ConfigError: the config does not accept the plan.

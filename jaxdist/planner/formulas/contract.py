@@ -1,4 +1,4 @@
-"""The contract of formulas, and the parts that all of them share."""
+"""The interface of all formulas for plans, and the functions that they share."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from jaxdist.validity.features import Facts
 from jaxdist.validity.table import violations
 
 MOST_MICROBATCHES = 128
+"""The largest number of microbatches in a plan of the search."""
 
 
 class Formulas(Protocol):
@@ -26,7 +27,10 @@ class Formulas(Protocol):
         ...
 
     def refusal(self, plan: Plan) -> str | None:
-        """Return why a plan is invalid, in words that many plans share; None for a valid plan."""
+        """Return why a plan is invalid, without its numbers, since reasons are counted.
+
+        The result is None for a valid plan.
+        """
         ...
 
     def memory(self, plan: Plan) -> PlanMemory:
@@ -34,12 +38,12 @@ class Formulas(Protocol):
         ...
 
     def seconds(self, plan: Plan, places: Places, target: Target) -> Seconds:
-        """Return the time of its step."""
+        """Return the time of a valid plan's step."""
         ...
 
 
 def counts_of(batch: int, plan: Plan) -> list[int]:
-    """List the numbers of microbatches into which a replica's part of the batch can be cut."""
+    """Return the numbers of equal microbatches into which a replica's part of the batch divides."""
     rows = max(1, batch // plan.replicas)
     return [n for n in range(1, min(rows, MOST_MICROBATCHES) + 1) if rows % n == 0]
 
@@ -48,7 +52,17 @@ def counts_of(batch: int, plan: Plan) -> list[int]:
 def invalid(
     zero: int, scope: str, staged: bool, split: bool, two: bool, narrow: bool
 ) -> str | None:
-    """Return the first violation of such a plan in the table of validity."""
+    """Return the first rule in the table of validity that plans of this kind break; None if valid.
+
+    Args:
+      zero: the stage of ZeRO.
+      scope: the scope of ZeRO.
+      staged: whether the plan has a pipeline.
+      split: whether it has axis tensor.
+      two: whether its data axis spans two networks.
+      narrow: whether it reduces gradients in bfloat16.
+    """
+    # A size of 2 stands for every size above 1, so that few results need to be cached.
     mesh = {"stage": 2} if staged else {}
     mesh |= {"data_dcn": 2, "data_ici": 2} if two else {"data": 2}
     mesh |= {"tensor": 2} if split else {}

@@ -1,4 +1,4 @@
-"""The plans of a decoder, reasons for invalid plans, and the ticks of pipelines."""
+"""The plans of a decoder, the reasons why some are invalid, and the ticks of their pipelines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxdist.planner.time import Seconds, seconds
 
 @dataclass(frozen=True)
 class DecoderFormulas:
-    """The formulas of a decoder, for the search."""
+    """The formulas for plans of a decoder."""
 
     model: Decoder
 
@@ -54,7 +54,7 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
     for count, remat, zero, (kind, chunks) in itertools.product(counts, KEPT, range(4), kinds):
         scopes = ("all", "ici") if zero and target.slices > 1 else ("all",)
         stashes = (False,) if kind is None else (False, True)
-        # Running forward passes ahead shortens the ticks of 1F1B; other schedules are fixed.
+        # Only 1F1B becomes shorter when forward tasks run ahead of its schedule.
         aheads = (False, True) if kind == "1f1b" else (False,)
         for scope, narrow, stash, ahead in itertools.product(
             scopes, (False, True), stashes, aheads
@@ -74,7 +74,7 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
 
 
 def plan_refusal(model: Decoder, plan: Plan) -> str | None:
-    """Return why a plan is invalid, in words that many plans share; None for a valid plan."""
+    """Return why a plan is invalid, without its numbers; None for a valid plan."""
     found = _indivisible(model, plan)
     if found is not None:
         return found
@@ -121,6 +121,7 @@ def ticks_of(plan: Plan) -> Ticks | None:
     )
 
 
+# Cached, since plans that differ in ZeRO or remat have the same ticks, which are slow to lower.
 @lru_cache(maxsize=1024)
 def _ticks(
     kind: Schedule,

@@ -1,9 +1,10 @@
-"""Plans of any model, with figures from jax's trace of the model's own step.
+"""The formulas for plans of any model, with figures from jax's trace of the model's step.
 
 Formulas that know the model's layers exist only for decoders (`jaxdist.planner.memory` and
-`jaxdist.planner.time`). For other models the trace gives parameters and their shapes, the
-optimizer's state, the forward pass's memory for the backward pass, and FLOPs. That is enough for
-the data axis with ZeRO and microbatches, but not for the communication of other axes.
+`jaxdist.planner.time`). For other models the trace gives the shapes of parameters, the size of the
+optimizer's state, the memory that the forward pass keeps for the backward pass, and the FLOPs.
+These figures suffice for the data axis with ZeRO and microbatches, but not for the communication of
+other axes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from jaxdist.trees import flatten_with_names
 
 OTHER_AXES = "what axes tensor and stage would send is known of gpt alone"
 ROWS = (2, 4)
-"""Numbers of examples of the two traces whose difference is the share of each example."""
+"""The numbers of examples in two traces, whose difference gives the cost of a single example."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,19 @@ class Traced:
 
     Attributes:
       unit: unit of data in a step, "tokens" or "examples".
-      batch: examples in a step.
-      units_per_example: tokens in an example, or 1.
-      tensors: each parameter, with its number of stacked layers.
+      batch: number of examples in a step.
+      units_per_example: number of tokens in an example; 1 where the unit is the example.
+      tensors: pairs of a parameter and its number of stacked layers.
       param_bytes: bytes of a parameter, on average.
       state_bytes: bytes of the optimizer's state per parameter, on average.
-      update_flops: FLOPs of the update of all parameters, once.
-      buffer_bytes: bytes of statistics besides the parameters.
+      update_flops: FLOPs of the optimizer's update of all parameters in a step.
+      buffer_bytes: bytes of the model's state that is not trained, such as running statistics.
       example_bytes: bytes of an example of the data.
       kept_bytes: bytes that an example's forward pass keeps for the backward pass.
       flops: an example's FLOPs of matrix products and convolutions, without recomputation.
       step_flops: an example's FLOPs in the actual step, with recomputation.
-      narrow: whether their numbers have two bytes.
-      steps: steps of the run; None where its length is in epochs.
+      narrow: whether activations and the factors of products have two bytes per number.
+      steps: number of steps of the run; None where the config gives epochs instead.
     """
 
     unit: str
@@ -80,35 +81,38 @@ class Traced:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in a step; of examples, where there are no tokens."""
+        """The number of tokens in a step, or of examples where there are no tokens."""
         return self.batch * self.units_per_example
 
     @property
     def width(self) -> int:
-        """The bytes of a number of an activation."""
+        """The number of bytes of each element of an activation."""
         return 2 if self.narrow else 4
 
     @property
     def sent_bytes(self) -> float:
-        """The bytes of a number of a gradient before summation, and of a computed parameter."""
+        """The bytes per parameter of a gradient before summation, and of a gathered parameter."""
         return min(self.param_bytes, self.width)
 
     @property
     def cast_bytes(self) -> int:
-        """The bytes of a parameter's cast copy, where it is stored in another dtype; else 0."""
+        """The bytes per parameter of a copy that is cast to a narrower dtype; 0 without a cast."""
         return self.width if self.param_bytes > self.width else 0
 
     @property
     def step_words(self) -> str:
-        """The data of a step, as text."""
+        """The amount of data in a step, as text."""
         return f"{self.tokens:,} {self.unit}"
 
     def model_flops(self, *, masked: bool) -> float:
-        """Return the FLOPs of a step, without recomputation; masked products are unknown."""
+        """Return the FLOPs of a step, without recomputation.
+
+        Products that a mask discards are unknown in a trace, and always count.
+        """
         return self.batch * self.flops
 
     def elements(self, parts: int = 1) -> int:
-        """Return the number of parameter elements on a device, where ZeRO has this many parts."""
+        """Return the number of parameter elements on a device, where ZeRO splits over `parts`."""
         return _elements(self.tensors, parts)
 
 
@@ -119,7 +123,7 @@ def _elements(tensors: tuple[tuple[PlannedParameter, int], ...], parts: int) -> 
 
 @dataclass(frozen=True)
 class TracedFormulas:
-    """The formulas of the search for data-parallel plans with ZeRO and microbatches."""
+    """The formulas for plans of a traced model: data parallelism with ZeRO and microbatches."""
 
     model: Traced
 
@@ -143,7 +147,7 @@ class TracedFormulas:
         model, count = self.model, plan.microbatches
         whole, shard = model.elements(), model.elements(plan.state_parts)
         stored = shard if plan.zero == 3 else whole
-        # Gradients have the dtype of the model's computation, unless they are the sum.
+        # Gradients have the dtype of the computation, a sum over microbatches that of parameters.
         alone = model.param_bytes if plan.zero == 0 and count == 1 else model.sent_bytes
         summed = (shard if plan.zero else whole) * model.param_bytes * (count > 1)
         rows = model.batch // (plan.replicas * count)
@@ -175,7 +179,7 @@ class TracedFormulas:
         )
 
     def _update_bytes(self, plan: Plan) -> float:
-        """Return the bytes through memory for new parameters and for the sum of microbatches."""
+        """Return the bytes read and written per step for the update and the sum of gradients."""
         model, count = self.model, plan.microbatches
         whole, shard = model.elements(), model.elements(plan.state_parts)
         each = 2 * model.state_bytes + 2 * model.param_bytes + RATES.update
@@ -186,9 +190,9 @@ class TracedFormulas:
     def _waits(self, plan: Plan, places: Places, target: Target) -> tuple[float, float]:
         """Return the waits inside the fast network, and across the slow network.
 
-        Without ZeRO, XLA sums the gradients of all microbatches once. With ZeRO, each microbatch's
-        gradients are scattered, and parameters are gathered once, or as shards in both passes of
-        each microbatch.
+        Without ZeRO, XLA reduces the summed gradients of all microbatches once. With ZeRO, the
+        gradients of each microbatch are reduce-scattered. ZeRO 1 and 2 gather parameters once per
+        step, ZeRO 3 in both passes of each microbatch.
         """
         model, count, size = self.model, plan.microbatches, self.model.elements()
 
@@ -206,7 +210,7 @@ class TracedFormulas:
 
 
 def traced_of(config: ExperimentConfig, document: Document) -> Traced:
-    """Trace the step of a config on a single device; nothing is computed.
+    """Trace the step of a config on a single device, without computing anything.
 
     Raises:
       ConfigError: the config cannot be built.
@@ -231,8 +235,8 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
         state_bytes=_bytes(state.opt_state) / count,
         buffer_bytes=_bytes(state.buffers),
         example_bytes=_bytes(program.batch) / examples,
-        # XLA keeps factors and results of products, and recomputes the values between them where
-        # they are used; it keeps less only where the model's own remat keeps less.
+        # XLA keeps the factors and results of products, and recomputes the values between them.
+        # The model's own remat may keep less (`left`), hence the smaller of the two.
         kept_bytes=max(0, min(high[name] - low[name] for name in ("left", "products"))) / added,
         flops=flops.model / examples,
         update_flops=flops.update,
@@ -245,14 +249,14 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
 def _tensor(
     name: str, shape: tuple[int, ...], dims: tuple[str | None, ...]
 ) -> tuple[PlannedParameter, int]:
-    """Return a parameter, and its number of stacked layers, which ZeRO does not split."""
+    """Return a parameter, and its number of stacked layers: ZeRO never splits the dim of layers."""
     stacked = dims[:1] == ("layers",)
     own = shape[1:] if stacked else shape
     return PlannedParameter(name, own, None, stacked), shape[0] if stacked else 1
 
 
 def _of_rows(alone: Experiment, rows: int) -> Mapping[str, float]:
-    """Return the memory and work of a pass over `rows` examples."""
+    """Return the traced memory and FLOPs of a forward and backward pass over `rows` examples."""
     program = alone.program
     compute = program.compute
     assert isinstance(compute, Unstaged), "one device has no stages"
