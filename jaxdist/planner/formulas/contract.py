@@ -62,7 +62,7 @@ def invalid(
       two: whether its data axis spans two networks.
       narrow: whether it reduces gradients in bfloat16.
     """
-    # A size of 2 stands for every size above 1, so that few results need to be cached.
+    # A size of 2 represents every size above 1, so that few results need to be cached.
     mesh = {"stage": 2} if staged else {}
     mesh |= {"data_dcn": 2, "data_ici": 2} if two else {"data": 2}
     mesh |= {"tensor": 2} if split else {}
