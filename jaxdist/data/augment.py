@@ -1,7 +1,7 @@
 """Random changes of training images: crop, flip, cutout and mixup.
 
-Each change is a function of a key, a number that belongs to the seed, the example and its place in
-the run: a resumed run, and a run on other hosts, changes each example as before.
+Each change is a function of a key, a number that depends on the seed, the example and its place in
+the run, so that a resumed run, or a run on other hosts, changes each example in the same way.
 
 Dims: N examples, H height, W width, C channels.
 """
@@ -22,7 +22,7 @@ from jaxdist.errors import DataError
 MIXED_LABEL = "mixed_label"
 """The field of the label of the image that mixup adds."""
 MIXED_SHARE = "mixed_share"
-"""The field of that image's share of the pixels."""
+"""The field of the share that the image added by mixup has in the pixels."""
 
 
 class AugmentConfig(Scaled):
@@ -34,17 +34,17 @@ class AugmentConfig(Scaled):
     type: Literal["augment"]
     """Selects this transform."""
     crop: Count | None = None
-    """Side of the square that is cut out at random, in pixels; null is the image's own size."""
+    """Side of the square that is cut out at random, in pixels; null keeps the image's size."""
     pad: NonNegativeInt = 0
     """Width of a border of zeros that is put around a training image before it is cut."""
     flip: bool = False
     """Mirror half of the training images, left to right."""
     cutout: NonNegativeInt = 0
-    """Side of a square at a random place that is replaced by the mean; 0 is none
+    """Side of a square at a random place that is replaced by the mean; 0 replaces nothing
     (arXiv 1708.04552)."""
     mixup: NonNegativeFloat = 0.0
     """Each image and label is mixed with those of another example; the share is drawn from the
-    distribution Beta(mixup, mixup) (arXiv 1710.09412). 0 is none."""
+    distribution Beta(mixup, mixup) (arXiv 1710.09412). 0 mixes nothing."""
 
     def evaluated(self, batch: HostBatch) -> HostBatch:
         """Crop images at their centre, and scale them.
@@ -72,13 +72,13 @@ class AugmentConfig(Scaled):
             _cut_out(found["image"], self.cutout, draws)
         if not self.mixup:
             return found
-        # SciPy's import takes 0.1 s, and only mixup needs it.
+        # Imported here, because SciPy takes 0.1 s to import and only mixup needs it.
         from scipy.special import betaincinv
 
         partners = draws.integers(len(source))
         other = take(source, partners)
         image = self.scaled({**other, "image": self._moved(other["image"], draws)})["image"]
-        # The larger share is the example's own: labels then are right on average at any strength.
+        # The example's own share is the larger, so that its label is the main label at any mixup.
         drawn = betaincinv(self.mixup, self.mixup, draws.uniform())
         share = np.minimum(drawn, 1 - drawn).astype(np.float32)
         weight = share[:, None, None, None]

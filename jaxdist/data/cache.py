@@ -10,7 +10,9 @@ from pathlib import Path
 
 
 def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return JAXDIST_CACHE, else jaxdist in XDG_CACHE_HOME, else ~/.cache/jaxdist, if missing too.
+    """Return JAXDIST_CACHE, else jaxdist in XDG_CACHE_HOME, else ~/.cache/jaxdist.
+
+    The directory may be missing.
 
     >>> cache_directory({"XDG_CACHE_HOME": "/home/ada/.cache"}).as_posix()
     '/home/ada/.cache/jaxdist'
@@ -49,7 +51,7 @@ def write_file(target: Path, content: bytes) -> None:
     Raises:
       OSError: the folder cannot be written.
     """
-    # In the same folder: a rename is atomic only within a file system.
+    # The temporary file is in the same folder: a rename is atomic only within a file system.
     handle, name = tempfile.mkstemp(prefix=".tmp-", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:

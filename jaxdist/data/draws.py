@@ -27,4 +27,5 @@ class Draws:
 
     def uniform(self) -> np.ndarray:
         """Draw float64 [N] in [0, 1)."""
+        # A float64 has 53 bits, so that no number is rounded up to 1.
         return (self.bits() >> np.uint64(11)) * 2.0**-53

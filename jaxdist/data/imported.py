@@ -16,7 +16,7 @@ from jaxdist.types import Kwargs
 
 
 class ImportConfig(Config):
-    """Your own data: a Dataset, one source, or a pair (train, heldout) of sources."""
+    """Your own data: a Dataset, a source to train on, or a pair (train, heldout) of sources."""
 
     type: Literal["import"] = "import"
     """Your own data."""
@@ -25,14 +25,14 @@ class ImportConfig(Config):
     args: Kwargs = Field(default={})
     """Keyword arguments for that function."""
     vocab_size: Count | None = None
-    """Values of the field `tokens` are from 0 to vocab_size - 1; null where there are no tokens."""
+    """Size of the vocabulary: `tokens` are from 0 to vocab_size - 1; null if there are none."""
     classes: Count | None = None
-    """Values of the field `label` are from 0 to classes - 1; null where there are no labels."""
+    """Number of classes: `label` is from 0 to classes - 1; null if there are no labels."""
     unchecked: list[str] = Field(default=[])
     """Fields that may hold out-of-range numbers, NaN or infinity, because your model uses them."""
 
     def build(self) -> Dataset:
-        """Import the data, call them if a function, and check the first and the last example.
+        """Import the data, or call the imported function, and check the first and last example.
 
         Raises:
           ConfigError: the import or the call fails.

@@ -47,10 +47,10 @@ class BatchRows(NamedTuple):
 class Loader:
     """A loader of batches of a source as global arrays; resuming needs only the step.
 
-    A batch is a mapping: the source's names, each with the leading dim `batch_size`. Evaluation
-    batches also have a `weight` (float32): 1 for a real row, 0 for padding. Training batches have
-    none, because all their rows are real: the compiled step then knows the sum of the weights, and
-    no device waits for another device's sum. A source may have its own `weight`, in both.
+    A batch maps the source's names to arrays with the leading dim `batch_size`. Evaluation batches
+    also have a `weight` (float32): 1 for a real row, 0 for padding. Training batches have no weight
+    of this kind, because all their rows are real: the compiled step then knows the sum of weights,
+    and no device waits for another device's sum. A source may have its own `weight` in both.
 
     Attributes:
       batch_shapes: shapes, dtypes and shardings of a training batch.
@@ -77,7 +77,7 @@ class Loader:
           batch_size: examples in a global batch.
           sharding: the sharding of each name's array, by name or as a function (name, shape).
           seed: seed of the order of the examples, any integer >= 0.
-          shuffle: a new order in each epoch; False keeps the source's own.
+          shuffle: whether each epoch has a new order, or the source's own.
           start_example: place of step 0 in that order: number of examples that were used before, in
             batches of any size.
           prefetch: number of batches that wait on the devices, besides the batch in use.
@@ -88,7 +88,7 @@ class Loader:
         Raises:
           DataError: an empty source or one without a length, a batch size below 1, a start below
             0, or an example 0 with values that are not allowed.
-          ShardingError: a name without a sharding, or a batch that does not divide.
+          ShardingError: a name without a sharding, or a batch that does not divide over devices.
         """
         length(source, "the source")
         if batch_size < 1:
@@ -139,7 +139,7 @@ class Loader:
     def _training_rows(self, step: int) -> BatchRows:
         # The seed is hashed first, so that the seeds 0 and 1 give unrelated keys.
         seed = np.random.SeedSequence(self._seed).generate_state(1, np.uint64)[0]
-        # Mixed twice, so that the numbers are unrelated to those that order the examples.
+        # The keys are mixed twice, so that they are unrelated to those that order the examples.
         keys = mix(mix(self._positions(step).astype(np.uint64)) ^ seed)
         return BatchRows(self.indices(step), keys=keys)
 
@@ -197,8 +197,7 @@ class Loader:
             for struct in self.batch_shapes.values()
         )
         count, memory = 1 + self._prefetch, host_memory_bytes()
-        # Checked before the first batch: the kernel would otherwise kill the process without a
-        # message.
+        # Without this check, the kernel would kill the process without a message.
         needed = count * rows * one
         if needed > memory:
             raise DataError(
@@ -215,8 +214,8 @@ class Loader:
             local = take(self._source, rows.examples[mine])
         self._allowed.check(local, rows.examples[mine], self._split)
         if rows.weights is not None:
-            # Multiplied, since the source may have weights of its own, and padding must still
-            # count as 0.
+            # The weights are multiplied, since the source may have weights of its own, and padding
+            # must still count as 0.
             local[WEIGHT] = local.get(WEIGHT, np.float32(1)) * rows.weights[mine]
         return self._placement.place(local)
 
@@ -268,13 +267,13 @@ class Batches(Iterator[DeviceBatch]):
         self._wanted.put(True)
         batch = self._ready.get()
         if isinstance(batch, Exception):
-            self._ready.put(batch)  # every later call raises the same error
+            self._ready.put(batch)  # Every later call must raise the same error.
             raise batch
         return batch
 
     def close(self) -> None:
         """Stop the threads, after the batches that they are loading."""
-        # Before the close, so that the fetcher does not ask the closed iterator for a batch.
+        # The fetcher stops first, so that it does not ask the closed iterator for a batch.
         self._wanted.put(False)
         self._iterator.close()
         self._fetcher.join()

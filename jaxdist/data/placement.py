@@ -1,4 +1,4 @@
-"""The rows of a global batch that a process needs, and their assembly to global arrays."""
+"""The rows of a global batch that a process needs, and their assembly into global arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shardings = Mapping[str, jax.sharding.Sharding] | Callable[[str, Shape], jax.sha
 
 
 def rows_needed(batch_size: int, indices: Iterable[Index]) -> np.ndarray:
-    """Return the sorted rows (int64 [N]) in blocks of a batch.
+    """Return the sorted rows (int64 [N]) that blocks of a batch have, each row once.
 
     Args:
       batch_size: rows in the global batch.
@@ -37,7 +37,7 @@ def cut_block(local: np.ndarray, rows: np.ndarray, batch_size: int, index: Index
       batch_size: rows in the global batch.
       index: the block of the global array [batch_size, ...].
     """
-    # A slice is a view, whereas the lookup by positions below copies.
+    # Where all rows are here, a slice is a view, whereas the lookup by positions below copies.
     if len(rows) == batch_size:
         return local[index]
     wanted = np.searchsorted(rows, np.arange(batch_size)[index[0]])
@@ -45,7 +45,7 @@ def cut_block(local: np.ndarray, rows: np.ndarray, batch_size: int, index: Index
 
 
 class BatchPlacement:
-    """The layout of a kind of batch on the devices of this process."""
+    """The layout of batches with the same shapes on the devices of this process."""
 
     def __init__(self, shapes: Mapping[str, Shape], batch_size: int, sharding: Shardings):
         """Plan the layout; `shapes` are those of a single example.

@@ -16,7 +16,7 @@ class Scaled(Config):
     mean: float | list[float] = 0.0
     """Mean of a pixel's value, 0 to 255; a list has one entry for each channel."""
     std: PositiveFloat | list[PositiveFloat] = 255.0
-    """Divisor of the difference, in the same unit; a list has one entry for each channel."""
+    """Divisor of the difference from the mean; a list has one entry for each channel."""
 
     def scaled(self, batch: HostBatch) -> HostBatch:
         """Scale the images of a batch.

@@ -44,7 +44,7 @@ class RandomSource(BatchSource, Protocol):
     """A source whose examples differ each time that they are drawn for training."""
 
     def draw(self, indices: np.ndarray, keys: np.ndarray) -> Example:
-        """Return the examples `indices` (int64 [N]), each changed as its key says.
+        """Return the examples `indices` (int64 [N]), each changed at random by its key.
 
         Args:
           keys: uint64 [N], equal for equal seeds, examples and places in the order of training.
@@ -65,8 +65,8 @@ class Dataset:
       facts: sizes, by name with the unit.
       tokenizer: the mapping between text and tokens, or None where there are no tokens.
       baselines: function that computes the losses to beat on the held-out split (nats per token),
-        by name. It may take seconds, so it is called only when a result is to be judged.
-      unchecked: fields that may hold NaN, infinity, or values outside those ranges.
+        by name. The function may take seconds, so it is called only to judge a result.
+      unchecked: fields that may hold NaN, infinity, or values out of the declared range.
     """
 
     train: Source
@@ -81,7 +81,7 @@ class Dataset:
 
     @property
     def allowed(self) -> Allowed:
-        """The allowed values of its examples."""
+        """The allowed values of the data set's examples."""
         size = self.vocab_size
         limits = {"tokens": size, "targets": size, "label": self.classes}
         declared = {name: limit for name, limit in limits.items() if limit is not None}
@@ -107,10 +107,10 @@ class ArraySource:
 
 
 def length(source: Source, what: str) -> int:
-    """Return the number of examples of a source, called `what` in messages.
+    """Return the number of examples of a source, whose name in messages is `what`.
 
     Raises:
-      DataError: `__len__` raised, or returned no valid length; or there is no example.
+      DataError: `__len__` raised, or returned no valid length, or returned 0.
     """
     try:
         examples = len(source)
@@ -180,14 +180,14 @@ def read_example(source: Source, index: int) -> HostBatch:
 
 
 def narrow(name: str, value: ArrayLike) -> np.ndarray:
-    """Convert `value` to an array of at most 32 bits per element, as in jax; numbers are unchanged.
+    """Convert `value` to an array of at most 32 bits per element, as jax does, but never wrap.
 
     Raises:
-      DataError: not numbers, or integers that 32 bits cannot hold.
+      DataError: `value` does not hold numbers, or holds integers that 32 bits cannot hold.
     """
     array = np.asarray(value)
     if array.dtype == np.float64:
-        with np.errstate(over="ignore"):  # an overflow becomes infinity, which `Allowed` refuses
+        with np.errstate(over="ignore"):  # An overflow becomes infinity, which `Allowed` refuses.
             return array.astype(np.float32)
     if array.dtype in (np.int64, np.uint64):
         limits = np.iinfo(np.int32)

@@ -31,7 +31,7 @@ class SyntheticConfig(Config):
     """Random examples with a structure to learn, so that a loss can fall."""
 
     type: Literal["synthetic"] = "synthetic"
-    """Synthetic data, for benchmarks."""
+    """Selects synthetic data."""
     kind: Literal["tokens", "images"]
     """Tokens of a random bigram chain, or images made of their class's picture plus noise."""
     examples: int = Field(default=65_536, ge=1, le=LARGEST)
@@ -45,7 +45,8 @@ class SyntheticConfig(Config):
     window: int = Field(default=256, ge=1, le=LARGEST)
     """Tokens: number of tokens that an example predicts."""
     masking: MaskingConfig | None = None
-    """Tokens: what is hidden from an encoder (bert), which predicts it; null hides nothing."""
+    """Tokens: the tokens that are hidden from an encoder (bert), which predicts them; null hides
+    nothing."""
     height: int = Field(default=32, ge=1, le=LARGEST)
     """Images: number of rows."""
     width: int = Field(default=32, ge=1, le=LARGEST)
@@ -55,7 +56,7 @@ class SyntheticConfig(Config):
     classes: int = Field(default=10, ge=2, le=LARGEST)
     """Images: number of labels."""
     transform: TransformConfig | None = None
-    """Images: transform of each; null passes on uint8, 0 to 255."""
+    """Images: transform of each image; null keeps uint8, 0 to 255."""
 
     @model_validator(mode="after")
     def _other_kind_is_not_set(self) -> SyntheticConfig:
@@ -103,7 +104,7 @@ class SyntheticConfig(Config):
 
 
 def _masked(dataset: Dataset, masking: MaskingConfig, size: int) -> Dataset:
-    """Hide tokens; the mask is a further token of the vocabulary."""
+    """Hide tokens of both splits by a mask, a token that is added to the vocabulary."""
     train, heldout = (
         None if split is None else MaskedWindows(split, masking, size, size, (size,))
         for split in (dataset.train, dataset.heldout)
@@ -113,7 +114,10 @@ def _masked(dataset: Dataset, masking: MaskingConfig, size: int) -> Dataset:
 
 
 class _TokenSource:
-    """A source of `tokens` int32 [L + 1], four successors a token; `segments` int32 [L], zeros."""
+    """A source of `tokens` int32 [L + 1] and `segments` int32 [L], which are zeros.
+
+    Each token is followed by one of its four successors.
+    """
 
     def __init__(self, config: SyntheticConfig, stream: int, length: int):
         self._window, self._vocab_size = config.window, config.vocab_size
@@ -140,7 +144,7 @@ class _TokenSource:
 
 
 def _check_pictures(config: SyntheticConfig) -> None:
-    """Refuse images that do not fit into memory before minutes are spent on random numbers."""
+    """Refuse images that do not fit into memory, before their random numbers take minutes."""
     shape = (config.height, config.width, config.channels)
     needed = (config.classes + _NOISES) * math.prod(shape)
     if needed > host_memory_bytes():
@@ -158,7 +162,7 @@ class _ImageSource:
         self._stream, self._length = _stream_key(config.seed, stream), length
         shape = (config.height, config.width, config.channels)
         world = np.random.default_rng([config.seed, _WORLD])
-        # Two numbers below 128 add up without overflow.
+        # The picture and the noise are both below 128, so that uint8 holds their sum.
         self._pictures = world.integers(128, size=(config.classes, *shape), dtype=np.uint8)
         self._noises = world.integers(128, size=(_NOISES, *shape), dtype=np.uint8)
 

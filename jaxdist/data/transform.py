@@ -43,7 +43,7 @@ class ImportedTransformConfig(Config):
     """Keyword arguments for the function."""
 
     def build(self) -> Transform:
-        """Import the function, and report its errors as errors of the config.
+        """Import the function, and report what it raises on batches as errors of the config.
 
         Raises:
           ConfigError: the function cannot be imported.
@@ -69,9 +69,9 @@ TransformConfig = Annotated[
 
 
 def transformed(dataset: Dataset, config: TransformConfig | None) -> Dataset:
-    """Apply a transform to both splits of a data set; None returns the data set itself.
+    """Apply a transform to both splits of a data set; without a transform return it unchanged.
 
-    Random changes are for training alone: they apply where the loader draws examples.
+    Random changes are for training alone: they happen where the loader draws examples.
     """
     if config is None:
         return dataset

@@ -14,11 +14,11 @@ from jaxdist.errors import DataError
 class Allowed:
     """The allowed values of the fields of an example.
 
-    They are checked on the host, since a gather on a device clamps an index that is out of range
+    Values are checked on the host, since a gather on a device clamps an index that is out of range
     without an error.
 
     Attributes:
-      limits: values of these fields are integers in [0, limit).
+      limits: limits of fields whose values are integers in [0, limit), by field.
       unchecked: fields that may hold anything.
     """
 
@@ -28,7 +28,7 @@ class Allowed:
     def check(
         self, batch: Mapping[str, np.ndarray], examples: np.ndarray, split: str = "training split"
     ) -> None:
-        """Check every value of some examples; it costs less than copying them together did.
+        """Check every value of some examples, which costs less than it did to stack them.
 
         Args:
           batch: arrays [N, ...] by field.
@@ -70,5 +70,5 @@ def _wrong(values: np.ndarray, limit: int | None) -> np.ndarray | None:
     if limit is None:
         return None if whole else ~np.isfinite(values)
     outside = (values < 0) | (values >= limit)
-    # Comparisons with NaN are false.
+    # NaN is not below 0 nor above the limit, but differs from its floor.
     return outside if whole else outside | (values != np.floor(values))

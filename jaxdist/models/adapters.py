@@ -166,7 +166,7 @@ def from_equinox(build: Callable[[jax.Array], Any]) -> Make:
 
 @contextmanager
 def _averaging(axes: tuple[str, ...]) -> Iterator[None]:
-    """Let linen's batch norms average statistics over these axes, unless they have their own."""
+    """Let linen's batch norms average over these axes, unless a norm has axes of its own."""
     if not axes:
         yield
         return

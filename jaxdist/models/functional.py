@@ -238,7 +238,7 @@ def _average(module: nnx.Module, axes: tuple[str, ...]) -> None:
             # The attribute is annotated as a string, but jax accepts a tuple of axes too.
             node.axis_name = axes  # pyright: ignore[reportAttributeAccessIssue]
         elif hasattr(node, "statistics_over"):
-            # A module of another library, whose adapter passes the axes on.
+            # The adapter of another library's module passes the axes on.
             setattr(node, "statistics_over", axes)  # noqa: B010
 
 

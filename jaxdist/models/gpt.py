@@ -153,7 +153,7 @@ class GptConfig(PartConfig):
     def masked_flops(self, batch: int, length: int) -> float:
         """Count the FLOPs of a training step that causal attention masks, or skips.
 
-        They are half of attention's products, which are 2 in the forward pass and 4 in the
+        Masks hide half of attention's products, which are 2 in the forward pass and 4 in the
         backward, each with 2 B L^2 H d FLOPs.
         """
         return 0.5 * 6 * 2 * batch * length**2 * self.heads * self.head_dim * self.layers

@@ -62,8 +62,7 @@ class Hint(Protocol):
     ) -> Callable[..., jax.Array]:
         """Map `function` over each device's blocks of arrays with these dims, without collectives.
 
-        This is for operations that XLA cannot partition. The result has the layout of the first
-        array.
+        Operations that XLA cannot partition need it. The result has the layout of the first array.
 
         Args:
           axes: the mesh axes whose blocks the function sees; None is all.

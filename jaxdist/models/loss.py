@@ -88,7 +88,7 @@ class NextTokenConfig(Config):
     chunks: Annotated[int, Field(ge=1)] = 1
     """Number of pieces of the sequence whose logits are computed one after another, and again in
     the backward pass: for large vocabularies, so that the logits are never in memory all at once.
-    It must divide the sequence."""
+    The number must divide the sequence."""
 
     def build(self) -> Loss:
         """Build the loss of a module called as `module(tokens, segments)`."""

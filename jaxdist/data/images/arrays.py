@@ -24,7 +24,7 @@ class _Cifar(NamedTuple):
     """The files of a data set of the CIFAR family.
 
     Attributes:
-      labels: bytes of labels before the pixels; the last is the class.
+      labels: number of label bytes before the pixels; the last byte is the class.
       classes: number of classes.
     """
 
@@ -104,7 +104,7 @@ def npz(path: Path) -> tuple[Labelled, Labelled | None]:
     test arrays there is no held-out split. Nothing is unpickled.
 
     Raises:
-      DataError: not such an archive; an array is missing or cannot be read.
+      DataError: the file is not an npz archive, or an array is missing or cannot be read.
     """
     try:
         with np.load(path, allow_pickle=False) as archive:
@@ -146,7 +146,8 @@ def labelled(image: np.ndarray, label: np.ndarray, name: str) -> Labelled:
     """Check that images and labels belong together, and give images a dim of channels.
 
     Raises:
-      DataError: their dims or numbers differ from what is expected; negative or real labels.
+      DataError: images or labels have other dims, their numbers differ, or labels are negative or
+        not integers.
     """
     if image.ndim not in (3, 4) or label.ndim != 1 or len(image) != len(label):
         raise DataError(

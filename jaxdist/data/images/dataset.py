@@ -22,7 +22,8 @@ from jaxdist.errors import DataError
 
 _DIGITS = 1797
 _DIGITS_SEED = 0
-_DIGITS_HELDOUT = 5  # one in five
+_DIGITS_HELDOUT = 5
+"""The number of digits of which one is held out."""
 
 
 class ImagesConfig(Config):
@@ -38,15 +39,15 @@ class ImagesConfig(Config):
     and PNG files in a folder for each class (train/CLASS/*.jpg, val/CLASS/*.jpg); or tars of the
     webdataset format (train-*.tar, val-*.tar, with NAME.jpg and NAME.cls)."""
     directory: str | None = None
-    """Folder of the files; the file itself for npz."""
+    """Folder of the files; for npz, the path of the archive."""
     size: Count | None = None
     """Side of the square to which images of folder and tars are scaled and cropped; null keeps
     their size, which must then be the same for all."""
     skip_broken: bool = False
-    """Leave out image files that cannot be decoded (each is decoded once at the start); false ends
-    the run at the first."""
+    """Leave out image files that cannot be decoded (each file is decoded once at the start); false
+    ends the run at the first broken file."""
     transform: TransformConfig | None = None
-    """Transform of each image; null passes on uint8, 0 to 255 (our own loss divides by 255)."""
+    """Transform of each image; null keeps uint8, 0 to 255 (our own loss divides by 255)."""
 
     @model_validator(mode="after")
     def _check_directory(self) -> ImagesConfig:
@@ -148,8 +149,9 @@ def _dataset(name: str, train: Labelled, heldout: Labelled | None) -> Dataset:
 
 def _digits() -> tuple[Labelled, Labelled]:
     table = _digits_table()
+    # NumPy keeps the numbers of RandomState across versions, so the split stays the same.
     order = np.random.RandomState(_DIGITS_SEED).permutation(len(table))
-    # Their values 0 to 16 become 0 to 255.
+    # The digits' values 0 to 16 become 0 to 255.
     pixels = table[order, :-1].reshape(-1, 8, 8, 1)
     image = np.round(pixels * (255 / 16)).astype(np.uint8)
     label = table[order, -1].astype(np.int32)

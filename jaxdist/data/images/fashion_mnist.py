@@ -17,7 +17,7 @@ from jaxdist.errors import DataError
 HOME = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 TIMEOUT_SECONDS = 30
 
-# Digests of the unpacked content, which do not depend on the packing.
+# The digests are those of the unpacked content, so that they do not depend on the packing.
 SHA256 = {
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
@@ -29,8 +29,8 @@ SHA256 = {
 def fashion_mnist() -> dict[str, bytes]:
     """Return the four IDX files, unpacked, by name.
 
-    They are searched under share/datasets (where Debian's dataset-fashion-mnist puts them) and in
-    the cache directory, otherwise downloaded into the cache directory.
+    The files are searched under share/datasets (where Debian's dataset-fashion-mnist puts them) and
+    in the cache directory; if they are not found, they are downloaded into the cache directory.
 
     Raises:
       DataError: the files are neither found nor downloaded, or their content differs from the
@@ -56,7 +56,7 @@ def candidate_folders(environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def find_folder(folders: Iterator[Path]) -> Path | None:
-    """Return the first folder with all four files, packed or not."""
+    """Return the first folder with all four files, packed or not; None if no folder has them."""
     for folder in folders:
         if all(_file(folder, name).is_file() for name in SHA256):
             return folder
@@ -96,5 +96,6 @@ def _download(folder: Path) -> None:
 def _fetch(name: str, target: Path) -> None:
     with urllib.request.urlopen(f"{HOME}{target.name}", timeout=TIMEOUT_SECONDS) as response:
         packed = response.read()
+    # The digest also protects the download, which is by plain HTTP.
     _check(unpack_gzip(packed, f"{HOME}{target.name}"), name, f"{HOME}{target.name}")
     write_file(target, packed)

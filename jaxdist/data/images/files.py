@@ -1,4 +1,4 @@
-"""Labelled images that are files: folders of a class each, and tars of the webdataset format.
+"""Labelled images in files: a folder for each class, or tars of the webdataset format.
 
 Files are decoded when a batch is read, on the loader's threads; only names and labels are in
 memory.
@@ -28,7 +28,7 @@ _SHOWN = 5
 
 
 class Place(NamedTuple):
-    """The bytes of an image: a file, or a part of a tar; length -1 is the rest of the file."""
+    """The place of an image's bytes: a file, or a part of a tar; length -1 is the file's rest."""
 
     path: str
     start: int = 0
@@ -48,7 +48,7 @@ class EncodedImages:
     """A source of images that are decoded when they are read.
 
     Attributes:
-      places: where each image's file is.
+      places: the place of each image's bytes.
       labels: int32 [N].
       size: side of the square to which images are scaled and cropped; None keeps their own size,
         which must then be the same for all.
@@ -79,7 +79,7 @@ class EncodedImages:
 
     @cached_property
     def _first(self) -> tuple[int, ...]:
-        """The shape of the first image, [H, W, 3], which all must have."""
+        """The shape of the first image, [H, W, 3], which all images must have."""
         return self._decoded(0).shape
 
     def _decoded(self, index: int) -> np.ndarray:
@@ -88,7 +88,7 @@ class EncodedImages:
 
 @cache
 def _decoders() -> ThreadPoolExecutor:
-    """Return the threads that decode; the decoders of JPEG and PNG leave the interpreter free."""
+    """Return the threads that decode; the decoders of JPEG and PNG release the interpreter lock."""
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="decode")
 
 
@@ -102,12 +102,13 @@ def decode_image(place: Place, size: int | None) -> np.ndarray:
     Raises:
       DataError: the file is broken, or cannot be read.
     """
-    from PIL import Image, ImageOps  # imported late: 40 ms that only users of image files need
+    # Imported here, because it takes 40 ms and only users of image files need it.
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(io.BytesIO(place.read())) as image:
             if size is not None:
-                # A JPEG is decoded at an eighth, a quarter or half of its size in less time.
+                # A draft decodes a JPEG in less time, at an eighth, a quarter or half of its size.
                 image.draft("RGB", (size, size))
             pixels = image.convert("RGB")
             if size is not None:
@@ -121,7 +122,7 @@ def decode_image(place: Place, size: int | None) -> np.ndarray:
 
 
 class Listing(NamedTuple):
-    """Images of one split with the names of their classes."""
+    """The images of a split, with the name of each image's class."""
 
     places: Sequence[Place]
     names: Sequence[str]
@@ -136,7 +137,7 @@ def image_files(
     """List the training and the held-out images in a folder.
 
     Args:
-      tars: the folder holds tars of the webdataset format; else, a folder for each class.
+      tars: whether the folder holds tars of the webdataset format, or a folder for each class.
 
     Returns:
       Both splits (held-out is None where there is none), the names of the classes in their order,
@@ -151,7 +152,8 @@ def image_files(
     train = listed["train"]
     heldout = listed.get("heldout")
     classes = sorted(set(train.names))
-    if all(name.isdecimal() for name in classes):  # the labels of tars, and of numbered folders
+    # Tars and numbered folders have numbers as names, which as text would sort 10 before 2.
+    if all(name.isdecimal() for name in classes):
         classes = sorted(classes, key=int)
     if heldout is not None and (other := set(heldout.names) - set(classes)):
         raise DataError(
@@ -179,10 +181,11 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _whole(listing: Listing) -> tuple[Listing, list[str]]:
-    """Decode every image once; return the listing without broken images, and the names of those."""
+    """Decode every image once; return the listing without broken images, and the broken places."""
     kept, broken = [], []
     for place, name in zip(listing.places, listing.names, strict=True):
         try:
+            # At size 1 a JPEG is decoded in the least time.
             decode_image(place, 1)
         except DataError:
             broken.append(str(place))
@@ -214,7 +217,7 @@ def _folder(folder: Path) -> Listing:
     places, names = [], []
     for child in sorted(folder.iterdir()):
         if child.is_dir():
-            # os.walk, unlike Path.rglob, follows links to folders, as data sets have them.
+            # Data sets have links to folders, which os.walk follows and Path.rglob does not.
             for root, _, files in sorted(os.walk(child, followlinks=True)):
                 for file in sorted(files):
                     if file.lower().endswith(SUFFIXES):

@@ -28,7 +28,8 @@ def parse_idx(content: bytes, name: str) -> np.ndarray:
       name: name of the file in messages.
 
     Raises:
-      DataError: not an IDX file of uint8 with 1 to 4 dims, or not as many bytes as it states.
+      DataError: the content is not an IDX file of uint8 with 1 to 4 dims, or has not the length
+        that its header states.
 
     >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 2, 7, 9]), "labels").tolist()
     [7, 9]
@@ -73,7 +74,7 @@ def read_idx_content(path: Path) -> bytes:
 
 
 def unpack_gzip(packed: bytes, name: str) -> bytes:
-    """Unpack a gzip file, called `name` in messages.
+    """Unpack a gzip file, whose name in messages is `name`.
 
     Raises:
       DataError: the file is damaged.

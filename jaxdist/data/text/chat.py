@@ -19,11 +19,11 @@ from jaxdist.data.text.tokenizer import BpeTokenizer, BpeTokenizerConfig
 from jaxdist.errors import DataError
 
 PAIR = ("prompt", "completion")
-"""Keys of a row that is an instruction and its answer, in place of messages."""
+"""Keys of a row that has an instruction and its answer in place of messages."""
 
 
 class Conversation(NamedTuple):
-    """A conversation as tokens int32 `[N]`, and whether each is of an answer, bool `[N]`."""
+    """A conversation as tokens int32 `[N]`, and which tokens are of an answer, bool `[N]`."""
 
     tokens: np.ndarray
     answer: np.ndarray
@@ -33,7 +33,7 @@ class ChatConfig(Config):
     """Conversations (.jsonl) as windows of tokens; the loss is that of the answers' tokens.
 
     A row has `messages`, a list of `{role, content}`, or the texts `prompt` and `completion`. The
-    tokenizer's own chat template writes it out.
+    tokenizer's own chat template turns a row into text.
     """
 
     type: Literal["chat"]
@@ -43,15 +43,15 @@ class ChatConfig(Config):
     tokenizer: BpeTokenizerConfig
     """The model's tokenizer, in whose folder is its chat template."""
     window: int = Field(default=512, ge=2, le=LARGEST)
-    """Tokens in an example; a conversation is never spread over two, and what is longer is cut."""
+    """Tokens in an example; a conversation is never spread over two examples, but cut to fit."""
     heldout_fraction: float = Field(default=0.05, ge=0, lt=1)
     """Fraction of conversations held out for evaluation, chosen by content; 0 holds out none."""
 
     def build(self) -> Dataset:
-        """Read, write out, encode and pack the conversations.
+        """Read the conversations, apply the chat template, encode and pack them.
 
         Raises:
-          DataError: missing, unreadable or malformed rows, rows without an answer, or too few; no
+          DataError: rows that are missing, unreadable, malformed, without an answer, or too few; no
             chat template.
         """
         tokenizer = self.tokenizer.build()
@@ -94,7 +94,7 @@ class ChatConfig(Config):
 
 
 def read_rows(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
-    """Read every conversation of files, and its place for messages, as FILE:LINE.
+    """Yield each conversation of files with its place, FILE:LINE, which error messages name.
 
     Raises:
       DataError: a file that cannot be read, a line that is not JSON, or no conversation with an
@@ -133,10 +133,10 @@ def _messages(line: bytes, where: str) -> list[Message]:
 def encoded(
     template: ChatTemplate, tokenizer: BpeTokenizer, messages: Sequence[Message], place: str
 ) -> Conversation:
-    """Encode a conversation piece by piece, as a model that answers meets it.
+    """Encode a conversation piece by piece, so that tokens end where a model begins to answer.
 
     Raises:
-      DataError: the template refuses it.
+      DataError: the template refuses the conversation.
     """
     try:
         pieces = template.pieces(messages)
@@ -155,10 +155,10 @@ def is_heldout(messages: Sequence[Message], fraction: float) -> bool:
 
 
 def pack(conversations: Sequence[Conversation], *, window: int, filler: int) -> ArraySource | None:
-    """Put whole conversations one after another into windows; None where no answer fits in.
+    """Pack conversations one after another into windows; None if no window has an answer.
 
-    `tokens` is int32 [N, L + 1], `segments` int32 [N, L] the number of the conversation of each
-    input from 1, 0 for filler, and `answer` float32 [N, L] is 1 where the target is of an answer.
+    `tokens` is int32 [N, L + 1]. `segments`, int32 [N, L], numbers the conversation of each input
+    from 1, and is 0 for filler. `answer`, float32 [N, L], is 1 where the target is of an answer.
 
     >>> made = pack([Conversation(np.arange(3), np.array([0, 0, 1], bool))], window=4, filler=9)
     >>> {name: rows.tolist() for name, rows in made.take(np.array([0])).items()}

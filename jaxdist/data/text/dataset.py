@@ -42,8 +42,8 @@ class TextConfig(Config):
     type: Literal["text"] = "text"
     """Text, packed into windows."""
     source: Literal["python-stdlib", "files"] = "python-stdlib"
-    """`python-stdlib` is the Python files of the running interpreter's standard library; `files`
-    (implied if the key `files` is set) is the files named there."""
+    """`python-stdlib` reads the Python files of the running interpreter's standard library; `files`
+    (implied if the key `files` is set) reads the files that the key names."""
     files: list[str] = Field(default=[])
     """Glob patterns such as `books/**/*.txt`, relative to the current directory."""
     jsonl_field: str = "text"
@@ -95,7 +95,7 @@ class TextConfig(Config):
         """Read, split and encode the text, or reuse an earlier run's encoding.
 
         Raises:
-          DataError: missing, unreadable or malformed text, or too little.
+          DataError: text that is missing, unreadable, malformed, or too short.
         """
         tokenizer = self.tokenizer.build()
         files = matching(self.files) if self.source == "files" else python_stdlib()
@@ -171,7 +171,7 @@ class TextConfig(Config):
 
 @dataclass(frozen=True)
 class Streams:
-    """The token streams (uint16 or uint32 [N]) of both splits, and their cache folder."""
+    """The token streams (uint16 or uint32 [N]) of both splits, and their cache folder, if any."""
 
     train: np.ndarray
     heldout: np.ndarray
@@ -191,10 +191,12 @@ def load_streams(config: TextConfig, files: Sequence[TextFile], tokenizer: Token
         return cached
     streams = _encode(config, files, tokenizer)
     try:
+        # A damaged cache must go first, because `publish_folder` keeps a folder that exists.
         shutil.rmtree(folder, ignore_errors=True)
         publish_folder(folder, partial(_write_streams, streams))
     except OSError as error:
         _log.warning("the tokens are kept in memory: no cache in %s: %s", folder.parent, error)
+    # Read back as memory maps, so that the tokens do not stay in this process's memory.
     return _read_streams(folder) or streams
 
 
@@ -222,7 +224,7 @@ def _encode(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer)
 
 
 def _key(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer) -> str:
-    """Digest the inputs of the streams; a file counts by its name, size and time."""
+    """Digest the inputs of the streams; a file is known by its path, name, size and time."""
     stats = [(str(file.path), file.name, file.path.stat()) for file in files]
     parts = [
         _FORMAT,

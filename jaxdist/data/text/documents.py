@@ -23,14 +23,14 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class TextFile(NamedTuple):
-    """A file, and its name below the requested folder: the same on every machine."""
+    """A file, and its name below the requested folder, which is the same on every machine."""
 
     path: Path
     name: str
 
 
 class SplitDocuments(NamedTuple):
-    """The documents of both splits (UTF-8 bytes, unless the files were not), and the files read."""
+    """The documents of both splits, in bytes (of UTF-8 if the files are), and counts of them."""
 
     train: list[bytes]
     heldout: list[bytes]
@@ -46,7 +46,7 @@ def python_stdlib() -> list[TextFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, subfolders, names in os.walk(root):
-        # In place, because `os.walk` descends into the folders that are left in this list.
+        # The list is changed in place: `os.walk` descends into the folders that remain in it.
         subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]
         paths = (Path(folder, name) for name in names if name.endswith(".py"))
         files += [
@@ -75,7 +75,7 @@ def matching(patterns: Sequence[str]) -> list[TextFile]:
                     f"expected one of {', '.join(SUFFIXES)}; name the files more narrowly"
                 )
             name = path.relative_to(root).as_posix()
-            # Two globs may match the same file, also by a link; it counts once.
+            # Two globs may match the same file, also by a link; such a file counts once.
             found.setdefault(path.resolve(), TextFile(path, name))
     return _distinct(sorted(found.values(), key=lambda file: (file.name, file.path)))
 
@@ -92,8 +92,8 @@ def split_documents(
     A UTF-8 byte order mark at the start of a file is removed.
 
     A file is held out by the hash of its name, independently of other files; of several files at
-    least one is in each split. A single file is cut by its bytes, with the last part held out,
-    between two documents where there are several (.jsonl) or otherwise between two lines.
+    least one is in each split. A single file is cut, with the last part held out: a .jsonl between
+    two documents, any other file between two lines.
 
     Args:
       files: sorted, with distinct names.
@@ -152,7 +152,8 @@ def _cut(documents: list[bytes], fraction: float) -> tuple[list[bytes], list[byt
         place = content.find(b"\n", start) + 1
         if place in (0, len(content)):
             place = start
-            while place < len(content) and content[place] & 0xC0 == 0x80:  # inside a character
+            # The bytes 10xxxxxx continue a character of UTF-8, which must not be cut.
+            while place < len(content) and content[place] & 0xC0 == 0x80:
                 place += 1
         return [content[:place]], [content[place:]]
     remaining = sum(map(len, documents)) * (1 - fraction)
@@ -165,15 +166,15 @@ def _cut(documents: list[bytes], fraction: float) -> tuple[list[bytes], list[byt
 
 def _uniform(name: str) -> float:
     """Return a number in [0, 1) that depends only on the name."""
-    # 48 bits, which a float64 holds exactly.
+    # A float64 holds 48 bits exactly.
     return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=6).digest()) / 2**48
 
 
 def read_text_file(path: Path) -> bytes:
-    """Read a file without the mark of its encoding.
+    """Read a file without the byte order mark of UTF-8.
 
     Raises:
-      DataError: it cannot be read.
+      DataError: the file cannot be read.
     """
     try:
         # The mark belongs to the file's encoding, not to the text.
@@ -222,7 +223,7 @@ def _jsonl(path: Path, content: bytes, field: str) -> Iterator[bytes]:
 
 
 def _distinct(files: Sequence[TextFile]) -> list[TextFile]:
-    """Number equal names, as files below different folders can have."""
+    """Make names distinct by numbers, since files below different folders can have equal names."""
     counts: dict[str, int] = {}
     named = []
     for path, name in files:
@@ -245,7 +246,7 @@ def _instead(paths: Sequence[Path], root: Path) -> str:
     for path in paths:
         try:
             kind = path_kind(path)
-        except OSError as error:  # a link to nothing
+        except OSError as error:  # The path is a link to nothing.
             return f"{path} cannot be read: {error.strerror}"
         remedy = f"; name the files in it: {path}/*.txt" if path.is_dir() else ""
         return f"{path} is {kind}, not a regular file{remedy}"

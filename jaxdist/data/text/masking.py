@@ -1,4 +1,4 @@
-"""Masked tokens for an encoder: which are hidden, and by what (Devlin, arXiv 1810.04805).
+"""The hiding of tokens that an encoder is to predict (Devlin, arXiv 1810.04805).
 
 Dims: N examples, L sequence, P predicted positions.
 """
@@ -23,13 +23,13 @@ class MaskingConfig(Config):
     """Hide some tokens of each window, which an encoder must predict."""
 
     rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Fraction of the tokens that are predicted; every window has the same number of them."""
+    """Fraction of the tokens that are predicted; it gives every window the same number of them."""
     masked: _Fraction = 0.8
     """Fraction of the predicted tokens that the mask replaces."""
     random: _Fraction = 0.1
     """Fraction of the predicted tokens that a random token replaces; the others are kept."""
     token: str = "[MASK]"
-    """The tokenizer's token for the mask; a tokenizer without it gets a further token."""
+    """The tokenizer's token for the mask; the vocabulary of a tokenizer without it grows by one."""
 
     @model_validator(mode="after")
     def _check(self) -> MaskingConfig:
@@ -53,8 +53,9 @@ class MaskedWindows:
     """Windows of a source of `tokens` [L + 1] and `segments` [L], with hidden tokens.
 
     An example has `tokens` int32 [L], in which hidden tokens are replaced, `segments` int32 [L],
-    `positions` int32 [P] of the predicted tokens, and `targets` int32 [P], what they were. Training
-    hides others each time that it draws a window, by its key; evaluation always hides the same.
+    `positions` int32 [P] of the predicted tokens, and `targets` int32 [P], the original tokens
+    there. Training hides other tokens each time that it draws a window, by the key of the draw;
+    evaluation always hides the same tokens.
 
     Attributes:
       mask: the token that replaces hidden tokens.
@@ -84,7 +85,8 @@ class MaskedWindows:
     def _hidden(self, tokens: np.ndarray, segments: np.ndarray, draws: Draws) -> HostBatch:
         L = tokens.shape[1]
         count = self.config.predicted(L)
-        # The places with the smallest random numbers; special tokens come last.
+        # The places with the smallest random numbers are predicted. The top bit is kept for special
+        # tokens, so that these come last.
         order = mix(draws.bits()[:, None] ^ mix(np.arange(L, dtype=np.uint64)))
         order >>= np.uint64(1)
         special = np.isin(tokens, self.special)

@@ -13,7 +13,8 @@ _APART_SHARE = 20
 _BUCKETS = 64
 _STEPS = 40
 _DENSE_LIMIT = 2**25
-_BELIEF = 10.0  # weight of the prior WITTEN_BELL, in tokens, for buckets with little data
+_BELIEF = 10.0
+"""Weight of the prior WITTEN_BELL, in tokens, for buckets with little data."""
 
 WITTEN_BELL = 1 / (1 + 2 ** ((np.arange(_BUCKETS) + 0.5) / 2))
 """The g of Witten and Bell, T / (T + c), in the middle of each bucket of c / T."""
@@ -21,7 +22,7 @@ WITTEN_BELL = 1 / (1 + 2 ** ((np.arange(_BUCKETS) + 0.5) / 2))
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of each n-gram; an n-gram is a number, its tokens in base vocab_size."""
+    """Counts of n-grams, each of which is a number whose digits in base vocab_size are tokens."""
 
     grams: np.ndarray
     """The n-grams, sorted, int64 [G]."""
@@ -44,7 +45,8 @@ class TrigramModel:
 
     and g = 1 for an unseen context. g depends only on a bucket of c / T; each bucket's g maximises
     the likelihood of a slice of the training tokens that is left out of the counts (by expectation
-    maximisation, beginning with Witten and Bell's). Finally all training tokens are counted.
+    maximisation, which begins with the g of Witten and Bell). The final counts are those of all
+    training tokens.
 
     Source: Jelinek and Mercer (1980); the buckets are from Chen and Goodman, "An empirical study of
     smoothing techniques for language modeling", section 2.2 (1998).
@@ -55,7 +57,7 @@ class TrigramModel:
     """
 
     def __init__(self, vocab_size: int, orders: Sequence[Counts], back_off: Sequence[np.ndarray]):
-        """Make a model of `orders`, counts of 1-, 2- and 3-grams, and `back_off`, each g."""
+        """Make a model of `orders`, counts of 1-, 2- and 3-grams, and `back_off`, g by bucket."""
         self._vocab_size = vocab_size
         self._orders = orders
         self._back_off = back_off
@@ -64,7 +66,7 @@ class TrigramModel:
     def fit(cls, stream: np.ndarray, vocab_size: int) -> TrigramModel:
         """Count a training stream (integers [N] in [0, vocab_size), vocab_size at most 2**20).
 
-        It takes about 8 s and 2 GB for 30 million bytes on a core.
+        Counting 30 million bytes takes about 8 s and 2 GB on a core.
         """
         assert 1 <= vocab_size <= 2**20, "three tokens must fit an int64"
         apart, rest = _set_apart(np.asarray(stream))
@@ -117,7 +119,7 @@ def _grams(piece: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
 def _look_up(
     counts: Counts, pieces: Sequence[np.ndarray], order: int, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Look up each token after a piece's first two: its bucket (-1: unseen) and count / c."""
+    """Return the bucket (-1 if unseen) and count / c of each token after a piece's first two."""
     grams = np.concatenate(
         [_grams(piece[_ORDERS[-1] - order :], order, vocab_size) for piece in pieces]
     )
@@ -154,7 +156,7 @@ def _fit_back_off(bucket: np.ndarray, own: np.ndarray, lower: np.ndarray) -> np.
 
 
 def _set_apart(stream: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Split off a twentieth of a stream in 16 blocks, and return the pieces between them too."""
+    """Divide a stream into a twentieth of it, in 16 blocks, and the pieces between the blocks."""
     length = len(stream) // (_APART_SHARE * _APART_BLOCKS)
     starts = [len(stream) * number // _APART_BLOCKS for number in range(_APART_BLOCKS)]
     if length < _ORDERS[-1]:

@@ -21,7 +21,7 @@ _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Piece(NamedTuple):
-    """A piece of a conversation as text, and whether it is of an answer."""
+    """A piece of a conversation as text, and whether the piece is an answer."""
 
     text: str
     answer: bool
@@ -54,6 +54,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
+        # Templates rely on the settings, filters and functions that transformers gives them.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raiser(TemplateError)
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -66,7 +67,7 @@ class ChatTemplate:
             ) from error
 
     def render(self, messages: Sequence[Message], *, ask: bool = False) -> str:
-        """Write a conversation out; with `ask`, up to where an answer begins.
+        """Return a conversation as text; with `ask`, the text ends where an answer begins.
 
         Raises:
           DataError: the template refuses the conversation.
@@ -74,7 +75,7 @@ class ChatTemplate:
         given = {"messages": [*messages], "add_generation_prompt": ask, **self._tokens}
         try:
             return self._template.render(**given)
-        # A template may raise anything that its own expressions do.
+        # Expressions in a template raise the errors that Python raises for them.
         except (self._failed, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise DataError(f"the tokenizer's chat template refuses it: {error}") from error
 
@@ -113,7 +114,7 @@ def _template(folder: Path) -> tuple[Mapping[str, Any], str]:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"data.tokenizer: {folder} cannot be read: {reason}") from error
     text = settings.get("chat_template") if isinstance(settings, dict) else None
-    if isinstance(text, list):  # several, each with a name
+    if isinstance(text, list):  # A tokenizer may have several templates, each with a name.
         named = {one.get("name"): one.get("template") for one in text if isinstance(one, dict)}
         text = named.get("default")
     if not isinstance(text, str):

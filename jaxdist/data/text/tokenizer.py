@@ -69,11 +69,11 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """A `tokenizer.json` of the tokenizers library, with a further token that ends a document.
+    """A `tokenizer.json` of the tokenizers library, with an added token that ends a document.
 
     Args:
-      end_of_document: a token of the file that ends a document in place of a further token.
-      vocab_size: number of tokens of the model; None is that of the file.
+      end_of_document: a token of the file that ends a document in place of the added token.
+      vocab_size: number of tokens of the model; None is the number of the file's.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class BpeTokenizer:
         """Load the file.
 
         Raises:
-          DataError: the file is missing or not a tokenizer, or has no such token, or more tokens
-            than the model.
+          DataError: the file is missing or not a tokenizer, or does not have the token
+            `end_of_document`, or has more tokens than the model.
         """
         import tokenizers
 
@@ -134,7 +134,10 @@ class BpeTokenizer:
         return tokens
 
     def encode_marked(self, text: str) -> np.ndarray:
-        """Encode a text, int32 `[N]`, in which the file's special tokens may be spelled out."""
+        """Encode a text that may spell special tokens of the file, which are encoded as such.
+
+        The result is int32 `[N]`.
+        """
         before = self._tokenizer.encode_special_tokens
         self._tokenizer.encode_special_tokens = False
         try:
@@ -144,7 +147,8 @@ class BpeTokenizer:
         return np.asarray(ids, np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return self._tokenizer.decode(list(tokens))  # skips numbers it does not know
+        # The library skips numbers that have no token.
+        return self._tokenizer.decode(list(tokens))
 
     def number(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
@@ -170,7 +174,7 @@ class BpeTokenizerConfig(Config):
     end_of_document: str | None = None
     """A token of the file that ends a document, such as <|endoftext|>; null adds a token."""
     vocab_size: Count | None = None
-    """Number of tokens of the model, where it has more than the file; null is the file's."""
+    """Number of tokens of the model, if it has more than the file; null is the file's number."""
 
     def build(self) -> BpeTokenizer:
         file = Path(self.file).expanduser()
@@ -185,7 +189,7 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, out: Path) -> BpeToke
 
     Args:
       documents: UTF-8 text.
-      vocab_size: number of tokens to learn, at least the 256 bytes; little text gives fewer.
+      vocab_size: number of tokens to learn, at least 256, the bytes; little text gives fewer.
       out: the file to write.
 
     Raises:
@@ -197,7 +201,7 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, out: Path) -> BpeToke
     """
     if vocab_size < 256:
         raise DataError(f"vocab_size {vocab_size} is too small: 256 bytes are tokens already")
-    if vocab_size > MAX_VOCAB:  # the library would crash the process when it runs out of memory
+    if vocab_size > MAX_VOCAB:  # The library would crash the process when it runs out of memory.
         raise DataError(f"vocab_size {vocab_size} is too large: at most {MAX_VOCAB}")
     learned = _untrained()
     from tokenizers import pre_tokenizers, trainers

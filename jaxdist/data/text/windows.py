@@ -32,9 +32,9 @@ class WindowSource:
     """Windows of a stream: example i reads tokens [i*L, i*L + L] and predicts the last L of them.
 
     `tokens` is int32 [L + 1]: inputs are `tokens[:-1]`, targets `tokens[1:]`. `segments` is int32
-    [L], for each input the number of separators in the window up to and including it. A separator
-    is the first input of the document after it, so equal numbers mean the same document, and a
-    model that attends only between equal numbers never looks across a boundary.
+    [L]: for each input, the number of separators in the window up to and including that input. A
+    separator is the first input of the document after it, so equal numbers mean the same document,
+    and a model that attends only between equal numbers never looks across a boundary.
 
     >>> stream = np.array([9, 1, 2, 9, 3, 9, 4])
     >>> source = WindowSource(stream, window=3, end_of_document=9)

@@ -233,8 +233,8 @@ def _backward(blocks: Blocks, kept: Residuals, cotangent_BLHd: jax.Array) -> tup
     arrays = (*given, out_BLHd, cotangent_BLHd)
     q, k, v, out, dout = (blocks.cut(x, given[1].shape[2]) for x in arrays)
     segments = blocks.cut_segments(segments_BL)
-    # The gradient of a softmax needs the sum over all keys of weights times `dweights`. It equals
-    # the product of the result and its gradient, without another pass over the keys.
+    # The gradient of a softmax needs the sum over all keys of weights times `dweights`. That sum is
+    # the product of the result and its gradient, which takes no other pass over the keys.
     delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
 
     def body(grads: Grads, pair: tuple[jax.Array, jax.Array]) -> tuple[Grads, None]:

@@ -1,7 +1,7 @@
 """The TPU's fused attention, a Pallas kernel of jax with memory linear in the sequence.
 
 XLA cannot partition a Pallas kernel, so the kernel runs on each device's rows and heads separately.
-It declares no cost, so a ledger of the compiled program counts none of its FLOPs.
+The kernel declares no cost, so a ledger of the compiled program counts none of its FLOPs.
 
 Dims: B batch, L sequence, H heads, K kv_heads, d head_dim.
 """
