@@ -1,1 +1,1 @@
-"""The link between a training process and the agent that started it; the agent imports it too."""
+"""The link between a training process and its agent: heartbeats, fences, journals and records."""

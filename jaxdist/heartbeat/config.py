@@ -1,4 +1,4 @@
-"""The section `elastic` of a configuration: what hosts that come and go must agree on."""
+"""The section `elastic` of a configuration: settings on which all hosts of a run must agree."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class MembershipConfig(Config):
     """The number of hosts of a generation, and the times for which the registry waits for them."""
 
     min_hosts: Count = 1
-    """A generation with fewer hosts does not start."""
+    """The smallest number of hosts with which a generation starts."""
     max_hosts: Count = LARGEST
-    """Hosts beyond this number wait, and replace those that are lost."""
+    """The largest number of hosts in a generation; further hosts wait, and replace lost hosts."""
     lease_seconds: PositiveFloat = 10.0
-    """A host that sends no heartbeat for this time is considered lost; it should renew its lease
-    several times within it."""
+    """The time without a heartbeat after which a host counts as lost; a host should renew its lease
+    several times within this time."""
     settle_seconds: NonNegativeFloat = 5.0
     """A generation starts, or saves and stops in order to grow, once no host has joined or left for
     this time."""
     drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
-    """The largest relative error of any host's clock, fast or slow."""
+    """The largest relative error in the rate of any host's clock, fast or slow."""
     stuck_host_seconds: NonNegativeFloat = 300.0
-    """Time for which a host with a stuck process is excluded, if the other hosts can train without
-    it."""
+    """The time for which a host with a stuck process is excluded, if the other hosts can train
+    without it."""
 
     @model_validator(mode="after")
     def _check(self) -> MembershipConfig:
@@ -40,6 +40,7 @@ class MembershipConfig(Config):
     @property
     def held_seconds(self) -> float:
         """The time for which a host assumes that it holds its lease, by its own clock."""
+        # The host's clock may be slow by `drift` while the registry's clock is fast by `drift`.
         return self.lease_seconds * (1 - self.drift) / (1 + self.drift)
 
 
@@ -47,24 +48,24 @@ class ElasticConfig(Config):
     """Settings of elastic runs, whose hosts may join and leave: `jaxdist agent`."""
 
     lease_seconds: PositiveFloat = 10.0
-    """A host that sends no heartbeat for this time is considered lost."""
+    """The time without a heartbeat after which a host counts as lost."""
     settle_seconds: NonNegativeFloat = 5.0
     """A generation starts, or saves and stops in order to grow, once no host has joined or left for
     this time."""
     drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
-    """The largest relative error of any host's clock, fast or slow."""
+    """The largest relative error in the rate of any host's clock, fast or slow."""
     stuck_host_seconds: NonNegativeFloat = 300.0
-    """Time for which a host with a stuck process is excluded, if the other hosts can train without
-    it; 0 lets it rejoin at once."""
+    """The time for which a host with a stuck process is excluded, if the other hosts can train
+    without it; 0 lets the host rejoin at once."""
     batch: Literal["same", "rescale"] = "same"
     """The reaction to a smaller mesh: `same` keeps the batch, in more microbatches; `rescale`
     shrinks the batch with the mesh and sets the learning rate by the rule of optim.scale_from."""
 
     def membership(self, least: int, most: int) -> MembershipConfig:
-        """Return the same settings for a number of hosts.
+        """Return the settings of the registry for a range of numbers of hosts.
 
         Args:
-          least, most: the smallest and the largest number of hosts.
+          least, most: the smallest and the largest number of hosts in a generation.
 
         Raises:
           ConfigError: `least` is larger than `most`.

@@ -2,11 +2,11 @@
 
     RUN/generations/00000003     generation 3 has started to write
 
-Each generation leaves a mark before it reads anything, and one that finds a mark of a later
-generation stops writing. Marks are only added, so a late mark cannot lower the fence. A process may
-be suspended between the check and the write. Therefore the name of a file contains the generation's
-number, and the next generation deletes such files first (`jaxdist.checkpoint.layout`); the file of
-metrics is replaced.
+Each generation leaves a mark before it reads anything, and a generation that finds a mark of a
+later generation stops writing. Marks are only added, so a late mark cannot lower the fence. A
+process may be suspended between the check and the write. Therefore the name of each file contains
+the generation's number, and the next generation first deletes the files of earlier generations
+(`jaxdist.checkpoint.layout`) and replaces the file of metrics.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDER = "generations"
 
 @dataclass(frozen=True)
 class Fence:
-    """A fence that storage keeps: it refuses a write of a generation older than the newest writer.
+    """A fence of a storage, which refuses writes of generations older than the newest writer.
 
     >>> fence = Fence().admit(3)
     >>> fence.admit(2) is None, fence.admit(4)
@@ -48,7 +48,7 @@ class RunFence:
         self.run, self.generation = run, generation
 
     def raise_(self) -> None:
-        """Leave this generation's mark, after which earlier generations write no more.
+        """Leave this generation's mark, after which earlier generations stop writing.
 
         Raises:
           RunError: a later generation has started already, or the mark cannot be made.
@@ -80,7 +80,7 @@ class RunFence:
 
 
 def newest_generation(run: Path) -> int:
-    """Return the number of the newest generation that has written into a run; 0 if none has."""
+    """Return the number of the newest generation that has written into a run; 0 without any."""
     try:
         names = os.listdir(run / FOLDER)
     except (FileNotFoundError, NotADirectoryError):
@@ -89,6 +89,6 @@ def newest_generation(run: Path) -> int:
 
 
 def newest_of_all(base: Path) -> int:
-    """Return the newest generation over a run's directory and `base-2`, `base-3`, ... after it."""
+    """Return the newest generation in the run directories `base`, `base-2`, `base-3`, ..."""
     found = [base, *base.parent.glob(f"{base.name}-[0-9]*")]
     return max(newest_generation(run) for run in found)

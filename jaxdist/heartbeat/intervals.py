@@ -1,4 +1,4 @@
-"""The best interval between saves: closed forms for failures at random times and a constant rate.
+"""Closed forms of the best interval between saves, for random failures at a constant rate.
 
 Notation: `work` is the time between two saves, `cost` the time that a save takes, `mttf` the mean
 time between two failures of the whole fleet, and `recovery` the time from a failure until work
@@ -13,9 +13,10 @@ DAY_SECONDS = 86_400.0
 
 
 def mttf_of(parts: float, failures_per_day: float) -> float:
-    """Return the mean seconds between failures of a fleet, given the failures of each part per day.
+    """Return the mean seconds between failures of a fleet of `parts`, such as nodes.
 
-    Meta's fit for jobs of more than 32 GPUs (arXiv 2410.21680, section IV), in nodes:
+    The example has 2048 nodes with the rate that Meta fitted for jobs of more than 32 GPUs (arXiv
+    2410.21680, section IV):
 
     >>> round(mttf_of(2048, 6.5e-3))
     6490
@@ -26,7 +27,8 @@ def mttf_of(parts: float, failures_per_day: float) -> float:
 def young(cost: float, mttf: float) -> float:
     """Return the work between saves that loses the least time, to first order: sqrt(2 cost mttf).
 
-    J. W. Young, "A first order approximation to the optimum checkpoint interval" (CACM 17, 1974).
+    The formula is from J. W. Young, "A first order approximation to the optimum checkpoint
+    interval" (CACM 17, 1974).
 
     >>> round(young(60, mttf_of(2048, 6.5e-3)))
     883
@@ -37,8 +39,8 @@ def young(cost: float, mttf: float) -> float:
 def daly(cost: float, mttf: float) -> float:
     """Return Young's interval to a higher order, with failures during saves and partly lost work.
 
-    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (FGCS
-    22, 2006), equation 37.
+    The formula is equation 37 of J. T. Daly, "A higher order estimate of the optimum checkpoint
+    interval for restart dumps" (FGCS 22, 2006).
 
     >>> round(daly(60, mttf_of(2048, 6.5e-3)))
     843
@@ -52,14 +54,14 @@ def daly(cost: float, mttf: float) -> float:
 def expected(work: float, cost: float, mttf: float, recovery: float) -> float:
     """Return the expected seconds until `work` is done and saved, with all failures and recoveries.
 
-    mttf e^(recovery / mttf) (e^((work + cost) / mttf) - 1): Daly 2006, section 3. The result is
-    infinite if it exceeds the range of a float.
+    The formula is mttf e^(recovery / mttf) (e^((work + cost) / mttf) - 1), from Daly 2006, section
+    3. The result is infinite if it exceeds the range of a float.
 
     >>> expected(100, 0, 1e9, 0)
     100.00000...
     """
     if max(recovery, work + cost) > 300 * mttf:
-        return math.inf  # the work is never done, and the result would overflow
+        return math.inf  # The work is practically never done, and `exp` would overflow.
     return mttf * math.exp(recovery / mttf) * math.expm1((work + cost) / mttf)
 
 
@@ -73,9 +75,10 @@ def goodput(work: float, cost: float, mttf: float, recovery: float) -> float:
 
 
 def planned_share(work: float, cost: float, between: float, recovery: float) -> float:
-    """Return the share of kept work for injected failures, each after `between` seconds of work.
+    """Return the share of time that is kept work, with a failure per `between` seconds of work.
 
-    No failure occurs during a recovery, and each loses half of an interval between two saves.
+    The formula assumes injected failures: no failure occurs during a recovery, and each failure
+    loses half of an interval between two saves.
 
     >>> planned_share(10, 0.1, 60, 5)
     0.84...

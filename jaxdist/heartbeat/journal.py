@@ -25,7 +25,8 @@ class Journal:
         """Add an event of a generation, as one line."""
         line = {"time": time.time(), "generation": run_folder.generation, "event": event, **what}
         self._kept.append(line)
-        with suppress(OSError):  # no process has published the directory yet, or the disk is full
+        # Events stay in memory while no process has published the directory, or the disk is full.
+        with suppress(OSError):
             path = run_folder.run_directory() / FILE_NAME
             with path.open("a", encoding="utf-8") as file:
                 for one in self._kept:
@@ -34,10 +35,10 @@ class Journal:
 
 
 def read_journal(run: Path) -> list[JsonObject]:
-    """Return the events of a run's generations in order; none if no agent has started the run.
+    """Return the events of a run's generations in order; the list is empty for a run without agent.
 
     Raises:
-      RunError: the file cannot be read.
+      RunError: the journal cannot be read.
     """
     try:
         lines = read_regular(run / FILE_NAME).splitlines()
@@ -49,7 +50,7 @@ def read_journal(run: Path) -> list[JsonObject]:
         ) from error
     events = []
     for line in lines:
-        with suppress(ValueError):  # the last line may be incomplete if the agent was killed
+        with suppress(ValueError):  # The last line may be incomplete if the agent was killed.
             event = parse_json(line)
             if isinstance(event, dict) and isinstance(event.get("event"), str):
                 events.append(event)

@@ -16,21 +16,23 @@ from pathlib import Path
 from jaxdist.checkpoint.identity import Identity
 
 FOLDER, GENERATION, FENCE = "JAXDIST_AGENT", "JAXDIST_GENERATION", "JAXDIST_FENCE"
-"""Variables with which a process finds the folder."""
+"""The environment variables with which a process finds the folder."""
 MEMORY = Path("/dev/shm")
 PREFIX, LOCK = "jaxdist-", ".held"
 YOUNG_SECONDS = 10.0
-"""A folder younger than this is kept, because no process holds it while it is being created."""
+"""The age below which an unlocked folder is kept, because its agent may be about to lock it."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder, as the processes of one generation see it.
+    """The paths in the folder for the processes of one generation.
 
     Attributes:
-      generation: the number of the generation, which starts at 1; each has new processes.
+      folder: the folder, which all generations of an agent share.
+      generation: the number of the generation, which starts at 1.
       fence: the name that all generations of a run on several hosts share, because a process of an
-        older one may still be alive and must not write. None if there can be no such process.
+        older generation may still be alive and must not write; None on a single host, where no
+        such process can exist.
     """
 
     folder: Path
@@ -39,7 +41,7 @@ class RunFolder:
 
     @property
     def snapshots(self) -> Path:
-        """The folder of snapshots, which outlive processes, but not the machine."""
+        """The folder of snapshots, which outlive the processes, but not the machine."""
         return self.folder / "snapshots"
 
     @property
@@ -48,14 +50,15 @@ class RunFolder:
         return self.folder / "run"
 
     def tell_run(self, run: Identity) -> None:
-        """Publish which run this is, for the agent and for later generations."""
+        """Publish the path and the id of the run, for the agent and for later generations."""
         assert run.path is not None
+        # A rename, so that no reader sees a part of the file.
         staging = self.folder / f".run_{os.getpid()}"
         staging.write_text(json.dumps({**run.plain, "path": str(run.path.absolute())}))
         staging.rename(self.run)
 
     def known_run(self) -> Identity | None:
-        """Return which run this is; None until a process has published it."""
+        """Return the path and the id of the run; None until a process has published them."""
         try:
             return Identity.of(json.loads(self.run.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -65,7 +68,7 @@ class RunFolder:
         """Return the run directory.
 
         Raises:
-          FileNotFoundError: no process has published it yet.
+          FileNotFoundError: no process has published the directory yet.
         """
         run = self.known_run()
         if run is None or run.path is None:
@@ -74,15 +77,15 @@ class RunFolder:
 
     @property
     def done(self) -> Path:
-        """The file that exists once the generation has finished the run, rather than stopped it."""
+        """The file that exists once the generation has taken the run's last step."""
         return self.folder / f"done_{self.generation}"
 
     @property
     def notice(self) -> Path:
         """The file with the preemption notice that a process of the generation has received.
 
-        It does not exist if the request to stop came from the agent, or from a process of another
-        machine.
+        The file does not exist if the request to stop came from the agent, or from a process of
+        another machine.
         """
         return self.folder / f"notice_{self.generation}"
 
@@ -98,7 +101,7 @@ class RunFolder:
         return self.folder / f"status_{self.generation}_{process}"
 
     def log(self, member: int) -> Path:
-        """Return the file of the standard error of the process with this number among all."""
+        """Return the file of the standard error of the agent's process with the number `member`."""
         return self.folder / f"log_{member}"
 
     def environ(self) -> dict[str, str]:
@@ -120,9 +123,10 @@ def run_folder_of(environ: Mapping[str, str]) -> RunFolder | None:
 
 @contextmanager
 def new_folder() -> Iterator[Path]:
-    """Create a folder that only this user can enter, and delete it at the end.
+    """Create a folder that only this user can enter, and delete the folder at the end.
 
-    It is in memory if the system allows. The folders of agents that were killed are deleted too.
+    The folder is in memory on systems with /dev/shm. The function also deletes the folders of
+    agents that were killed.
     """
     parent = MEMORY if MEMORY.is_dir() else None
     for folder in left_behind():
@@ -133,12 +137,13 @@ def new_folder() -> Iterator[Path]:
 
 @contextmanager
 def held(folder: Path) -> Iterator[int]:
-    """Hold a folder for as long as a process has the descriptor open.
+    """Lock a folder, so that no other agent deletes it while a process has the descriptor open.
 
-    A process that is started with the descriptor (`pass_fds`) holds the folder too.
+    A process that is started with the descriptor (`pass_fds`) keeps the lock too.
     """
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        # Shared: an agent locks its folder several times; `left_behind` tries an exclusive lock.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield descriptor
     finally:
@@ -146,10 +151,10 @@ def held(folder: Path) -> Iterator[int]:
 
 
 def left_behind() -> list[Path]:
-    """Return the folders of this user in memory that neither an agent nor a process of it holds."""
+    """Return this user's folders in memory that neither an agent nor its processes lock."""
     found = []
     for folder in MEMORY.glob(f"{PREFIX}*"):
-        # another user's folder, one that was just created or deleted, or one that is held
+        # Skip folders of other users, folders just created or deleted, and locked folders.
         with suppress(OSError):
             descriptor = os.open(folder / LOCK, os.O_RDWR)
             try:

@@ -1,4 +1,4 @@
-"""The interval between a run's saves, from its own measurements: functions of plain data."""
+"""The interval between a run's saves, as a function of the run's own measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxdist.heartbeat import intervals
 from jaxdist.types import JsonObject
 
 RECOVERY = ("stop", "restart", "restore", "first_step")
-"""The parts of a recovery that an agent records when a generation takes steps, each in seconds."""
+"""The parts of a recovery whose seconds an agent records once a generation takes steps."""
 MOST_STEPS = 2**30
 
 
@@ -21,7 +21,7 @@ class Failures:
     Attributes:
       mttf: mean seconds between two failures.
       recovery: seconds from a failure until work continues.
-      seen: the number of failures; if it is 0, both values are assumptions.
+      seen: the number of failures so far; if it is 0, `mttf` and `recovery` are assumptions.
     """
 
     mttf: float
@@ -30,11 +30,12 @@ class Failures:
 
 
 def failures_of(events: Sequence[JsonObject], now: float, prior: Failures) -> Failures:
-    """Derive the failures from an agent's journal: its time divided by the number of failures.
+    """Derive the mean time between failures, and of a recovery, from an agent's journal.
 
     Args:
       now: seconds since 1970.
-      prior: the values before the first failure; its recovery holds until one has been measured.
+      prior: the values before the first failure; the recovery of `prior` is used until a recovery
+        has been measured.
     """
     begun = [event for event in events if event["event"] == "begun"]
     lost = sum(event["event"] == "lost" for event in events)
@@ -42,6 +43,7 @@ def failures_of(events: Sequence[JsonObject], now: float, prior: Failures) -> Fa
         return prior
     took = [sum(float(event[f"{part}_seconds"]) for part in RECOVERY) for event in begun]
     mttf = max((now - float(begun[0]["time"]) + took[0]) / lost, 1.0)
+    # The start of the first generation does not count as a recovery.
     later = [seconds for event, seconds in zip(begun, took, strict=True) if event["generation"] > 1]
     return Failures(mttf, statistics.median(later) if later else prior.recovery, lost)
 
@@ -52,9 +54,10 @@ class Interval:
 
     Attributes:
       steps: the number of steps between two saves.
-      work: the seconds that these steps take.
+      work: the seconds that the steps between two saves take.
       cost: the seconds for which a save blocks training.
-      predicted: the share of time that is work which is kept, with failures at random times.
+      failures: the failures on which the interval is based.
+      predicted: the predicted share of time that is kept work, with failures at random times.
     """
 
     steps: int
@@ -82,7 +85,7 @@ class Interval:
 
 
 def choose_interval(cost: float, step_seconds: float, failures: Failures) -> Interval:
-    """Return Daly's interval, rounded to whole steps, at least one.
+    """Return Daly's interval, rounded to a whole number of steps, which is at least 1.
 
     Args:
       cost: the seconds for which a save blocks training.
@@ -94,7 +97,7 @@ def choose_interval(cost: float, step_seconds: float, failures: Failures) -> Int
 
 
 def interval(steps: int, cost: float, step_seconds: float, failures: Failures) -> Interval:
-    """Return the interval with a given number of steps."""
+    """Return the interval with a given number of steps, and its predicted share of kept work."""
     work = steps * step_seconds
     predicted = intervals.goodput(work, cost, failures.mttf, failures.recovery)
     return Interval(steps, work, cost, failures, predicted)

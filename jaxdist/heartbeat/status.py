@@ -1,9 +1,9 @@
-"""The status of each process of a run, in memory that its agent reads: no messages, no waits.
+"""The status of each process of a run, in shared memory that the agent reads without messages.
 
 A thread sends heartbeats, whatever the main thread does. A process that is stopped (SIGSTOP, a
-swapped-out machine) falls silent; one that waits in a collective does not. Besides the current
-phase, the memory holds a ring of the main thread's last phases: a flight record, which outlives the
-process.
+swapped-out machine) falls silent; a process that waits in a collective does not. Besides the
+current phase, the memory holds a ring buffer of the main thread's last phases: a flight record,
+which outlives the process.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxdist.errors import RunError
 from jaxdist.metrics.account import Activity
 
 BEAT_SECONDS = 0.1
-"""Seconds between two heartbeats on average. They are random, so that a process that is stopped
-periodically cannot stay in phase with them."""
+"""The mean seconds between two heartbeats. The seconds are random, so that a process that is
+stopped periodically cannot stay in phase with its heartbeats."""
 LATE_SECONDS = 0.01
-"""A heartbeat that is later than this is counted as late: the process did not run."""
+"""The delay above which a heartbeat counts as late, because the process did not run."""
 RING = 256
-"""The number of phases that are kept: about eighty steps."""
+"""The number of phases in the ring buffer, which is about eighty steps."""
 WAIT = "wait"
-"""A phase besides the kinds of an account: the main thread waits for the devices' step."""
+"""The name of a phase besides those of `Activity`: the main thread waits for the devices' step."""
 PHASES = (*map(str, Activity), WAIT)
 SLOW_PHASES = frozenset(
     {Activity.START, Activity.RECOVERY, Activity.COMPILE, Activity.EVALUATION, Activity.IDLE}
@@ -38,8 +38,9 @@ _KINDS = (*Activity, Activity.STEP)
 _CODES = {kind: code for code, kind in enumerate(Activity)}
 _WAIT = PHASES.index(WAIT)
 _FIELDS = struct.Struct("<9q")
-"""Process, pid, last heartbeat, heartbeats, late heartbeats; of the main thread step, phase,
-start of the phase, number of phases."""
+"""The layout of the status: the process, its pid, the time of the last heartbeat, the numbers of
+heartbeats and of late heartbeats; then the main thread's step, phase, start of the phase, and
+number of phases so far."""
 _BEATS, _MAIN, _ENTRY = struct.Struct("<3q"), struct.Struct("<4q"), struct.Struct("<4q")
 _BEATS_AT, _MAIN_AT = 16, 40
 _SIZE = _FIELDS.size + RING * _ENTRY.size
@@ -50,13 +51,13 @@ class Status:
     """The status of one process at one moment.
 
     Attributes:
-      step: the last step whose metrics it has received.
-      phase: the current phase of its main thread.
-      since: when the step or the phase last changed, in seconds of `time.monotonic`.
-      alive: the time of its last heartbeat.
-      waiting: whether it waits for the devices' step, which other processes may hold up.
-      beats: the number of its heartbeats.
-      late: the number of late heartbeats.
+      step: the last step whose metrics the process has received.
+      phase: the current phase of the process's main thread.
+      since: the time when the step or the phase last changed, in seconds of `time.monotonic`.
+      alive: the time of the last heartbeat, in seconds of `time.monotonic`.
+      waiting: whether the main thread waits for the devices' step, which other processes may delay.
+      beats: the number of heartbeats so far.
+      late: the number of late heartbeats so far.
     """
 
     process: int
@@ -76,9 +77,10 @@ class Phase:
 
     Attributes:
       name: one of `PHASES`.
-      step: the last finished step; for a wait, the step that it waited for.
-      begin: nanoseconds of `time.monotonic_ns`, a clock that all processes of a machine share.
-      duration: nanoseconds.
+      step: the last finished step; for a wait, the step for which the thread waited.
+      begin: the start of the phase in nanoseconds of `time.monotonic_ns`, a clock that all
+        processes of a machine share.
+      duration: the length of the phase in nanoseconds.
     """
 
     name: str
@@ -93,20 +95,21 @@ class Phase:
 
 
 class Publisher:
-    """The process's own side of its status; a context manager.
+    """The writer of a process's status, within the process; a context manager.
 
-    Cost: 1 us per phase, and 20 us of a thread for each heartbeat (`jaxdist bench elastic`).
+    It costs 1 us per phase, and 20 us of a thread for each heartbeat (`jaxdist bench elastic`).
 
     Args:
       path: the file in memory.
+      process: the number of the process.
 
     Raises:
-      RunError: there is no room for it.
+      RunError: there is no room for the file.
     """
 
     def __init__(self, path: Path, process: int) -> None:
         try:
-            # all of it, because a later write to a hole would be fatal if memory were full
+            # Zeros rather than a hole: a later write to a hole is fatal if memory is full.
             path.write_bytes(bytes(_SIZE))
         except OSError as error:
             raise RunError(
@@ -137,7 +140,7 @@ class Publisher:
         self.close()
 
     def close(self) -> None:
-        """Stop the heartbeats."""
+        """Stop the heartbeats and their thread."""
         self._over.set()
         self._thread.join()
 
@@ -158,13 +161,14 @@ class Publisher:
         self._write(time.monotonic_ns())
 
     def _turn(self, code: int, step: int) -> None:
-        """Write down the phase that has just ended, and start another."""
+        """Write the phase that has just ended to the ring buffer, and start another phase."""
         now = time.monotonic_ns()
         at = _FIELDS.size + self._count % RING * _ENTRY.size
         _ENTRY.pack_into(self._memory, at, self._begun, now - self._begun, step, self._code)
         self._step, self._code = step, code
         self._count += 1
         self._begun = now
+        # After the entry: a reader trusts all entries below the count.
         self._write(now)
 
     def _write(self, now: int) -> None:
@@ -187,7 +191,7 @@ class Publisher:
 
 
 def read_status(path: Path) -> Status | None:
-    """Return the status of a process; None if it has not published one yet."""
+    """Return the status of a process; None if the process has not published a status yet."""
     try:
         # Unbuffered, so that a single system call reads all fields.
         with path.open("rb", buffering=0) as file:
@@ -198,9 +202,9 @@ def read_status(path: Path) -> Status | None:
 
 
 def read_flight(path: Path) -> tuple[Status, list[Phase]] | None:
-    """Return the status of a process and its last phases in order; the last has not ended.
+    """Return the status of a process and its last phases in order.
 
-    For a dead process, the last phase ends with its last heartbeat.
+    The last phase in the list has not ended; it is listed up to the process's last heartbeat.
     """
     try:
         raw = path.read_bytes()

@@ -1,1 +1,1 @@
-"""Flight records: what the processes of a generation did before it failed, and which were slow."""
+"""Flight records: the last phases of each process before a failure, and the slow processes."""

@@ -1,7 +1,7 @@
-"""A picture of a flight record: a row for each process, a bar for each phase.
+"""Pictures of flight records, with a row for each process and a bar for each phase.
 
 `python -m jaxdist.heartbeat.flight.picture RUN/flight_3.json ...` draws each record, in a file
-next to it.
+next to the record.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WIDTH_INCHES, _ROW_INCHES, _MOST_INCHES = 10.0, 0.42, 40.0
 
 
 def draw_flight(record: JsonObject, directory: str | os.PathLike[str]) -> list[Path]:
-    """Draw a record of `jaxdist.heartbeat.flight.recorder`, in a file next to it."""
+    """Draw a record of `jaxdist.heartbeat.flight.recorder` in a directory; return the files."""
     name = f"flight_{record['generation']}"
     return save_figure(
         flight_figure(record), directory, name, formats=("png",), what="the flight record"
@@ -77,7 +77,7 @@ def flight_figure(record: JsonObject) -> Figure:
 
 
 def _shown(processes: Sequence[JsonObject]) -> tuple[float, float]:
-    """Return the first and the last second to show; a part of a last phase of minutes is enough."""
+    """Return the first and the last second to show, which cut off most of a long last phase."""
     rows = [one["phases"] for one in processes if one["phases"]]
     if not rows:
         return -1.0, 0.0
@@ -153,7 +153,7 @@ def _legend(figure: Figure, seen: dict[str, None]) -> None:
 
 
 def main(paths: Sequence[str]) -> None:
-    """Draw these records, at the lowest priority."""
+    """Draw the records in files, at the lowest priority of the scheduler."""
     os.nice(19)
     for path in map(Path, paths):
         draw_flight(json.loads(path.read_text(encoding="utf-8")), path.parent)

@@ -1,7 +1,7 @@
-"""Flight records in the agent: it looks for slow processes, and keeps the last phases of a failure.
+"""Recording by the agent: it reports slow processes, and writes a flight record of each failure.
 
 RUN/flight_3.json      each process's last phases when generation 3 failed or was stuck
-RUN/flight_3.png       a picture of it, drawn once the next generation takes steps
+RUN/flight_3.png       a picture of this record, drawn once the next generation takes steps
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from jaxdist.runtime.environment import python_module
 from jaxdist.types import JsonObject
 
 LOOK_SECONDS = 5.0
-"""Seconds between two looks for slow processes; one that is slow at two in a row is reported."""
+"""Seconds between two checks for slow processes. A process that is slow in two consecutive checks
+is reported."""
 DRAW_SECONDS = 60.0
-"""The longest time that the agent waits for a picture at its end."""
+"""The longest time for which the agent waits for a picture before it exits."""
 
 
 class Recorder:
@@ -48,7 +49,7 @@ class Recorder:
         self._drawing: subprocess.Popen[bytes] | None = None
 
     def look(self, run_folder: RunFolder, statuses: Sequence[Status]) -> None:
-        """Look for slow processes, every few seconds."""
+        """Check for slow processes, and report them, if the last check was some seconds ago."""
         now = time.monotonic()
         if run_folder.generation != self._generation:
             self._generation, self._next = run_folder.generation, now + LOOK_SECONDS
@@ -85,9 +86,12 @@ class Recorder:
         self._say(f"{slow.words()} (step {slow.step})")
 
     def lost(self, run_folder: RunFolder, process: int, how: str, processes: range) -> None:
-        """Record what the processes of a failed generation were doing, dead or alive.
+        """Record the last phases of a failed generation's processes, dead or alive.
 
         Args:
+          run_folder: the folder of the generation.
+          process: the process that failed or was stuck.
+          how: the kind of failure, as the end of a sentence about the process.
           processes: the processes of this machine.
         """
         self._run_folder = run_folder
@@ -96,30 +100,31 @@ class Recorder:
 
     def _write(self) -> None:
         """Write the records if a process has published the run directory."""
-        with suppress(OSError):  # no process has published it yet, or the disk is full
+        # Otherwise, or if the disk is full, the next call writes them.
+        with suppress(OSError):
             folder = None if self._run_folder is None else self._run_folder.run_directory()
             while folder is not None and self._unwritten:
                 record = self._unwritten[0]
                 path = folder / record_name(record)
                 path.write_text(json.dumps(record, indent=1), encoding="utf-8")
                 self._kept.append(path)
-                # Removed only after the write, so that a write to a full disk is retried.
+                # After the write, so that a write that failed (a full disk) is retried.
                 self._unwritten.pop(0)
 
     def begun(self) -> None:
-        """Note that a generation takes steps, so there is time to draw the previous generation."""
+        """Draw the failure of the previous generation, now that the current one takes steps."""
         self._write()
         self._begin_drawing()
 
     def close(self) -> None:
-        """Draw the last pictures; return when they are done, or have taken too long."""
+        """Draw the last pictures; return when the pictures are done, or have taken too long."""
         self._write()
         self._end_drawing()
         self._begin_drawing()
         self._end_drawing()
 
     def _begin_drawing(self) -> None:
-        """Start to draw in another process: a thread would delay the agent's checks of the run."""
+        """Start to draw in another process, since a thread would delay the agent's checks."""
         busy = self._drawing is not None and self._drawing.poll() is None
         if busy or not (self._draw and self._kept):
             return
@@ -138,7 +143,7 @@ class Recorder:
             return
         try:
             self._drawing.wait(DRAW_SECONDS)
-        except subprocess.TimeoutExpired:  # the record itself has been written
+        except subprocess.TimeoutExpired:  # The record itself has been written.
             self._drawing.kill()
             self._drawing.wait()
         self._drawing = None
@@ -155,12 +160,16 @@ def record_name(record: JsonObject) -> str:
 
 
 def flight_record(run_folder: RunFolder, process: int, how: str, processes: range) -> JsonObject:
-    """Return the last phases of all processes of a generation as plain data; times are in seconds.
+    """Return the last phases of a generation's processes as plain data, with times in seconds.
 
-    `begin` counts back from `time` (since 1970), on one clock for all processes.
+    In the result, `time` counts from 1970, and `begin` of each phase is negative: it counts back
+    from `time`, by one clock for all processes.
 
     Args:
+      run_folder: the folder of the generation.
       process: the process that failed or is stuck.
+      how: the kind of failure, as the end of a sentence about the process.
+      processes: the processes of this machine.
     """
     now, told = time.monotonic_ns(), []
     for index in processes:

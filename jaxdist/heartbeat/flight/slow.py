@@ -1,20 +1,22 @@
-"""Detection of a slow process that holds up the others, from what each process publishes.
+"""Detection of a slow process that delays the others, from the statuses of the processes.
 
 Processes that take every step together have the same step time, so the step time identifies none of
-them. These measures do, the most informative first:
+them. Three measures identify a slow process, the most informative first:
 
-1. The time of the main thread outside its wait for the devices: input, dispatch, copies, hooks. A
-process that takes longer there starts its step later than the others.
+1. The first measure is the main thread's time outside its wait for the devices: input, dispatch,
+copies, hooks. A process that spends more time outside the wait starts its step later than the
+others.
 
-2. The share of its heartbeats that were late: the process did not run when it should have (stopped
-periodically, starved). Since the thread wakes at random moments, this share estimates the share of
-time, except for the end of each stop, so it is a lower bound.
+2. The second measure is the share of a process's heartbeats that were late because the process did
+not run (stopped periodically, starved). The thread of the heartbeats wakes at random moments, so
+this share estimates the share of time in which the process did not run; it is a lower bound,
+because the end of each stop is not counted.
 
-3. Which process is the last to finish a step, step after step, and by how much. The others wait at
-least this long in the next collective; how much slower its devices are cannot be measured from
-outside. The clocks must be the same, so only processes of one machine are compared.
+3. The third measure is how often a process is the last to finish a step, and by how much time. The
+others wait at least this time in the next collective; the measure cannot show how much slower the
+devices are. The measure compares times of one clock, so it compares only processes of one machine.
 
-A device is not detected if it is slow only within a collective, so that all devices are slow alike.
+A device that is slow only within a collective, which slows all devices alike, is not detected.
 """
 
 from __future__ import annotations
@@ -28,24 +30,25 @@ from jaxdist.heartbeat.status import SLOW_PHASES, WAIT, Phase
 
 LEAST_STEPS, LEAST_BEATS = 12, 30
 EXCESS = 0.1
-"""A process is reported if it takes longer than the others outside the wait, by this share of a
-step."""
+"""The excess of a process's time outside the wait over that of the others, as a share of a step,
+at which the process is reported."""
 LATE_MORE = 0.15
-"""A process is reported if its share of late heartbeats exceeds that of the others by this much."""
+"""The excess of a process's share of late heartbeats over that of the others, at which the process
+is reported."""
 LAST_SHARE, BEHIND = 0.8, 0.05
-"""A process is reported if it is the last at this share of the steps, by this share of a step on
-average."""
+"""The share of steps that a process finishes last, and its mean delay as a share of a step, at
+which the process is reported."""
 _PASSED_OVER = frozenset(map(str, SLOW_PHASES))
 
 
 @dataclass(frozen=True)
 class Flight:
-    """The record of one process over a while.
+    """The recent record of one process.
 
     Attributes:
-      phases: its phases, in order.
-      beats: the number of its heartbeats.
-      late: the number of late heartbeats.
+      phases: the last phases of the process, in order.
+      beats: the number of heartbeats since the last check.
+      late: the number of late heartbeats since the last check.
     """
 
     process: int
@@ -59,9 +62,10 @@ class Slow:
     """A slow process.
 
     Attributes:
-      ratio: its time divided by the median of the others', by the measure that `why` names.
+      ratio: the process's time divided by the median of the others' times.
+      why: the measure that shows the slow process, with its figures.
+      step: the last step on which the measure is based.
       least: whether the ratio is a lower bound.
-      step: the last step that was considered.
     """
 
     process: int
@@ -71,7 +75,7 @@ class Slow:
     least: bool = False
 
     def words(self) -> str:
-        """Describe it for the user."""
+        """Describe the slow process for the user."""
         more = "at least " if self.least else ""
         return (
             f"process {self.process} is slow, {more}{self.ratio:.3g} times the others: {self.why}"
@@ -82,7 +86,7 @@ def find_slow(found: Sequence[Flight]) -> list[Slow]:
     """Return the slow processes, each by the first of the three measures that shows it.
 
     The result is empty for fewer than two processes, or fewer than `LEAST_STEPS` steps that all
-    have finished.
+    processes have finished.
     """
     done = [_done(one.phases) for one in found]
     steps = sorted(set.intersection(*map(set, done))) if done else []
@@ -105,16 +109,17 @@ def find_slow(found: Sequence[Flight]) -> list[Slow]:
 
 
 def _done(phases: Sequence[Phase]) -> dict[int, int]:
-    """Return when each step was finished."""
+    """Return the time at which the process finished each step."""
     found: dict[int, int] = {}
     for one in phases[:-1]:
         if one.name == WAIT:
-            found.setdefault(one.step, one.end)  # a wait that an error ended has the step before
+            # A wait that an error ended has the number of the step before: the first wait counts.
+            found.setdefault(one.step, one.end)
     return found
 
 
 def _own(phases: Sequence[Phase], begin: int, end: int) -> Counter[str]:
-    """Return nanoseconds by phase between two moments, without waits and `SLOW_PHASES`."""
+    """Return the nanoseconds per phase between two moments, without waits and `SLOW_PHASES`."""
     spent: Counter[str] = Counter()
     for one in phases:
         inside = min(one.end, end) - max(one.begin, begin)
