@@ -1,6 +1,6 @@
-"""A complete configuration: reading it, its cross-checks, and the experiment that it builds.
+"""A complete configuration: how it is read, checked, and built into an experiment.
 
-Only this package sees the whole tree; nothing below it receives more than its own section.
+Packages below this package never receive the whole config, but only their own sections.
 """
 
 from jaxdist.experiment.config import EvalConfig, ExperimentConfig, RunConfig, Source, load

@@ -1,4 +1,4 @@
-"""The demands of compressed gradients on an optimizer, and a line about the choice for them."""
+"""The optimizer settings that compressed gradients need, and a line about the chosen codec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def with_compression(optim: OptimizerConfig, compression: Compression | None) ->
 
 
 def explain_messages(compression: Compression | None, exchange: Exchange) -> tuple[str, ...]:
-    """Describe the choice of `auto` in a line; empty where the config names the codec."""
+    """Describe the choice of `auto` in a line; return () if the config names the codec."""
     if not isinstance(compression, CompressAuto) or not isinstance(exchange, Compressed):
         return ()
     codec = exchange.messages.choice.otherwise

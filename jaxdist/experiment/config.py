@@ -40,7 +40,7 @@ from jaxdist.train.strategy.config import StrategyConfig, Synchronous
 from jaxdist.types import Kwargs
 
 At = Callable[..., AbstractContextManager[None]]
-"""A context manager's factory: errors raised inside it are reported at the given setting."""
+"""A function from a setting to a context, whose errors are reported at that setting."""
 
 
 AnyOptimConfig = Annotated[
@@ -73,7 +73,7 @@ class RunConfig(Config):
     """A run's directory, hooks, and sources of a preemption notice."""
 
     directory: FilePath | None = None
-    """The run directory; null is runs/ and the name of the config file."""
+    """The run directory; null means runs/NAME, where NAME is the name of the config file."""
     hooks: tuple[HookConfig, ...] = ()
     """Hooks that the run calls, in this order."""
     preemption: PreemptionConfig = PreemptionConfig()
@@ -96,7 +96,7 @@ class ExperimentConfig(Config):
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out data."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When and where to save."""
+    """The times, location and content of checkpoints."""
     elastic: ElasticConfig = ElasticConfig()
     """Elastic runs, whose hosts may join and leave."""
     mesh: MeshConfig = MeshConfig()
@@ -104,7 +104,7 @@ class ExperimentConfig(Config):
     sharding: ShardingConfig = ShardingConfig()
     """Mesh axes of the model's logical dims."""
     parallel: ParallelConfig = ParallelConfig()
-    """Communication that jaxdist does explicitly."""
+    """Communication that jaxdist, rather than XLA, places in the step."""
     strategy: StrategyConfig = Synchronous()
     """The division of a run into steps and processes, by type."""
     metrics: MetricsConfig = MetricsConfig()
@@ -124,8 +124,8 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | ExperimentConfig
 def load(source: Source, overrides: Sequence[str] = ()) -> tuple[Document, ExperimentConfig]:
     """Read and validate a configuration.
 
-    Plain values may contain a class or a function in place of its import path, as in
-    `{"type": "import", "path": MyModel}`: it must have a name in its module, which is written to
+    Plain values may contain a class or a function in place of its import path, as in `{"type":
+    "import", "path": MyModel}`: such an object must be importable by its name, which is written to
     the config in the run directory.
 
     Args:
@@ -133,7 +133,7 @@ def load(source: Source, overrides: Sequence[str] = ()) -> tuple[Document, Exper
       overrides: `section.key=value` texts, which override the source.
 
     Raises:
-      ConfigError: all problems of the file and of the overrides at once.
+      ConfigError: the file or an override has problems, all of which the message lists.
     """
     if isinstance(source, ExperimentConfig):
         source = source.model_dump(mode="json")
@@ -143,7 +143,7 @@ def load(source: Source, overrides: Sequence[str] = ()) -> tuple[Document, Exper
 
 @contextmanager
 def at_setting(document: Document, *path: Key) -> Iterator[None]:
-    """Report an error that the user can fix at the setting of the config that causes it."""
+    """Report errors inside the block at the setting of the config that causes them."""
     try:
         yield
     except (ConfigError, MeshError, ShardingError, CollectiveError, DataError, RunError) as error:
@@ -158,7 +158,7 @@ def at_setting(document: Document, *path: Key) -> Iterator[None]:
 
 @contextmanager
 def own_code(*names: str, **parts: Config | None) -> Iterator[bool]:
-    """Whether any named part is user code, whose errors inside the block are reported as such."""
+    """Report errors of user code in the block as such; yield whether a named part has user code."""
     paths = {name: getattr(parts[name], "path", None) for name in names}
     imported = " or ".join(f"{name}.path {path}" for name, path in paths.items() if path)
     with user_code(imported) if imported else nullcontext():

@@ -1,4 +1,4 @@
-"""The objects that a configuration names, built and checked; nothing is computed yet."""
+"""The objects that a configuration names, built and checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from jaxdist.validity.table import check
 
 @dataclass(frozen=True)
 class Experiment:
-    """A built experiment: everything is checked, nothing is computed yet.
+    """An experiment whose parts are built and checked, before anything is computed.
 
     Attributes:
-      program: the step and the evaluation at train.batch_size, and the state of every stage.
+      program: step and evaluation at train.batch_size; all stages share its state.
       loader: training batches of train.batch_size.
       stages: the stages of a run; most runs have a single stage, with `program` and `loader`.
       explained: a line for each derived value.
-      notices: settings that have no effect here, a sentence each.
+      notices: a sentence for each setting that has no effect in this experiment.
     """
 
     config: ExperimentConfig
@@ -69,7 +69,7 @@ class Experiment:
         return None if loss is not None and loss.type == "import" else f"nats per {self.unit[:-1]}"
 
     def baselines(self) -> dict[str, float]:
-        """Held-out losses of simpler models, where they have the unit of this loss."""
+        """Return held-out losses of simpler models, if this experiment's loss has their unit."""
         if self.heldout is None or self.loss_unit is None:
             return {}
         return dict(self.dataset.baselines())
@@ -85,7 +85,7 @@ class Experiment:
         if self.unit != "tokens":
             return 1
         batch = self.program.batch
-        # The last token of a decoder's window is only a target; an encoder's targets are apart.
+        # The last token of a decoder's window is only a target; an encoder has separate targets.
         return batch["tokens"].shape[-1] - ("targets" not in batch)
 
 
@@ -102,7 +102,7 @@ def build(
       sizes: batch sizes of a resumed run, see `jaxdist.train.plan.plan_stages`.
 
     Raises:
-      ConfigError: a part that cannot be built, or parts that do not fit together.
+      ConfigError: a part cannot be built, or parts do not fit together.
     """
     at = partial(at_setting, document or Document(config.model_dump(mode="json")))
     with at("mesh"):
@@ -112,6 +112,7 @@ def build(
     with at("train", "batch_size"):
         shards = config.parallel.shards
         check_batch(config.train.batch_size, config.train.microbatches, layout, shards)
+    # The config is checked before the data are read, which may take long.
     with at():
         check(config_facts(config, layout))
     with at("data"):
@@ -129,6 +130,7 @@ def build(
     program, derived, notices = make_program(
         config, layout, dataset, loader.batch_shapes, plan, rate, at
     )
+    # Scalars of several batches cannot be combined to a mean.
     if heldout is not None and scalars_in(program.measured):
         heldout = heldout.at_once()
     with at("checkpoint"):
@@ -156,7 +158,7 @@ def build(
 
 
 def _explain_placement(config: ExperimentConfig, program: Program) -> Sequence[str]:
-    """Describe the placement of parameters on servers, where there are several."""
+    """Describe the placement of parameters on servers, if there are several servers."""
     strategy = config.strategy
     if not isinstance(strategy, ParameterServer) or strategy.servers == 1:
         return ()

@@ -18,10 +18,10 @@ from jaxdist.train.plan import explain_plan, needs_examples, plan_learning_rate,
 def explain_config(config: ExperimentConfig, document: Document | None = None) -> tuple[str, ...]:
     """List the values that a run derives, a line each; empty if it derives none.
 
-    The data are read for their size where that is fast.
+    The function reads the data to learn their size, if that is fast.
 
     Raises:
-      ConfigError: values that do not fit together.
+      ConfigError: values do not fit together.
     """
     at = partial(at_setting, document or Document(config.model_dump(mode="json")))
     return (*_explain_steps(config, at), *_explain_pipeline(config, at))
@@ -63,7 +63,7 @@ def _explain_pipeline(config: ExperimentConfig, at: At) -> tuple[str, ...]:
 
 
 def _at_hand(data: DataConfig) -> Dataset | None:
-    """Build the data if this needs no download, large file or user's code."""
+    """Build the data if that needs no download, large file or user code; else return None."""
     quick = data.type == "synthetic" or getattr(data, "source", "") in ("digits", "python-stdlib")
     try:
         return data.build() if quick else None

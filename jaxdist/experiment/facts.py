@@ -1,4 +1,4 @@
-"""The facts of a config that the table of validity decides by."""
+"""The facts about a config from which the table of valid combinations decides."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ OFF: Mapping[str, object] = {
     "optim.master_weights": None,
     "optim.skip_nonfinite": False,
 }
-"""Settings that the table looks at, with the value that turns each off."""
+"""Settings that the table of valid combinations reads, with the value that turns each off."""
 
 
 def config_facts(
     config: ExperimentConfig, layout: Layout, dims: Mapping[str, Dims] | None = None
 ) -> Facts:
-    """Return the facts that need no model.
+    """Return the facts about a config that need no model.
 
     Args:
-      dims: logical dims of each parameter, by name; None: they are not known yet.
+      dims: logical dims of each parameter, by name; None if they are not known yet.
     """
     offloads = offloads_of(config.model)
     strategy = config.strategy
@@ -60,7 +60,7 @@ def config_facts(
 def model_facts(
     config: ExperimentConfig, layout: Layout, dims: Mapping[str, Dims], model: Functional
 ) -> Facts:
-    """Return the facts of a config and its model."""
+    """Return the facts about a config, including those that need its model."""
     buffers = tuple(name for name, _ in flatten_with_names(model.buffers))
     return replace(config_facts(config, layout, dims), buffers=buffers)
 
@@ -82,7 +82,7 @@ def _settings(config: ExperimentConfig) -> dict[str, str]:
 
 
 def _lamb_clip(optim: OptimizerConfig) -> str | None:
-    """The global norm that LAMB scales gradients down to; None where it does not."""
+    """Return the global norm to which LAMB clips gradients; None if LAMB does not clip."""
     if not isinstance(optim, LambConfig):
         return None
     clip = optim.max_grad_norm or LAMB_RULES[optim.variant].max_grad_norm

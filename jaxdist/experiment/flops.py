@@ -12,21 +12,21 @@ from jaxdist.parallel.plan import ParallelConfig
 
 
 class StepFlops(NamedTuple):
-    """The FLOPs of a train step: those of its gradients, and those of its update."""
+    """The FLOPs of the gradients and of the update in a train step."""
 
     model: float
     update: float
 
 
 def model_flops(config: ExperimentConfig, device: Device) -> float:
-    """Return the FLOPs of `step_flops` without the optimizer's."""
+    """Return the FLOPs of a train step without the optimizer's update."""
     return step_flops(config, device).model
 
 
 def step_flops(config: ExperimentConfig, device: Device) -> StepFlops:
     """Count the FLOPs of matrix products and convolutions in a train step, over all devices.
 
-    They are counted in jax's trace of the step for a single device, without the model's remat and
+    FLOPs are counted in jax's trace of the step for a single device, without the model's remat and
     with plain attention: nothing is computed twice, or on two devices, or hidden in a kernel.
     Recomputation inside a user's own model is counted. A loop whose length depends on data counts
     once.
@@ -43,7 +43,7 @@ def step_flops(config: ExperimentConfig, device: Device) -> StepFlops:
 
 
 def on_one_device(config: ExperimentConfig) -> ExperimentConfig:
-    """Return the same step on a single device, in one piece."""
+    """Return the config with the same step on a single device, without microbatches."""
     return config.model_copy(
         update={
             "mesh": MeshConfig.model_validate({"data": 1}),

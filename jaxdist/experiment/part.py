@@ -1,4 +1,4 @@
-"""The part of a model that a config trains: names of parameters from patterns."""
+"""The choice of the parameters that a config trains, by patterns of their names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def trained_part(config: PartConfig, model: Functional) -> Functional:
     """Return the model with the parameters that the config freezes, and its adapters.
 
     Raises:
-      ConfigError: a pattern that matches no parameter; no parameter is left to train.
+      ConfigError: a pattern matches no parameter, or no parameter is left to train.
     """
     names = [name for name, _ in flatten_with_names(model.params)]
     if config.lora is not None:
@@ -37,7 +37,8 @@ def _adapters(config: LoraConfig, model: Functional) -> list[Adapter]:
     """Return the adapters of the kernels that the config targets.
 
     Raises:
-      ConfigError: a pattern that matches no parameter, or no kernel; a name that is taken.
+      ConfigError: a pattern matches no parameter, or no kernel; or the model uses the name of the
+        adapters.
     """
     shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}
     if PREFIX in model.params:
@@ -58,6 +59,7 @@ def _adapters(config: LoraConfig, model: Functional) -> list[Adapter]:
                 setting=("lora", "targets"),
             )
         adapters += filter(None, made)
+    # A kernel that several patterns match gets a single adapter.
     return [*{adapter.name: adapter for adapter in adapters}.values()]
 
 
@@ -67,7 +69,8 @@ def matching_names(
     """Return the names that any pattern matches.
 
     Raises:
-      ConfigError: patterns that match none, all at once; each with the name that it may mean.
+      ConfigError: patterns match no name; the message lists all of them, with the names that they
+        may mean.
     """
     idle = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
     if idle:

@@ -46,7 +46,8 @@ from jaxdist.validity.optimizer import optimizer_notices as notices_of_optimizer
 from jaxdist.validity.table import check
 
 Own = Callable[..., AbstractContextManager[bool]]
-"""Type of `own_code` for a config: it returns whether any of the named sections has user code."""
+"""The type of `own_code` for a config, whose context yields whether a named section has user
+code."""
 
 
 def make_program(
@@ -62,10 +63,10 @@ def make_program(
 
     Args:
       batch: shapes, dtypes and shardings of a global batch.
-      at: reports errors at the setting that causes them.
+      at: function from a setting to a context, whose errors are reported at that setting.
 
     Raises:
-      ConfigError: a part that cannot be built, or parts that do not fit together.
+      ConfigError: a part cannot be built, or parts do not fit together.
     """
     own = partial(own_code, model=config.model, loss=config.loss, optim=config.optim)
     model, dims, loss = _what_is_trained(config, layout, dataset, batch, at, own)
@@ -74,6 +75,7 @@ def make_program(
     stored = layout if chunks is None else chunks.stored(layout)
     with at("sharding"):
         whole = param_shardings(stored, model.params, dims)
+    # The table of valid combinations decides again each time when more facts are known.
     facts = model_facts(config, layout, dims, model)
     with at():
         check(facts)
@@ -124,6 +126,7 @@ def make_program(
             skips_empty=skips_empty,
         )  # fmt: skip
         with own("loss", "model"):
+            # This traces the loss, so that its errors are reported at its setting.
             _ = program.metrics
     _trace(program, at, own)
     of_model = model_notices(config.model, _shapes(batch))
@@ -146,7 +149,7 @@ def _loss_facts(
     layout: Layout,
     batch: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Facts:
-    """Return the facts, completed by the scalars of a loss and by what cuts a batch into parts."""
+    """Add to the facts the scalars of a loss, and why the held-out split needs several batches."""
     evaluation = None
     if scalars and dataset.heldout is not None:
         size = config.train.batch_size
@@ -163,7 +166,7 @@ def _checked(
     plan: TrainPlan,
     optimizer: Optimizer,
 ) -> tuple[str, ...]:
-    """Return the strategy's notices about the rest of the config."""
+    """Check the strategy against the rest of the config, and return its notices."""
     given = RunSettings(
         total_steps=plan.total_steps,
         train=config.train,
@@ -190,7 +193,8 @@ def _what_is_trained(
     with at("loss"):
         loss = loss_of(config, batch)
     with at("loss"), own("loss", "model") as imported:
-        # Built-in models mark their stacks; a model of dissimilar parts is traced part by part.
+        # Built-in models mark their stacks of layers, which are found in user models by a trace; a
+        # model of dissimilar parts is traced part by part later.
         if imported and not model.in_parts:
             rows = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
             model = model.with_stacks(lambda module, rows: loss(module, weighted(rows)), rows)
@@ -212,7 +216,7 @@ def build_model(
 
     Args:
       batch: shapes of a batch.
-      layout: the layout of its activations; None does not constrain them.
+      layout: the layout of the model's activations; None does not constrain them.
 
     Raises:
       ConfigError: the model does not fit the data or the devices.
@@ -223,7 +227,8 @@ def build_model(
         vocab_size=dataset.vocab_size,
         classes=dataset.classes,
         hint=no_hint if layout is None else layout,
-        # Not this process's own devices: programs may be compiled for devices that are not present.
+        # The device is one of the mesh, since a program may be compiled for devices that are not
+        # present.
         device=None if layout is None else layout.mesh.local_devices[0],
     )
     return functional(make)
@@ -239,7 +244,7 @@ def loss_of(config: ExperimentConfig, batch: Mapping[str, jax.ShapeDtypeStruct])
 
 
 def _shapes(batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of an example, by field."""
+    """Return the shape of each field of an example, by name."""
     return {name: struct.shape[1:] for name, struct in batch.items()}
 
 

@@ -1,4 +1,4 @@
-"""Check a strategy against the rest of the config."""
+"""Checks of a strategy against the rest of the config."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jaxdist.train.strategy.contract import RunSettings
 
 
 def check_strategy(strategy: StrategyConfig, given: RunSettings) -> tuple[str, ...]:
-    """List the settings without effect, or with an unexpected effect, a sentence each.
+    """Return a sentence about each setting that has no effect, or an unexpected effect.
 
     Raises:
-      ConfigError: settings that do not fit together, with their paths in the whole config.
+      ConfigError: settings do not fit together; the error has their paths in the whole config.
     """
     return CHECKS[strategy.type](strategy, given)
 

@@ -1,4 +1,4 @@
-"""The assembly of a program from its parts, by a choice among the alternatives of each contract."""
+"""The assembly of a program from its parts: the choice of an implementation for each contract."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ def assemble(
     Args:
       dims: logical dims of each parameter, by name.
       batch: shapes, dtypes and shardings of a global batch.
-      microbatches: pieces in which the batch is computed; a pipeline has those of its schedule.
+      microbatches: number of pieces in which the batch is computed; a pipeline has the number of
+        its schedule.
       exchange: exchange of gradients; None leaves it to XLA.
       pipeline: the stages that hold the layers; None where each device has all layers.
       outer: exchange of parameters between steps; None for no exchange.
       options: options for the compiler.
-      skips_empty: whether steps are skipped whose batches have no weight; None skips them if a
-        trace of the loss shows that the weight of a batch depends on its values.
+      skips_empty: whether to skip steps whose batches have no weight; None skips them if a trace of
+        the loss shows that the weight of a batch depends on its values.
 
     Raises:
       ShardingError: a parameter does not divide over the mesh.

@@ -14,16 +14,16 @@ from jaxdist.train.step import Program
 from jaxdist.types import Buffers, Params
 
 AT_ONCE = 8
-"""The most batches that are evaluated as a single batch, for a scalar; without gradients they need
-less memory than in training."""
+"""Largest number of batches that are evaluated as one batch, for a loss that returns scalars.
+Without gradients, such a batch needs less memory than in training."""
 
 
 def why_in_parts(rows: int, limit: int | None, batch_size: int, devices: int) -> str | None:
-    """Return why a held-out split cannot be a single batch without padding; None where it can.
+    """Return why a held-out split cannot be a single batch without padding; None if it can.
 
     Args:
       rows: number of examples of the split.
-      limit: number of batches that are evaluated at most.
+      limit: largest number of batches to evaluate; None sets no limit.
       devices: number of devices that share a batch.
 
     >>> why_in_parts(96, None, 32, 8)
@@ -44,7 +44,7 @@ def why_in_parts(rows: int, limit: int | None, batch_size: int, devices: int) ->
 
 
 def _check_scalars(parts: Sequence[Sums], rows: int) -> None:
-    """Refuse scalars of several batches, and of a batch with rows that do not count.
+    """Refuse a loss of scalars if there are several batches, or rows that do not count.
 
     Raises:
       ConfigError: see `check_adds_up`.
@@ -59,7 +59,7 @@ def _check_scalars(parts: Sequence[Sums], rows: int) -> None:
 def evaluate(
     program: Program, params: Params, buffers: Buffers, batches: Iterable[Batch]
 ) -> dict[str, float]:
-    """Compute the loss's means over all rows with weight; NaN where no row has weight for a mean.
+    """Compute the means of a loss over all rows with weight; a mean without weight is NaN.
 
     Args:
       params: trained parameters, as the program stores them.
@@ -74,7 +74,8 @@ def evaluate(
     for batch in batches:
         rows = len(next(iter(batch.values())))
         parts.append(program.evaluate(params, buffers, batch))
-    # Added as Python floats (64 bits), in order: the result does not depend on the batch count.
+    # All batches are dispatched before the first sums are fetched. The sums are added in order as
+    # Python floats (64 bits), so that the result does not depend on the number of batches.
     fetched = jax.device_get(parts)
     _check_scalars(fetched, rows)
     totals: dict[str, tuple[float, float]] = {}

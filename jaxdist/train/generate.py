@@ -1,6 +1,6 @@
-"""Sampling from a next-token model by running its window again for each token.
+"""Sampling from a next-token model, which computes its whole window again for each token.
 
-It needs nothing of the model but logits, so it serves every model that trains on tokens.
+Sampling needs only the model's logits, and therefore works with every model of tokens.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def generate(
     out = list(prompt)
     for i in range(count):
         seen = out[-window:]
-        # One shape for every length compiles once. Attention is causal, so padding at the end has
-        # no effect.
+        # A single shape for all lengths is compiled once. Attention is causal, so padding at the
+        # end has no effect.
         padded = np.zeros(window, np.int32)
         padded[: len(seen)] = seen
         key = jax.random.fold_in(jax.random.key(seed), i)

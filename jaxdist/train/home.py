@@ -1,8 +1,8 @@
-"""The forms in which a training state is stored, which are not always that of the model.
+"""The conversions of a training state between its forms.
 
-A state has four forms: that of the model, that on the devices, that in steps, and that in
-checkpoints. Each `View` defines how a leaf changes between the first two, and which of the two
-steps and checkpoints have. A new way to store state (such as offloading) is a further view.
+A state has a form in the model, on the devices, in steps and in checkpoints. Each `View` converts
+leaves between the model's form and the devices' form, and decides which of these two forms steps
+and checkpoints use. A new way to store state (such as offloading) is another view.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from jaxdist.train.state import TrainState
 from jaxdist.types import Grads, Leaf, Params, PyTree
 
 Change = Callable[[Any, Owner], Any]
-"""Function of a leaf and its owner: a parameter, or a leaf of the optimizer's state that belongs to
-it."""
+"""A function that converts a leaf, given its owner: the parameter that it is, or to which it
+belongs."""
 
 
 class View(Protocol):
-    """A way in which devices hold leaves in another form than the model's.
+    """A form of leaves on the devices that differs from the model's form.
 
     Attributes:
       in_steps: whether steps compute with leaves in the devices' form.
       in_files: whether checkpoints have leaves in the devices' form.
-      params: whether parameters change too, or only the optimizer's state.
+      params: whether the view converts parameters too, or only the optimizer's state.
     """
 
     @property
@@ -45,20 +45,20 @@ class View(Protocol):
     def params(self) -> bool: ...
 
     def store(self, leaf: Leaf, owner: Owner) -> PyTree:
-        """Convert from the model's form to the devices'."""
+        """Convert a leaf from the model's form to the devices' form."""
         ...
 
     def use(self, leaf: Leaf, owner: Owner) -> PyTree:
-        """Invert `store`."""
+        """Convert a leaf from the devices' form to the model's form."""
         ...
 
 
 @dataclass(frozen=True)
 class FilledShards:
-    """Zeros that fill up uneven shards of ZeRO; model and optimizer do not see them.
+    """A view that pads uneven shards of ZeRO with zeros, which model and optimizer do not see.
 
-    Checkpoints contain the zeros, since orbax writes the devices' arrays; they are not part of a
-    tensor's shape.
+    Checkpoints contain the zeros, since orbax writes the arrays of the devices; the shape of a
+    tensor does not count them.
     """
 
     zero: ZeroSplit
@@ -67,7 +67,7 @@ class FilledShards:
 
     @property
     def params(self) -> bool:
-        """Whether parameters are in shards: below stage 3 they are whole."""
+        """Whether parameters are split into shards, which they are only at stage 3."""
         return self.zero.stage == 3
 
     def store(self, leaf: Leaf, owner: Owner) -> PyTree:
@@ -79,7 +79,7 @@ class FilledShards:
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The order of stacked layers on a pipeline's stages, which differs from the model's.
+    """A view with stacked layers in the order of a pipeline's stages, not in the model's order.
 
     Attributes:
       stacked: names of the parameters whose first dim counts layers.
@@ -105,7 +105,7 @@ class StageOrder:
 def views_of(
     model: Functional, zero: ZeroSplit | None, stack: StageStack | None
 ) -> tuple[View, ...]:
-    """Return the views of a plan, in the order in which a state is stored.
+    """Return the views of a plan, in the order in which `Home.stored` applies them.
 
     Args:
       zero: the plan of ZeRO, which fills up uneven shards; None without ZeRO.
@@ -126,7 +126,7 @@ class Home:
     Attributes:
       transform: the optimizer; some leaves of its state belong to parameters.
       outer: shapes of the state of `jaxdist.train.state.Outer`, of which some leaves belong to
-        parameters too. Steps leave it in its stored form.
+        parameters too. `Home.to_step` leaves the state of the exchange in its stored form.
     """
 
     views: tuple[View, ...]
@@ -135,11 +135,11 @@ class Home:
     outer: PyTree = ()
 
     def stored(self, state: TrainState) -> TrainState:
-        """Convert the model's state to the devices' form."""
+        """Convert a state from the model's form to the devices' form."""
         return self._store_all(self.views, state)
 
     def used(self, state: TrainState) -> TrainState:
-        """Invert `stored`."""
+        """Convert a state from the devices' form to the model's form."""
         return self._use_all(self.views, state)
 
     def stored_outer(self, carried: PyTree) -> PyTree:
@@ -151,19 +151,19 @@ class Home:
         return self._params(self.views, params)
 
     def to_step(self, state: TrainState) -> TrainState:
-        """Convert from the devices' form to that in which model and optimizer compute."""
+        """Convert a state from the devices' form to that in which model and optimizer compute."""
         return self._use(self._not_in_steps, state)
 
     def from_step(self, state: TrainState) -> TrainState:
-        """Invert `to_step`."""
+        """Convert a state from the form of steps to the devices' form."""
         return self._store(self._not_in_steps, state)
 
     def outer_to_step(self, carried: PyTree) -> PyTree:
-        """Convert from the devices' form to that in which an outer exchange computes."""
+        """Convert the outer exchange's state from the devices' form to the form of steps."""
         return self._use_outer(self._not_in_steps, carried)
 
     def outer_from_step(self, carried: PyTree) -> PyTree:
-        """Invert `outer_to_step`."""
+        """Convert the outer exchange's state from the form of steps to the devices' form."""
         return self._store_outer(self._not_in_steps, carried)
 
     def params_to_step(self, params: Params) -> PyTree:
@@ -171,23 +171,23 @@ class Home:
         return self._params(self._not_in_steps, params)
 
     def grads_to_step(self, grads: Grads) -> PyTree:
-        """Convert gradients in shards from the devices' form to that of the optimizer."""
+        """Convert sharded gradients from the devices' form to the form of steps."""
         for view in reversed(self._not_in_steps):
             grads = self._each(view.use, grads)
         return grads
 
     def grads_from_step(self, grads: Grads) -> PyTree:
-        """Invert `grads_to_step`."""
+        """Convert sharded gradients from the form of steps to the devices' form."""
         for view in self._not_in_steps:
             grads = self._each(view.store, grads)
         return grads
 
     def to_files(self, state: TrainState) -> TrainState:
-        """Convert from the devices' form to that of checkpoints."""
+        """Convert a state from the devices' form to the form of checkpoints."""
         return self._use_all(self._not_in_files, state)
 
     def from_files(self, state: TrainState) -> TrainState:
-        """Invert `to_files`."""
+        """Convert a state from the form of checkpoints to the devices' form."""
         return self._store_all(self._not_in_files, state)
 
     @property
@@ -245,14 +245,14 @@ class Home:
         return jax.tree.map(change, params, of_params(params))
 
     def _changed(self, change: Change, state: TrainState, *, params: bool) -> TrainState:
-        """Change the optimizer's leaves of each parameter, and if `params` the parameters too."""
+        """Convert the optimizer's leaves that belong to parameters; with `params`, these too."""
         opt_state = _owned(change, state.opt_state, self.owners)
         held = self._each(change, state.params) if params else state.params
         return replace(state, params=held, opt_state=opt_state)
 
 
 def _owned(change: Change, tree: PyTree, owners: PyTree) -> PyTree:
-    """Change those leaves of the tree that belong to a parameter."""
+    """Convert the leaves of the tree that belong to a parameter."""
 
     def changed(leaf: Leaf, owner: Owner | None) -> PyTree:
         return leaf if owner is None else change(leaf, owner)

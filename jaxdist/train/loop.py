@@ -1,4 +1,4 @@
-"""The loop: it dispatches a step before it waits for the metrics of the previous step."""
+"""The training loop, which dispatches a step before it waits for the previous step's metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ StepFunction = Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]
 
 
 class Hooks(Protocol):
-    """The work of a run besides its steps."""
+    """The work that a loop does between steps."""
 
     def waiting(self, step: int) -> None:
         """Note that the loop begins to wait for `step`, whose metrics come next."""
@@ -69,6 +69,7 @@ def run_loop(
             state, stop_here = hooks.boundary(step, state)
             if stop_here:
                 break
+            # The time of the hooks at this boundary is not part of the next step's time.
             clock = time.perf_counter()
     settle()
     return state

@@ -1,4 +1,4 @@
-"""The parts of a state: those that evaluation needs, and those that checkpoints hold."""
+"""The parts of a training state that evaluation needs, and those that checkpoints hold."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from jaxdist.types import PyTree
 def evaluated_parts(program: Program) -> tuple[str, ...]:
     """Return the parts of a state that evaluation and generation need."""
     carried = ("opt_state",) * (program.optimizer.eval_params is not None)
-    # Slow weights are evaluated once they have moved, which depends on the step.
+    # Slow weights are evaluated as soon as they have moved, which the step number shows.
     return ("params", "buffers", *carried, *("outer", "step") * (program.outer is not None))
 
 
 def only(tree: PyTree, names: Collection[str]) -> PyTree:
-    """Return the tree with None in place of each leaf without one of the names."""
+    """Return the tree with None in place of each leaf whose name is not among `names`."""
     kept = [leaf if name in names else None for name, leaf in flatten_with_names(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), kept)
 
 
 def part_names(program: Program, patterns: Sequence[str]) -> list[str]:
-    """Return the paths of a part of a program's state.
+    """Return the paths in a program's state that patterns select.
 
     Raises:
-      ConfigError: a pattern that matches nothing, or patterns that together take nothing.
+      ConfigError: a pattern matches nothing, or the patterns together select nothing.
     """
     names = [name for name, _ in flatten_with_names(program.own_shapes)]
     try:
@@ -48,8 +48,8 @@ def check_parts(config: CheckpointConfig, strategy: str, program: Program) -> tu
       strategy: type of the strategy.
 
     Raises:
-      ConfigError: a part that the program's state does not have, or any part with a strategy whose
-        servers have files of their own.
+      ConfigError: the program's state does not have a part, or parts are given although the
+        strategy's servers save the state.
     """
     given = {"parts": config.parts, "begin_with": config.begin_with and config.begin_with.parts}
     for key, patterns in given.items():

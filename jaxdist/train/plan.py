@@ -37,14 +37,14 @@ class TrainConfig(Config):
     batch_size: Count
     """Examples (windows, images) per optimizer step, over all devices and microbatches."""
     rescaled_from: Count | None = None
-    """Batch size of the full mesh, to which learning rate and length refer, where an agent has
-    changed batch_size (elastic.batch: rescale); null: it is batch_size."""
+    """Batch size of the full mesh, for which learning rate and length are given, if an agent has
+    changed batch_size (elastic.batch: rescale); null means batch_size."""
     microbatches: Count = 1
     """Number of pieces in which a batch is computed, one after another, to save memory."""
     batch_ramp: BatchRampConfig | None = None
     """Begin with smaller batches; each size is compiled separately. Null always uses batch_size."""
     phases: Annotated[list[PhaseConfig], Field(min_length=1)] | None = None
-    """Parts with their own batch size and learning rate; batch_size is then that of evaluation."""
+    """Parts of the run with their own batch size and learning rate; evaluation uses batch_size."""
     log_every: Count = 10
     """Steps between two lines of metrics."""
     prefetch: Annotated[int, Field(ge=0, le=64)] = 2
@@ -74,18 +74,19 @@ class TrainConfig(Config):
         return max(1, nearest(self.epochs * examples))
 
     def microbatches_of(self, batch_size: int) -> int:
-        """Return the pieces of a batch of another size, none larger than those of batch_size."""
+        """Return the number of microbatches of a batch, no larger than those of batch_size."""
         return math.ceil(batch_size * self.microbatches / self.batch_size)
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """The stages of a run, at least one, each with a single batch size.
+    """The stages of a run, each of which has a single batch size; there is at least one stage.
 
     Attributes:
       rate: the learning rate that the stages determine; None leaves it to the optimizer's config.
       sizes: batch sizes of a run whose batches follow the mesh; its only stage has the last size.
-      full_steps: number of steps that it would take with batches of the full size.
+      full_steps: number of steps that the run would take with batches of the full size; 0 without
+        `sizes`.
     """
 
     stages: tuple[BatchPhase, ...]
@@ -126,8 +127,8 @@ def plan_stages(train: TrainConfig, examples: int | None, sizes: Sizes = ()) -> 
 
     Args:
       examples: size of the training split; None is allowed where `needs_examples` is false.
-      sizes: for a resumed run whose batches follow the mesh: all its sizes so far, with the present
-        size as the last.
+      sizes: all batch sizes so far of a resumed run whose batches follow the mesh, with the present
+        size as the last; otherwise ().
 
     Raises:
       ConfigError: a ramp does not end at batch_size or is longer than the run; phases do not add up
@@ -165,6 +166,7 @@ def _plan_ramp(
     if train.steps is None:
         total = train.total_examples(examples)
         return ramp_stages(ramp, batch_size=train.batch_size, total_examples=total)
+    # The ramp is planned for more examples than needed; the last stage is then cut to the steps.
     ample = ramp.ramp_examples + train.steps * train.batch_size
     *rising, last = ramp_stages(ramp, batch_size=train.batch_size, total_examples=ample)
     if train.steps <= last.first_step:
@@ -178,7 +180,7 @@ def _plan_ramp(
 def plan_learning_rate(
     train: TrainConfig, optim: OptimizerConfig, plan: TrainPlan, examples: int | None
 ) -> Rate:
-    """Derive the learning rate of a run in these stages.
+    """Derive the learning rate of a run with the stages of a plan.
 
     Raises:
       ConfigError: any error of `plan_rate`; a learning rate in the optimizer's config that phases
@@ -219,7 +221,7 @@ def plan_learning_rate(
 
 
 def explain_plan(plan: TrainPlan, rate: Rate) -> tuple[str, ...]:
-    """Explain each derived value in a line; nothing if a run follows its config directly."""
+    """Explain each derived value in a line; return () if a run follows its config directly."""
     if len(plan.stages) == 1 or plan.rate is not None:
         return rate.explained
     return (*(stage.description for stage in plan.stages), *rate.explained)
@@ -228,10 +230,10 @@ def explain_plan(plan: TrainPlan, rate: Rate) -> tuple[str, ...]:
 def check_stages(
     train: TrainConfig, plan: TrainPlan, layout: Layout, shards: int | None = None
 ) -> None:
-    """Check that the batch of each stage divides as train.batch_size does.
+    """Check that the batch of each stage divides over devices and microbatches.
 
     Raises:
-      ConfigError: some do not; the message names the stages, and the ramp or phase with them.
+      ConfigError: a batch does not divide; the message names its stage, and the ramp or phase.
     """
     if train.batch_ramp is None and train.phases is None:
         return
@@ -267,7 +269,7 @@ def check_batch(
       shards: number of logical shards, which split it in place of devices; None without them.
 
     Raises:
-      ConfigError: it does not; the message gives the nearest sizes that do.
+      ConfigError: the batch does not divide; the message gives the nearest sizes that do.
     """
     parts = (shards or layout.data_size) * microbatches
     if batch_size % parts:

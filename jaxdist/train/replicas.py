@@ -1,4 +1,4 @@
-"""Comparison of replicas: its interval, the reaction to a difference, and the limits of a plan."""
+"""The settings of the comparison of replicas, and its limits in a plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class ReplicaCheckConfig(Config):
     """Detection of faulty devices, by comparing replicas of the state."""
 
     every: Count
-    """Steps between two comparisons; each evaluation and checkpoint is preceded by another."""
+    """Steps between two comparisons; replicas are also compared before each evaluation and
+    checkpoint."""
     on_difference: Literal["stop", "restore"] = "stop"
     """Stop ends the run; restore repeats the steps since the newest complete checkpoint."""
     max_restores: Count = _RESTORES
@@ -31,7 +32,7 @@ class ReplicaCheckConfig(Config):
 
     @property
     def restores(self) -> int:
-        """The number of times that a process may go back where replicas differ."""
+        """The number of times that a process may restore a checkpoint because replicas differ."""
         return self.max_restores if self.on_difference == "restore" else 0
 
 
@@ -52,7 +53,7 @@ def explained(settings: ReplicaCheckConfig | None, program: Program) -> tuple[st
 
 
 def replica_notices(settings: ReplicaCheckConfig | None, program: Program) -> tuple[str, ...]:
-    """Return a sentence for each kind of difference that cannot be found in this plan."""
+    """Return a sentence for each kind of difference that no comparison can find in this plan."""
     if settings is None:
         return ()
     if not replicas_of(program).coverage.compared_bytes:

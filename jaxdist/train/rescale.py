@@ -1,9 +1,9 @@
-"""Batches that shrink and grow with the mesh: the sizes that a run has had, and their consequences.
+"""Batches that shrink and grow with the mesh: their sizes, the run's length, its learning rate.
 
-Examples are counted, not steps. A step of b examples is b / B of a step of the full size B: it
-takes this fraction of the run, and moves by this fraction on the schedule of the learning rate,
-whose values are scaled by the rule of `optim.scale_from` from B to b. The order of the examples
-does not depend on sizes: the loader continues where the last batch of another size ended.
+The length of such a run is counted in examples, not in steps. A step of b examples counts as b / B
+of a step of the full size B: it advances the run and the schedule of the learning rate by this
+fraction, and the rule of `optim.scale_from` scales the learning rate from B to b. The order of the
+examples does not depend on sizes: the loader continues where the last batch of another size ended.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     pass
 
 Sizes = tuple[tuple[int, int], ...]
-"""The examples of a step, with the step after which this size began, in order."""
+"""Batch sizes in order, each as (the step after which the size began, examples of a step)."""
 KEY = "batch_sizes"
-"""The key under which the sizes are kept next to a state."""
+"""The key of the batch sizes in the metadata of a saved state."""
 
 
 def extended(found: Json, step: int, size: int, full: int) -> Sizes:
     """Return the sizes of a run that continues after `step` with batches of `size`.
 
     Args:
-      found: the sizes kept next to the state; None: all batches had the full size.
+      found: the sizes saved with the state; None means that all batches had the full size.
 
     >>> extended([[0, 64], [100, 48]], 120, 48, 64), extended(None, 120, 32, 64)
     (((0, 64), (100, 48)), ((0, 64), (120, 32)))
@@ -51,9 +51,9 @@ def seen(sizes: Sizes, step: int) -> int:
 
 
 def last_stage(sizes: Sizes, total_examples: int) -> BatchPhase:
-    """Return the phase from the last change on, until all examples were seen.
+    """Return the phase from the last change of size until all examples have been seen.
 
-    The last batch may exceed them in part; there is at least one batch.
+    The last batch may go beyond `total_examples`; the phase has at least one batch.
 
     >>> last_stage(((0, 64), (100, 48)), 6400 + 96)
     BatchPhase(first_step=100, steps=2, batch_size=48)
@@ -64,11 +64,11 @@ def last_stage(sizes: Sizes, total_examples: int) -> BatchPhase:
 
 
 def rescaled(base: Rate, scale: ScaleFromConfig | None, full: int, sizes: Sizes) -> Rate:
-    """Return the learning rate since the last change.
+    """Return the learning rate after the last change of the batch size.
 
     Args:
       base: the learning rate of the run at the full batch size.
-      scale: its rule, by which the rate is scaled.
+      scale: rule by which the learning rate depends on the batch size.
     """
     first, size = sizes[-1]
     if size == full and len(sizes) == 1:

@@ -21,8 +21,8 @@ class TrainState:
     Attributes:
       step: number of steps taken, int32.
       loss_scale: `jaxdist.optim.loss_scale.LossScaleState`, or None.
-      exchange: state of `jaxdist.parallel.contract.Exchange`; () where it has none.
-      outer: state of `Outer`; () where it has none.
+      exchange: state of `jaxdist.parallel.contract.Exchange`; () if that has no state.
+      outer: state of `Outer`; () without an exchange between steps.
     """
 
     step: Leaf
@@ -39,23 +39,24 @@ class Outer(Protocol):
 
     Its state (slow weights, outer momentum) is `TrainState.outer`. Leaves that belong to a
     parameter (`jaxdist.optim.owners`) are split over the mesh like that parameter's moments, in
-    shards with ZeRO; all other leaves are whole on every device. They are saved with the rest and
-    can be loaded in any plan, to the bit. If the leaves of a checkpoint differ, another exchange
-    saved it, and this exchange begins again with the parameters of the checkpoint.
+    shards with ZeRO; all other leaves are whole on every device. All leaves are saved with the rest
+    of the state, and every plan can load them without a changed bit. If the leaves of a checkpoint
+    differ, another exchange saved it, and this exchange begins again with the parameters of the
+    checkpoint.
     """
 
     def begin(self, params: Params) -> PyTree:
-        """Return the state before the first step; traced."""
+        """Return the exchange's state before the first step; called under jit."""
         ...
 
     def due(self, step: int) -> bool:
-        """Return whether to exchange after `step`; the same on every process."""
+        """Return whether to exchange after `step`; all processes must return the same."""
         ...
 
     def exchange(self, params: Params, carried: Any) -> tuple[Any, Any]:
-        """Return the parameters with which training continues, and the next state; traced."""
+        """Return the parameters to continue with, and the next state; called under jit."""
         ...
 
     def evaluated(self, params: Params, carried: Any, step: Leaf) -> Params:
-        """Return the parameters to evaluate after `step`, an int32 scalar; traced."""
+        """Return the parameters to evaluate after `step`, an int32 scalar; called under jit."""
         ...

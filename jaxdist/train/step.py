@@ -40,8 +40,8 @@ class StepGradients(NamedTuple):
     """The result of `Program.gradients` and argument of `Program.update`.
 
     Attributes:
-      grads: gradients of the mean loss, a tree like the parameters; with ZeRO in shards, filled up
-        where they do not divide.
+      grads: gradients of the mean loss, a tree like the parameters; with ZeRO they are shards,
+        padded with zeros where they do not divide.
       sums: all values that the loss measures, with their weights.
       buffers: the model's buffers after the batch.
       exchange: state of the exchange for the next step.
@@ -62,8 +62,9 @@ class Program:
       batch: shapes, dtypes and shardings of a global batch.
       seed: seed of the initial parameters and of the random layers.
       compute: computation of gradients from a batch.
-      exchange: exchange of each device's gradients for the share that it updates.
-      views: ways in which devices hold a state in another form than the model's.
+      exchange: exchange of gradients between devices, after which each device has the share that it
+        updates.
+      views: forms of the state on the devices that differ from the model's form.
       outer: exchange between steps; None for no exchange.
       options: options for the compiler, for all programs except `init`.
     """
@@ -82,7 +83,7 @@ class Program:
 
     @cached_property
     def home(self) -> Home:
-        """The conversions between the stored state and the model's."""
+        """The conversions between the stored form of a state and the model's form."""
         outer = () if self.outer is None else self.own_shapes.outer
         return Home(self.views, self.model, self.optimizer.transform, outer)
 
@@ -98,7 +99,7 @@ class Program:
 
     @cached_property
     def own_shapes(self) -> TrainState:
-        """The training state without shardings, and without the zeros of ZeRO's shards."""
+        """The shapes of the training state, without shardings and the padding of ZeRO's shards."""
         return jax.eval_shape(self._init)
 
     def _state_shardings(self, shapes: TrainState) -> TrainState:
@@ -122,7 +123,7 @@ class Program:
         )
 
     def _keys(self) -> tuple[jax.Array, jax.Array]:
-        """The keys of the initial parameters and of the steps."""
+        """Return the random keys of the initial parameters and of the steps."""
         init, step = jax.random.split(jax.random.key(self.seed))
         return init, step
 
@@ -140,7 +141,7 @@ class Program:
         )
 
     def init(self) -> TrainState:
-        """Create an initial state in place: no device holds more than its shards."""
+        """Create an initial state in its shards, so that no device ever holds more than these."""
 
         def init() -> TrainState:
             return self.home.stored(self._init())
@@ -148,8 +149,8 @@ class Program:
         return jax.jit(init, out_shardings=self._stored_shardings)()
 
     def _gradients(self, stored: TrainState, state: TrainState, batch: Batch) -> StepGradients:
-        """Compute gradients from a state in its stored form and in that of steps."""
-        # A function of the step alone, so that a resumed run draws the same masks.
+        """Compute gradients from a state, given in its stored form and in the form of steps."""
+        # The key depends only on seed and step, so that a resumed run draws the same dropout masks.
         key = jax.random.fold_in(self._keys()[1], state.step)
         scale = scale_for(state.params, state.loss_scale)
         held = StepInputs(state.params, stored.params, state.buffers, scale)
@@ -157,7 +158,7 @@ class Program:
         return StepGradients(*found, exchange)
 
     def _update(self, state: TrainState, found: StepGradients) -> tuple[TrainState, jax.Array]:
-        """Update a state in the form that steps compute with."""
+        """Update a state in the form of steps; return its stored form and the step's metrics."""
         # Each device updates its share; the new parameters are then sent to where they are stored.
         trained, frozen = self.model.divided(state.params)
         grads, params = self.exchange.shares(found.grads, trained)
@@ -169,7 +170,7 @@ class Program:
             rest = norm, values["loss"], found.sums["loss"].weight
             params, opt_state = self.exchange.apply(self._moved, given, rest)
         if self.optimizer.skips_empty:
-            # Plans that divide by a weight of 0 only after the exchange have NaN there.
+            # Without weight, plans that divide by the weight after the exchange would show NaN.
             norm_shown = jnp.where(found.sums["loss"].weight != 0, norm, 0.0)
         else:
             norm_shown = norm
@@ -206,7 +207,8 @@ class Program:
 
         if not self.optimizer.skips_empty:
             return move()
-        # Around the whole update, so that a step that is not skipped has no additional pass.
+        # The condition encloses the whole update, so that a step that is not skipped does not pay
+        # for another pass over the state.
         return jax.lax.cond(weight != 0, move, lambda: (params, skipped_once(opt_state)))
 
     def _train(self, stored: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
@@ -216,7 +218,7 @@ class Program:
     def _after_skips(
         self, old: TrainState, new: TrainState, norm: jax.Array, weight: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Keep buffers and residuals in a skipped step too; lower the scale after an overflow."""
+        """Restore buffers and residuals after a skipped step; lower the scale after an overflow."""
         before, after = (skip_states(state.opt_state)[0] for state in (old, new))
         moved = before.skipped == after.skipped
         buffers, exchange = jax.tree.map(
@@ -228,7 +230,7 @@ class Program:
         if scaling is None:
             return new, values
         scale = scaling.update(old.loss_scale, jnp.isfinite(norm))
-        # A batch without weight shows nothing about the scale.
+        # A batch without weight does not show whether the loss scale is too large.
         scale = jax.tree.map(partial(jnp.where, weight != 0), scale, old.loss_scale)
         return replace(new, loss_scale=scale), {**values, "loss_scale": old.loss_scale.scale}
 
@@ -257,17 +259,17 @@ class Program:
 
     @cached_property
     def train(self) -> Compiled:
-        """Compile (state, batch) to (state, float32 `[len(metrics)]`); the state is donated.
+        """A compiled function from (state, batch) to (state, float32 `[len(metrics)]`).
 
-        It is `gradients` and `update` in a single program.
+        The function donates the state. It contains `gradients` and `update` in a single program.
         """
         return self._jitted.updating(self._train, (self._stored_shardings, self.layout.replicated))
 
     @cached_property
     def gradients(self) -> Compiled:
-        """Compile (state, batch) to `StepGradients`, for a loop that uses the gradients itself.
+        """A compiled function from (state, batch) to `StepGradients`, for a loop of the user's own.
 
-        Gradients of the mean loss have the form of the optimizer: with ZeRO, shards.
+        The gradients of the mean loss have the form of the optimizer's state: with ZeRO, shards.
         """
 
         def gradients(stored: TrainState, batch: Batch) -> StepGradients:
@@ -283,7 +285,10 @@ class Program:
 
     @cached_property
     def update(self) -> Compiled:
-        """Compile (state, `StepGradients`) to (state, metrics) as `train`; the state is donated."""
+        """A compiled function from (state, `StepGradients`) to (state, metrics).
+
+        The function donates the state.
+        """
 
         def update(stored: TrainState, found: StepGradients) -> tuple[TrainState, jax.Array]:
             own = found._replace(grads=self.home.grads_to_step(found.grads))
@@ -293,7 +298,7 @@ class Program:
 
     @cached_property
     def between(self) -> Compiled:
-        """Compile state to state, by the exchange of `outer`; the state is donated."""
+        """A compiled function that applies the exchange of `outer` to a state, which it donates."""
         outer = self.outer
         assert outer is not None
 
@@ -313,7 +318,7 @@ class Program:
 
     @cached_property
     def evaluate(self) -> Compiled:
-        """Compile (stored parameters, buffers, batch) to sums, in evaluation mode (not random)."""
+        """A compiled function from (stored parameters, buffers, batch) to sums, not random."""
 
         def evaluate(params: Params, buffers: Buffers, batch: Batch) -> Sums:
             own = self.home.params_to_step(params)
@@ -324,8 +329,8 @@ class Program:
     def evaluated(self, state: TrainState) -> Params:
         """Return the parameters to evaluate and to generate with, in stored form.
 
-        They are those of the state, unless the optimizer or the exchange between steps keeps others
-        for this purpose (an average, slow weights).
+        These are the parameters of the state, unless the optimizer or the exchange between steps
+        keeps other parameters for this purpose (an average, slow weights).
         """
         if self.optimizer.eval_params is None and self.outer is None:
             return state.params

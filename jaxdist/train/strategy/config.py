@@ -1,4 +1,4 @@
-"""The strategies that a config can name by `type:`; each is data alone.
+"""The configs of the strategies, of which an experiment selects one by `type`.
 
 `jaxdist.experiment.strategies` checks a strategy against the rest of the config, and
 `jaxdist.run.strategies` runs it.

@@ -40,7 +40,7 @@ class TrainStage:
 
 
 class StepHooks(Hooks, Protocol):
-    """The work besides the steps of a run that may be asked to stop."""
+    """The work between the steps of a run that may be asked to stop."""
 
     stopped: bool
     """Whether a boundary has ended the run."""
@@ -56,7 +56,7 @@ class Prepared:
     """A run that is ready for its next step.
 
     Attributes:
-      state: an initial state, or that of the newest checkpoint; steps take its memory.
+      state: the initial state, or the state of the newest checkpoint; a step reuses its memory.
       stages: all stages of the run; `state.step` is the position in them.
       hooks: the work between steps.
       enter: function to call with a stage before its first step.
@@ -64,7 +64,7 @@ class Prepared:
       directory: directory of the run; a process that reads its config builds the same program.
       note: prints a line for the user.
       record: records the counts of servers and workers at a step.
-      account: account of this process's time, which includes that of hooks already.
+      account: account of this process's time, in which hooks already count their own time.
     """
 
     state: TrainState
@@ -100,5 +100,5 @@ class Strategy(Protocol):
     """The config of a strategy."""
 
     def outer(self) -> Outer | None:
-        """Return the exchange of parameters between steps; None where there is none."""
+        """Return the exchange of parameters between steps; None for no exchange."""
         ...

@@ -1,8 +1,8 @@
 """Slow weights that follow trained weights: Lookahead, and the outer step of local updates.
 
 Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back" (arXiv 1907.08610), algorithm 1.
-With momentum it is the outer step of SlowMo (Wang et al., arXiv 1910.00643, algorithm 1) and of
-DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1) for one replica.
+With momentum, this algorithm is the outer step of SlowMo (Wang et al., arXiv 1910.00643, algorithm
+1) and of DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1) for one replica.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from jaxdist.types import Leaf, OptState, Params
 
 
 class Lookahead(Config):
-    """Every `steps` steps, move back part of the way to where these steps began.
+    """Every `steps` steps, move the parameters back, part of the way to the slow weights.
 
-    The parameters at their beginning are the slow weights. The negated change over the steps is
-    taken as a gradient of the slow weights, with which SGD updates them; training continues from
-    the result. The optimizer's own state is not changed.
+    The slow weights are the parameters with which these steps began. The negated change over the
+    steps is taken as a gradient of the slow weights, with which SGD updates them; training
+    continues from the result. The optimizer's own state is not changed.
     """
 
     type: Literal["lookahead"] = "lookahead"
@@ -35,12 +35,12 @@ class Lookahead(Config):
     steps: Count = 5
     """Number of steps from one update of the slow weights to the next."""
     learning_rate: Annotated[float, Field(gt=0)] = 0.5
-    """Learning rate of the slow weights: 0.5 moves half of the way, 1 without momentum all of
-    it."""
+    """Learning rate of the slow weights: 0.5 keeps half of the change over the steps, 1 without
+    momentum all of it."""
     momentum: Beta = 0.0
-    """Momentum of the slow weights' SGD; 0 keeps none."""
+    """Momentum of the SGD of the slow weights; 0 uses no momentum."""
     nesterov: bool = False
-    """Look ahead along the slow weights' velocity."""
+    """Use Nesterov momentum for the slow weights."""
 
     @model_validator(mode="after")
     def _check(self) -> Lookahead:
@@ -82,8 +82,8 @@ class SlowState(NamedTuple):
 class SlowWeights:
     """An exchange that moves slow weights by the parameters' change since the previous exchange.
 
-    Cost: a copy of the parameters, and another with momentum; both in shards where the optimizer's
-    state is.
+    The exchange costs the memory of a copy of the parameters, and of another copy with momentum;
+    both are sharded where the optimizer's state is.
 
     Attributes:
       every: number of steps between two exchanges.
@@ -94,7 +94,7 @@ class SlowWeights:
     optimizer: optax.GradientTransformation
 
     def begin(self, params: Params) -> SlowState:
-        # A copy, since a step may reuse the memory of the whole state.
+        # Without a copy, both fields of the state would share memory, which a step may reuse.
         copied = jax.tree.map(lambda p: jnp.array(p, copy=True), params)
         return SlowState(copied, self.optimizer.init(copied))
 
@@ -108,6 +108,6 @@ class SlowWeights:
         return slow, SlowState(slow, moved)
 
     def evaluated(self, params: Params, carried: SlowState, step: Leaf) -> Params:
-        """Return the slow weights; before they have moved once, the trained weights."""
+        """Return the slow weights, or the trained weights until the slow weights have moved."""
         moved = step >= self.every
         return jax.tree.map(lambda slow, fast: jnp.where(moved, slow, fast), carried.params, params)
