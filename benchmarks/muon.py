@@ -1,4 +1,4 @@
-"""Muon on shards, in the compiled program of a TPU: what it sends, and whether work is repeated."""
+"""Muon on shards, in programs compiled for a TPU: the bytes it sends, and its FLOPs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PLANS: dict[str, tuple[int, JsonObject, JsonObject]] = {
     "ZeRO 3, 8 layers over 8": (8, {"data": 8}, {"stage": 3}),
     "ZeRO 2 and tensor, 6 layers over 8": (6, {"data": 4, "tensor": 2}, {"stage": 2}),
 }
-"""Number of layers, mesh and `parallel.zero` of each plan."""
+"""The number of layers, the mesh and `parallel.zero` of each plan."""
 
 
 def figures(plans: Sequence[str] = tuple(PLANS)) -> list[Figure]:
-    """Bytes of the exchange of matrices beside their formula, and FLOPs beside one copy's."""
+    """Compare the bytes of exchanged matrices with a formula, and FLOPs with those of one copy."""
     try:
         devices = topology_devices(TOPOLOGY)
     except JaxdistError as error:
@@ -34,7 +34,7 @@ def figures(plans: Sequence[str] = tuple(PLANS)) -> list[Figure]:
 
 
 def on(devices: Sequence[Device], name: str) -> list[Figure]:
-    """Compare a plan's program for these devices."""
+    """Compare the program of a plan, compiled for these devices."""
     layers, mesh, zero = PLANS[name]
     config = ExperimentConfig.model_validate(
         {
@@ -59,7 +59,7 @@ def on(devices: Sequence[Device], name: str) -> list[Figure]:
     tree = NamedParams(program.model.params, program.dims, program.exchange.placements.shares)
     exchange = optim.exchange(tree)
     formula = exchange.sent_bytes
-    # A branch of the program: only the device that owns a left-over matrix takes it.
+    # The ledger's lower count omits a branch that only the owner of a left-over matrix takes.
     alone = sum(
         len(devices)
         // group.devices
@@ -71,7 +71,7 @@ def on(devices: Sequence[Device], name: str) -> list[Figure]:
     note = "of each device in a step, to the owners of matrices and back"
     figures = [Figure(f"{ends}: bytes", sent, formula, "<= 1.02", "bytes", note)]
     if not formula:
-        # A ratio to 0 says nothing: one is added to both.
+        # A ratio to 0 is undefined, so 1 is added to both numbers.
         note += "; the formula is 0 bytes, and both have 1 added"
         figures = [Figure(f"{ends}: bytes", sent + 1, 1, "<= 1", "bytes", note)]
     done = len(devices) * found.flops_low + alone

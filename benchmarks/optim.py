@@ -1,5 +1,5 @@
-"""Optimizer steps: time beside optax's, bytes and temporaries of the compiled program, and what
-sharded updates send.
+"""The bench of optimizers: step times compared with optax's, bytes and temporaries of compiled
+programs, and the bytes that sharded updates send.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from jaxdist.types import Grads, OptState, Params, PyTree
 
 RATE = 1e-3
 LAMB_FLOOR_BYTES, LARS_FLOOR_BYTES, SGD_BYTES = 40, 28, 12
-"""Traffic of a float32 parameter if every pass over it is fused as far as it can be."""
+"""The bytes of memory traffic of a float32 parameter if all passes over it are fused as far as
+possible."""
 SHARDS = 8
 DONATED = "jitted update and apply_updates on one device, parameters and state donated"
 
 
 def bench(repeats: int = REPEATS) -> Report:
-    """LAMB and LARS beside optax's on the shapes of BERT-base and of ResNet-50.
+    """Compare LAMB and LARS with optax's, on the shapes of BERT-base and of ResNet-50.
 
-    Times are taken twice: in a process as a training loop of your own has it, and in this one,
-    which the command line has started with huge pages, so that optax's temporaries cost it less.
+    Times are taken twice: in a process with Python's defaults, and in this process, which the
+    command line has started with huge pages, so that optax's temporaries take less time.
     """
     figures = [*_in_plain_process(repeats), *timed(repeats, "huge pages"), *counted()]
     if len(jax.devices()) >= SHARDS:
@@ -51,10 +52,12 @@ def timed(
     bert: Shapes | None = None,
     resnet: Shapes | None = None,
 ) -> list[Figure]:
-    """Steps over optax's, and LAMB's over AdamW's and over its floor; goals without a suffix.
+    """Compare steps with optax's, and LAMB's step with AdamW's and with its floor.
 
     Args:
-      bert, resnet: other shapes in their place, for tests.
+      repeats: timed pairs of each figure.
+      suffix: text to end the names of figures with; only figures without it have goals.
+      bert, resnet: shapes to use instead of those models', for tests.
     """
     bert, resnet = bert or bert_base(), resnet or resnet50()
     ours, end, goals = OptimizerStep(lamb(RATE), bert), f", {suffix}" * bool(suffix), not suffix
@@ -88,7 +91,7 @@ def timed(
 
 
 def counted() -> list[Figure]:
-    """Bytes and temporaries of the compiled steps."""
+    """Compare bytes and temporaries of the compiled steps with their references."""
     figures: list[Figure] = []
     for model, shapes in (("BERT-base", bert_base()), ("ResNet-50", resnet50())):
         more, less = OptimizerStep(lamb(RATE), shapes), OptimizerStep(lars(RATE), shapes)
@@ -102,17 +105,17 @@ def counted() -> list[Figure]:
 
 
 def _in_plain_process(repeats: int) -> list[Figure]:
-    """The figures of `timed` from a process of its own, without our settings of glibc's malloc.
+    """Return the figures of `timed` from a process without jaxdist's settings of glibc's malloc.
 
     Raises:
-      RunError: it fails.
+      RunError: the process fails.
     """
     plain = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     return child.call(timed, repeats, what="timing in a process of its own", environ=plain)
 
 
 class OptimizerStep:
-    """An optimizer's step on tensors of these shapes, on the first device; gradients stay."""
+    """An optimizer's step on tensors of given shapes, on one device, with constant gradients."""
 
     def __init__(self, transform: optax.GradientTransformation, shapes: Shapes) -> None:
         self.transform = transform
@@ -127,13 +130,13 @@ class OptimizerStep:
 
     @cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """The step, its parameters and state donated."""
+        """The compiled step, which donates its parameters and state."""
         jitted = jax.jit(self._step, donate_argnums=(0, 1))
         state = jax.eval_shape(self.transform.init, self.shapes)
         return jitted.lower(self.shapes, state, self.shapes).compile()
 
     def __enter__(self) -> OptimizerStep:
-        """Make the tensors; they are freed on exit."""
+        """Make the tensors, which are freed on exit."""
         params = {name: _filled(struct.shape) for name, struct in self.shapes.items()}
         self.state = (params, jax.jit(self.transform.init)(params))
         self.grads = {name: 0.01 * x for name, x in params.items()}
@@ -143,26 +146,26 @@ class OptimizerStep:
         del self.state, self.grads
 
     def __call__(self) -> None:
-        """Take one step and wait for it."""
+        """Take one step, and wait until it is done."""
         self.state = self.compiled(*self.state, self.grads)
         jax.block_until_ready(self.state)
 
 
 def _filled(shape: tuple[int, ...]) -> jax.Array:
-    """Values of the size of weights, no two of a row alike."""
+    """Return values of the magnitude of weights, which all differ within a row."""
     return jnp.broadcast_to(0.02 + 1e-6 * jnp.arange(shape[-1], dtype=jnp.float32), shape)
 
 
 def compare(
     name: str, ours: OptimizerStep, reference: OptimizerStep, repeats: int, goal: str = ""
 ) -> Figure:
-    """Time of one step over that of another, interleaved."""
+    """Compare the times of two steps, interleaved."""
     with ours, reference:
         return Figure.compare(name, *interleave(ours, reference, repeats=repeats), goal, DONATED)
 
 
 def over_floor(name: str, ours: OptimizerStep, repeats: int) -> Figure:
-    """Time over that of the floor's bytes, moved as fast as a plain SGD step moves its own."""
+    """Compare a step's time with that of moving the floor's bytes at the speed of an SGD step."""
     sgd = OptimizerStep(optax.sgd(RATE), ours.sizes)
     scale = LAMB_FLOOR_BYTES / SGD_BYTES
     with ours, sgd:
@@ -172,7 +175,7 @@ def over_floor(name: str, ours: OptimizerStep, repeats: int) -> Figure:
 
 
 def traffic(name: str, ours: OptimizerStep, floor_bytes: int, goal: str = "") -> Figure:
-    """Bytes that the compiled step reads and writes, a parameter, over the floor."""
+    """Compare the bytes per parameter that the compiled step reads and writes with the floor."""
     cost: Mapping[str, float] = ours.compiled.cost_analysis() or {}
     accessed = cost.get("bytes accessed", math.nan) / ours.parameters
     note = "bytes of float32 traffic a parameter, by XLA's cost analysis"
@@ -180,7 +183,7 @@ def traffic(name: str, ours: OptimizerStep, floor_bytes: int, goal: str = "") ->
 
 
 def temporaries(name: str, ours: OptimizerStep, goal: str = "") -> Figure:
-    """Temporary memory of the compiled step over the largest tensor."""
+    """Compare the temporary memory of the compiled step with the largest tensor."""
     analysis = ours.compiled.memory_analysis()
     held = math.nan if analysis is None else analysis.temp_size_in_bytes
     note = "beside parameters, gradients and state; the reference is the largest tensor"
@@ -188,9 +191,10 @@ def temporaries(name: str, ours: OptimizerStep, goal: str = "") -> Figure:
 
 
 def sharded_figures(shapes: Shapes) -> list[Figure]:
-    """What LAMB on shards sends beyond AdamW on shards, with a manual axis over `SHARDS` devices.
+    """Compare the collectives of sharded LAMB with those of sharded AdamW, on a manual axis.
 
-    A tensor is split along its first dim that divides; the others are whole on all devices.
+    A tensor is split along its first dim that `SHARDS` divides; a tensor without such a dim is
+    whole on all devices.
     """
     mesh = jax.make_mesh(
         (SHARDS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:SHARDS]
@@ -226,7 +230,7 @@ def sharded(
     specs: Mapping[str, PartitionSpec],
     mesh: jax.sharding.Mesh,
 ) -> Ledger:
-    """The ledger of an update inside `jax.shard_map`."""
+    """Return the ledger of an optimizer's update inside `jax.shard_map`."""
     params = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, specs[name]))
         for name, shape in shapes.items()

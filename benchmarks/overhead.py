@@ -1,4 +1,4 @@
-"""The cost of jaxdist beyond the work itself: our step over one written by hand, and the loop."""
+"""The overhead of jaxdist: its step compared with a step written by hand, and its loop."""
 
 from __future__ import annotations
 
@@ -63,13 +63,14 @@ TINY: JsonObject = {
 
 STEPS_PER_SAMPLE = 8
 STEP_REPEATS = 3
-"""One step of 30 ms is too short to time on a shared machine, and 3% need more pairs than 9."""
+"""A factor on repeats of steps: to resolve 3% takes more than 9 pairs. A sample has several steps,
+since one step of 30 ms is too short to time on a shared machine."""
 
 PlainLoss = Callable[[Any, Batch], jax.Array]
 
 
 def bench(repeats: int = REPEATS) -> Report:
-    """Our step over a hand-written one, on all devices; the loop beyond the bare call, on one."""
+    """Compare jaxdist's step with a hand-written step on all devices; time the loop on one."""
     devices, pairs = len(jax.devices()), STEP_REPEATS * repeats
     tiny = experiment(TINY, devices=1)
     return Report(
@@ -85,7 +86,7 @@ def bench(repeats: int = REPEATS) -> Report:
 
 
 def experiment(settings: JsonObject, devices: int | None = None) -> Experiment:
-    """These settings with AdamW, the batch split over all devices or the first `devices`."""
+    """Build an experiment with AdamW, the batch split over all or over the first `devices`."""
     optim = {"type": "adamw", "learning_rate": LEARNING_RATE, "schedule": {"type": "constant"}}
     mesh = {"data": -1}
     config = ExperimentConfig.model_validate({**settings, "optim": optim, "mesh": mesh})
@@ -93,7 +94,7 @@ def experiment(settings: JsonObject, devices: int | None = None) -> Experiment:
 
 
 def step_figure(name: str, ours: Experiment, loss: PlainLoss, repeats: int = REPEATS) -> Figure:
-    """Our step over the hand-written step of the same model, equal in its losses."""
+    """Compare jaxdist's step with the hand-written step of the same model and equal losses."""
     steps = StepPair(ours, loss)
     with ours.loader.batches() as batches:
         steps.check(list(itertools.islice(batches, 3)))
@@ -112,7 +113,7 @@ def step_figure(name: str, ours: Experiment, loss: PlainLoss, repeats: int = REP
 
 
 def check_figure(name: str, ours: Experiment, repeats: int = REPEATS) -> Figure:
-    """Comparing replicas of a training state, over a step."""
+    """Compare the time to compare replicas of a training state with the time of a step."""
     program, replicas = ours.program, replicas_of(ours.program)
     state = program.init()
     with ours.loader.batches() as batches:
@@ -133,7 +134,7 @@ def check_figure(name: str, ours: Experiment, repeats: int = REPEATS) -> Figure:
 
 
 class StepPair:
-    """One step of each side, on states that begin equal and on the batch last checked."""
+    """The steps of both sides, on equal initial states and on the batch that was checked last."""
 
     def __init__(self, experiment: Experiment, loss: PlainLoss):
         program, whole = experiment.program, experiment.layout.replicated
@@ -145,13 +146,14 @@ class StepPair:
         self._batch: Batch = {}
 
     def check(self, batches: list[Batch]) -> None:
-        """Train both on these batches: their losses must agree as far as float32 sums do."""
+        """Train both sides on these batches, and assert that their losses agree within 1e-4."""
         for self._batch in batches:
             ours, reference = float(self.ours()[0]), float(self.reference()[0])
             assert np.isclose(ours, reference, rtol=1e-4), (ours, reference)
 
     def ours(self, count: int = 1) -> jax.Array:
-        """`count` of our steps, each finished before the next; the last one's metrics."""
+        """Take `count` of jaxdist's steps, each finished before the next; return the last metrics.
+        """
         values = jnp.zeros(())
         for _ in range(count):
             self._state, values = self._train(self._state, self._batch)
@@ -159,7 +161,7 @@ class StepPair:
         return values
 
     def reference(self, count: int = 1) -> jax.Array:
-        """The same of the hand-written step; loss and gradient norm."""
+        """Take `count` of the hand-written steps; return the last loss and gradient norm."""
         values = jnp.zeros(())
         for _ in range(count):
             self._plain_state, values = self._plain(self._plain_state, self._batch)
@@ -168,7 +170,8 @@ class StepPair:
 
 
 def loop_figure(tiny: Experiment, *, steps: int = 500, repeats: int = REPEATS) -> Figure:
-    """Seconds per step of the loop with its hooks, where no device work hides them."""
+    """Measure the seconds per step of the loop with its hooks, with too little work to hide them.
+    """
     with tiny.loader.batches() as batches:
         fixed = next(batches)
     loops = LoopPair(tiny, tiny.program.train, fixed, steps)
@@ -183,9 +186,10 @@ def loop_figure(tiny: Experiment, *, steps: int = 500, repeats: int = REPEATS) -
 def loop_with_loader_figure(
     tiny: Experiment, *, steps: int = 100, repeats: int = REPEATS
 ) -> Figure:
-    """Time of the loop, fed by the loader beside a busy device, over the bare calls.
+    """Compare the loop, fed by the loader while the device is busy, with the bare calls.
 
-    A ratio, not microseconds: those would be the small difference of two noisy milliseconds.
+    The figure is a ratio, since the difference of two noisy times in milliseconds would be too
+    inexact.
     """
     with tiny.loader.batches() as batches, hooks(tiny) as each_step:
         loops = LoopPair(tiny, busy_step(tiny, BUSY_ITERATIONS), next(batches), steps)
@@ -198,7 +202,7 @@ def loop_with_loader_figure(
 
 
 def beyond_figure(name: str, ours: Sample, bare: Sample, steps: int, note: str) -> Figure:
-    """Seconds per step beyond the bare call (median of the pairs), held against the budget.
+    """Compare the seconds per step beyond the bare call (median of pairs) with the budget.
 
     >>> beyond_figure("loop", Sample((3.0, 5.0)), Sample((1.0, 3.0)), 100_000, "").ours
     2e-05
@@ -215,14 +219,14 @@ def beyond_figure(name: str, ours: Sample, bare: Sample, steps: int, note: str) 
 
 
 class LoopPair:
-    """A number of steps of one program: by `run_loop`, or by calling it on a fixed batch."""
+    """Steps of one program, either in `run_loop` or by bare calls on a fixed batch."""
 
     def __init__(self, experiment: Experiment, train: StepFunction, batch: Batch, steps: int):
         self._train, self._batch, self._steps = train, batch, steps
         self._state = experiment.program.init()
 
     def ours(self, batches: Iterator[Batch], each_step: RunHooks) -> None:
-        """The loop of `jaxdist train`, from batches to finished state."""
+        """Run the loop of `jaxdist train`, and wait for the state."""
         account = Account()
         train = account.first(Activity.COMPILE, self._train)
         waited = account.each(Activity.INPUT_WAIT, batches)
@@ -230,17 +234,18 @@ class LoopPair:
         self._state = jax.block_until_ready(state)
 
     def bare(self) -> None:
-        """The jitted step alone."""
+        """Call the jitted step alone, and wait for the state."""
         for _ in range(self._steps):
             self._state, _ = self._train(self._state, self._batch)
         jax.block_until_ready(self._state)
 
 
 def busy_step(experiment: Experiment, iterations: int) -> StepFunction:
-    """The step, then as many sines one after another: they take time and no Python."""
+    """Return the step followed by a chain of sines, which takes time but no Python."""
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         state, values = experiment.program.train(state, batch)
+        # Added to the metrics, the sines are not removed as dead code.
         zero = 0 * jax.lax.fori_loop(0, iterations, lambda _, x: jnp.sin(x), values[0])
         return state, values + zero[None]
 
@@ -249,7 +254,7 @@ def busy_step(experiment: Experiment, iterations: int) -> StepFunction:
 
 @contextmanager
 def hooks(experiment: Experiment) -> Iterator[RunHooks]:
-    """Give the hooks of `jaxdist train`, which write to a directory that is removed after."""
+    """Yield the hooks of `jaxdist train`, which write to a temporary directory."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         console = Console(file=io.StringIO())

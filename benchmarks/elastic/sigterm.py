@@ -1,4 +1,4 @@
-"""SIGTERM at a random moment: how long until the checkpoint is there and the run has ended."""
+"""SIGTERM at a random moment: the time until the checkpoint is saved and the run has ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GOAL_SECONDS = 10.0
 
 
 def figure(trials: int, seed: int = 0) -> Figure:
-    """Time `trials` runs, in turn with one process and with two under an agent.
+    """Time `trials` runs, alternately with one process and with two processes under an agent.
 
     Raises:
       RunError: a run ended with another exit code, or without a checkpoint of its last step.
@@ -35,10 +35,10 @@ def figure(trials: int, seed: int = 0) -> Figure:
 
 
 def trial(rng: random.Random, *, elastic: bool) -> float:
-    """Seconds from the signal until the run has ended, at a random moment of its steps.
+    """Send SIGTERM at a random moment of a run's steps; return the seconds until the run ends.
 
     Raises:
-      RunError: it ended otherwise than it should.
+      RunError: the exit code is not `STOPPED`, or there is no checkpoint of the last step.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,7 +1,7 @@
-"""Small models of every family, with drawn weights, and what transformers computes with them.
+"""Small models of every family with random weights, and the results of transformers for them.
 
-`python -m benchmarks.models.drawn PYTHON FILE` writes the golden file of tests/interchange, where
-PYTHON has torch and transformers.
+`python -m benchmarks.models.drawn PYTHON FILE` writes the golden file of tests/interchange; PYTHON
+must have torch and transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxdist.types import JsonObject
 
 VOCAB, LENGTH = 67, 512
 SEEN = (0, 1, 2, 63, 64, 65, 127, 200, 255, 511)
-"""Positions whose logits are in the golden file."""
+"""The positions whose logits are in the golden file."""
 _SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -43,7 +43,8 @@ _SIZES = {
     "rope_theta": 10_000.0,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
-    # Ids beyond the vocabulary are warned of, and a padding id's embedding has no gradient.
+    # transformers warns of ids beyond the vocabulary, and drops the gradient of a padding id's
+    # embedding.
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": None,
@@ -95,13 +96,17 @@ CONFIGS: Mapping[str, JsonObject] = {
 
 
 def drawn(name: str, layer: int | None, shape: tuple[int, ...]) -> np.ndarray:
-    """The same weights everywhere: normal, and about 1 for scales of norms."""
+    """Return the weights of a name and layer, the same in each process.
+
+    Values are normal around 0, or around 1 for the scales of norms.
+    """
+    # A checksum, since Python's `hash` of a text differs between processes.
     rng = np.random.default_rng(zlib.crc32(f"{name} {layer}".encode()))
     return (0.2 * rng.standard_normal(shape) + name.endswith("scale")).astype(np.float32)
 
 
 def write_drawn(name: str, out: Path) -> None:
-    """Write a model of `CONFIGS` with drawn weights as a Hugging Face directory."""
+    """Write a model of `CONFIGS` with random weights as a Hugging Face directory."""
     config = CONFIGS[name]
     family = family_of(config, where=name)
     model = model_of(family.model(config))
@@ -126,18 +131,18 @@ def _named(model: Functional) -> list[tuple[str, Any, Any]]:
 
 
 def model_of(options: JsonObject) -> Functional:
-    """Our model of a family's options."""
+    """Return jaxdist's model of a family's options."""
     config = GptConfig.model_validate(options)
     return functional(lambda rngs: config.build(rngs, vocab_size=VOCAB))
 
 
 def tokens() -> np.ndarray:
-    """One sequence, int32 [1, LENGTH]."""
+    """Return one random sequence, int32 [1, LENGTH]."""
     return np.random.default_rng(0).integers(0, VOCAB, (1, LENGTH), np.int32)
 
 
 def ours(path: Path, tokens_BL: np.ndarray) -> dict[str, np.ndarray]:
-    """Loss, logits and gradients of a directory's model, by the names of its tensors."""
+    """Return jaxdist's loss, logits and gradients of a model; gradients by the file's names."""
     source = open_source(path)
     config = GptConfig.model_validate(source.family.model(source.config))
     model = functional(lambda rngs: config.build(rngs, vocab_size=source.vocab_size))
@@ -165,10 +170,10 @@ def ours(path: Path, tokens_BL: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def theirs(python: str, path: Path, tokens_BL: np.ndarray) -> dict[str, np.ndarray]:
-    """The same by transformers, in a process of another Python.
+    """Return the loss, logits and gradients of transformers, in a process of another Python.
 
     Raises:
-      RunError: it fails.
+      RunError: the process fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder) / "tokens.npy", Path(folder) / "made.npz"
@@ -184,9 +189,10 @@ def theirs(python: str, path: Path, tokens_BL: np.ndarray) -> dict[str, np.ndarr
 
 
 def apart(found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """The largest difference of logits, and of gradients, over the largest number.
+    """Return the largest difference of logits, and of gradients, over the largest absolute value.
 
-    Gradients are held against the largest of all: that of a key's bias is 0 but for rounding.
+    That value is taken over all gradients, since the gradient of a key's bias is 0 but for
+    rounding.
     """
     grads = [name for name in right if name.startswith("grad ")]
     most = max(float(np.abs(right[name]).max()) for name in grads)
@@ -201,7 +207,7 @@ def _apart(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def shortened(found: Mapping[str, np.ndarray]) -> JsonObject:
-    """What the golden file has of a model: a few logits, and the norms of gradients."""
+    """Return a model's entry in the golden file: a few logits, and the norms of gradients."""
     norms = {n: float(np.linalg.norm(g)) for n, g in found.items() if n.startswith("grad ")}
     logits = {str(at): found["logits"][at, ::16].tolist() for at in SEEN}
     return {"loss": float(found["loss"]), "logits": logits, "grads": norms}

@@ -1,4 +1,7 @@
-"""Memory and seconds of loading a model onto 8 devices with ZeRO 3: DIR; prints JSON (Linux)."""
+"""A program that measures the loading of a model onto 8 devices with ZeRO 3.
+
+`python -m benchmarks.models.loaded DIR` prints the memory and the seconds as JSON, on Linux.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,7 @@ def main(path: Path) -> None:
     _ = program.state_shapes
     leaves = matched(program, path)
     files = {tensor.file for tensor in source.tensors.values()}
+    # The first reading fills the page cache, so that the timed reading and the loading both use it.
     read_once(files)
     begun = time.perf_counter()
     read_once(files)
@@ -72,7 +76,7 @@ def main(path: Path) -> None:
     ended.set()
     watcher.join()
     shards = [s.data.nbytes for leaf in jax.tree.leaves(params) for s in leaf.addressable_shards]
-    # In float32, to which a tensor is converted.
+    # The bytes in float32, to which a tensor is converted.
     largest = max(4 * math.prod(leaf.tensors[0].shape) for leaf in leaves)
     found = {"excess": most[0] - before - sum(shards), "largest": largest}
     print(json.dumps({**found, "shards": sum(shards), "seconds": seconds, "read": read}))

@@ -1,4 +1,7 @@
-"""Logits, loss and gradients of a directory's model by transformers: DIR TOKENS.npy OUT.npz."""
+"""A program that computes a model's logits, loss and gradients: DIR TOKENS.npy OUT.npz.
+
+It uses transformers, and nothing of jaxdist.
+"""
 
 import sys
 
@@ -6,7 +9,7 @@ import numpy as np
 
 
 def main(path: str, given: str, out: str) -> None:
-    # Imported here, so that tests can be collected where these packages are not installed.
+    # The imports are here so that tests can be collected where these packages are not installed.
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 

@@ -1,4 +1,4 @@
-"""Models of other frameworks: our numbers beside those of transformers, and the cost of loading."""
+"""The bench of imported models: a comparison with transformers, and the cost of loading."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SMALL = ["data={type: synthetic, kind: tokens, window: 16, examples: 16, vocab_s
 
 
 def bench(torch: str | None = None, weights: Path | None = None) -> Report:
-    """Logits and gradients of every family, export after import, memory and time of loading.
+    """Compare every family's logits and gradients; check export after import; measure loading.
 
     Args:
-      torch: a Python with torch and transformers; None is this one.
+      torch: a Python with torch and transformers; None is this Python.
       weights: a model with real weights, a Hugging Face directory or a GGUF file.
     """
     figures: list[Figure] = []
@@ -49,7 +49,7 @@ def bench(torch: str | None = None, weights: Path | None = None) -> Report:
 
 
 def compared(name: str, path: Path, text: np.ndarray, python: str) -> Iterator[Figure]:
-    """How far logits and gradients are apart, over the bound."""
+    """Compare the distance of logits and of gradients with the bound."""
     try:
         right = theirs(python, path, text)
     except RunError as error:
@@ -61,13 +61,13 @@ def compared(name: str, path: Path, text: np.ndarray, python: str) -> Iterator[F
 
 
 def returned(name: str, path: Path) -> Figure:
-    """Import and export: the tensors that come back to the bit."""
+    """Import and export a model, and count the tensors that are the same to the bit."""
     with tempfile.TemporaryDirectory() as folder:
         run, out = Path(folder) / "run", Path(folder) / "out"
         settings = [SMALL[0] % open_source(path).vocab_size]
         import_model(path, run, settings, console=Console(quiet=True))
         export_model(run, out, console=Console(quiet=True))
-        if path.is_file():  # of other names: held against a second import
+        if path.is_file():  # GGUF has other names, so a second round trip is compared instead
             again = Path(folder) / "again"
             import_model(out, again, settings, console=Console(quiet=True))
             export_model(again, Path(folder) / "last", console=Console(quiet=True))
@@ -78,7 +78,7 @@ def returned(name: str, path: Path) -> Figure:
 
 
 def loaded(path: Path) -> Iterator[Figure]:
-    """Load onto {data: 8} with ZeRO 3, in a process of its own."""
+    """Measure loading onto {data: 8} with ZeRO 3, in a new process."""
     command = [sys.executable, "-P", "-m", "benchmarks.models.loaded", str(path)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

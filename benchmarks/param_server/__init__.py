@@ -1,1 +1,1 @@
-"""Parameter servers: the wire, what comes in at each server, and runs with a slow worker."""
+"""The bench `jaxdist bench param-server`: the wire, bytes into servers, and slow workers."""

@@ -1,4 +1,4 @@
-"""Servers and workers in this process over real sessions: bytes, and the rates of slow workers."""
+"""Servers and workers in this process that exchange messages over gRPC: bytes and rates."""
 
 from __future__ import annotations
 
@@ -41,8 +41,11 @@ class Played:
     """Servers and their workers.
 
     Attributes:
-      clocks: of each worker, so far.
-      leads: clocks by which a worker was ahead of the slowest at a read, by what it had read.
+      servers, layouts: the servers, and the layout of each.
+      clients: the client of each worker.
+      clocks: the number of clocks of each worker so far.
+      leads: for each read, the clocks by which its worker was ahead of the slowest worker, as the
+        parameters that it read show.
     """
 
     servers: Sequence[Server]
@@ -61,7 +64,7 @@ def played(
     range_bytes: int,
     aggregation: Direct | Racks = DIRECT,
 ) -> Iterator[Played]:
-    """Servers in front of these parameters, and a client for each worker, over gRPC."""
+    """Start servers that hold these parameters, and a client for each worker, over gRPC."""
     placement = Balanced(range_bytes=range_bytes).place(placeable_tensors(params), range(servers))
     shards = layouts(placement, params)
     racks = aggregation.racks(range(workers))
@@ -87,7 +90,7 @@ def played(
 def _wires(
     stack: ExitStack, services: Sequence[Service], shards: Sequence[ShardLayout]
 ) -> list[RpcWire]:
-    """The way to each service, on a port of its own."""
+    """Return a wire to each service, each with its own port."""
     wires: list[RpcWire] = []
     for service, layout in zip(services, shards, strict=True):
         rpc = RpcServer(service, TOKEN)
@@ -104,7 +107,7 @@ def _aggregated(
     wires: Sequence[RpcWire],
     shards: Sequence[ShardLayout],
 ) -> list[RpcWire]:
-    """The ways to a rack's aggregators, one for each server."""
+    """Return the wires to a rack's aggregators, one for each server."""
     found: list[Aggregator] = []
     for layout, wire in zip(shards, wires, strict=True):
         found.append(Aggregator(layout, model, wire, count(number), workers))
@@ -113,7 +116,7 @@ def _aggregated(
 
 
 def traffic(workers: int = 4, servers: int = 4) -> Figure:
-    """Count what comes in at the fullest server in a step of all workers."""
+    """Count the bytes that the server with the most bytes receives in a step of all workers."""
     params = {"w": np.zeros((64, 1024), np.float32)}
     size = params["w"].nbytes
     fullest = max(_received(workers, servers, params, size // (4 * servers), DIRECT))
@@ -129,7 +132,7 @@ def traffic(workers: int = 4, servers: int = 4) -> Figure:
 
 
 def racks(workers: int = 4, size: int = 2) -> Figure:
-    """Count what comes in at all servers in a step of all workers, without racks and with them."""
+    """Count the bytes that all servers receive in a step of all workers, with and without racks."""
     params = {"w": np.zeros((64, 1024), np.float32)}
     without, with_racks = (
         sum(_received(workers, 2, params, 2**15, aggregation)) / STEPS
@@ -153,7 +156,7 @@ def _received(
     range_bytes: int,
     aggregation: Direct | Racks,
 ) -> list[int]:
-    """Bytes of payloads that came in at each server in `STEPS` rounds."""
+    """Return the bytes of payloads that each server received in `STEPS` rounds."""
     with played(BSP(), workers, servers, params, range_bytes, aggregation) as run:
 
         def work(client: Client) -> None:
@@ -166,7 +169,7 @@ def _received(
 
 
 def slow_worker(workers: int = 4, seconds: float = 4.0) -> list[Figure]:
-    """One worker that takes ten times as long: the others' rate without bound, and with one."""
+    """Make one worker ten times slower: measure the others' rate, and a bounded lead."""
     alone = _rates(Asynchronous(), [1.0] * workers, seconds)
     factors = [1.0] * (workers - 1) + [float(SLOWER)]
     beside = _rates(Asynchronous(), factors, seconds)
@@ -194,7 +197,10 @@ def slow_worker(workers: int = 4, seconds: float = 4.0) -> list[Figure]:
 
 
 def _rates(model: Consistency, factors: Sequence[float], seconds: float) -> Played:
-    """Each worker counts its pushes in an element of its own."""
+    """Run workers with these factors on their step time, each of which counts its own pushes.
+
+    A worker counts in its own row of the parameters, so that each read shows the clocks of all.
+    """
     workers = len(factors)
     params = {"w": np.zeros((workers, 1024), np.float32)}
     share = 1 / workers  # the rate of updates on arrival
@@ -219,7 +225,7 @@ def _rates(model: Consistency, factors: Sequence[float], seconds: float) -> Play
 
 
 def _together(works: Sequence[partial[None]], end: threading.Event | None = None) -> None:
-    """Run all in threads; the first error is raised here, and ends the others."""
+    """Run each function in a thread; raise the first error here, which also sets `end`."""
     errors: list[BaseException] = []
 
     def guarded(work: partial[None]) -> None:

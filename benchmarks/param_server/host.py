@@ -1,6 +1,6 @@
-"""The function that each host of the lab runs: the first a server, the others a worker each.
+"""The function that each host of the lab runs: the first host is a server, the others are workers.
 
-With "ring" in the task all hosts are workers, and sum their gradients by an all-reduce.
+In a case of type "ring" all hosts are workers, which sum their gradients by an all-reduce.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxdist.param_server.live.client import Client, Timeouts
 FIRST_PORT = 9920
 RING = "ring"
 LATE_SECONDS = 60.0
-"""A worker that waits so long gives up."""
+"""The seconds after which a worker that waits gives up."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Case:
     """One run.
 
     Attributes:
-      consistency: of the servers, as in a config, or {"type": "ring"}.
-      step_seconds: what each worker sleeps in place of computing.
+      name: the name of the case.
+      consistency: the consistency of the servers as in a config, or {"type": "ring"}.
+      step_seconds: for each worker, the seconds that it sleeps instead of computing.
     """
 
     name: str
@@ -47,17 +48,19 @@ class Case:
         return len(self.step_seconds)
 
     def cluster(self) -> Cluster:
-        """The workers and what they have agreed on."""
+        """Return the settings of the case's cluster: its workers and consistency."""
         return Cluster.model_validate({"workers": self.workers, "consistency": self.consistency})
 
 
 @dataclass(frozen=True)
 class Task:
-    """The task of all hosts.
+    """The task that every host runs.
 
     Attributes:
-      floats: parameters, float32.
-      seconds: of one case.
+      hosts: the number of hosts.
+      cases: the runs, one after another.
+      floats: the number of float32 parameters.
+      seconds: the time of one case.
     """
 
     hosts: int
@@ -67,12 +70,12 @@ class Task:
 
 
 def start(floats: int) -> dict[str, np.ndarray]:
-    """The parameters, in one array."""
+    """Return the parameters, in one array."""
     return {"w": np.zeros(floats, np.float32)}
 
 
 def serve(task: Task, case: Case, host: str, port: int) -> list[float]:
-    """The server of a case: when each of its updates was made, since the first."""
+    """Run the server of a case; return the seconds from its first update to each update."""
     params, model = start(task.floats), case.cluster().consistency
     times: list[float] = []
     first = threading.Event()
@@ -85,19 +88,20 @@ def serve(task: Task, case: Case, host: str, port: int) -> list[float]:
     with listening(served(shard, model, case.workers, applied), host, port):
         if not first.wait(LATE_SECONDS):
             raise RunError(f"{case.name}: no worker has pushed within {LATE_SECONDS:g} s")
+        # Workers end a second earlier, so that they do not lose their server.
         time.sleep(task.seconds + 2)
     return [at - times[0] for at in times if at - times[0] <= task.seconds]
 
 
 def work(task: Task, case: Case, number: int, address: str) -> None:
-    """One worker of a case, until its time is over."""
+    """Run one worker of a case until the time of the case is over."""
     layout, model = central(start(task.floats)), case.cluster().consistency
     wire = wire_to(address, layout.spec)
     change = np.full(task.floats, 1e-6, np.float32)
     begun = threading.Event()
 
     def steps() -> None:
-        with suppress(RunError):  # the last read waits for workers that have ended
+        with suppress(RunError):  # the last read waits in vain for workers that have ended
             client.read()
             begun.set()
             while True:
@@ -114,7 +118,7 @@ def work(task: Task, case: Case, number: int, address: str) -> None:
 
 
 def ring(task: Task, case: Case) -> list[float]:
-    """One worker of an all-reduce: when each of its steps ended, since the first."""
+    """Run one worker of an all-reduce; return the seconds from its start to each step's end."""
     mesh = build_mesh(MeshConfig(data=Split(dcn=1, ici=task.hosts)))
     mine = np.ones((1, task.floats), np.float32)
     shape = (mesh.size, task.floats)
@@ -137,14 +141,14 @@ def _ring_steps(task: Task, case: Case) -> int:
 
 @dataclass(frozen=True)
 class Updates:
-    """Seconds at which each update of a case was made, since the first."""
+    """The seconds from the first update of a case to each of its updates."""
 
     case: str
     times: tuple[float, ...]
 
 
 def play(task: Task) -> list[Updates]:
-    """Play all cases; the first host knows the times."""
+    """Run all cases; the first host returns the times."""
     host, lab = jax.process_index(), Lab(sites=task.hosts)
     found: list[Updates] = []
     for place, case in enumerate(task.cases):

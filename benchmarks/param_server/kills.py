@@ -26,10 +26,11 @@ START_SECONDS = 60.0
 
 @dataclass
 class Gaps:
-    """When changes of each client were applied.
+    """The times at which changes of each client were applied.
 
     Attributes:
-      longest: seconds between two of one client.
+      last: for each client, the time of its last applied change.
+      longest: the most seconds between two successive changes of a client.
     """
 
     last: dict[int, float] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Gaps:
 
 
 class Counted(ServerShard):
-    """A shard that says whose changes it applies."""
+    """A shard that records the clients whose changes it applies."""
 
     def __init__(self, gaps: Gaps) -> None:
         layout = layout_of(LENGTH)
@@ -58,7 +59,7 @@ class Counted(ServerShard):
 
 
 def longest_stall(kills: int = KILLS, seed: int = 0) -> Figure:
-    """Asynchronous workers, one of whom is killed at a time, and another takes its place.
+    """Kill asynchronous workers one at a time, and start a new worker in place of each.
 
     Raises:
       RunError: a worker does not start.

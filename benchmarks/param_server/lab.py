@@ -1,7 +1,7 @@
-"""Runs on slow links, real time: servers and workers beside what the simulator says of them.
+"""Parameter servers on slow links in real time, compared with the simulator's predictions.
 
-One process a host: a server, and three workers that sleep in place of computing. And the question
-that comes before: a server, or an all-reduce? Two points of the answer are run for real too.
+Each host has one process: a server, or one of three workers that sleep instead of computing. Two
+all-reduces of the same workers are compared with the cost model, as the alternative to a server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FLOATS = 2**18
 WORKERS = 3
 STEP_SECONDS, SLOWER = 0.1, 2.0
 TOUCHED = 0.01
-"""Share of the parameters that a batch of a sparse model touches."""
+"""The fraction of the parameters that a batch of a sparse model touches."""
 EQUAL = (STEP_SECONDS,) * WORKERS
 STRAGGLER = (*EQUAL[:-1], SLOWER * STEP_SECONDS)
 MODELS_SHOWN: Mapping[str, dict[str, str | int]] = {
@@ -43,7 +43,7 @@ GOAL = "<= 1.2"
 
 
 def figures() -> list[Figure]:
-    """Step times of real runs beside the simulator's, and an all-reduce beside both.
+    """Compare step times of real runs with the simulator's, and of all-reduces with the model's.
 
     Raises:
       RunError: a host fails.
@@ -98,7 +98,8 @@ def _against_simulator(cases: Sequence[Case], link: LabLink, floats: int) -> lis
 
 
 def _beside(name: str, real: float, predicted: float, what: str) -> Figure:
-    """Off by the larger over the smaller, so that one goal holds for both sides."""
+    """Return a figure with the larger time over the smaller, so that one goal bounds both errors.
+    """
     note = (
         f"a step of {WORKERS} workers, {STEP_SECONDS:g} s of sleep for a gradient, {what}; the "
         "ratio is the larger over the smaller"
@@ -109,7 +110,7 @@ def _beside(name: str, real: float, predicted: float, what: str) -> Figure:
 def measured(
     hosts: Lab, cases: Sequence[Case], seconds: float, floats: int = FLOATS
 ) -> dict[str, list[float]]:
-    """When each update was made, by case.
+    """Run the cases in the lab, and return the times of their updates by case.
 
     Raises:
       RunError: this machine cannot hold the lab, or a host fails.
@@ -119,13 +120,13 @@ def measured(
 
 
 def step_seconds(times: Sequence[float], updates: int) -> float:
-    """Return the seconds of one gradient of each worker, the first steps left out."""
+    """Return the seconds in which every worker computes one gradient, without the first steps."""
     counted = np.asarray(times[WARMUP * updates :])
     return float((counted[-1] - counted[0]) / (len(counted) - 1) * updates)
 
 
 def simulated(case: Case, link: LabLink, seconds: float, floats: int = FLOATS) -> float:
-    """Seconds of a step in the simulator, on such links."""
+    """Return the seconds of a step in the simulator, on such links."""
     rate = link.payload_bytes_per_s
     cards = NetworkConfig(
         bytes_per_second=rate, server_bytes_per_second=rate, latency_seconds=MESSAGE_SECONDS
@@ -136,6 +137,6 @@ def simulated(case: Case, link: LabLink, seconds: float, floats: int = FLOATS) -
 
 
 def all_reduce_seconds(size_bytes: int, workers: int, link: LabLink) -> float:
-    """By the cost model, on such links."""
+    """Return the seconds of an all-reduce by the cost model, on such links."""
     level = Level(workers, hardware.Link(MESSAGE_SECONDS, link.payload_bytes_per_s))
     return predict_seconds(XLA, "all_reduce", size_bytes, [level])

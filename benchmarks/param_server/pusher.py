@@ -1,7 +1,7 @@
-"""A worker in a process of its own, until it is killed.
+"""A program that runs one worker until it is killed.
 
-`python -m benchmarks.param_server.pusher CLIENT PORT LENGTH` pushes whole numbers to a server,
-and prints its first clock, then its clock whenever all that it pushed is acknowledged.
+`python -m benchmarks.param_server.pusher CLIENT PORT LENGTH` pushes integers to a server. It prints
+its first clock, and after every fifth push its clock once all pushes are acknowledged.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ WHOLE = Asynchronous(gradient_weight="whole")
 
 
 def delta(client: int, clock: int, length: int) -> np.ndarray:
-    """Whole numbers, whose float32 sums are exact in any order."""
+    """Return random integers, whose float32 sums are exact in any order."""
     return np.random.default_rng([client, clock]).integers(-4, 5, length).astype(np.float32)
 
 
 def layout_of(length: int) -> ShardLayout:
-    """Return the layout of the one server: an array."""
+    """Return the layout of a single server, with one array."""
     piece = ShardPiece(Range("w", 0, length, 4 * length), (length,), 0)
     return ShardLayout(0, np.dtype(np.float32), (piece,))
 
 
 def started(client: int, port: int, length: int) -> subprocess.Popen[str]:
-    """Such a process; it writes to its standard output."""
+    """Start the program for a client, with its standard output as a pipe."""
     command = python_module(__spec__.name, *map(str, (client, port, length)))
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -48,7 +48,7 @@ def main(number: int, port: int, length: int) -> None:
         while True:
             client.read()
             client.push([delta(number, client.clock, length)])
-            time.sleep(PAUSE_SECONDS)  # two cores are to start other processes meanwhile
+            time.sleep(PAUSE_SECONDS)  # leaves time on few cores for new processes to start
             if client.clock % 5 == 0:
                 client.drain()
                 print(client.clock, flush=True)

@@ -1,4 +1,4 @@
-"""Steps of one model with a server of ours, and with one as Ray's documentation writes it."""
+"""A race of train steps: a server of jaxdist against a parameter server written with Ray."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ LOST_SECONDS = 300
 
 
 def figures(python: str) -> list[Figure]:
-    """Time of a step: ours beside Ray's, in turn.
+    """Compare the step times of jaxdist and of Ray, measured in turn.
 
     Args:
-      python: one that has ray, jax and numpy.
+      python: a Python that has ray, jax and numpy.
 
     Raises:
-      RunError: one of the two does not end well.
+      RunError: a process fails or takes too long.
     """
     ours: list[float] = []
     rays: list[float] = []
@@ -59,7 +59,7 @@ def figures(python: str) -> list[Figure]:
 
 def _run(command: list[str]) -> list[float]:
     environ = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
-    # Both with the malloc that `jaxdist` starts itself with.
+    # For a fair race, both sides get the malloc settings with which `jaxdist` starts itself.
     if (tunables := plan_tunables(environ, platform.libc_ver()[0])) is not None:
         environ["GLIBC_TUNABLES"] = tunables
     try:
@@ -83,7 +83,7 @@ def _ours() -> list[float]:
 
 
 def server() -> None:
-    """The server, and its workers as processes; prints the seconds of each step."""
+    """Run the server, with its workers as processes, and print the seconds of each step."""
     weights, model = peer.initial(), BSP()
     times: list[float] = []
     serving = served(
@@ -101,7 +101,7 @@ def server() -> None:
 
 
 def worker(number: int, port: int) -> None:
-    """One worker, for all steps."""
+    """Run one worker for all steps."""
     weights = peer.initial()
     layout, shapes = central(weights), {name: array.shape for name, array in weights.items()}
     wire = wire_to(port, layout.spec, layout.spec.size_bytes)

@@ -1,7 +1,7 @@
-"""The receivers that pushes are timed against: each a process that adds all that comes to a total.
+"""Programs that receive timed pushes, and add every push to a total.
 
-`python -m benchmarks.param_server.receivers KIND BYTES` prints its port, and lives until the end
-of its input.
+`python -m benchmarks.param_server.receivers KIND BYTES` prints its port, and runs until the end of
+its input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_le
 
 
 def spec_of(size_bytes: int) -> Spec:
-    """Return the spec of a payload of float32."""
+    """Return the spec of a float32 payload of this many bytes."""
     return Spec(0, np.dtype(np.float32), size_bytes // 4)
 
 
@@ -51,14 +51,14 @@ class Adding:
 
 
 def streamed(size_bytes: int) -> int:
-    """Our wire; the port."""
+    """Receive over jaxdist's wire; return the port."""
     global _kept
     _kept = RpcServer(Adding(spec_of(size_bytes)), TOKEN)
     return _kept.port
 
 
 def one_message(size_bytes: int) -> int:
-    """gRPC with the whole push as one message; the port."""
+    """Receive over gRPC, with each push as one message; return the port."""
     global _kept
     total = np.zeros(size_bytes // 4, np.float32)
 
@@ -77,7 +77,7 @@ def one_message(size_bytes: int) -> int:
 
 
 def raw_tcp(size_bytes: int) -> int:
-    """A socket, bytes received into one buffer; the port."""
+    """Receive over a plain socket into one buffer; return the port."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -98,7 +98,7 @@ def raw_tcp(size_bytes: int) -> int:
 
 
 _kept: object = None
-"""The server, which ends when nobody holds it."""
+"""A reference to the server, which would end as soon as it is garbage."""
 KINDS: dict[str, Callable[[int], int]] = {
     "streamed": streamed,
     "one_message": one_message,

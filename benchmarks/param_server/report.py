@@ -1,4 +1,4 @@
-"""Parameter servers: the wire, what comes in at each server, and runs with a slow worker."""
+"""The bench of parameter servers: the wire, bytes into servers, slow and killed workers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from benchmarks.core.report import Report
 
 
 def bench(repeats: int = REPEATS, ray: str | None = None, lab: bool = False) -> Report:
-    """Servers and workers on this machine, over loopback.
+    """Measure servers and workers on this machine, over loopback.
 
     Args:
       repeats: timed pairs of each figure.
-      ray: a Python that has ray, jax and numpy: steps beside a parameter server of Ray's.
-      lab: in their place, on slow links: real step times beside the simulator's.
+      ray: a Python that has ray, jax and numpy, to race against a parameter server of Ray.
+      lab: whether to compare only real step times on slow links with the simulator's.
     """
-    # Here, so that a list of all benches does not need the extra param-server.
+    # Imported here, so that the list of all benches does not need the extra param-server.
     from benchmarks.param_server import cluster, kills, race, wire
     from benchmarks.param_server.lab import figures as on_slow_links
 

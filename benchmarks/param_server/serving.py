@@ -1,4 +1,4 @@
-"""One server in front of parameters, and the ways to it, as the benches start them."""
+"""Helpers of the benches that start one server of given parameters, and connect to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def central(params: Mapping[str, np.ndarray]) -> ShardLayout:
 def shard_of(
     layout: ShardLayout, model: Consistency, params: Mapping[str, np.ndarray], rate: float
 ) -> ServerShard:
-    """Return what a server holds of some parameters, under plain gradient descent."""
+    """Return a server's shard of some parameters, under plain gradient descent."""
     sgd = optax.with_extra_args_support(optax.sgd(rate))
     return ServerShard(layout, model, sgd, layout.flatten(params))
 
@@ -44,7 +44,7 @@ def served(
     workers: int,
     applied: Callable[[int, float], None] = lambda version, square: None,
 ) -> Server:
-    """Return a server that so many workers have joined; `applied` is told of each update."""
+    """Return a server that `workers` workers have joined; it calls `applied` at each update."""
     server = Server(shard, model, RangeState(Clocks(workers)), applied=applied)
     for client in range(workers):
         server.join(client)
@@ -53,7 +53,7 @@ def served(
 
 @contextmanager
 def listening(server: Server, host: str = LOOPBACK, port: int = 0) -> Iterator[int]:
-    """Serve until the context ends; gives the port."""
+    """Serve until the context ends, and yield the port."""
     rpc = RpcServer(server, TOKEN, host=host, port=port)
     try:
         yield rpc.port
@@ -63,7 +63,7 @@ def listening(server: Server, host: str = LOOPBACK, port: int = 0) -> Iterator[i
 
 
 def wire_to(address: int | str, spec: Spec, shared_bytes: int = 0) -> RpcWire:
-    """Return the way to a server, by its port on this machine or its address."""
+    """Return a wire to a server, given its port on this machine or its address."""
     place = f"{LOOPBACK}:{address}" if isinstance(address, int) else address
     both = partial(spec_for, push=spec, shard=spec)
     return RpcWire(place, TOKEN, both, shared_bytes=shared_bytes)

@@ -1,4 +1,4 @@
-"""Processes of an elastic run that are killed and stopped: R01, R19, R27 and R28."""
+"""R01, R19, R27 and R28: processes of an elastic run that are killed or stopped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from jaxdist.types import JsonObject
 Process = subprocess.Popen[bytes]
 MEDIAN_SECONDS, TAIL_SECONDS = 8.0, 15.0
 LEAST, MOST, APART = 15, 100, 150
-"""Steps of a generation before it is struck, any number between, and of a run for each strike."""
+"""The least and most steps of a generation before its strike, and the run's steps per strike."""
 SOAK_SECONDS, RARE_SECONDS = 15.0, 60.0
 GOODPUT = 0.8
 GROWN_BYTES, GROWN_FILES = 64 << 20, 8
@@ -49,7 +49,7 @@ class Hit:
     Attributes:
       at: when the process was struck, in seconds since 1970.
       victim: the process.
-      lost, again: what the agent wrote of the loss, and of the generation that followed.
+      lost, again: the agent's journal entries for the loss and for the next generation.
     """
 
     at: float
@@ -59,17 +59,17 @@ class Hit:
 
     @property
     def detect(self) -> float:
-        """Seconds until the agent knew."""
+        """The seconds from the strike until the agent detected the loss."""
         return self.lost["time"] - self.at
 
     @property
     def seconds(self) -> float:
-        """Seconds until the first step that none before had come to."""
+        """The seconds from the strike to the first step that had not been taken before."""
         return self.again["time"] - self.at
 
     @property
     def named(self) -> bool:
-        """Whether the agent named the process."""
+        """Whether the agent named the struck process."""
         return self.lost["process"] == self.victim
 
 
@@ -77,7 +77,7 @@ class Hit:
 def training(
     folder: Path, name: str, processes: int, steps: int = 10**7
 ) -> Iterator[tuple[Path, Process]]:
-    """Start a run under an agent, or of one process alone: its directory and its process."""
+    """Start a run, with an agent if it has several processes; yield its directory and process."""
     (folder / "config.yaml").write_text(CONFIG)
     given = ["train", "config.yaml", f"run.directory={name}", f"train.steps={steps}"]
     options = ["--elastic", "--processes", str(processes)] if processes > 1 else []
@@ -93,21 +93,21 @@ def event(run: Path, generation: int, kind: str) -> JsonObject | None:
 
 
 def at_work(run: Path) -> JsonObject | None:
-    """Return what the generation that is at work now has told of its beginning.
+    """Return the "begun" event of the generation that trains now; None if none does.
 
-    Others may have begun than those that were struck: on a machine that is busy a process may be
-    silent for too long.
+    It need not follow a strike: on a busy machine a process may miss heartbeats for too long.
     """
     found = [one for one in read_journal(run) if one["event"] in ("begun", "lost", "ended")]
     return found[-1] if found and found[-1]["event"] == "begun" else None
 
 
 def last_step(run: Path) -> int:
-    """The newest step in the end of the file of metrics; 0 where there is none for a moment."""
+    """Return the newest step at the end of the metrics file; 0 while the file has none."""
     if not (run / "metrics.jsonl").exists():
         return 0
     with (run / "metrics.jsonl").open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 4096, 0))
+        # The first line may be cut by the seek, and the last may not be complete yet.
         lines = file.read().decode(errors="replace").splitlines()[1:-1]
     return max((json.loads(line)["step"] for line in lines), default=0)
 
@@ -120,16 +120,20 @@ def strike(
     least: int = LEAST,
     most: int = MOST,
 ) -> Hit:
-    """Strike one of a generation's processes, at a random moment of its steps.
+    """Send a signal to one of a generation's processes, at a random moment of its steps.
 
     Args:
+      run: the directory of the run.
+      process: the agent's process.
       number: the signal.
-      least, most: steps that the generation takes before.
+      rng: the source of the random moment and process.
+      least, most: bounds of the number of steps that the generation takes before the strike.
     """
     until(lambda: at_work(run), process)
     first, after = last_step(run), rng.randint(least, most)
     until(lambda: last_step(run) >= first + after, process)
     time.sleep(0.1 * rng.random())
+    # Another generation may have begun during these steps.
     begun = until(lambda: at_work(run), process)
     generation = begun["generation"]
     victim = rng.randrange(len(begun["pids"]))
@@ -145,7 +149,7 @@ def end(process: Process) -> None:
     """Wait for the end of a run.
 
     Raises:
-      RunError: it failed.
+      RunError: the run failed.
     """
     code = process.wait(4 * WAIT_SECONDS)
     if code:
@@ -153,7 +157,7 @@ def end(process: Process) -> None:
 
 
 def same_bits(one: Path, other: Path) -> bool:
-    """Whether two runs ended in one state."""
+    """Return whether two runs ended in the same state, to the bit."""
     place, states = SingleDeviceSharding(jax.devices()[0]), []
     for run in (one, other):
         newest = max(steps_present(run / "checkpoints"))
@@ -171,7 +175,7 @@ def same_bits(one: Path, other: Path) -> bool:
 
 
 def lost_processes(trials: int, seed: int, processes: int = 4) -> Row:
-    """R01: SIGKILL, again and again in one run; its last state beside that of one without."""
+    """Try R01: SIGKILL repeatedly in one run, whose last state must equal an undisturbed run's."""
     hits, same = struck(trials, seed, processes, signal.SIGKILL)
     seconds = [one.seconds for one in hits]
     tail = float(np.quantile(seconds, 0.95))
@@ -183,7 +187,7 @@ def lost_processes(trials: int, seed: int, processes: int = 4) -> Row:
 
 
 def stopped_processes(trials: int, seed: int, processes: int = 2) -> Row:
-    """R19: SIGSTOP; steps of this model take less than 0.1 s."""
+    """Try R19: SIGSTOP; steps of this model take less than 0.1 s."""
     hits, same = struck(trials, seed, processes, signal.SIGSTOP)
     limit = StuckTimeouts().silent_seconds + 2 * 0.1 + 1.0  # and a second to write the stacks down
     named = sum(one.named for one in hits)
@@ -196,7 +200,7 @@ def stopped_processes(trials: int, seed: int, processes: int = 2) -> Row:
 
 
 def struck(trials: int, seed: int, processes: int, number: int) -> tuple[list[Hit], bool]:
-    """Recoveries, and whether the run ended in the state of one that lost nobody."""
+    """Return the recoveries of a run, and whether it ended in the state of a run without loss."""
     rng, steps = random.Random(seed), APART * (trials + 1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -209,11 +213,11 @@ def struck(trials: int, seed: int, processes: int, number: int) -> tuple[list[Hi
 
 
 def soak(minutes: int, seed: int) -> Row:
-    """R27: a random fault each 15 s; nobody helps, and nothing grows."""
+    """Try R27: a random fault each 15 s, without intervention; resources must not grow."""
     goodput, hits, grown = timed(minutes, seed, SOAK_SECONDS, (signal.SIGKILL, signal.SIGSTOP))
     files = sum(one[1] for one in grown)
     memory = sum(one[0] for one in grown)
-    left = len(left_behind())  # what was there before has gone when the agent began
+    left = len(left_behind())  # the agent removed earlier folders when it started
     words = (
         f"{minutes} min, {len(hits)} faults, goodput {goodput:.1%}; the agent's memory grew by "
         f"{memory / 2**20:.1f} MiB, its open files by {files}; {left} folders left in memory"
@@ -222,7 +226,7 @@ def soak(minutes: int, seed: int) -> Row:
 
 
 def rare_faults(minutes: int, seed: int) -> Row:
-    """R28: SIGKILL once a minute; goodput is steps that were kept over wall time."""
+    """Try R28: SIGKILL once a minute; goodput is the time of kept steps over wall time."""
     goodput, hits, _ = timed(minutes, seed, RARE_SECONDS, (signal.SIGKILL,))
     words = f"{goodput:.1%} of {minutes} min with {len(hits)} kills (steps kept over wall time)"
     return Row(words, goodput >= GOODPUT and bool(hits))
@@ -231,7 +235,7 @@ def rare_faults(minutes: int, seed: int) -> Row:
 def timed(
     minutes: int, seed: int, apart: float, numbers: Sequence[int], processes: int = 2
 ) -> tuple[float, list[Hit], list[tuple[int, int]]]:
-    """Goodput, recoveries, and by how many bytes and open files the agent has grown."""
+    """Return the goodput, the recoveries, and the agent's growth in bytes and open files."""
     rng, hits = random.Random(seed), []
     with tempfile.TemporaryDirectory() as name:
         folder, over = Path(name), time.monotonic() + 60 * minutes
@@ -242,7 +246,7 @@ def timed(
             while following < over:
                 time.sleep(max(following - time.monotonic(), 0))
                 hits.append(strike(run, process, rng.choice(numbers), rng))
-                # After a recovery that took longer than that the next fault comes at once.
+                # After a recovery that took longer than `apart`, the next fault follows at once.
                 following = max(following + apart, time.monotonic())
             time.sleep(max(over - time.monotonic(), 0))
             after = size_of(process.pid)
@@ -254,7 +258,7 @@ def timed(
 
 
 def size_of(pid: int) -> tuple[int, int]:
-    """Resident bytes and open files of a process; Linux tells them."""
+    """Return the resident bytes and the open files of a process, from Linux's /proc."""
     status = Path(f"/proc/{pid}/status").read_text()
     resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
     return 1024 * int(resident.split()[1]), len(os.listdir(f"/proc/{pid}/fd"))

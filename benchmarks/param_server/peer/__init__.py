@@ -1,1 +1,1 @@
-"""The other parameter server, in a Python that has ray."""
+"""The parameter server of Ray, which runs in a Python that has ray."""

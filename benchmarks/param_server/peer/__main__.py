@@ -1,8 +1,9 @@
-"""A parameter server as Ray's documentation shows one: an actor that holds the weights.
+"""A parameter server as in Ray's documentation: an actor that holds the weights.
 
-Each step the workers, actors too, compute gradients of the actor's weights, and the actor applies
-their sum. `PYTHON __main__.py WORKERS STEPS` prints the seconds of each step as JSON; needs ray,
-jax and numpy, and nothing of jaxdist. Ours trains the same (`benchmarks.param_server.race`).
+In each step the workers, also actors, compute gradients of the actor's weights, and the actor
+applies their mean. `PYTHON __main__.py WORKERS STEPS` prints the seconds of each step as JSON; it
+needs ray, jax and numpy, and nothing of jaxdist. `benchmarks.param_server.race` trains the same
+model with a server of jaxdist.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Weights = dict[str, np.ndarray]
 
 
 def initial() -> Weights:
-    """An MLP of 1.9 million parameters."""
+    """Return the initial weights of an MLP of 1.9 million parameters."""
     rng = np.random.default_rng(0)
     pairs = enumerate(pairwise(WIDTHS))
     return {
@@ -36,7 +37,7 @@ def initial() -> Weights:
 
 
 def batch(worker: int) -> tuple[np.ndarray, np.ndarray]:
-    """One of a worker's own, the same at each step."""
+    """Return a worker's batch, which is the same at each step."""
     rng = np.random.default_rng(worker + 1)
     x = rng.standard_normal((BATCH, WIDTHS[0])).astype(np.float32)
     return x, rng.integers(0, WIDTHS[-1], BATCH)
@@ -57,8 +58,8 @@ def gradient(weights: Any, x: Any, labels: Any) -> Any:
 
 
 def main(workers: int, steps: int) -> None:
-    """Time the steps."""
-    ray: Any = importlib.import_module("ray")  # not where ours runs
+    """Time the steps, and print their seconds."""
+    ray: Any = importlib.import_module("ray")  # jaxdist's Python may lack ray
 
     ray.init(num_cpus=workers + 1, include_dashboard=False, log_to_driver=False)
 
