@@ -152,8 +152,7 @@ class StepPair:
             assert np.isclose(ours, reference, rtol=1e-4), (ours, reference)
 
     def ours(self, count: int = 1) -> jax.Array:
-        """Take `count` of jaxdist's steps, each finished before the next; return the last metrics.
-        """
+        """Take `count` steps of jaxdist, each finished before the next; return the last metrics."""
         values = jnp.zeros(())
         for _ in range(count):
             self._state, values = self._train(self._state, self._batch)
@@ -170,8 +169,7 @@ class StepPair:
 
 
 def loop_figure(tiny: Experiment, *, steps: int = 500, repeats: int = REPEATS) -> Figure:
-    """Measure the seconds per step of the loop with its hooks, with too little work to hide them.
-    """
+    """Measure the seconds per step of the loop with its hooks, which no device work hides."""
     with tiny.loader.batches() as batches:
         fixed = next(batches)
     loops = LoopPair(tiny, tiny.program.train, fixed, steps)

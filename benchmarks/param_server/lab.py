@@ -98,8 +98,7 @@ def _against_simulator(cases: Sequence[Case], link: LabLink, floats: int) -> lis
 
 
 def _beside(name: str, real: float, predicted: float, what: str) -> Figure:
-    """Return a figure with the larger time over the smaller, so that one goal bounds both errors.
-    """
+    """Return a figure with the larger time over the smaller, so that its goal bounds both ways."""
     note = (
         f"a step of {WORKERS} workers, {STEP_SECONDS:g} s of sleep for a gradient, {what}; the "
         "ratio is the larger over the smaller"
