@@ -92,7 +92,7 @@ class OnArrival(Consistency):
         so the sum may exceed the bound by one change per worker.
 
         Args:
-          largest: largest magnitude of an element of the worker's unapplied changes.
+          largest: largest magnitude of an element in the sum of the worker's unapplied changes.
         """
         # The negated comparison also holds a worker back whose changes contain a NaN.
         return self.value_bound is not None and not largest < self.value_bound / workers

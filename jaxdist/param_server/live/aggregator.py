@@ -24,17 +24,17 @@ from jaxdist.param_server.wire.contract import Wire
 class Aggregator(Reception):
     """A `jaxdist.param_server.wire.contract.Service` for the workers of a rack.
 
-    After all of its workers have left, it leaves the server. The next worker that joins makes it a
-    new client of the server.
+    When all workers of the rack have left, the aggregator leaves the server. With the next worker
+    that joins, the aggregator becomes a new client of the server.
 
     Args:
       model: consistency model of the servers; workers of a rack always follow `rack.WITHIN`.
       wire: connection to the server.
-      numbers: client numbers at the server, which it uses one after another.
+      numbers: client numbers at the server, which the aggregator uses one after another.
       workers: initial workers of the rack.
-      codes: encoding of pushes, its workers' and its own; None sends them uncompressed.
+      codes: encoding of the pushes of workers and aggregator; None sends them uncompressed.
       retry_seconds: time without an answer of the server after which a message is sent again.
-      gone: called with its number at the server when its last worker has left.
+      gone: called with the aggregator's client number when the last worker has left.
       failed: called with the reason when the server refuses a message.
 
     Attributes:
@@ -71,7 +71,7 @@ class Aggregator(Reception):
         )
 
     def _begin(self) -> None:
-        """Start as a client that is new to the server."""
+        """Reset the protocol's state to that of a new client of the server."""
         number = next(self._numbers)
         self.state = rack.begin_rack(number, self._workers)
         self._encoder = None if self._codes is None else PushEncoder(self._codes, number)
@@ -81,11 +81,11 @@ class Aggregator(Reception):
         return self.state.inner
 
     def close(self) -> None:
-        """End its session with the server; the wire ends the sessions of its workers."""
+        """End the session with the server; the wire ends the sessions of the workers."""
         self._exchange.close()
 
     def stats(self) -> dict[str, int]:
-        """Return its counters by name."""
+        """Return the aggregator's counters by name."""
         with self._changed:
             counters = self.counters
             return {
@@ -97,7 +97,7 @@ class Aggregator(Reception):
             }
 
     def leave(self, worker: int) -> None:
-        """Remove a worker permanently, so that the rest of its rack no longer waits for it."""
+        """Remove a worker permanently, so that the rest of the rack no longer waits for it."""
         with self._changed:
             if worker in self.state.inner.members:
                 self._do(rack.leave_rack(self.model, self.state, worker))
@@ -167,7 +167,7 @@ class Aggregator(Reception):
         self._link.send(self.state.outer.under_way[sequence])
 
     def _written(self, effect: Forward, sequence: int) -> np.ndarray:
-        """Return the mean in the form that is sent; zeros if no change of the round is usable."""
+        """Return a round's mean in the form that is sent; zeros if no change is usable."""
 
         def payload_of(one: Arrival) -> np.ndarray:
             return self._payloads[one.client, one.sequence]

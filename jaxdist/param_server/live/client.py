@@ -1,4 +1,4 @@
-"""A worker's client of all servers, which exchanges parameters and changes while it computes."""
+"""A worker's client of all servers, which exchanges messages while the worker computes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Client:
       wires: connections to the servers, or to aggregators in front of them, in the order of the
         layouts.
       codes: encoding of pushes to each server; () sends them uncompressed.
-      through: prefix of the servers' names in messages, which names the aggregators.
+      through: prefix of the servers' names in error messages, for wires through aggregators.
 
     Attributes:
       waited_seconds: time spent in `read`, `push` and `drain`.
@@ -100,19 +100,20 @@ class Client:
 
     @property
     def clock(self) -> int:
-        """Clock of its next computation."""
+        """Clock of the worker's next computation."""
         return min(link.state.clock for link in self._links)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Versions of its last read, by server; newer copies may have arrived since."""
+        """Versions of the last read, by server; newer copies may have arrived since."""
         return tuple(version or 0 for version in self._read)
 
     def read(self) -> list[np.ndarray]:
-        """Return the parameters of each shard to compute from, the newest that have arrived.
+        """Return the newest copy of each shard; wait until every copy may be computed from.
 
         Raises:
-          RunError: the deadline passed, with the late processes; or a server refused a message.
+          RunError: the deadline passed, and the message names the late processes; or a server
+            refused a message.
         """
         with self._changed:
             self._wait(self._ready, "parameters to compute from")
@@ -144,7 +145,7 @@ class Client:
         with self._changed:
             self._wait(lambda: all(link.state.room for link in self._links), "room for a push")
             written = [self._written(at, one, tokens) for at, one in enumerate(changes)]
-            # `_written` has marked such a push as unusable.
+            # `_written` marked a push with such a weight as unusable; servers refuse the weight.
             tokens = tokens if math.isfinite(tokens) else 1.0
             given = zip(self._links, self._read, written, strict=True)
             for link, read, (change, usable) in given:
@@ -212,6 +213,7 @@ class Client:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise RunError(self._late(what))
+                # The answers arrive before the deadline, so that the error names the late clients.
                 if not asked and left < self.patience.deadline_seconds / 2:
                     asked = True
                     for link in self._links:

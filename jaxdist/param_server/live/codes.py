@@ -1,4 +1,4 @@
-"""Compressed pushes: the bytes that a worker's codec makes of a shard, and their inverse."""
+"""Compressed pushes: the encoding of a shard's changes as bytes, and the decoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Codes:
     """The encoding of a shard's pushes: the messages of its ranges, concatenated, as bytes.
 
     Args:
-      whole: parameters that are pushed uncompressed.
+      whole: names of parameters that are pushed uncompressed.
       seed: seed of random codecs.
     """
 
@@ -44,7 +44,7 @@ class Codes:
         return Spec(self.layout.server, np.dtype(np.uint8), size)
 
     def _message(self, piece: ShardPiece) -> PyTree:
-        """Return the shapes of a range's message."""
+        """Return the shapes and dtypes of the arrays that encode a range."""
         if piece.range.name in self.whole:
             return jax.ShapeDtypeStruct(piece.shape, self.layout.dtype)
         x = like(piece)
@@ -75,7 +75,7 @@ class Codes:
 
 
 class PushEncoder:
-    """A worker's encoder for one server, with the error feedback of its messages."""
+    """A client's encoder for one server, with the residuals of error feedback."""
 
     def __init__(self, codes: Codes, client: int) -> None:
         self.codes, self.client = codes, client
@@ -86,7 +86,7 @@ class PushEncoder:
 
         Args:
           change: flat array in the order of the shard.
-          sequence: sequence of its message.
+          sequence: sequence of the push's message.
         """
         codes = self.codes
         round = first_round(codes.seed, sequence, self.client)

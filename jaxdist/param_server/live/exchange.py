@@ -27,7 +27,7 @@ AWAY_SECONDS = 0.05
 
 
 class ServerLink:
-    """A client's state for one server; all access requires the lock of its `Sessions`.
+    """A client's state for one server; all access requires the lock of the owning `Sessions`.
 
     Args:
       server: number of the server, which is also that of its shard.
@@ -38,8 +38,8 @@ class ServerLink:
       copy: newest parameters received; set by the owner.
       payloads: payloads of pushes that are not settled, by sequence; set by the owner.
       welcome: whether the server has bound the session to this client.
-      late: clients that the server waits for, as of its last answer.
-      idle: whether there is no client to act for, and so no session.
+      late: clients that the server waits for, from its last answer to LATE.
+      idle: whether no session is kept open, because the rack has no worker.
     """
 
     def __init__(self, server: int, wire: Wire, state: ClientState, name: str) -> None:
@@ -85,12 +85,12 @@ class ServerLink:
             self.send(message)
 
     def opened(self, session: Session, over: threading.Event) -> None:
-        """Use a new session."""
+        """Start to use a new session, and bind the session to the client."""
         self.session, self._over = session, over
         self._greet(session)
 
     def ended(self, over: threading.Event) -> Session | None:
-        """Mark the session of the event `over` as ended, and return it if it must be closed."""
+        """Mark the session with this event as ended; return the session if it is still in use."""
         over.set()
         if over is not self._over:
             return None
@@ -98,7 +98,7 @@ class ServerLink:
         return session
 
     def begin(self, state: ClientState) -> Session | None:
-        """Act for another client, with a fresh state; return the session to close."""
+        """Switch the link to a new client with this state; return the session to close."""
         self.state, self.copy, self.late = state, None, ""
         self.payloads, self._asked = {}, {}
         return self.ended(self._over)
@@ -152,19 +152,19 @@ class Sessions:
                 session.close()
 
     def begin(self, link: ServerLink, state: ClientState) -> None:
-        """Act for another client once the link is active; the caller holds the lock."""
+        """Switch a link to a new client; the caller holds the lock."""
         session = link.begin(state)
         if session is not None:
-            self._left.append(session)  # closed by the thread, as closing may wait for the lock
+            self._left.append(session)  # the thread closes it, since closing may wait for the lock
         self._lost.notify_all()
 
     def wake(self) -> None:
-        """Notice that a link is active again; the caller holds the lock."""
+        """Open a session for a link that is not idle any more; the caller holds the lock."""
         self._lost.notify_all()
 
     def _hear(self, link: ServerLink, over: threading.Event, envelope: Envelope) -> None:
         with self.changed:
-            if not over.is_set():
+            if not over.is_set():  # the next session repeats what an ended session brings late
                 self._take(link, envelope)
             self.changed.notify_all()
 
@@ -208,7 +208,7 @@ class Sessions:
         def ended(reason: str) -> None:
             with self.changed:
                 link.ended(over)
-                if "UNAUTHENTICATED" in reason:
+                if "UNAUTHENTICATED" in reason:  # a wrong token stays wrong
                     self._failed(f"{link.name} does not let it in: {reason}")
                 self.changed.notify_all()
                 self._lost.notify_all()
@@ -224,7 +224,7 @@ class Sessions:
             # The server may still be starting, or is being replaced; the thread tries again.
             return
         with self.changed:
-            if link.idle:
+            if link.idle:  # the last worker left while the session was opened
                 self._left.append(session)
             elif not over.is_set():
                 link.opened(session, over)

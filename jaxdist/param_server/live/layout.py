@@ -22,8 +22,8 @@ class ShardPiece:
     """A range's position in its shard's flat array.
 
     Attributes:
-      shape: shape of the range: its rows, and the parameter's other dims; a scalar is one row.
-      offset: number of elements before it.
+      shape: rows of the range, and the parameter's other dims; a scalar is one row.
+      offset: number of elements before the range.
     """
 
     range: Range
@@ -61,7 +61,7 @@ class ShardLayout:
         return Spec(self.server, self.dtype, self.length)
 
     def flatten(self, arrays: Arrays) -> np.ndarray:
-        """Return its part of parameters or gradients by name, as one array `[length]`."""
+        """Return the shard's part of parameters or gradients by name, as one array `[length]`."""
         flat = np.empty(self.length, self.dtype)
         for piece in self.pieces:
             rows = np.atleast_1d(arrays[piece.range.name])[piece.range.start : piece.range.stop]
@@ -103,7 +103,7 @@ def joined_shards(
     flats: Sequence[np.ndarray],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, np.ndarray]:
-    """Return parameters by name from the shards; views where one range is a whole parameter.
+    """Join shards to parameters by name; a parameter of a single range is a view of its shard.
 
     Args:
       shapes: shapes of the parameters, by name.

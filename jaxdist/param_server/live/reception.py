@@ -26,6 +26,7 @@ from jaxdist.param_server.wire.frames import FrameError, spec_for, text_payload
 from jaxdist.param_server.wire.messages import of_reply, to_message
 
 MOST_REASONS = 64
+"""Largest number of distinct reasons that a counter keeps."""
 WAITING_BYTES = 256 * 2**20
 """Size of a client's waiting pushes above which more are refused; four pushes are always
 allowed."""
@@ -36,8 +37,9 @@ class Counters:
     """Counters of a server's activity.
 
     Attributes:
-      dropped: changes that were not applied, by reason.
-      refused: messages that changed nothing, by reason.
+      applied: number of applied changes.
+      dropped: number of changes that were not applied, by reason.
+      refused: number of messages that changed nothing, by reason.
       received_bytes, sent_bytes: sizes of payloads.
       busy_seconds: time spent on messages and updates.
     """
@@ -96,7 +98,7 @@ class Reception(ABC):
 
     @abstractmethod
     def _late(self) -> str:
-        """Return the clients that others wait for."""
+        """Return the names of the processes that clients wait for, as text."""
 
     @property
     def seconds(self) -> float:
@@ -109,7 +111,7 @@ class Reception(ABC):
             self._admitted.add(client)
 
     def spec(self, envelope: Envelope) -> Spec | None:
-        """Return what a payload must be; refuse a client that has too many pushes waiting."""
+        """Return the payload's specification; refuse a client with too many waiting pushes."""
         if envelope.op not in OF_WORKERS:
             raise FrameError(f"{envelope.op.name} is not a worker's to send", envelope)
         if envelope.tensor != self._spec.tensor:
@@ -135,6 +137,7 @@ class Reception(ABC):
             raise FrameError(f"{waiting} pushes of client {envelope.client} wait already", envelope)
 
     def receive(self, peer: Peer, envelope: Envelope) -> None:
+        # Decoding and the check take long, and do not need the lock.
         begun = time.perf_counter()
         size = 0 if envelope.payload is None else envelope.payload.nbytes
         if self._codes is not None and envelope.payload is not None:
@@ -182,7 +185,7 @@ class Reception(ABC):
         return peer.say(Envelope(Op.WELCOME, self._range.epoch, client, tensor=self._spec.tensor))
 
     def _keep(self, envelope: Envelope) -> None:
-        """Store the payload of a new push."""
+        """Store the payload of a push that is not delivered yet."""
         key = envelope.client, envelope.sequence
         inbox = self._range.inboxes.get(envelope.client)
         if envelope.payload is None or inbox is None or key in self._payloads:
@@ -204,7 +207,7 @@ class Reception(ABC):
         peer.say(of_reply(refusal, self._spec.tensor, self._range.epoch))
 
     def left(self, peer: Peer) -> None:
-        """Forget a session; its client may return with another, until the supervisor removes it."""
+        """Forget a session; until the supervisor removes the client, it may open a new session."""
         with self._changed:
             client = self._clients.pop(peer, None)
             if client is not None and self._peers.get(client) is peer:

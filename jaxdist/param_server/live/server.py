@@ -40,8 +40,8 @@ class Server(Reception):
     Args:
       state: state of the protocol, with the initial workers as members.
       codes: encoding of pushes; None for uncompressed pushes.
-      due: clocks at which the shard is handed out, ascending.
-      reached: called with the shard at each of these clocks.
+      due: clocks at which `reached` is called, ascending.
+      reached: called with the shard at each clock in `due`.
       applied: called after each update with its version and the squared norm of its change.
       log: log of the order of messages.
     """
@@ -79,7 +79,7 @@ class Server(Reception):
         return f"clients {', '.join(map(str, self.state.late)) or 'none'}"
 
     def close(self) -> None:
-        """Stop its thread and close its log; the wire ends its sessions."""
+        """Stop the server's thread and close its log; the wire ends the sessions."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -93,12 +93,12 @@ class Server(Reception):
             self._join(client)
 
     def add_due(self, clock: int) -> None:
-        """Add a clock at which the shard is handed out, and remove all later clocks."""
+        """Add a clock at which `reached` is called, and remove all later clocks from `due`."""
         with self._changed:
             self._due = sorted({due for due in self._due if due < clock} | {clock})
 
     def stats(self) -> dict[str, float]:
-        """Return its counters by name."""
+        """Return the server's counters by name."""
         with self._changed:
             counters, staleness = self.counters, self.shard.staleness
             count = sum(staleness.values())
@@ -145,6 +145,7 @@ class Server(Reception):
             clocks, shard = self.state.clocks, self.shard
             floor = self._due.pop(0)
             self._reached(Reached(floor, clocks.version, shard.params, shard.kept()))
+            # A replay up to this clock needs the log, even if the server is killed.
             if self._log is not None:
                 self._log.flush()
 
@@ -159,7 +160,7 @@ class Server(Reception):
         self._applied(effect.version, self.shard.square if effect.merge.parts else 0.0)
 
     def _tick(self) -> None:
-        """Call the protocol at times when something becomes due without a message."""
+        """Call the protocol whenever an update becomes due without a message (`wake`)."""
         with self._changed:
             while not self._closed:
                 wake = protocol.wake(self.model, self.state)
@@ -167,6 +168,6 @@ class Server(Reception):
                 if wake is not None and wake <= now:
                     self._take(ProtocolCall("tick", now))
                     if protocol.wake(self.model, self.state) == wake:
-                        self._changed.wait(0.01)  # avoid a busy loop at the same time
+                        self._changed.wait(0.01)  # `wake` has not moved: avoid a busy loop
                     continue
                 self._changed.wait(None if wake is None else wake - now)

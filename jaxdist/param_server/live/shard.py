@@ -18,7 +18,7 @@ from jaxdist.param_server.live.layout import ShardLayout
 from jaxdist.types import OptState, PyTree
 
 Tree = dict[str, jax.Array]
-"""Ranges by key."""
+"""Arrays of ranges, by the key of the range."""
 
 
 def split_ranges(layout: ShardLayout, flat: jax.Array) -> Tree:
@@ -45,8 +45,8 @@ class ServerShard:
 
     Attributes:
       params: newest version of the parameters, `[layout.length]`, on the host.
-      staleness: number of changes by staleness.
-      unusable: number of changes that held a NaN or an infinity.
+      staleness: number of changes for each staleness.
+      square: squared norm of the last applied change.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class ServerShard:
         self._flat = jnp.asarray(flat)
         self.params = np.asarray(self._flat)
         self.optimizer: OptState = self._begun() if state is None else jax.device_put(state)
+        # The parameters are not donated: `params` is a view of them that others may hold.
         self._update = jax.jit(self._updated, donate_argnums=1)
         self._read: dict[tuple[int, int], np.ndarray] = {}
         self._squares: np.ndarray | None = None
@@ -78,10 +79,10 @@ class ServerShard:
         self, flat: jax.Array, state: OptState, change: jax.Array, *rate: jax.Array
     ) -> tuple[jax.Array, OptState]:
         params, grads = split_ranges(self.layout, flat), split_ranges(self.layout, change)
-        # An optimizer that uses these values is not separable, and is refused before.
+        # An optimizer that uses these values is not separable, and was refused at the start.
         nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
         updates, state = self._transform.update(grads, state, params, **nothing)
-        if rate:  # learning rates are factors of updates, those of weight decay too
+        if rate:  # the learning rate is a factor of the whole update, with weight decay
             updates = jax.tree.map(lambda x: x * rate[0].astype(x.dtype), updates)
         moved: PyTree = optax.apply_updates(params, updates)
         # Without the barrier, XLA fuses this with the update and tests each element's range: 10x
@@ -111,14 +112,14 @@ class ServerShard:
         if not merge.parts:
             return
         change = combined(merge, partial(self._compensated, change_of))
-        # BLAS, since XLA's sum of squares on a CPU takes ten times as long as the update.
+        # numpy uses BLAS; XLA's sum of squares on a CPU takes ten times as long as the update.
         wide = change.astype(np.float32, copy=False)
         self.square = float(np.dot(wide, wide))
         if self.model.payload == "elastic":
             self._flat = jnp.asarray(self.params + change)
         else:
             gradient = -change if self.model.payload == "outer" else change
-            # A factor of 1 is skipped, since it would round differently from a step on one mesh.
+            # A factor of 1 is left out, since it would round differently from a step on one mesh.
             rate = () if merge.rate == 1 else (jnp.float32(merge.rate),)
             self._flat, self.optimizer = self._update(self._flat, self.optimizer, gradient, *rate)
         self.params = np.asarray(self._flat)

@@ -1,8 +1,8 @@
 """The entry point of a run's processes: servers, aggregators and workers.
 
-The supervisor starts `python -m` this module, which imports everything and forks them. The first
-line of a process's input is its role and setup, and later lines are orders. The process ends when
-its input ends.
+The supervisor starts `python -m` this module, whose process imports everything and forks the other
+processes. The first line of a process's input is its role and setup, and later lines are
+orders. The process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jaxdist.types import JsonObject
 
 STATS_SECONDS = 1.0
 BETWEEN_SECONDS = 0.02
-"""Time between two reports, however many updates there are."""
+"""Shortest time between two reports, however many updates there are."""
 
 
 class ServerProcess:
@@ -139,8 +139,8 @@ class WorkerProcess:
         rack = cluster.rack_of(slot)
         loader, program = part_of(experiment, sharded, slot)
         processes = cluster.processes
-        # Longer than the supervisor's deadline, so that the supervisor ends late workers, and not
-        # those that wait for them.
+        # Twice the supervisor's deadline, so that the supervisor replaces a late worker before the
+        # workers that wait for it fail.
         patience = Timeouts(2 * processes.deadline_seconds, processes.retry_seconds)
         self.client = Client(
             setup["number"],
@@ -199,7 +199,7 @@ ROLES: dict[str, Callable[[JsonObject, Parent], None]] = {
 
 
 def main() -> None:
-    """Fork processes; in a forked one, be in the role that comes first, with its setup."""
+    """Fork processes; a forked process runs the role in the first line of its input."""
     hold_signals()
     if not await_fork():
         return
@@ -208,7 +208,7 @@ def main() -> None:
     if setup is None:
         return
     role = setup["role"]
-    with suppress(OSError):  # for `ps` and `top`, on Linux
+    with suppress(OSError):  # the name in `ps` and `top`, on Linux
         Path("/proc/self/comm").write_text(f"{role} {setup['number']}")
     compilation_cache.enable(cache_directory() / "compiled")
     try:

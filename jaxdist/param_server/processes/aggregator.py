@@ -18,8 +18,8 @@ STATS_SECONDS = 1.0
 class AggregatorProcess:
     """The aggregator of a rack: a server to its workers, and a client of each server.
 
-    Its first client number is the number of its rack. After each time that it left, the count of
-    racks is added to it; the supervisor admits the next number.
+    The aggregator's first client number is the number of the rack. Each time that the rack leaves
+    the servers, the number of racks is added to it; the supervisor admits the next number.
     """
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
@@ -63,7 +63,7 @@ class AggregatorProcess:
                     raise AssertionError(what)
 
     def close(self) -> None:
-        """Close the ports, the sessions and the thread."""
+        """Close the ports and the sessions, and stop the thread."""
         for rpc, one in zip(self.rpcs, self.aggregators, strict=True):
             rpc.close()
             one.close()

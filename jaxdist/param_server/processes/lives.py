@@ -33,7 +33,7 @@ class RecordedLife:
     Attributes:
       first: first clock of the part.
       last: newest clock that all servers saved.
-      slots: the part of each batch that every client computes.
+      slots: number of the part of each batch that a client computes, by client.
     """
 
     first: int
@@ -42,7 +42,7 @@ class RecordedLife:
 
 
 def life_of(run: Path, servers: int) -> RecordedLife:
-    """Return the newest part of a run with a saved state.
+    """Return the newest uninterrupted part of a run in which all servers saved their state.
 
     Raises:
       RunError: there is no such part.
@@ -74,10 +74,10 @@ def computed_again(
     life: RecordedLife,
     start: Sequence[ShardState],
 ) -> list[ShardState]:
-    """Return the servers' state at the end of a life, computed from the order of its messages.
+    """Compute the servers' state at the end of a part of a run from the order of messages.
 
     Args:
-      start: the servers' state at the beginning.
+      start: the servers' state at the beginning of the part.
 
     Raises:
       RunError: an order log cannot be read, or belongs to another run.
@@ -112,7 +112,7 @@ def _work_of(
 
 
 def shard_differences(found: ShardState, wanted: ShardState) -> list[str]:
-    """List the differences by name."""
+    """Return the names of the values that differ in any bit between two states of a shard."""
     differs = [] if found.version == wanted.version else ["version"]
     pairs = zip(
         flatten_with_names({"params": found.params, "optimizer": found.optimizer}),
@@ -120,6 +120,7 @@ def shard_differences(found: ShardState, wanted: ShardState) -> list[str]:
         strict=True,
     )
     for (name, one), (_, other) in pairs:
+        # Bytes, since a NaN is not equal to itself, and -0.0 is equal to 0.0.
         if np.asarray(one).tobytes() != np.asarray(other).tobytes():
             differs.append(name)
     return differs

@@ -18,7 +18,7 @@ from jaxdist.types import JsonObject
 
 
 def run_of(setup: JsonObject) -> Path:
-    """Return the run directory of a setup.
+    """Return the run directory that a setup names.
 
     Raises:
       RunError: the directory belongs to another run now.
@@ -68,7 +68,7 @@ def listening(service: Service, sharded: Sharded, setup: JsonObject, place: int)
     """Open a port on which a service accepts the run's workers.
 
     Args:
-      place: position among all ports of the run, in their order.
+      place: index of the port among all ports of the run.
 
     Raises:
       WireError: the port cannot be opened, see `RpcServer`.

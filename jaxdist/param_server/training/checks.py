@@ -1,4 +1,4 @@
-"""Checks of values with parameter servers: sizes, shares of a batch, and imported optimizers.
+"""Checks of a run with parameter servers: sizes, shares of a batch, and imported optimizers.
 
 Settings that do not combine, whatever their values, are refused by `jaxdist.validity.servers`.
 """
@@ -26,7 +26,7 @@ from jaxdist.trees import flatten_with_names
 
 
 def ineffective_settings(cluster: Cluster, given: RunSettings) -> tuple[str, ...]:
-    """Return the settings without effect with parameter servers, a sentence each.
+    """Check the settings of a run; return a sentence about each setting that has no effect.
 
     Raises:
       ConfigError: values cannot be combined; the error has the setting's path in the whole config.

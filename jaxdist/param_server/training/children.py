@@ -22,7 +22,7 @@ class RunProcess(children.Child):
     Args:
       number: the number of the server, the rack, or the client.
       setup: first message to the process, to which its role is added.
-      forks: the process that it is forked from.
+      forks: the process that forks the new process.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class WorkerTeam:
     """The workers of a run.
 
     Attributes:
-      workers: client number to process.
+      workers: process of each client.
       slots: number of each client's part of a batch.
-      deaths: number of successive deaths of each slot, without a finished clock in between.
-      done: slots that have finished all their clocks.
+      deaths: number of successive deaths of a slot's workers, without a finished clock in between.
+      done: slots whose workers have finished all their clocks.
     """
 
     workers: dict[int, RunProcess] = field(default_factory=dict)

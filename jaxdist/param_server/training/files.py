@@ -1,6 +1,6 @@
-"""Checkpoints of shards: each server writes its own after all changes up to a clock are applied.
+"""Checkpoints of shards, which each server writes when all changes before a clock are applied.
 
-RUN/shards/server_0/step_00000500/     of clock 500, as `jaxdist.checkpoint.layout` has them
+RUN/shards/server_0/step_00000500/     the checkpoint of clock 500, see `jaxdist.checkpoint.layout`
     arrays/000000.bin ...              the leaves in order, raw
     metadata.json                      floor and version
     manifest.json                      shapes, dtypes, sizes and digests of all of it
@@ -92,7 +92,7 @@ def read_shard(run: Path, sharded: Sharded, layout: ShardLayout, clock: int) -> 
 
 
 def prune(run: Path, stale: Callable[[int], bool]) -> None:
-    """Delete the checkpoints of these clocks."""
+    """Delete the checkpoints of all clocks for which `stale` is true."""
     for directory in (run / FOLDER).glob("server_*"):
         for clock in filter(stale, names.steps_present(directory)):
             names.delete(names.step_directory(directory, clock))

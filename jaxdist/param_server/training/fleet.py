@@ -18,11 +18,12 @@ class Starts(Protocol):
 
 
 class EssentialProcesses:
-    """The servers and aggregators of a run, which it cannot lose.
+    """The servers and aggregators of a run, which ends if it loses any of these processes.
 
     Args:
       start: function that starts a process.
-      next_event: returns the next message of a process, while the caller waits for a reply.
+      next_event: function that returns the next message of a process; its argument names what the
+        caller waits for.
     """
 
     def __init__(self, cluster: Cluster, start: Starts, next_event: Callable[[str], Event]) -> None:
@@ -63,19 +64,20 @@ class EssentialProcesses:
         return self._ports_of(self._in_front(slot))
 
     def leave(self, client: int, slot: int) -> None:
-        """Report that a worker has left permanently."""
+        """Report to the processes that a worker pushes to that it has left permanently."""
         for child in self._in_front(slot):
             child.say({"leave": client})
 
     def admit(self, client: int, slot: int) -> None:
-        """Report that a worker will join."""
+        """Report to the processes that a worker will push to that it will join."""
         for child in self._in_front(slot):
             child.say({"admit": client})
 
     def gone(self, what: JsonObject) -> None:
-        """Report that all workers of a rack have left, so that the rack leaves a server."""
+        """Report to a server that a rack has left it, because all workers have left the rack."""
         server, client = self.servers[what["server"]], what["client"]
         server.say({"leave": client})
+        # The rack's next number is admitted already, so this is the number after it.
         server.say({"admit": client + 2 * len(self.cluster.racks)})
 
     def end(self) -> None:

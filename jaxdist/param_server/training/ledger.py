@@ -16,15 +16,16 @@ Sums = Mapping[str, Sequence[float]]
 
 
 class ClockReports:
-    """Reports by clock.
+    """A collection of the reports of workers and servers, by clock.
 
     Args:
       names: names of the values in a step's metrics.
-      rate: learning rate by step.
+      rate: function from a step to the learning rate.
       first: first clock of the run.
 
     Attributes:
-      empty: clocks in which no worker's examples had any weight, so that servers took no step.
+      empty: number of clocks in which all examples of all workers had no weight, so that servers
+        took no step.
     """
 
     def __init__(self, cluster: Cluster, names: Sequence[str], rate: Rate, first: int) -> None:
@@ -60,7 +61,7 @@ class ClockReports:
         return max((report["seconds"] for report in self._workers.values()), default=0.0)
 
     def behind(self, slots: set[int]) -> set[int]:
-        """Return the slots with the fewest computed clocks, except those that wait for others."""
+        """Return the slots with the fewest computed clocks, which other slots may wait for."""
         least = min((self.computed[slot] for slot in slots), default=0)
         return {slot for slot in slots if self.computed[slot] == least}
 
@@ -78,13 +79,13 @@ class ClockReports:
         spent[1] += report["waited_seconds"]
 
     def applied(self, server: int, report: JsonObject) -> None:
-        """Record what a server applied: squared norms by version, its floor and its counts."""
+        """Record a server's report: squared norms of changes by version, floor and counters."""
         self._squares[server] |= {int(version): square for version, square in report["squares"]}
         self._stats[server] = report["stats"]
         self._floors[server] = report["stats"]["floor"]
 
     def forwarded(self, aggregator: int, stats: JsonObject) -> None:
-        """Record the counts of an aggregator."""
+        """Record the counters of an aggregator."""
         self._aggregators[aggregator] = stats
 
     def complete(self, clock: int, done: set[int]) -> bool:

@@ -32,7 +32,7 @@ class _NotYetError(Exception):
 
 
 class Replay:
-    """Servers and workers without processes, in the recorded order of messages.
+    """A replay of servers and workers in one process, in the recorded order of messages.
 
     The workers' changes are recomputed from the recorded versions. Memory holds a copy of the
     parameters for each version that a later change was computed from.
@@ -41,7 +41,7 @@ class Replay:
       start: initial state of each server.
       states: initial protocol state of each server.
       logs: the recorded messages of each server.
-      work: returns a new computation for a client.
+      work: function that returns a new computation for a client.
       due: a clock at which the servers' shards are stored in `reached`.
 
     Raises:
@@ -78,7 +78,7 @@ class Replay:
         self.servers = [_Server(sharded, *one, due) for one in given]
 
     def run(self) -> list[np.ndarray]:
-        """The parameters of each shard at the end.
+        """Replay all messages, and return the parameters of each shard at the end.
 
         Raises:
           RunError: a change was computed from versions in no log, because its worker died before
@@ -134,6 +134,7 @@ class Replay:
         taken = [push for push in pushes if push is not None]
         for server, push in zip(self.servers, taken, strict=True):
             server.used(push.version)
+        # A worker sends zeros for a push without tokens, and does not use the encoder.
         for at, encoder in enumerate(encoders if taken[0].tokens else ()):
             sequence = taken[at].stamp.sequence
             written, _ = encoder(changes[at], sequence)
@@ -178,7 +179,7 @@ class _Server:
 
     @property
     def stuck(self) -> bool:
-        """Return whether the replay stopped before the state that it was to reach."""
+        """Whether the replay stopped before the state that it was to reach."""
         return bool(self.waiting) if self._due is None else self.reached is None
 
     @property
@@ -186,7 +187,7 @@ class _Server:
         return max(self.versions)
 
     def advance(self, change_of: Callable[[int, Arrival], np.ndarray]) -> bool:
-        """Execute the effects whose changes are known; return whether there were any."""
+        """Execute the effects whose changes are known; return whether there was any such effect."""
         moved = False
         while self.waiting or self._log:
             while self.waiting:
@@ -216,6 +217,7 @@ class _Server:
 
     def _do(self, effect: Effect, change_of: Callable[[int, Arrival], np.ndarray]) -> None:
         if isinstance(effect, Answer | Publish):
+            # Delay compensation needs the version that each worker has read.
             self.shard.read(effect.client, effect.version)
         if not isinstance(effect, Apply):
             return
@@ -231,6 +233,6 @@ class _Server:
 
 
 def _pushes(log: Iterable[ProtocolCall]) -> Pushes:
-    """By client and clock."""
+    """Return the pushes in a log, by client and clock."""
     pushes = (taken.message for taken in log if isinstance(taken.message, Push))
     return {(push.stamp.client, push.clock): push for push in pushes}

@@ -34,8 +34,8 @@ class ShardState:
     """The state of a server, on the host.
 
     Attributes:
-      floor: all changes of all workers from earlier clocks are in the state.
-      params: `[layout.length]`.
+      floor: a clock; the state contains all changes of all workers from earlier clocks.
+      params: the parameters as a flat array `[layout.length]`.
       optimizer: the state of the server's transformation.
     """
 
@@ -66,7 +66,6 @@ class Sharded:
         Args:
           loader: loader of that part of the batch.
         """
-        # Imported here, so that `jaxdist inspect` needs no packages of the wire.
         compute = self.program.compute.resized(microbatches)
         return replace(self.program, batch=loader.batch_shapes, compute=compute)
 
@@ -112,7 +111,7 @@ class Sharded:
     def schedule(self) -> optax.Schedule:
         """The learning rate by the number of a server's updates.
 
-        A step has `updates_per_step` of them.
+        A step of all workers has `updates_per_step` updates.
         """
         per_step, schedule = self.cluster.updates_per_step, self.program.optimizer.schedule
         return (
@@ -133,7 +132,7 @@ class Sharded:
         return jax.eval_shape(self.transform(layout).init, shapes(layout))
 
     def parted(self, state: TrainState, clock: int) -> list[ShardState]:
-        """Split a state among its servers; optimizers other than the model's own start afresh."""
+        """Split a training state among servers; a state of an outer optimizer starts afresh."""
         names = flatten_with_names(state.params)
         arrays = {name: np.asarray(leaf) for name, leaf in names}
         saved = {name: np.asarray(leaf) for name, leaf in flatten_with_names(state.opt_state)}
@@ -184,7 +183,7 @@ class Sharded:
     def _moments(self, shards: Sequence[ShardState]) -> dict[str, np.ndarray]:
         """Return the leaves of the program's optimizer state by path.
 
-        Counts are the first server's.
+        Every server has counts; those of the first server are taken.
         """
         rows: dict[str, list[tuple[int, np.ndarray]]] = {}
         for layout, shard in zip(self.layouts, shards, strict=True):
@@ -215,7 +214,7 @@ def _by_own_names(
     one server.
 
     Args:
-      names: name of the parameter by a range's key.
+      names: name of each range's parameter, by the key of the range.
     """
     structure = jax.tree.structure(params)
     order = [name for name, _ in flatten_with_names(params)]

@@ -35,7 +35,7 @@ LOGS = "logs"
 POLL_SECONDS = 0.2
 SIGNS_OF_LIFE = frozenset({"listening", "measured", "clock", "saved"})
 AHEAD_SECONDS = 1.0
-"""Delay between the order to stop and the clock to stop at, which no worker may have passed."""
+"""Time from the order to stop to the clock of the stop, which no worker may have passed."""
 STOP_SECONDS = 20.0
 """Silence after which a stopping run is killed; if clocks are long, the duration of two clocks is
 added. Schedulers kill a process 30 s after their signal."""
@@ -46,9 +46,9 @@ class Supervisor:
 
     Args:
       prepared: the prepared run.
-      token: the file of the token that its processes share.
+      token: the file with the token that the run's processes share.
       module: the Python module whose process forks those of the run, see `jaxdist.runtime.forks`.
-      config: the file that processes build the run from.
+      config: the config file from which each process builds the run.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Supervisor:
                 yield step
 
     def _shards(self, state: TrainState) -> None:
-        """Write each server's initial state: its own checkpoint, or a part of the model's."""
+        """Write each server's initial state, unless all servers have saved the first clock."""
         clear(self.directory)
         try:
             for layout in self.sharded.layouts:
@@ -127,7 +127,7 @@ class Supervisor:
     def _forks(self) -> dict[bool, ForkServer]:
         """Return the processes that fork servers (False) and workers (True).
 
-        One process if possible.
+        Both are the same process if possible.
         """
         log, mesh = self.directory / LOGS / "forks.log", self.sharded.program.layout.mesh
         log.parent.mkdir(exist_ok=True)
@@ -165,9 +165,10 @@ class Supervisor:
         try:
             event = self.events.get(timeout=POLL_SECONDS)
         except Empty:
+            # An empty event, so that the deadlines are checked.
             event = Event(self.fleet.servers[0], {})
         self._check_stop(what)
-        # Messages with a server's counts do not count, since servers send them even while all wait.
+        # A server reports counters even while all wait, so such a report is not a sign of life.
         if event.code is not None or event.what.get("event") in SIGNS_OF_LIFE:
             self.heard = time.monotonic()
         elif time.monotonic() - self.heard > self.cluster.processes.deadline_seconds:
@@ -233,6 +234,7 @@ class Supervisor:
                 f"{child} ended ({how_ended(code)}), the {self.team.deaths[slot]}. time in a row "
                 f"without a step: {child.last_words()}"
             )
+        # Servers refuse a number that was ever used, so late messages of the dead worker are lost.
         client = max(self.team.slots) + 1
         self.prepared.note(f"{child} ended ({how_ended(code)}): worker {client} takes its place")
         self.fleet.admit(client, slot)
@@ -276,7 +278,7 @@ class Supervisor:
                     "step; its loss is that of the step before. Said once; metrics.jsonl counts "
                     "such steps (empty_steps)"
                 )
-            # Before the first clock is finished, processes start and compile.
+            # Before the first clock ends, time counts as the start: processes start and compile.
             self.prepared.account.switch(Activity.STEP)
             hooks.metrics(step, jnp.asarray(values, jnp.float32), seconds)
             clock += 1
@@ -317,7 +319,7 @@ class Supervisor:
 
 
 def supervise(sharded: Sharded, prepared: Prepared, *, module: str, config: Path) -> TrainState:
-    """Run a strategy with parameter servers in processes, and return the last state.
+    """Train with parameter servers in separate processes, and return the last state.
 
     Args:
       module, config: see `Supervisor`.

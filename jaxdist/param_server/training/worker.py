@@ -55,7 +55,7 @@ class PushComputation(Protocol):
     """A computation from parameters to the change that is pushed."""
 
     def begin(self, flats: Flats) -> Flats | None:
-        """Accept new parameters, and return the change if it is known before the computation."""
+        """Accept new parameters; return the change if it is known already, and otherwise None."""
         ...
 
     def compute(self, batches: Sequence[DeviceBatch], clock: int) -> tuple[Flats, Sums]:
@@ -76,7 +76,7 @@ class _OnDevices:
     slot: int
 
     def draw(self, step: int) -> np.int32:
-        """Return the seed of random layers, another for each step and worker."""
+        """Return a step number that seeds random layers differently for each step and worker."""
         return np.int32(step * self.sharded.cluster.workers + self.slot)
 
     def tree(self, flats: Flats) -> PyTree:
@@ -153,7 +153,7 @@ class LocalSteps(_OnDevices):
                 state, _ = self.program.update(replace(state, step=step), found)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
             if number == 0 and self._pull is not None:
-                # The paper takes the gradient at the worker's parameters before the pull.
+                # EASGD takes the gradient at the worker's parameters before the pull.
                 moved = zip(self.flats(state.params), self._pull, strict=True)
                 state = replace(state, params=self.tree([x - pull for x, pull in moved]))
         assert total is not None
@@ -183,12 +183,12 @@ class Worker:
     """A worker of a run.
 
     Attributes:
-      loader: loader of its part of each batch.
-      slot: its number among the active workers; a replacement keeps the number.
+      loader: loader of the worker's part of each batch.
+      slot: the worker's number among the active workers; a replacement keeps the number.
       stop: clock before which the worker ends, which may be lowered while it runs.
       measure: called with a clock and the loss's measured values before the gradient is pushed, so
         that the loss of every applied gradient is known even if the worker dies.
-      tell: called after each clock.
+      tell: called with a report after each clock.
       delay_seconds: extra duration of each clock, for experiments with stragglers.
     """
 
@@ -251,7 +251,7 @@ class Worker:
 
 
 class _Ahead:
-    """Batches by clock, loaded ahead while clocks follow each other."""
+    """Batches by clock, loaded ahead as long as each clock follows the clock before it."""
 
     def __init__(self, loader: Loader, steps: int) -> None:
         self._loader, self._steps = loader, steps

@@ -18,13 +18,14 @@ class TlsConfig(Config):
     authority: FilePath
     """PEM file of the certificate authority that signed all certificates."""
     certificate: FilePath
-    """PEM file of this side's certificate; a server's names the host that workers connect to."""
+    """PEM file of this side's certificate; a server's certificate names the host that workers
+    connect to."""
     key: FilePath
     """PEM file of this side's private key, which only its owner may read."""
 
 
 class ProcessesConfig(Config):
-    """Servers, aggregators of racks and workers as processes on this machine."""
+    """Settings of the processes of a run: servers, aggregators of racks, and workers."""
 
     host: str = "127.0.0.1"
     """Address that servers listen on; an address of a network requires tls."""
@@ -59,7 +60,7 @@ class ProcessesConfig(Config):
 
 
 def stays_on_machine(host: str) -> bool:
-    """Return whether an address is reachable from this machine only, as no name is.
+    """Return whether an address is reachable from this machine only; False for most names.
 
     >>> [stays_on_machine(host) for host in ("127.0.0.1", "::1", "localhost", "10.0.0.1")]
     [True, True, True, False]

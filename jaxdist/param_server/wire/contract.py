@@ -40,7 +40,7 @@ class Op(IntEnum):
     PUBLISH = 8
     REFUSE = 9
     WAITING = 10
-    """Answer LATE, as text."""
+    """Answer LATE with the late clients, as text."""
 
 
 NO_SEQUENCE = 2**64 - 1
@@ -144,7 +144,7 @@ class Service(Protocol):
     """A server's handler of envelopes, called from one thread per session."""
 
     def spec(self, envelope: Envelope) -> Spec | None:
-        """Return what the payload of an envelope must be, or None for no payload.
+        """Return the specification of an envelope's payload, or None for no payload.
 
         Args:
           envelope: the envelope without its payload.

@@ -113,6 +113,7 @@ def frames(envelope: Envelope, shared: Direction | None = None) -> Iterator[byte
     if slot is not None:
         yield _frame(envelope, dtype, 1, payload.size, 0, _NO_BYTES, slot + 1, raw.size)
         return
+    # An empty payload takes a frame too.
     for offset in range(0, max(1, raw.size), CHUNK_BYTES):
         part = raw[offset : offset + CHUNK_BYTES]
         yield _frame(envelope, dtype, 1, payload.size, offset, part)
@@ -181,9 +182,9 @@ class Assembler:
     """Assemble the envelopes of one session from its frames, one envelope at a time, in order.
 
     Args:
-      spec_of: returns what the payload of an envelope must be, given the envelope without it;
-        None for no payload. A `FrameError` that it raises refuses the envelope before anything is
-        allocated.
+      spec_of: function from an envelope without its payload to the payload's specification, or to
+        None for no payload. If the function raises a `FrameError`, the envelope is refused before
+        anything is allocated.
       shared: memory that the peer writes payloads to.
     """
 
@@ -263,7 +264,7 @@ class Assembler:
 
 
 def spec_for(envelope: Envelope, push: Spec, shard: Spec) -> Spec | None:
-    """Return what the payload of an envelope must be.
+    """Return the specification of an envelope's payload, or None for no payload.
 
     Args:
       push: specification of the payload of a push.

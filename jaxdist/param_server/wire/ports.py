@@ -13,7 +13,7 @@ def check_ports(host: str, port: int, servers: int, *, aggregators: int = 0) -> 
     """Refuse ports that do not exist or are in use, before any process starts.
 
     Args:
-      port: port of the first server; the others take the next ports. 0: take free ports.
+      port: port of the first server; the others take the next ports, and 0 takes free ports.
       aggregators: number of aggregators, whose ports follow; each takes as many as there are
         servers.
 
@@ -45,7 +45,7 @@ def check_ports(host: str, port: int, servers: int, *, aggregators: int = 0) -> 
 
 
 def _refused(host: str, port: int) -> str | None:
-    """Return why a port cannot be listened on, or None."""
+    """Return the reason that a server cannot listen on a port, or None."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -40,7 +40,7 @@ COMMON: Sequence[tuple[str, int]] = (
 )
 OF_SERVER: Sequence[tuple[str, int]] = (
     *COMMON,
-    ("grpc.so_reuseport", 0),  # a second process on the port is refused, and not let in
+    ("grpc.so_reuseport", 0),  # a second process cannot listen on the same port
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 OF_CLIENT: Sequence[tuple[str, int]] = (
@@ -145,7 +145,7 @@ class RpcServer:
     ) -> Iterator[bytes]:
         peer = _Peer()
         if not context.add_callback(peer.close):
-            return  # it has ended already
+            return  # the call has ended already
         to_server, to_worker = (memory.to_server, memory.to_worker) if memory else (None, None)
         reader = threading.Thread(target=self._read, args=(given, peer, to_server), name="session")
         reader.start()
@@ -154,6 +154,7 @@ class RpcServer:
                 yield from frames(envelope, to_worker)
         finally:
             peer.close()
+            # The reader may wait for a frame, and the end of the call wakes it.
             context.cancel()
             reader.join()
             self._service.left(peer)
@@ -173,7 +174,7 @@ class RpcServer:
                 if envelope is not None:
                     service.receive(peer, envelope)
         except grpc.RpcError:
-            pass  # the worker has gone
+            pass  # the worker has ended the session
         finally:
             peer.close()
 
@@ -184,7 +185,7 @@ class RpcWire:
 
     Attributes:
       address: `host:port`.
-      spec_of: returns what the payload of a server's envelope must be.
+      spec_of: function from a server's envelope to the specification of its payload.
       tls: TLS credentials; None sends plain text.
       shared_bytes: largest payload that goes through shared memory, if the server is a process of
         the same user on this machine; 0 sends all payloads through the socket.
@@ -232,7 +233,7 @@ class _RpcSession:
         metadata: tuple[tuple[str, str], ...] = ((TOKEN_KEY, wire.token),)
         if self._memory is not None:
             metadata += ((SHARED_KEY, self._memory.place),)
-        self._to_server: shared.Direction | None = None  # until the server says that it found it
+        self._to_server: shared.Direction | None = None  # until the server reports success
         call = self._channel.stream_stream(METHOD)
         self._call: _Call = call(self._frames(), metadata=metadata)
         self._reader = threading.Thread(target=self._read, name="session", daemon=True)
@@ -257,7 +258,7 @@ class _RpcSession:
         memory, answer = self._memory, dict(self._call.initial_metadata() or ())
         if memory is None:
             return None
-        memory.close()
+        memory.close()  # the mapping remains, and the server needs the descriptor no longer
         if answer.get(SHARED_KEY) != "yes":
             return None
         self._to_server = memory.to_server

@@ -79,7 +79,8 @@ def _context(tls: Tls) -> ssl.SSLContext:
     context = ssl.create_default_context(cadata=tls.authority.decode("ascii", "replace"))
     context.set_alpn_protocols(["h2"])
     if tls.certificate is not None and tls.key is not None:
-        with tempfile.TemporaryDirectory(prefix="jaxdist-") as folder:  # of mode 700
+        with tempfile.TemporaryDirectory(prefix="jaxdist-") as folder:
+            # `load_cert_chain` reads only files; this folder has mode 700.
             chain = Path(folder) / "chain.pem"
             chain.write_bytes(tls.certificate + b"\n" + tls.key)
             context.load_cert_chain(chain)
@@ -87,14 +88,14 @@ def _context(tls: Tls) -> ssl.SSLContext:
 
 
 def certificate_refusal(address: str, tls: Tls, seconds: float) -> str | None:
-    """Return why the server or this client rejects the other's certificate, or None.
+    """Return the reason that server or client rejects the other's certificate, or None.
 
     gRPC retries a failed handshake for ever and hides its reason, so this function does one
     handshake itself. The result is None too if the server cannot be reached.
 
     Args:
       address: `host:port`.
-      seconds: time limit of an answer.
+      seconds: time limit for the server's answer.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -106,8 +107,8 @@ def certificate_refusal(address: str, tls: Tls, seconds: float) -> str | None:
         ):
             done = True
             # In TLS 1.3 the server checks the client's certificate after the client's handshake
-            # ends. A gRPC server that accepts the certificate then sends first; any other closes
-            # the connection.
+            # ends. A gRPC server that accepts the certificate then sends first; a server that does
+            # not accept it closes the connection.
             if secured.recv(1):
                 return None
     except ssl.SSLError as error:
@@ -144,7 +145,7 @@ def read_token(path: Path) -> str:
 
 
 def same_token(given: object, token: str) -> bool:
-    """Return whether a peer's token is right, in constant time for tokens of its length."""
+    """Compare a peer's token, in constant time for tokens of equal length."""
     return isinstance(given, str) and hmac.compare_digest(given.encode(), token.encode())
 
 

@@ -1,10 +1,11 @@
 """Shared memory between a worker and a server on one machine, which holds payloads of frames.
 
 A session through a socket copies a payload four times and checks each byte twice. Through shared
-memory it is copied in and out. The worker creates the memory (`memfd_create`, sealed so that no
-process can truncate it under a reader). The metadata of the call, which the token protects, tell
-the server its location. The server opens it through `/proc`, which the kernel allows only to the
-same user. The memory has no name, so it is freed when both processes end, however they end.
+memory a payload is only copied in and out. The worker creates the memory (`memfd_create`, sealed so
+that no process can truncate it under a reader). The metadata of the call, which the token protects,
+tell the server the memory's location. The server opens the memory through `/proc`, which the kernel
+allows only to the same user. The memory has no name, so it is freed when both processes end,
+however they end.
 
 Each direction has `SLOTS` slots with one writer and one reader. A slot belongs to the writer until
 its flag is 1, and to the reader until the flag is 0 again. If no slot is free, the payload travels
@@ -108,7 +109,7 @@ def _mapped(fd: int, size: int) -> tuple[np.ndarray, Direction, Direction]:
 def make(most_bytes: int) -> Shared | None:
     """Create memory for payloads of at most `most_bytes`; return None if it is not available.
 
-    The kernel allocates its pages when they are written.
+    The kernel allocates pages of the memory only when they are written.
     """
     if most_bytes < LEAST_BYTES or not supported():
         return None
@@ -130,7 +131,7 @@ def open_shared(place: str) -> Shared | None:
     """Open the memory that a worker of this user created on this machine, or return None.
 
     A forged location opens nothing else: the descriptor must be sealed memory of this user that
-    begins with the secret which the location names.
+    begins with the secret that the location names.
     """
     if not supported():
         return None
@@ -138,6 +139,7 @@ def open_shared(place: str) -> Shared | None:
         pid, number, nonce = place.split(":")
         path = f"/proc/{int(pid)}/fd/{int(number)}"
         expected = bytes.fromhex(nonce)
+        # Without O_NONBLOCK a forged location of a pipe would block here.
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except (ValueError, OSError):
         return None
