@@ -1,4 +1,4 @@
-"""The choice of the codec that `cost.py` predicts to be fastest on the given links."""
+"""The choice of the codec with the least time that `cost.py` predicts for the given links."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from jaxdist.trees import tree_size
 from jaxdist.types import Grads
 
 CANDIDATES: tuple[CodecConfig, ...] = (WholeCodec(), Cast(), Quantize(), Quantize(bits=4))
-"""Codecs that train as well as no compression, with classic feedback and any optimizer. Smaller
-codecs need a matching feedback and optimizer. Of candidates with equal times, the earlier is
-chosen."""
+"""Codecs that train as well as no compression, with classic feedback and any optimizer. Codecs with
+smaller messages need a matching feedback and optimizer. Of candidates with equal times, the earlier
+is chosen."""
 
 
 class AutoCodec(Config):
@@ -43,17 +43,18 @@ class AutoCodec(Config):
     """
 
     type: Literal["auto"] = "auto"
-    """Selects this choice."""
+    """Selects the automatic choice of a codec."""
     candidates: tuple[CodecConfig, ...] = CANDIDATES
     """Codecs to choose from; of two with equal predictions, the earlier is chosen."""
     device: str | None = None
-    """Device whose figures to use (v5e, h100, ...); null: the device compiled for."""
+    """Device whose figures to use (v5e, h100, ...); null uses those of the device compiled for."""
     fast: LinkConfig | None = None
-    """The link of fast axes; null: the device's own."""
+    """Latency and bandwidth of the fast axes' link; null uses the device's own figures."""
     slow: LinkConfig | None = None
-    """The link of slow axes; null: the device's own."""
+    """Latency and bandwidth of the slow axes' link; null uses the device's own figures."""
     slow_axes: tuple[str, ...] | None = None
-    """Axes between slices or hosts; null: the axes whose name ends in `_dcn`."""
+    """Axes between slices or hosts, which have the slow link; null takes the axes whose name ends
+    in `_dcn`."""
 
     @field_validator("candidates")
     @classmethod
@@ -64,7 +65,7 @@ class AutoCodec(Config):
 
     @property
     def links(self) -> Auto:
-        """The same links in the form that the choice of collectives uses."""
+        """The links of these settings, in the form that the choice of collectives uses."""
         return Auto(device=self.device, fast=self.fast, slow=self.slow, slow_axes=self.slow_axes)
 
 
@@ -83,7 +84,7 @@ class CodecCandidate:
 
 
 def with_whole_vectors(codec: CodecConfig) -> Choice:
-    """Return a choice of the codec for matrices, with vectors (norms, biases) sent whole."""
+    """Return a choice of `codec` for matrices, while vectors (norms, biases) are not compressed."""
     return PerParameter(otherwise=codec)
 
 
@@ -97,14 +98,15 @@ def resolve(
     algorithm: Algorithm = XLA,
     choice_of: Callable[[CodecConfig], Choice] = with_whole_vectors,
 ) -> CodecConfig:
-    """Resolve `choice` to a codec.
+    """Resolve an automatic choice to the codec with the least predicted time.
 
     Args:
       leaves: gradients of a single device, or their shapes.
       sizes: sizes of the axes that gradients are summed over, by name, slowest first.
       device_kind: kind of the devices, a short name or a `jax.Device.device_kind`; `choice.device`
         overrides it.
-      inside: whether messages cross all axes but the last, over which the sum is exact.
+      inside: whether gradients are summed exactly over the last axis first, so that messages cross
+        only the other axes.
       algorithm: algorithm of the collectives.
       choice_of: function from a codec to the choice for all parameters.
 
@@ -133,7 +135,7 @@ def candidates(
     algorithm: Algorithm = XLA,
     choice_of: Callable[[CodecConfig], Choice] = with_whole_vectors,
 ) -> list[CodecCandidate]:
-    """Return every candidate with its prediction; of equals, the earlier is preferred.
+    """Return every candidate with its prediction, in the order of the settings.
 
     Arguments and errors are those of `resolve`.
     """
@@ -165,7 +167,7 @@ def explain_candidates(
     *,
     inside: bool = False,
 ) -> str:
-    """Format the candidates as a table, the fastest first, with the figures used.
+    """Format the candidates as a table, the fastest first, below the figures of the links.
 
     Arguments are those of `resolve`.
 

@@ -21,23 +21,23 @@ from jaxdist.errors import CompressionError, did_you_mean
 from jaxdist.types import Leaf
 
 DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
-"""Densities of Deep Gradient Compression's warm-up: 75%, 93.75%, 98.4375%, 99.6% are left out."""
+"""Fractions of the elements that Deep Gradient Compression sends in the parts of its warm-up."""
 
 
 class Stage(Config):
     """A codec and the step from which it is used."""
 
     start: Annotated[int, Field(ge=0)]
-    """The first step, from 0; steps skipped for a NaN or an infinity do not count."""
+    """First step of the stage, from 0; steps skipped for a NaN or an infinity do not count."""
     codec: CodecConfig
-    """The codec of gradients from that step on."""
+    """Codec of the gradients in this stage."""
 
 
 class Stages(Config):
     """A sequence of codecs over the course of training, in one compiled program."""
 
     type: Literal["stages"] = "stages"
-    """Selects this choice."""
+    """Selects a sequence of codecs."""
     stages: tuple[Stage, ...]
     """The stages in order of their starts; the first starts at 0."""
 
@@ -51,7 +51,7 @@ class Stages(Config):
 
 
 def warm_up(codec: CodecConfig, steps: int) -> Codec | Stages:
-    """Precede `codec` by steps that send everything.
+    """Return stages that send whole gradients for `steps` steps, and use `codec` afterwards.
 
     >>> [stage.start for stage in warm_up(TopK(), 100).stages]
     [0, 100]
@@ -62,11 +62,12 @@ def warm_up(codec: CodecConfig, steps: int) -> Codec | Stages:
 
 
 def sparsity_warm_up(codec: TopK, steps: int) -> Codec | Stages:
-    """Send ever fewer elements over the first steps, as in Deep Gradient Compression (section 3.3).
+    """Return stages that send ever fewer elements, as in Deep Gradient Compression (section 3.3).
 
     Args:
       codec: the codec after the warm-up.
-      steps: steps of the warm-up, in equal parts of 25%, 6.25%, 1.5625% and 0.4% of the elements.
+      steps: number of steps of the warm-up, whose equal parts send 25%, 6.25%, 1.5625% and 0.4% of
+        the elements.
     """
     denser = [density for density in DENSITIES if density > codec.fraction]
     if steps < len(denser) or not denser:
@@ -86,22 +87,24 @@ class CodecRule(Config):
     """A codec for the parameters whose name matches a pattern."""
 
     pattern: str
-    """Pattern of parameter names, such as `*/bias` or `layers/*/kernel`; the first match counts."""
+    """Pattern of parameter names, such as `*/bias` or `layers/*/kernel`; the first rule that
+    matches a name counts."""
     codec: AnyStages
-    """The codec of these parameters, or its stages."""
+    """Codec of the parameters that match, or stages of codecs."""
 
 
 class PerParameter(Config):
-    """A codec by the name of the parameter; vectors (norms, biases) stay whole."""
+    """A codec for each parameter by its name; vectors (norms, biases) are not compressed."""
 
     type: Literal["per_parameter"] = "per_parameter"
-    """Selects this choice."""
+    """Selects a codec for each parameter."""
     rules: tuple[CodecRule, ...] = ()
-    """In order; each must fit a parameter."""
+    """Rules in their order of precedence; each must match a parameter."""
     otherwise: AnyStages
-    """For those that no rule fits."""
+    """Codec of the parameters that no rule matches."""
     vectors: Literal["whole", "otherwise"] = "whole"
-    """Parameters of less than two dims that no rule fits."""
+    """Codec of parameters with fewer than two dims that no rule matches: whole sends them
+    uncompressed, otherwise treats them like matrices."""
 
     def choice(self, name: str, leaf: Leaf) -> Codec | Stages:
         """Return the choice for a single parameter."""
@@ -130,8 +133,8 @@ class CodecGroup:
     """Parameters that share a choice.
 
     Attributes:
-      starts, codecs: the stages of the choice; a choice without stages has a single entry.
-      buckets: positions of the leaves that are packed together, for each bucket.
+      starts, codecs: first step and codec of each stage; a choice without stages has one stage.
+      buckets: for each bucket, the positions of the leaves that are packed into it.
     """
 
     starts: tuple[int, ...]
@@ -156,7 +159,9 @@ class CodecGroup:
 def plan_groups(
     named: Sequence[tuple[str, Leaf]], choice: Choice, feedback: Feedback, bucket_bytes: int
 ) -> list[CodecGroup]:
-    """Group leaves by choice, packed into buckets of one dtype, from the last to the first.
+    """Group the leaves that share a choice, and pack each group into buckets of one dtype.
+
+    The last leaves come first, since their gradients are ready first in a backward pass.
 
     Raises:
       CompressionError: a codec that cannot encode a leaf; incompatible stages or feedback; a rule

@@ -1,4 +1,4 @@
-"""Compression in a config: a codec by `type:`, and the settings around it."""
+"""The config of compressed gradients: a codec, chosen by `type:`, and the settings around it."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ from jaxdist.types import Grads, PyTree
 
 
 class Compression(Config):
-    """The settings of compressed gradients that are independent of the codec."""
+    """The settings of compressed gradients that do not depend on the codec."""
 
     error_feedback: bool | FeedbackConfig = True
     """Add what a message leaves out to the next gradient: false, true (classic), or a feedback."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps at the beginning that send whole gradients, or gradually sparser gradients."""
+    """Number of steps at the beginning that send whole gradients, or gradually fewer elements."""
     warmup: Literal["whole", "sparser"] = "whole"
-    """sparser (top-k): 25%, 6.25%, 1.6% and 0.4% of the elements in equal parts of warmup_steps."""
+    """Messages of the first warmup_steps: whole gradients, or, only for topk, sparser messages with
+    25%, 6.25%, 1.6% and 0.4% of the elements in equal parts of the warm-up."""
     axis: Literal["data", "data.dcn"] = "data"
     """Compress between all devices that share the batch, or across the slow network only."""
     rules: tuple[CodecRule, ...] = ()
-    """Codecs for some parameters, by name; the first match counts."""
+    """Codecs for the parameters whose names match patterns; the first rule that matches counts."""
     vectors: Literal["whole", "otherwise"] = "whole"
     """Whether parameters of fewer than two dims (norms, biases) are sent uncompressed (whole)."""
 
@@ -66,7 +67,7 @@ class Compression(Config):
 
     @property
     def codec(self) -> CodecConfig:
-        """The codec, without the settings around it."""
+        """The codec with its own settings, without those of `Compression`."""
         (kind,) = (base for base in type(self).__bases__ if issubclass(base, Codec))
         own = {name: getattr(self, name) for name in kind.model_fields}
         codec: PyTree = kind.model_construct(**own)
@@ -74,7 +75,7 @@ class Compression(Config):
 
     @property
     def feedback(self) -> Feedback:
-        """The feedback: the memory of the senders for what messages leave out."""
+        """The error feedback, which sends later the part of a gradient that messages leave out."""
         if isinstance(self.error_feedback, bool):
             return CLASSIC if self.error_feedback else NoFeedback()
         return self.error_feedback
@@ -86,11 +87,12 @@ class Compression(Config):
 
         Args:
           shapes: shapes of the parameters, by name.
-          scanned: names of those whose first dim counts layers; each layer is encoded as one
-            tensor.
+          scanned: names of the parameters whose first dim counts layers; each layer is encoded as
+            a separate tensor.
         """
         own: list[CodecRule] = []
         for name in sorted(scanned & shapes.keys()):
+            # A stack of vectors has two dims, and `PerParameter` would take it for a matrix.
             vector = len(shapes[name]) < 3 and self.vectors == "whole"
             if vector:
                 own.append(CodecRule.model_construct(pattern=escape(name), codec=WholeCodec()))
@@ -137,7 +139,7 @@ class CompressChain(Compression, Chain): ...
 
 
 class CompressAuto(Compression, AutoCodec):
-    """The codec with the least predicted time; `chosen` returns it."""
+    """An automatic choice of the codec; `chosen` returns the candidate with the least time."""
 
     @property
     def codecs(self) -> tuple[CodecConfig, ...]:
@@ -151,11 +153,11 @@ class CompressAuto(Compression, AutoCodec):
         device_kind: str,
         algorithm: Algorithm,
     ) -> Compression:
-        """Return this configuration with the candidate that is predicted to be fastest.
+        """Return these settings with the candidate that has the least predicted time.
 
         Args:
           blocks: shapes of one device's gradients.
-          scanned: names of those whose first dim counts layers.
+          scanned: names of the parameters whose first dim counts layers.
           sizes: sizes of the axes that gradients are summed over, by name, slowest first.
           device_kind: kind of the devices.
           algorithm: algorithm of the collectives.
@@ -172,7 +174,7 @@ class CompressAuto(Compression, AutoCodec):
         return self.with_codec(codec)
 
     def with_codec(self, codec: CodecConfig) -> Compression:
-        """Return this configuration with a codec in place of the choice."""
+        """Return these settings with the given codec in place of the automatic choice."""
         (kind,) = (k for k in KINDS if issubclass(k, type(codec)))
         values: PyTree = {name: getattr(self, name) for name in Compression.model_fields}
         values |= {name: getattr(codec, name) for name in type(codec).model_fields}

@@ -1,6 +1,6 @@
-"""The contract of codecs: a frozen config that turns an array into a message, and back.
+"""The contract of codecs: a codec is a frozen config that encodes an array as a message.
 
-The law, for an array `x` of `like.shape` in any floating dtype:
+For an array `x` with the shape of `like` and any floating dtype:
 
     init(like) -> state                          a tree of arrays; () for codecs without memory
     encode(x, state, round) -> message, state    a tree of unsigned integers, of static shapes
@@ -8,10 +8,10 @@ The law, for an array `x` of `like.shape` in any floating dtype:
 
 Messages are packed unsigned integers, since some backends widen small floats in every collective.
 Encoding and decoding run under `jax.jit`, `jax.vmap` and inside `jax.shard_map`; an estimate has
-the same bits wherever its message is decoded. `round` is common knowledge of all holders of a
-message.
+the same bits on every device that decodes its message. All holders of a message know its `round`
+without communication.
 
-The codec's `exchange` is the way in which messages of several devices are combined: "scatter"
+The codec's `exchange` is the way in which the messages of several devices are combined: "scatter"
 decodes and sums shards and encodes the sum again, "gather" sends every message to every device, and
 "sum" adds the messages of a `LinearCodec`, for which the sum of messages is the message of the sum.
 """
@@ -32,9 +32,9 @@ from jaxdist.trees import tree_bytes
 from jaxdist.types import Leaf, PyTree
 
 Message: TypeAlias = Any
-"""A tree of unsigned integer arrays."""
+"""An encoded array: a tree of unsigned integer arrays."""
 CodecState: TypeAlias = Any
-"""A codec's memory from round to round: a tree of arrays."""
+"""The values that a codec keeps between rounds: a tree of arrays."""
 Exchange = Literal["scatter", "gather", "sum"]
 
 
@@ -57,12 +57,12 @@ class Round(NamedTuple):
         return jax.random.fold_in(self.key, self.rank)
 
     def part(self, index: jax.Array | int) -> Round:
-        """Return the round of one of several messages that a device sends."""
+        """Return this round with another key, for message `index` of several in the round."""
         return self._replace(key=jax.random.fold_in(self.key, index))
 
 
 def first_round(seed: int = 0, step: int | jax.Array = 0, rank: int | jax.Array = 0) -> Round:
-    """Return the round of a step, for a device of this rank.
+    """Return the round of a step for the device with the given rank.
 
     >>> int(first_round(step=3).step)
     3
@@ -74,11 +74,11 @@ def first_round(seed: int = 0, step: int | jax.Array = 0, rank: int | jax.Array 
 
 
 class Codec(Config):
-    """A way to write an array in few bytes; an instance is both a config's choice and the code.
+    """A method of encoding an array in few bytes; an instance is both its settings and its code.
 
     Attributes:
-      exchange: how the messages of several devices are combined.
-      flat: whether only the number of elements matters, so that tensors can be packed end to end.
+      exchange: the way in which the messages of several devices are combined.
+      flat: whether the codec ignores the shape, so that several tensors can be packed into one.
     """
 
     exchange: ClassVar[Exchange] = "scatter"
@@ -86,25 +86,25 @@ class Codec(Config):
 
     @property
     def exact(self) -> bool:
-        """Whether `x - decode(encode(x))` is a float32 for every float32 x.
+        """Whether `x - decode(encode(x))` is computed without rounding for every float32 x.
 
-        It is, if every estimate is zero or between half of x and twice x (Sterbenz).
+        This holds if every estimate is zero or between half of x and twice x (Sterbenz's lemma).
         """
         return True
 
     @property
     def unbiased(self) -> bool:
-        """Whether the mean of the estimate over rounds is x."""
+        """Whether the estimate of x is x on average over rounds."""
         return False
 
     @property
     def contractive(self) -> bool:
-        """Whether the estimate is nearer to x than zero is, as error feedback needs."""
+        """Whether the error of an estimate is smaller than x, which error feedback requires."""
         return not self.unbiased
 
     @property
     def lossless(self) -> bool:
-        """Whether the estimate is equal to x."""
+        """Whether every estimate is equal to its x."""
         return False
 
     def check(self, like: Leaf, name: str = "") -> None:
@@ -137,14 +137,14 @@ class Codec(Config):
     def decode(self, message: Message, like: Leaf, round: Round) -> jax.Array: ...
 
     def add(self, total: jax.Array, message: Message, like: Leaf, round: Round) -> jax.Array:
-        """Add the estimate to `total`."""
+        """Add the estimate of a message to `total`; codecs with sparse messages override it."""
         return total + self.decode(message, like, round)
 
     def wire_bytes(self, like: Leaf) -> int:
-        """Return the bytes of an array's message, which are static.
+        """Return the size in bytes of an array's message, which depends only on the shape.
 
         Raises:
-          CompressionError: as `check`.
+          CompressionError: the codec cannot encode the array.
         """
         self.check(like)
         x = jax.ShapeDtypeStruct(like.shape, like.dtype)
@@ -156,12 +156,12 @@ class Codec(Config):
 
 
 class Factored(NamedTuple):
-    """The results of the rounds of a `LinearCodec`.
+    """The result of `LinearCodec.factors`.
 
     Attributes:
-      own: the factors of this device's array.
-      total: the factors of the sum over devices.
-      state: the next state.
+      own: the factors that expand to the estimate of this device's array.
+      total: the factors that expand to the estimate of the sum over devices.
+      state: the codec's next state.
     """
 
     own: tuple[jax.Array, ...]
@@ -173,11 +173,11 @@ Factors: TypeAlias = Generator[jax.Array, jax.Array, Factored]
 
 
 class LinearCodec(Codec):
-    """A codec whose messages are added up, in one or in several rounds of sums.
+    """A codec whose messages are added up over devices, in one or several all-reduces.
 
     `factors` is a generator: it yields this device's float32 term of a sum, and receives the sum
-    over all devices. Codecs of any number of rounds, and many tensors at once, therefore run in
-    lockstep, with one fused all-reduce for each round.
+    over all devices. The generators of many tensors can therefore run in lockstep, and their n-th
+    sums share an all-reduce.
     """
 
     exchange: ClassVar[Exchange] = "sum"
@@ -187,7 +187,7 @@ class LinearCodec(Codec):
 
     @abstractmethod
     def expand(self, factors: tuple[jax.Array, ...], like: Leaf, round: Round) -> jax.Array:
-        """Return the estimate from factors, float32 of `like.shape`."""
+        """Return the float32 estimate that the factors represent, with the shape of `like`."""
         ...
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
@@ -202,9 +202,10 @@ def in_lockstep(
     generators: Sequence[Factors],
     total: Callable[[list[jax.Array]], list[jax.Array]],
 ) -> list[Factored]:
-    """Run the generators of several tensors, with the sums of each round together.
+    """Run the generators of several tensors, and compute their n-th sums together.
 
     Args:
+      generators: results of `LinearCodec.factors`, one for each tensor.
       total: function from this device's terms to the sums over all devices.
     """
     found: dict[int, Factored] = {}
@@ -213,7 +214,7 @@ def in_lockstep(
         parts: dict[int, jax.Array] = {}
         for index, received in sent.items():
             try:
-                # None starts a generator, whatever type it receives later.
+                # A generator can only be started by None, whatever type it receives later.
                 parts[index] = generators[index].send(received)  # pyright: ignore[reportArgumentType]
             except StopIteration as stop:
                 found[index] = stop.value
@@ -223,19 +224,19 @@ def in_lockstep(
 
 @runtime_checkable
 class Selector(Protocol):
-    """A codec that sends some elements of an array, which another codec may encode in turn."""
+    """A codec that selects elements of an array, which another codec may then encode."""
 
     def select(self, x: jax.Array, round: Round) -> tuple[Message, jax.Array]:
-        """Return the elements, and their positions as far as the round does not determine them."""
+        """Return the positions (empty if the round determines them) and the selected values."""
         ...
 
     def place(self, where: Message, values: jax.Array, like: Leaf, round: Round) -> jax.Array:
-        """Place the elements among zeros, float32."""
+        """Return a float32 array of zeros with the values at their positions."""
         ...
 
 
 def described(codec: Codec, like: Leaf, name: str = "") -> str:
-    """Describe an array for an error message: `sign of parameter layers/kernel int32[3,4]`."""
+    """Describe a codec and an array for an error, as `sign of parameter layers/kernel int32[3]`."""
     parameter = f" parameter {name}" if name else ""
     kind: PyTree = getattr(codec, "type", type(codec).__name__)
     return f"{kind} of{parameter} {like.dtype}{list(like.shape)}"

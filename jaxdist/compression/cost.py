@@ -1,7 +1,8 @@
-"""Predicted time of a compressed all-reduce: its collectives by `collectives.cost`, and coding.
+"""Predicted time of a compressed all-reduce: the time of its collectives plus the time of coding.
 
-Message sizes are static, so bytes are exact. Coding is charged as passes over memory, at a number
-of bytes per second for each device; nothing overlaps.
+The collectives are predicted by `collectives.cost`; message sizes are static, so their bytes are
+exact. Coding counts as passes over memory at a device's bytes per second. The prediction assumes
+that nothing overlaps.
 """
 
 from __future__ import annotations
@@ -29,29 +30,33 @@ from jaxdist.types import Grads, Leaf, PyTree
 
 FLOAT_BYTES = 4
 FLAG_BYTES = 4
-"""Bytes of the flag whether everything encoded is finite."""
+"""Bytes of the sum by which devices agree whether all encoded gradients are finite."""
 CPU_CODING_BYTES_PER_SECOND = 1.4e10
-"""Bytes per second in passes over memory on a CPU core. With it the figures below give 2.4 to 7 ns
-per gradient, as measured on a core of an EPYC for 1.6 and 6.3 million gradients ("coding
-alone")."""
+"""Bytes of memory per second that a CPU core processes in coding. With this rate the numbers of
+passes below give 2.4 to 7 ns per gradient, as measured on a core of an EPYC for 1.6 and 6.3 million
+gradients ("coding alone")."""
 WHOLE_PASSES = 8.0
-"""Passes over each gradient: it is scaled, packed, checked and unpacked, with reads and writes."""
+"""Number of passes over each gradient: it is scaled, packed, checked and unpacked, with reads and
+writes."""
 MESSAGE_PASSES = 6.0
-"""Additional passes over encoded gradients: the residual is read and written, the gradient encoded,
-its estimate computed, estimates added up, the sum encoded again."""
+"""Number of additional passes over encoded gradients: the residual is read and written, the
+gradient is encoded, its estimate is computed, estimates are added up, and the sum is encoded
+again."""
 MORE_PASSES = {"sign": 4.0, "topk": 5.0, "lowrank": 4.0, "randomk": 3.0, "adaptive": 60.0}
-"""Additional passes of some codecs, from times on a single core: sign has a second residual and
-packs bits, topk searches a threshold, lowrank multiplies, adaptive sorts and packs planes."""
+"""Numbers of additional passes of some codecs, from times on a single core: sign has a second
+residual and packs bits, topk searches a threshold, lowrank multiplies, adaptive sorts and packs
+planes."""
 NIBBLE_PASSES = 14.0
-"""Additional passes of quantize to 4 bits, in which two codes share a byte."""
+"""Number of additional passes of quantize with 4 bits, where two codes share a byte."""
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective: over all levels, inside the last level, or across the others.
+    """A call of a collective over some of the levels of the network.
 
     Attributes:
       payload_bytes: bytes of the payload, as in `Algorithm.traffic`.
+      where: "all" levels, "inside" the last level, or "across" the levels before it.
     """
 
     kind: Operation
@@ -64,9 +69,9 @@ class Prediction:
     """The cost of a reduction for each device.
 
     Attributes:
-      wire_seconds: time of its collectives, in sequence.
-      coding_seconds: time of its passes over memory.
-      sent_bytes: bytes sent by the busiest device, over all links.
+      wire_seconds: time of the collectives, one after another.
+      coding_seconds: time of the passes over memory.
+      sent_bytes: bytes that the busiest device sends over all links.
     """
 
     wire_seconds: float
@@ -75,15 +80,15 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """The time of both in sequence."""
+        """The time of the collectives and of coding, one after the other."""
         return self.wire_seconds + self.coding_seconds
 
 
 def coding_bytes_per_second(kind: str) -> float:
     """Return the bytes of memory per second that a device processes while it encodes and decodes.
 
-    For a GPU or TPU this is the bandwidth of its memory (`runtime.hardware`); for a CPU core it is
-    measured, since the time there is that of arithmetic.
+    For a GPU or TPU this is the bandwidth of its memory (`runtime.hardware`). For a CPU core it is
+    a measured rate, since arithmetic takes longer there than access to memory.
 
     >>> coding_bytes_per_second("v5e")
     810000000000.0
@@ -110,17 +115,18 @@ def predict(
     algorithm: Algorithm = XLA,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Prediction:
-    """Predict seconds and bytes of a compressed all-reduce, in its last stage.
+    """Predict the seconds and bytes of a compressed all-reduce in the last stage of its codecs.
 
     Args:
       grads: one device's gradients, or their shapes.
       choice, algorithm, bucket_bytes: as for `compressed_all_reduce`.
-      levels: size and link of each axis that the gradients are summed over, slowest first.
-      bytes_per_second: speed of coding, see `coding_bytes_per_second`.
-      inside: sum exactly over the last level first, and send messages of shards over the others.
+      levels: size and link of each axis over which the gradients are summed, slowest first.
+      bytes_per_second: rate of coding, see `coding_bytes_per_second`.
+      inside: whether gradients are first summed exactly over the last level, so that messages of
+        shards cross only the other levels.
 
     Raises:
-      CompressionError: as `compressed_all_reduce`.
+      CompressionError: see `compressed_all_reduce`.
     """
     found = calls(grads, choice, [level.size for level in levels], inside, bucket_bytes)
     parts = {"all": levels, "inside": levels[-1:], "across": levels[:-1]}
@@ -161,9 +167,10 @@ def calls(
 
 
 def shard_shapes(grads: Grads, count: int) -> Grads:
-    """Return the shapes of a device's shards: each leaf is cut along a dim that `count` divides.
+    """Return the shapes of a device's shards, with each leaf split into `count` parts.
 
-    It is the first such dim; leaves without such a dim stay whole.
+    A leaf is split along its first dim whose length `count` divides; a leaf without such a dim is
+    not split.
 
     >>> shard_shapes({"w": jnp.zeros((3, 8)), "b": jnp.zeros(3)}, 4)["w"].shape
     (3, 2)
@@ -181,7 +188,7 @@ def shard_shapes(grads: Grads, count: int) -> Grads:
 
 
 def coding_bytes(grads: Grads, choice: Choice, bucket_bytes: int = BUCKET_BYTES) -> float:
-    """Count the bytes of memory that a device processes in a reduction, besides its collectives."""
+    """Count the bytes of memory that a device processes in a reduction, without its collectives."""
     named = flatten_with_names(grads)
     total = WHOLE_PASSES * FLOAT_BYTES * tree_size(grads)
     for group in plan_groups(named, choice, NoFeedback(), bucket_bytes):
@@ -198,7 +205,7 @@ def _more_passes(codec: Codec) -> float:
 
 
 def _bytes_alike(grads: Grads, shards: Grads) -> float:
-    """Count the bytes of the leaves that are not cut."""
+    """Count the bytes of the leaves that are not split into shards."""
     pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(shards), strict=True)
     return sum(leaf_bytes(leaf) for leaf, shard in pairs if leaf.shape == shard.shape)
 
@@ -235,7 +242,7 @@ def _group_calls(
 
 
 def round_bytes(codec: LinearCodec, likes: Sequence[Leaf]) -> list[int]:
-    """Count the bytes of each sum of a linear codec, for several tensors together."""
+    """Count the bytes of each all-reduce of a linear codec, which several tensors share."""
     found: list[int] = []
 
     def run(xs: Sequence[jax.Array]) -> PyTree:
@@ -251,7 +258,7 @@ def round_bytes(codec: LinearCodec, likes: Sequence[Leaf]) -> list[int]:
 
 
 def _like(leaves: Sequence[Leaf], group: CodecGroup) -> jax.ShapeDtypeStruct:
-    """Return the shape of the bucket of these leaves."""
+    """Return the shape of the bucket into which these leaves are packed."""
     flat = all(codec.flat for codec in group.codecs)
     shape = (sum(math.prod(leaf.shape) for leaf in leaves),) if flat else leaves[0].shape
     return jax.ShapeDtypeStruct(tuple(shape), jnp.float32)

@@ -1,4 +1,4 @@
-"""The three ways to combine the messages of all devices, for a single bucket."""
+"""The three exchanges, which combine the messages of all devices for a single bucket."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from jaxdist.compression.sender import encode_once
 from jaxdist.trees import leaf_bytes
 
 UNROLL = 8
-"""Messages that are decoded and added in a single pass."""
+"""Number of messages that are decoded and added in a single pass over the sum."""
 PIECE_BYTES = 2**19
-"""Largest piece that a device sends in an all-to-all over gloo. Larger pieces contend with each
-other, and many small pieces each cost a latency."""
+"""Bytes of the largest piece that a device sends in an all-to-all over gloo. Larger pieces contend
+for the links, and each of many small pieces costs a latency."""
 
 
 @dataclass(frozen=True)
 class ExchangeContext:
-    """The participants of an exchange, and its settings.
+    """The settings of an exchange between devices.
 
     Attributes:
-      axis: axis of the devices.
+      axis: mesh axis of the devices that take part.
       algorithm: algorithm of the collectives.
-      round: this device's round.
+      feedback: the error feedback of every sender.
+      round: the round as this device sees it, with its own rank.
     """
 
     axis: Axis
@@ -43,7 +44,7 @@ class ExchangeContext:
     round: Round
 
     def part(self, index: int) -> ExchangeContext:
-        """Return the settings for one of several messages of a round."""
+        """Return the settings for message `index` of several in a round."""
         return replace(self, round=self.round.part(index))
 
     def without_feedback(self) -> ExchangeContext:
@@ -52,14 +53,14 @@ class ExchangeContext:
 
 
 class BucketState(NamedTuple):
-    """A device's state of a bucket.
+    """The state that a device keeps for a bucket between rounds.
 
     Attributes:
-      up: memory of the messages that it sends, shaped like the bucket.
-      up_view: view of all devices' messages; where shards are summed, only of its shard.
-      down: memory of the messages with its shard's sum.
-      down_view: view of all devices' messages with sums, shaped like the bucket.
-      common: state of the results, the same on all devices.
+      up: the feedback's memory for the messages that this device sends, shaped like the bucket.
+      up_view: the view of all devices' messages, of this device's shard only if shards are summed.
+      down: the feedback's memory for the messages in which this device sends its shard's sum.
+      down_view: the view of the messages with the sums of all shards, shaped like the bucket.
+      common: the state of the results, which is the same on all devices.
     """
 
     up: Memory = ()
@@ -89,27 +90,28 @@ class BucketState(NamedTuple):
 
 
 Exchanged: TypeAlias = tuple[jax.Array, CodecState, BucketState]
-"""The result, like the bucket; the codec's next state; the bucket's next state."""
+"""The result, shaped like the bucket, the codec's next state and the bucket's next state."""
 
 
 def scatter_decoded(
     codec: Codec, gradient: jax.Array, held: CodecState, state: BucketState, party: ExchangeContext
 ) -> Exchanged:
-    """Sum a shard on each device, and encode the sum again."""
+    """Sum one shard of the bucket on each device, encode each sum again, and gather the sums."""
     feedback, back, round = party.feedback, party.feedback.back, party.round
     count, mine = axis_size(party.axis), rank(party.axis)
     x, up = feedback.correct(feedback.carried(gradient, state.common, count), state.up)
     shards = split_padded(x, count)
     numbers = jnp.arange(count, dtype=jnp.int32)
 
-    # Both directions share the common draws (randomk's positions); each has its own for a device.
+    # The second message of a device takes another rank: its own random numbers then differ from
+    # those of the first, while the numbers that all devices share (randomk's positions) are equal.
     down_round = round._replace(rank=count + mine)
 
     def real(shard: jax.Array) -> jax.Array:
-        """Set a shard's sum to zero where the shard reaches beyond the bucket.
+        """Set a shard's sum to zero in the padding beyond the bucket.
 
-        Sign cannot represent zero: errors of its estimates would grow, and distort their block's
-        scale.
+        The sign codec cannot represent zero, so the residual of the padding would grow and distort
+        the scale of its block.
         """
         if shards.size == x.size:
             return shard
@@ -122,10 +124,10 @@ def scatter_decoded(
         return codec.decode(message, shards[0], round.part(number))
 
     messages = jax.vmap(encode, in_axes=(0, 0, None))(shards, numbers, round)
-    # The sender decodes its own messages: the residual is what the receivers lack.
+    # The sender decodes its own messages, since the residual is the part that the receivers lack.
     up = feedback.settle(x, _joined(jax.vmap(decode)(messages, numbers), x.size), up)
 
-    # messages: N of this device's shards -> N of this device's shard, from each device.
+    # Before: this device's messages of all N shards. After: N devices' messages of this shard.
     arrived = _each(messages, lambda m: _exchanged(m, party), 1)
     total = real(_summed(codec, arrived, shards[0], round.part(mine)))
     value, up_view = feedback.receive(total, state.up_view)
@@ -143,7 +145,7 @@ def scatter_decoded(
 def gather_decoded(
     codec: Codec, gradient: jax.Array, held: CodecState, state: BucketState, party: ExchangeContext
 ) -> Exchanged:
-    """Decode all messages on every device."""
+    """Gather the messages of all devices, and decode and sum them on every device."""
     own = party.feedback.carried(gradient, state.common, axis_size(party.axis))
     x, up = party.feedback.correct(own, state.up)
     message, held = encode_once(codec, x, held, party.round)
@@ -161,7 +163,7 @@ def sum_up(
     states: Sequence[BucketState],
     party: ExchangeContext,
 ) -> list[Exchanged]:
-    """Sum all buckets at once: the sums in a round of a linear codec are reduced together."""
+    """Sum the messages of a linear codec for all buckets, with one all-reduce for each round."""
     assert isinstance(codec, LinearCodec), codec
     feedback = party.feedback
     rounds = [party.round.part(i) for i in range(len(gradients))]
@@ -188,7 +190,7 @@ def sum_up(
 
 
 def _summed(codec: Codec, messages: Message, like: jax.Array, round: Round) -> jax.Array:
-    """Add up the estimates of stacked messages in order, several in each pass over the sum."""
+    """Add up the estimates of stacked messages in order, `UNROLL` in each pass over the sum."""
 
     def add(total: jax.Array, message: Message) -> tuple[jax.Array, None]:
         return codec.add(total, message, like, round), None
@@ -203,10 +205,10 @@ def _gathered(message: Message, party: ExchangeContext) -> Message:
 
 
 def _exchanged(x: jax.Array, party: ExchangeContext) -> jax.Array:
-    """Exchange [N, ...]: N of this device's rows -> N of this device's row, from each device.
+    """Send row i of [N, ...] to device i, and return the N rows that arrive at this device.
 
-    Over gloo it runs in pieces: where large messages of several devices meet at one device, the
-    connections of others are idle, and up to half of a slow link is unused.
+    Over gloo the rows are sent in pieces: where large messages of several devices meet at one
+    device, other connections are idle, and up to half of a slow link is unused.
     """
     pieces = -(-leaf_bytes(x) // PIECE_BYTES) if sends_apart() else 1
     if pieces == 1:
@@ -218,11 +220,11 @@ def _exchanged(x: jax.Array, party: ExchangeContext) -> jax.Array:
 
 
 def _each(message: Message, send: Callable[[jax.Array], jax.Array], lead: int = 0) -> Message:
-    """Send every array of a message, joined as bytes where each collective has its own latency.
+    """Send every array of a message, joined as bytes if each collective costs its own latency.
 
     Args:
       send: function from [..., b] to [N, ..., b].
-      lead: number of leading dims, which count messages.
+      lead: number of leading dims of each array that count messages.
     """
     arrays, structure = jax.tree.flatten(message)
     if len(arrays) == 1 or not sends_apart():
@@ -244,7 +246,7 @@ def _to_bytes(x: jax.Array, lead: int) -> jax.Array:
 
 def _from_bytes(part: jax.Array, dtype: jnp.dtype, shape: tuple[int, ...]) -> jax.Array:
     """Convert uint8 [N, b] to [N, *shape]."""
-    # A bitcast removes the last dim only if the widths of the two dtypes differ.
+    # A bitcast from uint8 removes the last dim, but not if the other dtype has one byte as well.
     width = (dtype.itemsize,) if dtype.itemsize > 1 else ()
     return jax.lax.bitcast_convert_type(part.reshape(len(part), *shape, *width), dtype)
 

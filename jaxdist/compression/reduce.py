@@ -1,6 +1,7 @@
 """Compressed all-reduce: messages instead of gradients, with error feedback on every sender.
 
-N devices, a bucket of n elements on each, c = ceil(n / N). By the codec's `exchange`:
+With N devices and a bucket of n elements on each, a shard has c = ceil(n / N) elements. The codec's
+`exchange` decides how the messages are combined:
 
     scatter   encode N shards, all-to-all, decode, sum in float32 [c], encode again, all-gather
     gather    encode, all-gather, decode all N messages and add them up in order
@@ -43,7 +44,7 @@ EXCHANGES = {"scatter": scatter_decoded, "gather": gather_decoded}
 
 
 class GroupState(NamedTuple):
-    """The states of a choice of codec: a list of its stages' states, and each bucket's state."""
+    """The state of a group of leaves: each stage's codec states by bucket, and bucket states."""
 
     codecs: tuple[tuple[CodecState, ...], ...]
     buckets: tuple[BucketState, ...]
@@ -56,8 +57,8 @@ class CompressionState(NamedTuple):
 
     Attributes:
       step: number of reductions so far, int32.
-      skipped: number of those with a NaN or an infinity, int32.
-      groups: the state of each choice of codec.
+      skipped: number of reductions that had a NaN or an infinity, int32.
+      groups: the state of each group of leaves that share a choice of codec.
     """
 
     step: jax.Array
@@ -69,9 +70,10 @@ class Reduced(NamedTuple):
     """The result of a compressed reduction.
 
     Attributes:
-      grads: the sum or mean, a tree like the gradients; all NaN where not `finite`.
-      state: the next state; where not `finite` the old state, with one more step and skip.
-      finite: whether all devices' gradients and the result are finite, the same bool on all.
+      grads: the sum or mean, a tree like the gradients; all elements are NaN unless `finite`.
+      state: the next state; unless `finite`, the old state with one more step and skipped step.
+      finite: whether the result and the gradients of all devices are finite, a bool that is the
+        same on all devices.
     """
 
     grads: Grads
@@ -95,10 +97,11 @@ def init_state(
       codec, feedback, bucket_bytes: as for `compressed_all_reduce`.
 
     Returns:
-      Arrays [N, ...]; run it under `jax.jit` with `out_shardings` to create them in place.
+      The state as arrays [N, ...]. Call this under `jax.jit` with `out_shardings` to create them on
+      their devices.
 
     Raises:
-      CompressionError: as `compressed_all_reduce`.
+      CompressionError: see `compressed_all_reduce`.
     """
     named = flatten_with_names(grads)
     leaves = [leaf for _, leaf in named]
@@ -151,10 +154,11 @@ def compressed_all_reduce(
     Args:
       grads: this device's gradients, a tree of floating-point arrays.
       state: the state of `init_state`, with the same arguments; [1, ...] on each device.
-      axis: mesh axis, or a tuple of them, slowest first.
+      axis: mesh axis, or a tuple of mesh axes, slowest first.
       codec: a codec, stages of codecs, or a choice for each parameter.
-      feedback: the senders' memory for what messages leave out.
-      op: with "mean", residuals and limits are in units of the mean.
+      feedback: the error feedback of every sender.
+      op: "mean" divides the gradients before they are encoded, so that residuals and limits of
+        norms are in units of the mean.
       algorithm: algorithm of the collectives that carry the messages.
       bucket_bytes: size of the flat buckets into which leaves with the same choice are packed.
       seed: seed of all random choices, the same on all devices.
@@ -172,7 +176,7 @@ def compressed_all_reduce(
     leaves = [jnp.asarray(leaf) for _, leaf in named]
     _check_state(own, groups, leaves, size, feedback)
     party = ExchangeContext(axis, algorithm, feedback, first_round(seed, own.step, rank(axis)))
-    # Skipped rounds do not count, as in the optimizer: its steps and the stages' stay equal.
+    # Skipped rounds do not count, as in the optimizer, so that stages follow the optimizer's steps.
     taken = own.step - own.skipped
     sent = [x / size for x in leaves] if op == "mean" else leaves
     ready = feedback.prepare(sent, size)
@@ -182,7 +186,8 @@ def compressed_all_reduce(
         after.append(next_held)
         for position, result in found.items():
             results[position] = result.astype(leaves[position].dtype)
-    # A sum of unencoded leaves shows by itself whether they are finite.
+    # Only encoded gradients are checked on every device before the sum: a NaN or an infinity in
+    # other leaves reaches the result by itself.
     encoded = [leaves[i] for group in groups if not group.lossless for i in group.positions]
     finite = _all_finite(encoded, results, axis)
     moved = own._replace(groups=select_tree(finite, tuple(after), own.groups))
@@ -193,7 +198,7 @@ def compressed_all_reduce(
 
 
 def _all_finite(leaves: Sequence[jax.Array], results: Sequence[jax.Array], axis: Axis) -> jax.Array:
-    """Return whether all leaves are finite, by a sum of one number; the same on all devices."""
+    """Return whether leaves and results are finite on all devices, by an all-reduce of a number."""
     fine = jnp.bool_(True)
     if leaves:
         bad = sum((jnp.int32(~array_is_finite(x)) for x in leaves), start=jnp.int32(0))
@@ -217,7 +222,7 @@ def _reduce_group(
     """
     members = [[leaves[i].astype(jnp.float32) for i in bucket] for bucket in group.buckets]
     xs = [pack(member) if _flat(group) else member[0] for member in members]
-    # By the name of the scope `jaxdist.proofs` knows that messages are not exact sums.
+    # The name of the scope tells `jaxdist.proofs` that these results are not exact sums.
     run = _run if group.lossless else jax.named_scope("jaxdist_lossy")(_run)
     branches = [partial(run, group, stage, party) for stage in range(len(group.codecs))]
     if len(branches) == 1:

@@ -1,8 +1,9 @@
-"""The state of a compressed all-reduce for another number of devices.
+"""Conversion of the state of a compressed all-reduce to another number of devices.
 
-Residuals are errors of a sum, so their sum over senders is preserved, in equal parts; the same
-holds for EF21's estimates, whose sum is the holders' view. State of shards of a sum is concatenated
-and cut for the new number. State that is equal on all devices is copied to new devices.
+Residuals are errors of a sum, so their sum over the old senders is divided equally between the new
+senders. The same holds for EF21's estimates, whose sum is the holders' view. State that belongs to
+shards of a sum is concatenated and split into the new number of shards. State that is equal on all
+devices is copied to new devices.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def reshard(
       saved: arrays [devices of that mesh, ...].
       state: shapes of the requested state, [devices, ...].
       sizes: sizes of the current mesh's axes, slowest first.
-      axes: indices of the axes that messages cross; the others had the same size.
+      axes: indices of the axes that messages cross; all other axes had the same size.
 
     Raises:
-      CompressionError: devices hold other blocks, so that their residuals fit no device.
+      CompressionError: devices of the old mesh hold other blocks, which fit no new device.
     """
     rows = _Rows.of(jax.tree.leaves(saved)[0].shape[0], sizes, axes)
     groups = [
@@ -50,7 +51,13 @@ def reshard(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Devices of two meshes: `before` slower, those of the messages, `after` faster."""
+    """The numbers of devices along the axes of the saved and the current mesh.
+
+    Attributes:
+      before: devices along the axes slower than those that messages cross.
+      old, new: devices along the axes that messages cross, in the saved and the current mesh.
+      after: devices along the axes faster than those that messages cross.
+    """
 
     before: int
     old: int
@@ -82,11 +89,11 @@ class _Rows:
         )
 
     def alike(self, old: jax.Array, new: Leaf) -> jax.Array:
-        """Copy state that is equal on all devices."""
+        """Copy state that is equal on all devices to the devices of the current mesh."""
         return self._moved(old, new, lambda rows: jnp.broadcast_to(rows[:1], self._to(rows)))
 
     def shared(self, old: jax.Array, new: Leaf) -> jax.Array:
-        """Keep the sum over devices, in equal parts."""
+        """Divide the sum over the old devices equally between the new devices."""
 
         def share(rows: jax.Array) -> jax.Array:
             return jnp.broadcast_to(rows.sum(0, keepdims=True) / self.new, self._to(rows))
@@ -94,7 +101,7 @@ class _Rows:
         return self._moved(old, new, share)
 
     def _cut(self, old: jax.Array, new: Leaf, size: int) -> jax.Array:
-        """Concatenate the elements, and cut them into shards for the new devices."""
+        """Concatenate the shards of the old devices, and split them into shards for the new."""
 
         def cut(rows: jax.Array) -> jax.Array:
             filled = self.new * new.shape[1]

@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class SenderState(NamedTuple):
-    """The state of a sender.
+    """The state of a `Sender` between rounds.
 
     Attributes:
       codec: the codec's state.
       memory: the feedback's memory.
-      skipped: number of rounds that held a NaN or an infinity, an int32 scalar.
+      skipped: number of rounds skipped because of a NaN or an infinity, an int32 scalar.
     """
 
     codec: CodecState
@@ -36,10 +36,10 @@ class EncodedGradient(NamedTuple):
     """The results of encoding a gradient.
 
     Attributes:
-      message: the message for the holders; undefined where not `finite`.
-      decoded: the value that they decode from it, float32.
-      state: the next state; where not `finite` the old state, with one more skipped round.
-      finite: whether gradient and message hold no NaN and no infinity, a bool scalar.
+      message: the message for the receivers; undefined unless `finite`.
+      decoded: the float32 value that the receivers decode from the message.
+      state: the next state; unless `finite`, the old state with one more skipped round.
+      finite: whether the gradient and the decoded message are finite, a bool scalar.
     """
 
     message: Message
@@ -50,7 +50,7 @@ class EncodedGradient(NamedTuple):
 
 @dataclass(frozen=True)
 class Sender:
-    """Error feedback around a codec: for messages to a server, or between slow rounds.
+    """A codec with error feedback for a single sender, such as a worker of a parameter server.
 
     >>> from jaxdist.compression import Sign, first_round
     >>> sender, x = Sender(Sign()), jnp.asarray([3.0, -1.0])
@@ -59,7 +59,7 @@ class Sender:
     ([2.0, -2.0], [1.0, 1.0])
 
     Raises:
-      CompressionError: feedback that does not fit the codec.
+      CompressionError: the feedback does not fit the codec, or needs several senders.
     """
 
     codec: Codec
@@ -77,14 +77,14 @@ class Sender:
         """Return the state before the first round.
 
         Raises:
-          CompressionError: the codec cannot encode such an array.
+          CompressionError: the codec cannot encode an array like `like`.
         """
         self.codec.check(like)
         memory = self.feedback.init(like, [self.codec])
         return SenderState(self.codec.init(like), memory, jnp.int32(0))
 
     def encode(self, gradient: jax.Array, state: SenderState, round: Round) -> EncodedGradient:
-        """Encode the message of a round."""
+        """Encode the gradient of a round as a message, and update the feedback's memory."""
         self.codec.check(gradient)
         (ready,) = self.feedback.prepare([gradient], 1)
         x, memory = self.feedback.correct(ready, state.memory)
@@ -93,7 +93,7 @@ class Sender:
         memory = self.feedback.settle(x, decoded, memory)
         finite = array_is_finite(gradient) & array_is_finite(decoded)
         after = SenderState(codec, memory, state.skipped)
-        # A NaN in the residual would spoil every later round, so such a round keeps the old
+        # A NaN in the residual would spoil every later round, so a round with a NaN keeps the old
         # memory.
         before = state._replace(skipped=state.skipped + 1)
         return EncodedGradient(message, decoded, select_tree(finite, after, before), finite)
@@ -101,10 +101,10 @@ class Sender:
     def receive(
         self, message: Message, view: View, like: Leaf, round: Round
     ) -> tuple[jax.Array, View]:
-        """Return the value that replaces the gradient, float32, and the holder's next view.
+        """Decode a message to the float32 value that replaces the gradient, and the next view.
 
         Args:
-          view: `feedback.view(like)` before the first round.
+          view: the receiver's view; before the first round it is `feedback.view(like)`.
         """
         return self.feedback.receive(self.codec.decode(message, like, round), view)
 
@@ -112,26 +112,27 @@ class Sender:
 def encode_once(
     codec: Codec, x: jax.Array, state: CodecState, round: Round
 ) -> tuple[Message, CodecState]:
-    """Call `codec.encode`, and keep XLA from recomputing the message with different rounding.
+    """Call `codec.encode`, and keep XLA from computing the message twice with different rounding.
 
-    The residual would then belong to another message than the message sent.
+    The residual would otherwise belong to another message than to the message that is sent.
     """
     message, state = codec.encode(x, state, round)
     message = jax.lax.optimization_barrier(message)
     if here_kind() != "cpu":
         return message, state
-    # XLA:CPU drops barriers before it fuses; a branch's result cannot be recomputed elsewhere.
+    # XLA:CPU drops barriers before it fuses, but cannot recompute the result of a branch elsewhere.
+    # The condition is always true, which XLA cannot know.
     nothing: Message = jax.tree.map(jnp.zeros_like, message)
     return jax.lax.cond(round.step >= 0, lambda: message, lambda: nothing), state
 
 
 def array_is_finite(x: jax.Array) -> jax.Array:
-    """Return whether an array holds no NaN and no infinity, as a bool scalar."""
+    """Return whether all elements of an array are finite, as a bool scalar."""
     return jnp.all(jnp.isfinite(x))
 
 
 def select_tree(condition: jax.Array, yes: T, no: T) -> T:
-    """Choose between two trees of arrays, by a bool scalar."""
+    """Return the tree `yes` where the bool scalar is true, and the tree `no` otherwise."""
 
     def pick(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.where(condition, a, b)

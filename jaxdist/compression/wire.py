@@ -1,4 +1,4 @@
-"""Bits in messages: floats as words, blocks with scales of two bytes, planes of bits."""
+"""Conversions between arrays and the bits of messages: words, blocks, scales, packed codes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 LEAST_SCALE = 2.0**-126
-"""The smallest normal float32: many devices flush smaller numbers to zero."""
+"""The smallest normal float32, below which many devices flush numbers to zero."""
 BITS = 8
-"""Bits in a byte."""
+"""The number of bits in a byte."""
 
 
 def to_words(x: jax.Array) -> jax.Array:
@@ -23,19 +23,19 @@ def to_words(x: jax.Array) -> jax.Array:
 
 
 def from_words(words: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Invert `to_words`."""
+    """Convert unsigned integers to floats of the same width: the inverse of `to_words`."""
     return lax.bitcast_convert_type(words, dtype)
 
 
 def in_blocks(x: jax.Array, block: int) -> jax.Array:
-    """Convert any shape to float32 [ceil(n / block), block], with zeros at the end."""
+    """Reshape n elements to float32 blocks [ceil(n / block), block], padded with zeros."""
     flat = x.reshape(-1).astype(jnp.float32)
     padding = -flat.size % block
     return (jnp.pad(flat, (0, padding)) if padding else flat).reshape(-1, block)
 
 
 def out_of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Invert `in_blocks`, for blocks of any form."""
+    """Reshape blocks of any shape to an array without the padding: the inverse of `in_blocks`."""
     size = 1
     for length in shape:
         size *= length
@@ -49,12 +49,13 @@ def block_sizes(size: int, block: int) -> jax.Array:
 
 
 def coarse(scale: jax.Array, *, up: bool) -> jax.Array:
-    """Round scales to eight significant bits, float32, so that products with small codes are exact.
+    """Round float32 scales to eight significant bits, so that products with small codes are exact.
 
     Args:
-      scale: a number that is not negative.
-      up: round up; otherwise to nearest.
+      scale: numbers that are not negative.
+      up: whether to round up rather than to nearest.
     """
+    # Rounding up keeps the quotient of an element by its scale within the codec's range of codes.
     if up:
         bits = (to_words(scale) + jnp.uint32(0xFFFF)) & jnp.uint32(0xFFFF0000)
         rounded = jnp.where(jnp.isfinite(scale), from_words(bits, jnp.float32), scale)
@@ -64,29 +65,31 @@ def coarse(scale: jax.Array, *, up: bool) -> jax.Array:
 
 
 def scale_words(scale: jax.Array) -> jax.Array:
-    """Convert `coarse` scales to uint16."""
+    """Convert scales that `coarse` has rounded to uint16 words."""
     return to_words(scale.astype(jnp.bfloat16))
 
 
 def scales_of(words: jax.Array) -> jax.Array:
-    """Invert `scale_words`, as float32."""
+    """Convert uint16 words to float32 scales: the inverse of `scale_words`."""
     return from_words(words, jnp.bfloat16).astype(jnp.float32)
 
 
 def power_of_two(limit: jax.Array) -> jax.Array:
-    """Return the largest power of two that is not above `limit`, float32; within normal numbers.
+    """Return the largest normal float32 power of two that is at most `limit`.
 
     >>> power_of_two(jnp.float32(5.0)).item()
     4.0
     """
+    # 253 keeps the inverse of the result a normal number too.
     exponent = jnp.clip((to_words(limit) >> 23).astype(jnp.int32) & 0xFF, 1, 253)
     return from_words(exponent.astype(jnp.uint32) << 23, jnp.float32)
 
 
 def pack_rows(rows: jax.Array, bits: int) -> jax.Array:
-    """Pack codes of `bits` bits, uint32 [..., 8 / bits, c], to bytes [..., c]; row 0 is the lowest.
+    """Pack uint32 codes [..., 8 / bits, c] of `bits` bits into bytes [..., c], row 0 lowest.
 
-    Rows, not neighbours, share a byte, so that whole vectors are shifted and joined.
+    The codes of a column share a byte, rather than neighbours in a row, so that whole vectors are
+    shifted and joined.
     """
     packed = rows[..., 0, :]
     for row in range(1, BITS // bits):
@@ -95,7 +98,7 @@ def pack_rows(rows: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack_rows(packed: jax.Array, bits: int) -> jax.Array:
-    """Invert `pack_rows`, as uint8."""
+    """Unpack bytes [..., c] to uint8 codes [..., 8 / bits, c]: the inverse of `pack_rows`."""
     shifts = jnp.arange(BITS // bits, dtype=jnp.uint8) * jnp.uint8(bits)
     shape = (1,) * (packed.ndim - 1) + (BITS // bits, 1)
     return (packed[..., None, :] >> shifts.reshape(shape)) & jnp.uint8(2**bits - 1)

@@ -1,4 +1,4 @@
-"""Adaptive quantization: more bits for blocks with more energy, within a fixed number of bytes."""
+"""Adaptive quantization: more bits for blocks with more energy, in messages of a fixed size."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ from jaxdist.types import Leaf
 
 
 class Adaptive(Codec):
-    """Integers of 0 or of 2 to 8 bits, with a bit width for each block, `bits` on average.
+    """A codec that rounds elements to integers, with 0 or 2 to 8 bits for each block.
 
     A block of energy E that has b bits has an error of about E 4^-b, so each further bit removes
     less error than the bit before. Bits are given, one at a time, to the block where they remove
-    the most (greedy allocation, optimal for such gains: Shoham and Gersho, IEEE Trans. ASSP 36(9),
-    1988). Codes are sent as planes of one bit, and a message has a fixed number of planes; the
-    number for each block is decided from the gradient in each round, inside the compiled program.
+    the most error (greedy allocation, optimal for such gains: Shoham and Gersho, IEEE Trans. ASSP
+    36(9), 1988). Codes are sent as planes of one bit for each element of a block. A message has a
+    fixed number of planes, and the compiled program decides from the gradient in each round how
+    many planes each block has.
 
-    Cost: bits / 32 of float32, and 3 bytes for each block.
+    Cost: bits / 32 of the bytes of float32, and 3 bytes for each block.
     """
 
     type: Literal["adaptive"] = "adaptive"
     """Selects this codec."""
     bits: float = 4.0
-    """Bits of an element, on average over the blocks: the budget, from 1 to 8."""
+    """Number of bits of an element on average over the blocks, from 1 to 8."""
     block: Block = 512
-    """Elements that share a scale and a bit width."""
+    """Number of elements that share a scale and a number of bits."""
 
     @field_validator("bits")
     @classmethod
@@ -61,7 +62,8 @@ class Adaptive(Codec):
         levels = _levels(bits)
         most = jnp.max(jnp.abs(blocks), axis=1)
         scale = coarse(jnp.where(bits > 0, most / jnp.maximum(levels, 1.0), 0.0), up=True)
-        # A block without bits has scale 0 and codes 0; a value that is not finite still spreads.
+        # A block without bits has scale 0 and codes 0. A value that is not finite becomes the scale
+        # even there, so that the round is found to be not finite.
         scale = jnp.where(jnp.isfinite(most), scale, most)
         codes = jnp.round(blocks * inverse(scale)[:, None]) + levels[:, None]
         rows = codes.astype(jnp.uint32).reshape(count, BITS, -1)
@@ -89,31 +91,31 @@ class Adaptive(Codec):
 
 
 def allocate(energy: jax.Array, planes: int) -> jax.Array:
-    """Allocate bits to each block, int32 [blocks]: 0 or 2 to 8, at most `planes` in all.
+    """Return each block's number of bits, int32 [blocks]: 0 or 2 to 8, at most `planes` in all.
 
     Args:
       energy: sum of squares of each block, float32 [blocks].
     """
-    # The first two bits are allocated together (a single bit has no zero between its levels), the
-    # next bits singly: each gain is what a plane removes from an error E 4^-b.
+    # Each gain is the part of an error E 4^-b that a plane removes. The first two planes have equal
+    # gains and are allocated together, since a single bit has no zero between its levels.
     gains = [(1 - 4.0**-2) / 2] * 2 + [4.0**-bit - 4.0 ** -(bit + 1) for bit in range(2, BITS)]
     taken = energy[None] * jnp.asarray(gains, jnp.float32)[:, None]
-    # A stable sort, levels first: among equal gains no block gets a later bit before an earlier
-    # bit.
+    # The sort is stable and the gains are in the order of the bits, so that among equal gains no
+    # block gets a later bit before an earlier bit.
     order = jnp.argsort(-taken.reshape(-1), stable=True)[:planes]
-    # The gains are flattened level by level, so the remainder is the number of the block.
+    # The gains are flattened bit by bit, so the remainder is the index of the block.
     bits = jnp.zeros_like(energy, jnp.int32).at[order % len(energy)].add(1)
-    # The budget may end between a block's first two planes, and a single plane is useless.
+    # `planes` may end between the first two planes of a block, and a single plane is useless.
     return jnp.where(bits == 1, 0, bits)
 
 
 def _levels(bits: jax.Array) -> jax.Array:
-    """Return the largest integer of `bits` bits, float32; 0 for no bits."""
+    """Return the largest code of `bits` bits with a sign, as float32; 0 for 0 bits."""
     return jnp.where(bits > 0, (1 << jnp.maximum(bits - 1, 0)) - 1, 0).astype(jnp.float32)
 
 
 def _slots(bits: jax.Array, planes: int) -> tuple[jax.Array, jax.Array]:
-    """Return the block and the bit of each plane of the message, int32 [planes] each."""
+    """Return two int32 arrays [planes]: the block, and the bit in its codes, of each plane."""
     ends = jnp.cumsum(bits)
     slots = jnp.arange(planes, dtype=bits.dtype)
     block = jnp.minimum(jnp.searchsorted(ends, slots, side="right"), len(bits) - 1)

@@ -1,4 +1,4 @@
-"""Smaller floats."""
+"""A codec that rounds elements to a float type of fewer bits."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ DTYPES = {
 
 
 class Cast(Codec):
-    """A smaller float, with one scale for the array where its range is small.
+    """A codec that rounds each element to a smaller float, after scaling the array to its range.
 
     The scale is the power of two that brings the largest element nearest to the top of the range
-    (one scale for each tensor: Peng et al., FP8-LM, arXiv 2310.18313, section 2.1), so that scaling
-    itself does not round.
+    (one scale for each tensor: Peng et al., FP8-LM, arXiv 2310.18313, section 2.1). Scaling by a
+    power of two does not round. bfloat16 has float32's range and needs no scale.
     """
 
     type: Literal["cast"] = "cast"
     """Selects this codec."""
     dtype: Small = "bfloat16"
-    """Dtype to which each element is rounded, to nearest."""
+    """Float type whose nearest value each element is rounded to."""
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
         small, wide = DTYPES[self.dtype], x.astype(jnp.float32)
         if self.dtype == "bfloat16":
             return {"values": to_words(wide.astype(small))}, state
         most = jnp.max(jnp.abs(wide))
-        # Without the lower limit, an array of zeros would have an infinite scale, and decode to
-        # NaN.
+        # Without the lower limit of 2^-100 an array of zeros would have an infinite scale, and its
+        # estimate would be NaN.
         limit = float(jnp.finfo(small).max) / jnp.maximum(most, 2.0**-100)
-        # float8_e4m3fn has no infinities: the scale reports them, by NaN in all decoded elements.
+        # float8_e4m3fn has no infinities. A scale of NaN makes all decoded elements NaN instead, so
+        # that the round is found to be not finite.
         scale = jnp.where(jnp.isfinite(most), power_of_two(limit), jnp.nan)
         values = (wide * scale).astype(small)
         return {"values": to_words(values), "scale": scale_words(scale[None])}, state

@@ -1,4 +1,4 @@
-"""A chain of two codecs."""
+"""A chain of two codecs: the first selects elements, the second encodes them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Then = Annotated[Cast | Quantize | Adaptive | Sign, Field(discriminator="type")]
 
 
 class Chain(Codec):
-    """`first` chooses elements, `then` encodes them."""
+    """A codec that selects elements by the codec `first` and encodes them by the codec `then`."""
 
     type: Literal["chain"] = "chain"
     """Selects this codec."""
     first: First
-    """Choice of the elements to send: topk or randomk."""
+    """Codec that selects the elements to send: topk or randomk."""
     then: Then
     """Codec of the sent elements: cast, quantize, adaptive or sign."""
 
-    @property  # a class variable in `Codec`, but here it depends on the first codec
+    @property  # A class variable in `Codec`, which here depends on the first codec.
     def exchange(self) -> Exchange:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The exchange of the messages; codes cannot be added, unlike randomk's own values."""
+        """The exchange of the messages; it is never "sum", since codes cannot be added."""
         return "gather" if self.first.exchange == "gather" else "scatter"
 
     @property

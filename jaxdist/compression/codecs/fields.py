@@ -10,10 +10,10 @@ from jaxdist.compression.wire import BITS
 
 
 def checked_block(block: int) -> int:
-    """Check that a number of elements fills whole bytes.
+    """Check that a block is a multiple of 8 elements, so that bits of its elements fill bytes.
 
     Raises:
-      ValueError: the elements do not fill whole bytes.
+      ValueError: the block is not a multiple of 8 from 8 to 2^20.
     """
     if block % BITS or not 8 <= block <= 2**20:
         raise ValueError(f"a block of {block} elements: a multiple of 8 from 8 to 1048576, say 256")
@@ -21,10 +21,10 @@ def checked_block(block: int) -> int:
 
 
 def checked_fraction(fraction: float) -> float:
-    """Check a fraction of the elements.
+    """Check that a fraction of the elements is above 0 and at most 1.
 
     Raises:
-      ValueError: the number is not above 0 and at most 1.
+      ValueError: the fraction is out of this range.
     """
     if not 0 < fraction <= 1:
         raise ValueError(

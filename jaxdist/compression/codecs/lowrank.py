@@ -1,4 +1,4 @@
-"""A matrix as the product of two thin matrices."""
+"""A codec that sends a matrix as the product of two thin matrices."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from jaxdist.errors import CompressionError
 from jaxdist.types import Leaf
 
 DEPENDENT = 1e-6
-"""Fraction of a column's length below which a remainder after projection is rounding error."""
+"""Fraction of a column's norm below which its remainder after projection is rounding error."""
 
 
 class LowRank(LinearCodec):
     """PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1): one step of a power iteration.
 
-    For a matrix M and the previous round's Q: P = M Q, summed over devices and orthogonalised (Gram
-    and Schmidt); Q = M^T P, summed; the estimate of the sum is P Q^T, and this device's own part is
-    P Q_own^T. An array of more than two dims is reshaped to a matrix of its first dims by its last
-    dims, at the split with the smallest factors.
+    Given a matrix M and the Q of the previous round, P = M Q is summed over devices and
+    orthogonalised (Gram-Schmidt), and Q = M^T P is summed over devices. The estimate of the sum is
+    P Q^T, and the estimate of this device's own matrix is P Q_own^T. An array of more than two dims
+    is reshaped to a matrix of its first dims by its last dims, with the split that gives the
+    smallest factors.
 
-    Cost: 4 r (m + n) bytes of an m x n matrix, in two sums.
+    Cost: 4 r (m + n) bytes for an m x n matrix, in two all-reduces.
     """
 
     type: Literal["lowrank"] = "lowrank"
@@ -49,7 +50,7 @@ class LowRank(LinearCodec):
 
     @property
     def exact(self) -> bool:
-        """Whether residuals are exact: no, since a small element may have a large estimate."""
+        """Whether residuals are exact; a small element may have a large estimate, so no."""
         return False
 
     def check(self, like: Leaf, name: str = "") -> None:
@@ -76,8 +77,8 @@ class LowRank(LinearCodec):
         p = orthogonal((yield product(m, state["q"])))
         own = product(jnp.swapaxes(m, 1, 2), p)
         total = yield own
-        # A column of zeros would stay zero for ever: the old column is kept until there is a
-        # gradient.
+        # A column of zeros would remain zero in all later rounds, so the old column is kept until a
+        # gradient is not zero.
         alive = jnp.any(total != 0, axis=1, keepdims=True)
         return Factored((p, own), (p, total), {"q": jnp.where(alive, total, state["q"])})
 
@@ -92,7 +93,7 @@ class LowRank(LinearCodec):
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiply matrices in full float32 on every device."""
+    """Multiply matrices in full float32 precision on every kind of device."""
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -106,8 +107,8 @@ def orthogonal(columns: jax.Array) -> jax.Array:
     for index in range(columns.shape[-1]):
         column = _of_length_one(columns[..., index])
         rest = column
-        # A single pass would leave a part of the earlier columns in a column that nearly depends
-        # on them.
+        # After a single pass, a column that nearly depends on earlier columns would not yet be
+        # orthogonal to them, because of rounding.
         for other in done * 2:
             rest = rest - jnp.sum(other * rest, axis=-1, keepdims=True) * other
         left = jnp.sum(rest * rest, axis=-1, keepdims=True)
@@ -116,7 +117,7 @@ def orthogonal(columns: jax.Array) -> jax.Array:
 
 
 def _of_length_one(column: jax.Array) -> jax.Array:
-    """Normalize a column, scaling by its largest element first, whose square might overflow."""
+    """Normalize a column, after division by its largest element, whose square might overflow."""
     largest = jnp.max(jnp.abs(column), axis=-1, keepdims=True)
     scaled = column / jnp.where(largest > 0, largest, 1.0)
     square = jnp.sum(scaled * scaled, axis=-1, keepdims=True)

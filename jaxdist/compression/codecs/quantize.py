@@ -1,4 +1,4 @@
-"""Integers of a few bits, with a scale for each block."""
+"""A codec that rounds elements to integers of a few bits, with a scale for each block."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from jaxdist.compression.wire import (
 from jaxdist.types import Leaf
 
 MAGIC = 1.5 * 2.0**23
-"""Added to a float32 below 2^22, it leaves the nearest integer in the low bits."""
+"""A number whose sum with a float32 below 2^22 has the nearest integer in its low bits."""
 
 
 class Quantize(Codec):
-    """x as q s: q an integer from -L to L, L = 2^(bits - 1) - 1, s the block's largest |x| over L.
+    """A codec that encodes x as q s, with an integer q and a scale s for each block.
 
-    Nearest rounding has an error of at most s / 2. Stochastic rounding goes up or down at random so
-    that the mean is x (QSGD: Alistarh et al., arXiv 1610.02132, section 3.1, with the largest
+    q is from -L to L with L = 2^(bits - 1) - 1, and s is the block's largest |x| divided by L.
+    Rounding to nearest has an error of at most s / 2. Stochastic rounding is up or down at random
+    so that the mean is x (QSGD: Alistarh et al., arXiv 1610.02132, section 3.1, with the largest
     element in place of the norm); its error is below s.
 
-    Cost: bits / 32 of float32, and 2 bytes for each block.
+    Cost: bits / 32 of the bytes of float32, and 2 bytes for each block.
     """
 
     type: Literal["quantize"] = "quantize"
     """Selects this codec."""
     bits: int = 8
-    """Bits of each element: 8 or 4."""
+    """Number of bits of each element: 8 or 4."""
     block: Block = 256
-    """Elements that share a scale."""
+    """Number of elements that share a scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """stochastic is unbiased and needs no error feedback."""
+    """Rounding of each element; stochastic rounding is unbiased and needs no error feedback."""
 
     @field_validator("bits")
     @classmethod
@@ -58,7 +59,7 @@ class Quantize(Codec):
 
     @property
     def exact(self) -> bool:
-        """Whether residuals are exact: not if rounding may take a small element up to 1."""
+        """Whether residuals are exact; stochastic rounding may take a small element up to s."""
         return not self.unbiased
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
@@ -69,13 +70,14 @@ class Quantize(Codec):
         if self.unbiased:
             chance = jax.random.uniform(round.own_key, blocks.shape, jnp.float32)
             whole = jnp.floor(whole + chance)
-            # The sum may round up to an integer beyond the last level.
+            # The sum with `chance` may be rounded up, to an integer beyond the last level.
             whole = jnp.clip(whole, -levels, levels)
         else:
-            # Rounded explicitly, not by the sum below: fused into the sum, it would be rounded
-            # once, and elsewhere twice, and XLA may recompute the codes for the residual.
+            # The sum with MAGIC below would round too, but XLA may fuse the product into the sum,
+            # which then rounds once instead of twice. Codes that XLA computes again, for the
+            # residual, could then differ from those in the message.
             whole = jnp.round(whole)
-        # The low bits of the sum are the code in two's complement, faster than any conversion.
+        # The low bits of the sum are the code in two's complement; this is faster than a cast.
         codes = jax.lax.bitcast_convert_type(whole + MAGIC, jnp.uint32)
         rows = (codes & (2**self.bits - 1)).reshape(len(blocks), BITS // self.bits, -1)
         return {"codes": pack_rows(rows, self.bits), "scales": scale_words(scale)}, state
@@ -83,13 +85,14 @@ class Quantize(Codec):
     def decode(self, message: Message, like: Leaf, round: Round) -> jax.Array:
         codes = unpack_rows(message["codes"], self.bits)
         spare = BITS - self.bits
-        # Shifted up and back down as signed integers, which extends the sign of a 4-bit code.
+        # The shifts up and back down, as signed integers, extend the sign of a 4-bit code.
         signed = jax.lax.bitcast_convert_type(codes << spare, jnp.int8) >> spare
         blocks = signed.astype(jnp.float32) * scales_of(message["scales"])[:, None, None]
         return out_of_blocks(blocks, like.shape)
 
 
 def inverse(scale: jax.Array) -> jax.Array:
-    """Return 1 / scale, and 0 for a block of zeros."""
-    # The scale instead of 0, so that a NaN is passed on and the round is found to be not finite.
+    """Return 1 / scale, and 0 for the scale 0 of a block of zeros."""
+    # The last argument is the scale rather than 0, so that a NaN is passed on and the round is
+    # found to be not finite.
     return jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), scale)

@@ -1,4 +1,4 @@
-"""Elements drawn at random, the same on all devices."""
+"""A codec that sends elements drawn at random, at the same positions on all devices."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxdist.types import Leaf
 
 
 class RandomK(LinearCodec):
-    """A single element of every c neighbours, c = 1 / fraction, drawn at random in every round.
+    """A codec that sends one of every c = 1 / fraction neighbours, drawn at random in every round.
 
     All devices draw the same positions from the round's key, so that no position is sent and
     messages can be summed (Stich et al., arXiv 1809.07599, section 2, drawn by strata). With
-    `scaled`, each element is sent c times as large: the estimate is then unbiased, its variance is
-    c - 1 times the element's square, and it takes no error feedback.
+    `scaled`, elements are multiplied by c before they are sent. The estimate is then unbiased, with
+    a variance of c - 1 times the element's square, and error feedback must be off.
 
-    Cost: 4 bytes for each element sent.
+    Cost: 4 bytes for each element that is sent.
     """
 
     type: Literal["randomk"] = "randomk"
@@ -37,7 +37,7 @@ class RandomK(LinearCodec):
 
     @property
     def neighbours(self) -> int:
-        """The number c of neighbours of which a single element is sent."""
+        """The number c of neighbours among which a single element is drawn."""
         return max(1, round(1 / self.fraction))
 
     def select(self, x: jax.Array, round: Round) -> tuple[Message, jax.Array]:

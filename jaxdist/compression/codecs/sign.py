@@ -1,4 +1,4 @@
-"""A single bit for each element."""
+"""A codec that sends a single bit for each element."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ from jaxdist.types import Leaf
 
 
 class Sign(Codec):
-    """The sign of each element times the mean of the block's absolute values.
+    """A codec that sends the sign of each element, and the mean absolute value of each block.
 
     The codec is biased and needs error feedback (Seide et al., 2014; Karimireddy et al., arXiv
-    1901.09847, section 5, whose scale is used here for each block). A zero counts by its sign bit.
+    1901.09847, section 5, whose scale is used here for each block). The sign of a zero is its sign
+    bit.
 
-    Cost: 1 / 32 of float32, and 2 bytes for each block.
+    Cost: 1 / 32 of the bytes of float32, and 2 bytes for each block.
     """
 
     type: Literal["sign"] = "sign"
     """Selects this codec."""
     block: Block = 1024
-    """Elements that share a scale."""
+    """Number of elements that share a scale."""
 
     @property
     def exact(self) -> bool:
-        """Whether residuals are exact: no; elements far below the mean need more bits than 24."""
+        """Whether residuals are exact; elements far below the mean need more than 24 bits."""
         return False
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
         blocks = in_blocks(x, self.block)
-        # Not `jnp.mean`: the zeros that fill up the last block must not count.
+        # `jnp.mean` would also count the zeros of padding in the last block.
         mean = jnp.sum(jnp.abs(blocks), axis=1) / block_sizes(x.size, self.block)
-        # The sign bit itself: a comparison with 0 would need a third value for zeros.
+        # The sign bit itself is sent: a comparison with 0 would need a third value for zeros.
         rows = (to_words(blocks) >> 31).reshape(len(blocks), BITS, -1)
         scales = scale_words(coarse(mean, up=False))
         return {"signs": pack_rows(rows, 1), "scales": scales}, state

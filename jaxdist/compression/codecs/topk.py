@@ -1,4 +1,4 @@
-"""The largest elements of an array."""
+"""A codec that sends the largest elements of an array."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from jaxdist.compression.wire import from_words, to_words
 from jaxdist.types import Leaf
 
 HITS, LEAST_SAMPLE = 128, 4096
-"""Sampled elements above the threshold, and the smallest sample: the count has an error of 9%."""
+"""Number of sampled elements above the threshold, and size of the smallest sample. With 128 such
+elements the number of all elements above the threshold has an error of about 9%."""
 WORD, LANES = 32, 128
-"""Bits of a word, and number of words that are packed side by side."""
+"""Number of bits of a word, and number of words that are packed side by side."""
 
 
 class TopK(Codec):
-    """The k elements of largest absolute value, with their positions; k is a fraction of all.
+    """A codec that sends the k elements of largest absolute value, with their positions.
 
     The sampled method estimates the threshold from a sample, as Deep Gradient Compression does (Lin
-    et al., arXiv 1712.01887, section 3), instead of sorting all elements. More or fewer than k
-    elements may exceed that threshold: of more, it takes k in a row, starting at a position drawn
-    in each round; with fewer, the remaining slots hold zeros.
+    et al., arXiv 1712.01887, section 3), instead of sorting all elements. If more than k elements
+    exceed the threshold, it takes k consecutive elements of these from a random start; if fewer do,
+    the remaining slots hold zeros.
 
     Cost: 8 bytes for each of the k elements.
     """
@@ -36,12 +37,12 @@ class TopK(Codec):
     fraction: Fraction = 0.01
     """Fraction of the elements to send, above 0 and at most 1."""
     method: Literal["sampled", "exact"] = "sampled"
-    """Source of the threshold: a sample, or exactly `jax.lax.top_k`."""
+    """Selection of the elements: by a threshold from a sample, or exactly by `jax.lax.top_k`."""
 
     exchange: ClassVar[Exchange] = "gather"
 
     def count(self, size: int) -> int:
-        """Return k for an array of `size` elements."""
+        """Return the number k of elements to send from an array of `size` elements."""
         return max(1, round(self.fraction * size))
 
     def select(self, x: jax.Array, round: Round) -> tuple[Message, jax.Array]:
@@ -69,17 +70,17 @@ class TopK(Codec):
         return self._onto(total, message["positions"], values)
 
     def _onto(self, total: jax.Array, where: jax.Array, values: jax.Array) -> jax.Array:
-        # Added, not set: empty slots name position 0.
+        # Values are added rather than set, since empty slots have position 0 and the value 0.
         flat = total.reshape(-1).at[where.astype(jnp.int32)].add(values)
         return flat.reshape(total.shape)
 
 
 def above_threshold(flat: jax.Array, count: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the positions of `count` elements above a sampled threshold, and which are filled.
+    """Return `count` positions of elements above a sampled threshold, and a flag for each position.
 
-    Without a sort, and with only two passes over all elements: a pass packs a bit for each element,
-    each bit of a word from another of 32 rows; slots then find their bit by a search among the
-    words' counts.
+    The flag is false for an empty slot, whose position is 0. Nothing is sorted: a pass over all
+    elements packs a bit for each into words, whose bits come from 32 different rows, and each slot
+    then finds its bit by a binary search among the cumulative counts of the words.
     """
     sample_key, start_key = jax.random.split(key)
     large = jnp.abs(flat) >= _threshold(flat, count, sample_key)
@@ -89,9 +90,10 @@ def above_threshold(flat: jax.Array, count: int, key: jax.Array) -> tuple[jax.Ar
     start = jax.random.randint(start_key, (), 0, jnp.maximum(found - count, 0) + 1)
     slots = jnp.arange(count, dtype=jnp.int32)
     there = slots < found
-    # Empty slots find the first bit; `select` sets their values to 0.
+    # Empty slots search for the first bit; `select` sets their values to 0.
     ordinal = jnp.where(there, start + slots, 0)
-    # `ends` counts the bits up to the end of each word, so the first larger count has the bit.
+    # `ends` counts the bits up to the end of each word, so the first word with a larger count has
+    # the bit.
     word = jnp.searchsorted(ends, ordinal, side="right").astype(jnp.int32)
     within = ordinal - jnp.where(word > 0, ends[word - 1], 0)
     row = _bit_at(words[word], within)
@@ -103,7 +105,8 @@ def _threshold(flat: jax.Array, count: int, key: jax.Array) -> jax.Array:
     size = min(flat.size, max(LEAST_SAMPLE, math.ceil(HITS * flat.size / count)))
     stride = flat.size // size
     offset = jax.random.randint(key, (), 0, stride)
-    # Equal distances from a random start: a slice, where random positions would need a gather.
+    # The sample has equal distances from a random start, which is a slice; random positions would
+    # need a gather.
     columns = flat[: size * stride].reshape(size, stride)
     sample = jnp.abs(lax.dynamic_slice_in_dim(columns, offset, 1, axis=1)[:, 0])
     rank = max(1, round(count * size / flat.size))
@@ -111,7 +114,7 @@ def _threshold(flat: jax.Array, count: int, key: jax.Array) -> jax.Array:
 
 
 def _packed(flags: jax.Array) -> jax.Array:
-    """Pack a bit for each flag, uint32: bit r of a word comes from row r of its `LANES` flags."""
+    """Pack flags as bits into uint32 words: bit r of a word comes from row r of a block of rows."""
     padding = -flags.size % (WORD * LANES)
     rows = jnp.pad(flags, (0, padding)).reshape(-1, WORD, LANES)
     words = rows[:, 0].astype(jnp.uint32)
@@ -121,7 +124,8 @@ def _packed(flags: jax.Array) -> jax.Array:
 
 
 def _bit_at(words: jax.Array, ordinal: jax.Array) -> jax.Array:
-    """Return the place of the set bit with number `ordinal`, counted from the lowest, int32."""
+    """Return the position of the set bit that has index `ordinal` among a word's set bits."""
+    # A binary search: does the lower half of the remaining bits hold the set bit?
     place = jnp.zeros_like(ordinal)
     for width in (16, 8, 4, 2, 1):
         low = (words >> place.astype(jnp.uint32)) & jnp.uint32(2**width - 1)

@@ -1,4 +1,4 @@
-"""No compression: the codec of parameters sent whole, and of a run's first steps."""
+"""The codec without compression, for some of the parameters or for a run's first steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxdist.types import Leaf
 
 
 class WholeCodec(LinearCodec):
-    """Every element as float32."""
+    """A codec that sends every element as float32."""
 
     type: Literal["whole"] = "whole"
     """Selects this codec."""

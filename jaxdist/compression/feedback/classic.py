@@ -1,4 +1,4 @@
-"""Classic error feedback: what a message leaves out is added to the next gradient."""
+"""Classic error feedback: the error of a message is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from jaxdist.types import Leaf
 
 
 class Residual(Feedback):
-    """The residual r = x - decode(encode(x)) that x = gradient + r leaves for the next step.
+    """Feedback with the residual of x = gradient + residual, x - decode(encode(x)).
 
-    The law holds to the bit: `decode(encode(x)) + residual == x`. Where an estimate may be far from
-    a small x (`Codec.exact` is false), no single float32 can hold that difference: the residual is
-    then a sum of two, the rounded difference and its rounding error (Møller's and Knuth's two-sum).
+    The equation `decode(encode(x)) + residual == x` holds to the bit. Where an estimate may be far
+    from a small x (`Codec.exact` is false), no single float32 can hold the difference. The residual
+    is then the sum of two float32 numbers: the rounded difference and its rounding error (Møller's
+    and Knuth's two-sum).
 
-    Memory: 4 bytes for each element; 8 for inexact codecs, unless `rounded`.
+    Memory: 4 bytes for each element; 8 bytes for codecs that are not exact, unless `rounded`.
     """
 
     rounded: bool = False
-    """Always keep one float32 value: the law then holds up to 2^-24 of the estimate."""
+    """Always keep the residual as a single float32, which has an error of up to 2^-24 of the
+    estimate."""
 
     def init(self, like: Leaf, codecs: Sequence[Codec]) -> Memory:
         zero = jnp.zeros(like.shape, jnp.float32)
@@ -40,16 +42,17 @@ class Residual(Feedback):
         residual = x - decoded
         if "rounding" not in memory:
             return {"residual": residual}
-        # Two-sum of x and -decoded: residual + rounding is their exact difference.
+        # A two-sum of x and -decoded: residual + rounding is their exact difference. The order of
+        # the operations matters, although in exact arithmetic `rounding` would be 0.
         part = residual - x
         rounding = (x - (residual - part)) - (decoded + part)
         return {"residual": residual, "rounding": rounding}
 
 
 class ErrorFeedback(Residual):
-    """Error feedback: add the residual of each gradient to the next (Seide et al., 2014).
+    """Classic feedback, which adds the residual of a gradient to the next (Seide et al., 2014).
 
-    See `Residual` for its law and memory.
+    `Residual` describes its memory.
     """
 
     type: Literal["classic"] = "classic"
@@ -57,4 +60,4 @@ class ErrorFeedback(Residual):
 
 
 CLASSIC = ErrorFeedback()
-"""The default feedback."""
+"""The feedback that is used by default."""

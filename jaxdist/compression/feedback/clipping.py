@@ -1,4 +1,4 @@
-"""Clipping before messages: of a device's own gradients, not of the sum over devices."""
+"""Clipping of a device's own gradients before they are encoded, instead of the sum over devices."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 
 def clip_own(gradients: Sequence[jax.Array], limit: float | None, devices: int) -> list[jax.Array]:
-    """Scale a device's gradients, float32, down to the norm limit / sqrt(devices) at most.
+    """Scale a device's gradients down to a norm of at most limit / sqrt(devices), in float32.
 
-    The sum of `devices` independent gradients then has the norm `limit` (Deep Gradient Compression,
-    Lin et al., arXiv 1712.01887, section 3). A limit of None never scales.
+    The sum of `devices` independent gradients then has about the norm `limit` (Deep Gradient
+    Compression, Lin et al., arXiv 1712.01887, section 3). With a limit of None nothing is scaled.
     """
     wide = [gradient.astype(jnp.float32) for gradient in gradients]
     if limit is None:

@@ -1,4 +1,4 @@
-"""Momentum in place of gradients: the communication of 1-bit Adam and 1-bit LAMB."""
+"""Messages of momentum in place of gradients, as 1-bit Adam and 1-bit LAMB send them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxdist.types import Leaf
 
 
 class CompressedMomentum(Residual):
-    """1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1), 1-bit LAMB (arXiv 2104.06069).
+    """The communication of 1-bit Adam (Tang et al., arXiv 2102.02888) and 1-bit LAMB (2104.06069).
 
-    Each of N devices sends its part of the next momentum, (b1 / N) m + (1 - b1) gradient, with the
-    residual of what it sent before; m is the last momentum, the same on all devices. The sum m' is
-    returned as the gradient (m' - b1 m) / (1 - b1), which is the devices' sum where nothing is
-    lost; an optimizer with the same b1 recovers m' from it. Where something is lost, that gradient
-    is several times as large: use it only with optimizers that need the gradient for its momentum
-    alone.
+    Each of N devices sends its part of the next momentum, (b1 / N) m + (1 - b1) gradient, plus the
+    residual of its earlier messages; m is the last momentum, the same on all devices. The sum m' of
+    these parts is returned in the form of a gradient, (m' - b1 m) / (1 - b1), from which an
+    optimizer with the same b1 recovers m'. With lossless messages this is the sum of the gradients.
+    Otherwise it is several times as large as that sum, so it suits only optimizers that use
+    gradients for nothing but their momentum.
 
     Memory: as classic, plus 4 bytes for each element of m.
     """
@@ -31,10 +31,11 @@ class CompressedMomentum(Residual):
     type: Literal["compressed_momentum"] = "compressed_momentum"
     """Selects this feedback."""
     b1: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """Decay of the momentum; equal to the optimizer's b1."""
+    """Decay of the momentum; it must equal the optimizer's b1."""
     clip_norm: PositiveFloat | None = None
-    """Limit of the norm of the sum over devices, each of which clips its own gradient; null never
-    clips. The optimizer cannot clip instead: it sees the norm of the reconstructed gradient."""
+    """Limit of the norm of the summed gradient, to which each device clips its own share before it
+    sends; null never clips. The optimizer cannot clip instead, since it receives a reconstructed
+    gradient with another norm."""
 
     @property
     def back(self) -> Feedback:

@@ -1,10 +1,11 @@
-"""The contract of error feedback: a memory of the sender, and a view of its messages' holders.
+"""The contract of error feedback: a memory of each sender, and a view of each receiver.
 
-In each round the sender encodes `x`, which `correct` computes from its gradient and its memory,
-decodes its own message, and calls `settle`. A holder computes the value that replaces the gradient
-from the decoded message and its view (`receive`). Where messages do not carry the gradient itself,
-all devices keep common state of the results: `carried` computes the value to send from that state
-and a gradient, and `conclude` computes the value that replaces the gradient from a result.
+In each round the sender computes `x` from its gradient and its memory (`correct`), encodes it,
+decodes its own message, and updates its memory (`settle`). A receiver computes the value that
+replaces the gradient from the decoded message and its view (`receive`). Where messages do not carry
+the gradient itself, all devices keep a common state of the results: `carried` computes the value to
+send from that state and a gradient, and `conclude` computes the value that replaces the gradient
+from a result.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from jaxdist.errors import CompressionError
 from jaxdist.types import Leaf
 
 Memory: TypeAlias = Any
-"""A sender's memory: a tree of float32 arrays shaped like its messages' content."""
+"""A sender's memory: a tree of float32 arrays with the shape of the arrays that it encodes."""
 View: TypeAlias = Any
-"""Holders' state of a sender's messages, or of the sum of several senders' messages."""
+"""A receiver's state for a sender's messages, or for the sum of several senders' messages."""
 
 
 class Feedback(Config):
-    """A way to send later what a message left out; an instance is both the choice and the code."""
+    """A method of sending a message's error later; an instance is its settings and its code."""
 
     def check(self, codec: Codec) -> None:
-        """Raise CompressionError for a codec that this feedback does not improve."""
+        """Raise CompressionError for a codec whose estimates this feedback would make worse."""
         if codec.lossless or (codec.contractive and not codec.unbiased):
             return
         why = "is unbiased: it has no error to feed back, and its variance would add up"
@@ -44,26 +45,26 @@ class Feedback(Config):
 
     @property
     def back(self) -> Feedback:
-        """Return the feedback of the device that encodes the sum again."""
+        """The feedback of a device that encodes the sum of its shard again."""
         return self
 
     def prepare(self, gradients: Sequence[jax.Array], devices: int) -> list[jax.Array]:
-        """Prepare all gradients of a device together, before they are corrected one by one."""
+        """Prepare all gradients of a device together, such as by clipping, before `correct`."""
         return list(gradients)
 
     @abstractmethod
     def init(self, like: Leaf, codecs: Sequence[Codec]) -> Memory: ...
 
     def view(self, like: Leaf) -> View:
-        """Return the holders' view before the first round."""
+        """Return a receiver's view before the first round."""
         return ()
 
     def common(self, like: Leaf) -> View:
-        """Return the common state of the results, before the first round."""
+        """Return the common state of the results before the first round."""
         return ()
 
     def carried(self, gradient: jax.Array, common: View, devices: int) -> jax.Array:
-        """Return a device's part of the value to send, of `devices` devices."""
+        """Return this device's term of the sum over `devices` devices that messages carry."""
         return gradient
 
     def conclude(self, value: jax.Array, common: View) -> tuple[jax.Array, View]:

@@ -1,4 +1,4 @@
-"""EF21: both sides keep an estimate of the gradient, and messages carry its change."""
+"""EF21: sender and receivers keep an estimate of the gradient, and messages carry its change."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxdist.types import Leaf
 class Ef21(Feedback):
     """EF21 (Richtárik et al., arXiv 2106.05203, algorithm 2): g_i += C(gradient_i - g_i).
 
-    Every device steps with the sum of all g_i. The law holds to the bit: each estimate is the
-    running sum of the decoded messages, from zero. If the gradient given to it contains momentum,
-    it is EF21-SGDM (arXiv 2305.15155). Where sums are encoded a second time, that stage is EF21
-    too, as in the form for both directions (EF21-BC, arXiv 2110.03294).
+    Every device updates the parameters with the sum of all estimates g_i. Each estimate is, to the
+    bit, the running sum of the decoded messages, from zero. With gradients that already contain
+    momentum the method is EF21-SGDM (arXiv 2305.15155). Where sums are encoded again, their
+    messages use EF21 too, as in the method for both directions (EF21-BC, arXiv 2110.03294).
 
-    Memory: 4 bytes for each element, and 4 for every device's copy of the sum.
+    Memory: 4 bytes for each element of the estimate, and 4 for each element of the sum.
     """
 
     type: Literal["ef21"] = "ef21"

@@ -1,4 +1,4 @@
-"""Momentum on the sender's side, for codecs that send few elements."""
+"""Momentum correction: each sender keeps the momentum, for codecs that send few elements."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from jaxdist.types import Leaf
 class MomentumCorrection(Feedback):
     """Deep Gradient Compression (Lin et al., arXiv 1712.01887, algorithm 4 and section 3).
 
-    Each device has a velocity u = m u + gradient and accumulates it, v = v + u. It sends the
-    largest elements of v, and both u and v are set to zero there (factor masking). The optimizer
-    that follows has no momentum of its own. Each device clips its gradient to `clip_norm` /
-    sqrt(devices) before the gradients are added.
+    Each device has a velocity u = m u + gradient, which it accumulates in v = v + u. It sends the
+    largest elements of v, and sets these elements of u and v to zero (factor masking). The
+    optimizer must not have a momentum of its own. Each device clips its gradient to `clip_norm` /
+    sqrt(devices) before the gradients are added up.
 
-    The codec's error in an element that is sent stays in v. Memory: 8 bytes for each element.
+    The codec's error in an element that is sent remains in v. Memory: 8 bytes for each element.
     """
 
     type: Literal["momentum"] = "momentum"
@@ -32,12 +32,12 @@ class MomentumCorrection(Feedback):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay m of the velocity."""
     nesterov: bool = False
-    """Look ahead: u = m (u + gradient), v = v + u + gradient."""
+    """Use Nesterov's momentum: u = m (u + gradient), v = v + u + gradient."""
     clip_norm: PositiveFloat | None = None
-    """Limit of the norm of the sum over devices; null never clips."""
+    """Limit of the norm of the summed gradient, to which each device clips its own share; null
+    never clips."""
     masking: bool = True
-    """Set the velocity of the elements sent to zero, so that stale momentum has no further
-    effect."""
+    """Set the velocity of the sent elements to zero, so that old momentum has no further effect."""
 
     @property
     def back(self) -> Feedback:
@@ -64,7 +64,7 @@ class MomentumCorrection(Feedback):
     def settle(self, x: jax.Array, decoded: jax.Array, memory: Memory) -> Memory:
         velocity = memory["velocity"]
         if self.masking:
-            # The message shows which elements were sent; an element that was rounded to zero was
-            # not.
+            # An element counts as sent if its estimate is not zero. This includes no element that
+            # the codec rounded to zero, whose velocity is therefore kept.
             velocity = jnp.where(decoded != 0, 0.0, velocity)
         return {"velocity": velocity, "sum": x - decoded}

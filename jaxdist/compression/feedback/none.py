@@ -1,4 +1,4 @@
-"""No feedback: for unbiased codecs, and to measure the effect of feedback."""
+"""Messages without error feedback: for unbiased codecs, and to measure the effect of feedback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxdist.types import Leaf
 
 
 class NoFeedback(Feedback):
-    """No feedback: the part of a gradient that a message leaves out is lost."""
+    """The absence of feedback: the part of a gradient that a message leaves out is lost."""
 
     type: Literal["none"] = "none"
     """Selects this feedback."""
