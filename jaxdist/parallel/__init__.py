@@ -1,1 +1,1 @@
-"""The distribution of a step over a mesh: which axes jaxdist communicates on itself, and how."""
+"""The distribution of a train step over a mesh, with or without jaxdist's own communication."""

@@ -1,4 +1,4 @@
-"""Compiler options: `parallel.xla`, by preset and option by option.
+"""Options for the compiler (`parallel.xla`), as a preset and as single options.
 
 An option may have no effect: `jaxdist audit CONFIG --topology T --options` compiles with and
 without each option and reports whether the program changes.
@@ -24,15 +24,15 @@ Options = Mapping[str, OptionValue]
 PresetName = Literal["default", "none", "overlap", "collective_matmul"]
 
 PLATFORM = "tpu"
-"""Platform of the presets, except `default` and `none`, which are for all platforms."""
+"""The platform of the presets, except `default` and `none`, which are for all platforms."""
 _FUSION = "xla_tpu_enable_async_collective_fusion"
-# Without a threshold XLA gathers an operand in pieces between small products. Whole gathers and
-# products are predicted to be faster in every step of `jaxdist bench tpu`, by up to a sixth.
+# Without a high threshold XLA gathers an operand in pieces, between small matmuls. Gathering whole
+# operands is predicted to be faster in every step of `jaxdist bench tpu`, by up to a sixth.
 _WHOLE: Options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
-"""Option for the vector memory that a fusion or kernel may use. Under libtpu's default large
-products read their operands more often; `jaxdist/cost/products.json` has their fractions of the
-peak for both."""
+"""The option for the vector memory that a fusion or kernel may use. With libtpu's default, large
+matmuls read their operands more often; `jaxdist/cost/products.json` has the fractions of the peak
+that matmuls reach with the default and with this option."""
 _SCOPED: Options = {SCOPED_VMEM: 65536}
 PRESETS: Mapping[PresetName, Options] = {
     "default": {**_WHOLE, **_SCOPED},
@@ -55,26 +55,26 @@ PRESETS: Mapping[PresetName, Options] = {
         "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
     },
 }
-"""The options of each preset. `overlap` has those that MaxText sets for v5e and v5p; most are
-defaults of current libtpu versions, and then the program is the same."""
+"""The options of each preset. `overlap` has the options that MaxText sets for v5e and v5p. Most are
+defaults of current libtpu versions, which then compile the same program."""
 ONLY_ON: Mapping[str, tuple[str, ...]] = {
     f"{_FUSION}_fuse_all_gather": ("v5e",),
     SCOPED_VMEM: ("v5e", "v5p", "v6e", "tpu7x"),
 }
-"""Devices that an option of a preset is for. libtpu 0.0.52 refuses the first option in programs for
-v5p that it would change; a v4 has no more vector memory than libtpu's default."""
+"""The devices that an option of a preset is for. libtpu 0.0.52 refuses the first option in programs
+for v5p that the option would change; a v4 has no more vector memory than libtpu's default."""
 PASSES = "xla_disable_hlo_passes"
-"""An option whose value is a list."""
+"""The name of an option whose value is a list of passes, separated by commas."""
 
 
 class XlaConfig(Config):
     """Options for the compiler of the train step and of the evaluation."""
 
     preset: PresetName = "default"
-    """Set of options for TPUs: `default` gathers whole operands of matmuls; `overlap` also runs
+    """The set of options for TPUs: `default` gathers whole operands of matmuls; `overlap` also runs
     collectives during computation; `collective_matmul` lets XLA cut a matmul into pieces that run
-    during the collective of its operand or result, as a tensor axis with `residual_seq: tensor` has
-    (compare `sharding.collective_matmul`); `none` sets no options."""
+    during the collective of its operand or result, which exists on a tensor axis with
+    `residual_seq: tensor` (compare `sharding.collective_matmul`); `none` sets no options."""
     options: dict[str, OptionValue] = Field(default_factory=dict)
     """Further options by XLA's names, without dashes; they override the preset's."""
 
@@ -82,11 +82,11 @@ class XlaConfig(Config):
 def compiler_options(config: XlaConfig, devices: Sequence[Device]) -> dict[str, OptionValue]:
     """Return the options that a config sets, checked with the compiler of these devices.
 
-    To check them, an empty program is compiled with them; without options nothing is compiled.
+    The check compiles an empty program with the options; without options nothing is compiled.
 
     Raises:
-      ConfigError: a preset for other devices; an option, or a value of an option, that the compiler
-        of these devices refuses.
+      ConfigError: the preset is for other devices, or the compiler of these devices refuses an
+        option or its value.
     """
     device = devices[0]
     if config.preset not in ("default", "none") and device.platform != PLATFORM:
@@ -96,7 +96,7 @@ def compiler_options(config: XlaConfig, devices: Sequence[Device]) -> dict[str, 
         )
     preset = preset_options(config.preset, device)
     if config.preset == "default" and options_refusal(preset, device) is not None:
-        preset = {}  # the user did not ask for it
+        preset = {}  # The user did not ask for the default preset, so it must not fail a run.
     found = {**preset, **config.options}
     problem = options_refusal(found, device)
     if problem is not None:
@@ -105,7 +105,7 @@ def compiler_options(config: XlaConfig, devices: Sequence[Device]) -> dict[str, 
 
 
 def preset_options(preset: PresetName, device: Device) -> dict[str, OptionValue]:
-    """Return the options of a preset on such a device; none where it is not a TPU."""
+    """Return the options of a preset on such a device, or no options if it is not a TPU."""
     if device.platform != PLATFORM:
         return {}
     known = find_device(device.device_kind)
@@ -118,7 +118,7 @@ def preset_options(preset: PresetName, device: Device) -> dict[str, OptionValue]
 
 
 def merged_options(options: Options, more: Options) -> dict[str, OptionValue] | None:
-    """Merge two sets of options; lists are joined. None for no options, as `jax.jit` expects.
+    """Merge two sets of options and join their lists; None for no options, as `jax.jit` expects.
 
     >>> merged_options({PASSES: "a"}, {PASSES: "b", "xla_x": True})
     {'xla_disable_hlo_passes': 'a,b', 'xla_x': True}
@@ -130,7 +130,7 @@ def merged_options(options: Options, more: Options) -> dict[str, OptionValue] | 
 
 
 def options_refusal(options: Options, device: Device) -> str | None:
-    """Return a compiler's error about options; None where it accepts them."""
+    """Return the compiler's error about the options; None if the compiler accepts them."""
     if not options:
         return None
     shape = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
@@ -142,7 +142,7 @@ def options_refusal(options: Options, device: Device) -> str | None:
 
 
 def _told(options: Options, device: Device) -> str | None:
-    """Explain which of several options is refused; None where no single option is."""
+    """Explain which option the compiler refuses; None if it refuses no option by itself."""
     known = {name for preset in PRESETS.values() for name in preset}
     for name, value in options.items():
         problem = options_refusal({name: value}, device)

@@ -1,6 +1,6 @@
 """Gradients of a batch in a single pass, or of its microbatches in sequence.
 
-(Pipeline stages compute differently: `jaxdist.parallel.pipeline.model.pipeline.Pipeline`.)
+(`jaxdist.parallel.pipeline.model.pipeline.Pipeline` computes gradients on pipeline stages.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from jaxdist.types import Buffers, Grads, Params, PyTree
 
 @dataclass(frozen=True)
 class Unstaged:
-    """A pass in which every device has all layers; evaluation processes the batch at once."""
+    """The common part of passes in which every device has all layers.
+
+    Evaluation processes the whole batch at once.
+    """
 
     objective: Objective
     layout: Layout
@@ -62,13 +65,13 @@ class Accumulated(Unstaged):
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         pieces = split_rows(dict(batch), self.microbatches, self.layout)
-        # With one key, all microbatches would drop the same units.
+        # With a common key, dropout would drop the same units in all microbatches.
         keys = jax.random.split(key, self.microbatches)
 
         def one(buffers: Buffers, rows: PyTree, key: jax.Array) -> Gradients:
             given = held._replace(buffers=buffers)
             found = self.objective.total_gradients(given, rows, key, around)
-            # With a loss scale the gradients are float32 already.
+            # With a loss scale the gradients are in float32 already.
             return found if held.scale is not None else found._replace(grads=_wide(found.grads))
 
         def body(carry: Gradients, piece: tuple[Any, Any]) -> tuple[Gradients, None]:
@@ -77,7 +80,7 @@ class Accumulated(Unstaged):
             return Gradients(total, sums, buffers), None
 
         rows, first = jax.tree.map(lambda x: x[0], (pieces, keys))
-        # The dtypes of the sums are those of a piece; nothing is computed for them here.
+        # The sums have the dtypes of a piece's results, which tracing finds without computation.
         shapes = jax.eval_shape(one, held.buffers, rows, first)
         check_adds_up(shapes.sums, f"the batch is computed in {self.microbatches} microbatches")
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:2])
@@ -92,7 +95,7 @@ class Accumulated(Unstaged):
 
 
 def whole_or_accumulated(objective: Objective, layout: Layout, microbatches: int) -> Compute:
-    """Return the pass over a batch in `microbatches` pieces."""
+    """Return an object that computes a batch in `microbatches` pieces."""
     if microbatches == 1:
         return WholeBatch(objective, layout)
     return Accumulated(objective, layout, microbatches)

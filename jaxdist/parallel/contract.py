@@ -1,7 +1,8 @@
 """The contracts of a train step: computing gradients, and exchanging them.
 
-A step is `Objective` -> `Compute` -> `Exchange` -> optimizer. A new way to compute is a new file
-that implements `Compute`, a new way to reduce is a new `Exchange`; `train/step.py` does not change.
+A step is `Objective` -> `Compute` -> `Exchange` -> optimizer. A new way to compute gradients is a
+new class that implements `Compute`, a new way to reduce them is a new class that implements
+`Exchange`; `train/step.py` does not change.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Gradients(NamedTuple):
     """The results of a pass over a batch.
 
     Attributes:
-      grads: gradients of the total or of the mean loss, a tree like the parameters.
-      sums: everything that the loss measures, with weights.
+      grads: gradients of the total or of the mean loss, a tree like the trained parameters.
+      sums: totals and weights of the loss and its metrics.
       buffers: the model's buffers after the pass.
     """
 
@@ -36,9 +37,9 @@ class StepInputs(NamedTuple):
     """The inputs of a step, besides the batch.
 
     Attributes:
-      params: the parameters as the model and the optimizer see them.
-      stored: the parameters as devices hold them, with the zeros that fill up ZeRO's shards.
-      scale: the state of the loss scale; None without one.
+      params: the parameters with the shapes that the model and the optimizer see.
+      stored: the parameters as devices store them, with the zeros that fill up ZeRO's shards.
+      scale: the state of the loss scale; None without a loss scale.
     """
 
     params: Params
@@ -49,11 +50,11 @@ class StepInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchContext:
-    """The context in which gradients are computed: rows as one array, or each device's own rows.
+    """The context in which gradients are computed: a batch as one array, or each device's own rows.
 
     Attributes:
-      axes: manual mesh axes that split the rows; () where XLA sees them as one array.
-      statistics_over: those of the axes over which a BatchNorm averages by itself.
+      axes: manual mesh axes that split the rows; () where XLA sees the rows as one array.
+      statistics_over: the axes over which a BatchNorm averages its statistics itself.
       placed: function that lays out each microbatch's gradients before they are added up.
     """
 
@@ -67,7 +68,7 @@ class Compute(Protocol):
 
     Attributes:
       microbatches: number of pieces in which the batch is computed, in sequence.
-      explicit: whether it calls collectives itself.
+      explicit: whether the computation calls collectives itself, instead of leaving them to XLA.
     """
 
     @property
@@ -78,17 +79,17 @@ class Compute(Protocol):
     def gradients(
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
-        """Compute gradients of the total loss of these rows, in sums over microbatches."""
+        """Compute gradients of the total loss of these rows, summed over microbatches."""
         ...
 
     def mean_gradients(
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
-        """Compute gradients of the mean loss, where these are all rows of the batch."""
+        """Compute gradients of the mean loss of `batch`, which must be the whole batch."""
         ...
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
-        """Compute the loss's sums in evaluation mode."""
+        """Compute the sums of the loss and its metrics in evaluation mode."""
         ...
 
     def resized(self, microbatches: int) -> Compute:
@@ -101,7 +102,7 @@ class Placements(NamedTuple):
 
     Attributes:
       params: shardings of the stored parameters.
-      shares: shardings of gradients, moments and new parameters where the optimizer computes.
+      shares: shardings of gradients, moments and new parameters during the optimizer's update.
     """
 
     params: Params
@@ -109,19 +110,20 @@ class Placements(NamedTuple):
 
 
 Given = Sequence[tuple[PyTree, PyTree]]
-"""Trees, each with a tree of the `jaxdist.optim.owners.Owner` of each leaf, or None."""
+"""Trees, each with a tree that has the `jaxdist.optim.owners.Owner` of each leaf, or None."""
 
 
 class Exchange(Protocol):
-    """The exchange of gradients: from devices' gradients to each device's share, and to parameters.
+    """The exchange of gradients: it sums devices' gradients, and distributes the new parameters.
 
-    `state` is carried from step to step (for example residuals), `()` if there is none: it is part
-    of the train state, and saved with it.
+    Each device gets its share of the summed gradients. `state` (for example residuals) is passed
+    from step to step, and saved with the train state; an exchange without state has `()`.
 
     Attributes:
       zero: the splitting of the training state over replicas; None splits nothing.
-      explicit: whether it calls collectives itself.
-      keeps_barriers: whether its replicas are only equal to the bit if XLA keeps barriers.
+      explicit: whether the exchange calls collectives itself, instead of leaving them to XLA.
+      keeps_barriers: whether replicas of the parameters are only equal to the bit if XLA keeps
+        barriers.
     """
 
     @property
@@ -134,7 +136,7 @@ class Exchange(Protocol):
     def placements(self) -> Placements: ...
 
     def options(self, platform: str) -> Mapping[str, Any]:
-        """Return the compiler options on such devices that its results depend on."""
+        """Return the compiler options on such devices that the results of the exchange need."""
         ...
 
     def init(self, params: Params) -> PyTree:
@@ -153,7 +155,7 @@ class Exchange(Protocol):
           state: shapes of this plan's state.
 
         Raises:
-          CompressionError: no conversion is sound; the state must start afresh.
+          CompressionError: no conversion is sound, so the state must be initialized again.
         """
         ...
 
@@ -164,7 +166,7 @@ class Exchange(Protocol):
         ...
 
     def sums(self, compute: Compute, params: Params, buffers: Buffers, batch: Batch) -> Sums:
-        """Compute the loss's sums of a whole batch in evaluation mode."""
+        """Compute the sums of the loss and its metrics over a whole batch in evaluation mode."""
         ...
 
     def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:
@@ -174,18 +176,18 @@ class Exchange(Protocol):
     def apply(
         self, function: Callable[..., tuple[Any, ...]], given: Given, rest: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Apply `function` to trees that belong to parameters, like an update.
+        """Apply `function`, such as an optimizer's update, to trees like the parameters.
 
         Args:
-          function: function of the trees and of `rest`, which returns new trees for the last of
-            them.
+          function: function of the trees and of `rest`; the n trees that it returns replace the
+            last n of `given`.
           given: each tree with its leaves' owners; a leaf is placed like its owner's share.
           rest: arguments that are equal on all devices.
         """
         ...
 
     def norm(self, grads: Grads) -> jax.Array:
-        """Compute the global norm of gradients placed by `placements.shares`, in float32."""
+        """Compute the global norm, in float32, of gradients placed by `placements.shares`."""
         ...
 
     def publish(self, params: Params, into: Params) -> PyTree:
@@ -193,6 +195,6 @@ class Exchange(Protocol):
 
         Args:
           params: new parameters with the shardings of `placements.shares`.
-          into: the old parameters; if they are donated, their buffers take the new values.
+          into: the old parameters; if these are donated, the new parameters use their memory.
         """
         ...

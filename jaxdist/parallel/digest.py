@@ -1,9 +1,9 @@
 """Digests of replicas, which detect a wrong bit and name its device.
 
 A device that computes or stores wrong values raises no error: training continues with wrong
-numbers. But replicas of the same shard must hold the same bits, so a few words from each replica
-reveal a difference. Only replicated shards can be compared: a shard on a single device cannot, and
-neither can a value that was already wrong when all devices summed it up.
+numbers. But replicas of the same shard must hold the same bits, so comparing a few words from each
+replica reveals a difference. A shard without a second replica cannot be compared, and a value that
+was wrong before devices summed it up is equally wrong on all replicas.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from jaxdist.trees import flatten_with_names, leaf_bytes
 from jaxdist.types import Leaf, PyTree
 
 LANES = 2
-"""Number of words of a digest."""
+"""The number of words of a digest."""
 _LISTED = 3
 _GOLDEN = 0x9E3779B9
-"""2^32 over the golden ratio, which spreads neighbouring places."""
+"""The integer nearest to 2^32 over the golden ratio; its multiples spread neighbouring places."""
 
 
 class ReplicaDifference(NamedTuple):
-    """Replicas of a shard that are not equal.
+    """A shard whose replicas are not equal.
 
     Attributes:
       leaf: name of the leaf in the tree.
       holders: the devices that hold a replica of the shard.
-      odd: the devices that differ from a majority; () where no majority is equal.
+      odd: the devices that differ from an equal majority; () if there is no such majority.
     """
 
     leaf: str
@@ -46,7 +46,7 @@ class ReplicaDifference(NamedTuple):
     odd: tuple[Device, ...]
 
     def told(self, hosts: Mapping[int, str]) -> str:
-        """Describe which replicas differ, in a line.
+        """Describe in a line which replicas differ.
 
         Args:
           hosts: names of the processes' hosts, by process number.
@@ -73,11 +73,11 @@ def _listed(devices: Sequence[Device], hosts: Mapping[int, str]) -> str:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The part of a device's state that can be compared.
+    """The part of a device's state that can be compared with other devices.
 
     Attributes:
       held_bytes: bytes of a device's shards of all leaves.
-      compared_bytes: bytes of those that other devices hold too.
+      compared_bytes: bytes of the shards that other devices hold too.
     """
 
     held_bytes: int
@@ -85,7 +85,7 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """The compared fraction, from 0 to 1."""
+        """The fraction of the bytes that can be compared, from 0 to 1."""
         return self.compared_bytes / self.held_bytes if self.held_bytes else 0.0
 
 
@@ -102,11 +102,11 @@ class Replicas:
 
     @cached_property
     def digests(self) -> jax.stages.Wrapped:
-        """Build the function from the tree to the digest of each device's shard of each leaf.
+        """The function from the tree to the digest of each device's shard of each leaf.
 
-        The result is uint32 `[*mesh, leaves, 2]`, equal on all devices; the tree is unchanged. Each
-        device reads its shards once and keeps no copy; then 8 bytes for each leaf and device are
-        sent to all.
+        The function returns uint32 `[*mesh, leaves, 2]`, equal on all devices. Each device reads
+        its shards once and keeps no copy; then 8 bytes for each leaf and device are sent to all
+        devices.
         """
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.shapes)
         axes = self.mesh.axis_names
@@ -149,20 +149,20 @@ class Replicas:
         return dict(flatten_with_names(self.shapes))
 
     def _apart(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return the dims of the mesh along which the replicas of a leaf's shard differ."""
+        """Return the dims of the array of devices along which a leaf is replicated."""
         split = {name for entry in leaf.sharding.spec for name in entry_names(entry)}
         sizes = self.mesh.shape.items()
         return tuple(at for at, (name, size) in enumerate(sizes) if size > 1 and name not in split)
 
 
 def digest(leaf: jax.Array) -> jax.Array:
-    """Compute uint32 `[2]` of an array's bits, independent of the order in which devices sum.
+    """Compute the digest of an array's bits, uint32 `[2]`, independent of the order of summation.
 
-    The digest has two sums modulo 2^32 over the array's words x_i of at most 32 bits: of x_i (2 i +
-    1), and of h(x_i + g i), where h is bijective and scatters bits, and g is odd. Since the
-    multipliers of the first sum are odd and h is bijective, a change of a single word changes both
-    sums. Changes of several words could cancel in the first; in the second with a probability of
-    2^-32.
+    The digest has two sums modulo 2^32 over the array's words x_i of at most 32 bits: a sum of x_i
+    (2 i + 1), and a sum of h(x_i + g i), where h is bijective and scatters bits, and g is odd.
+    Since the multipliers of the first sum are odd and h is bijective, a change of a single word
+    changes both sums. Changes of several words could cancel each other in the first sum, but in the
+    second sum only with a probability of 2^-32.
 
     >>> [int(word) for word in digest(jnp.array([1, 0, 2], jnp.int32))]
     [11, 239823234]
@@ -172,7 +172,7 @@ def digest(leaf: jax.Array) -> jax.Array:
     both = words * (2 * place + 1), _scattered(words + place * jnp.uint32(_GOLDEN))
     zero = jnp.uint32(0)
 
-    # Both in a single reduction: XLA would otherwise store the words to sum them twice.
+    # Both sums are a single reduction: XLA would otherwise store the words to sum them twice.
     def add(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> list[jax.Array]:
         return [a + b for a, b in zip(one, other, strict=True)]
 
@@ -180,7 +180,7 @@ def digest(leaf: jax.Array) -> jax.Array:
 
 
 def _words(leaf: jax.Array) -> jax.Array:
-    """Return each element's bits as uint32; 64-bit elements are two words, a bool its value."""
+    """Return the bits of each element as uint32: two words for 64 bits, 0 or 1 for a bool."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if leaf.dtype == jnp.bool_:
@@ -192,7 +192,10 @@ def _words(leaf: jax.Array) -> jax.Array:
 
 
 def _places(shape: tuple[int, ...]) -> jax.Array:
-    """Number the elements, uint32, without a flat copy, which would change some layouts."""
+    """Return the row-major index of each element, uint32, in the array's own shape.
+
+    Flattening the array instead would copy it if its layout on the device is another.
+    """
     place = jnp.zeros(shape, jnp.uint32)
     for dim in range(len(shape)):
         stride = math.prod(shape[dim + 1 :]) % 2**32
@@ -212,7 +215,7 @@ def _shard(leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 
 def _as_one(digests: np.ndarray) -> np.ndarray:
-    """Combine both lanes in a single number, uint64."""
+    """Combine the two words of each digest in a single number, uint64."""
     return digests[..., 0].astype(np.uint64) << np.uint64(32) | digests[..., 1]
 
 
@@ -223,6 +226,7 @@ def _rows(values: np.ndarray, apart: tuple[int, ...]) -> np.ndarray:
 
 
 def _difference(name: str, holders: np.ndarray, values: np.ndarray) -> ReplicaDifference:
+    # Without a strict majority it is unknown which replicas are wrong.
     (common, count), *_ = Counter(values.tolist()).most_common(1)
     odd = holders[values != common] if 2 * count > len(values) else ()
     return ReplicaDifference(name, tuple(holders), tuple(odd))

@@ -1,4 +1,4 @@
-"""The compilation of a plan's functions: options and channels."""
+"""The compilation of a plan's functions, with compiler options and separate channels."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jaxdist.parallel.compiler import PASSES, Options, merged_options
 from jaxdist.parallel.contract import Compute, Exchange
 
 KEEP_BARRIERS: Options = {PASSES: "cse_barrier_expander"}
-"""Option that keeps jax.lax.optimization_barrier on CPU."""
+"""The option that keeps `jax.lax.optimization_barrier` in programs for CPUs."""
 Compiled = jax.stages.Wrapped | SeparateChannels
 
 
 @dataclass(frozen=True)
 class Jitted:
-    """A compiler for the functions of a compute and an exchange.
+    """A compiler for the functions of a `Compute` and an `Exchange`.
 
     Attributes:
-      options: compiler options for all of them.
+      options: compiler options for all these functions.
       platform: platform of the devices.
     """
 
@@ -35,12 +35,14 @@ class Jitted:
         told = self.exchange.options(self.platform)
         options = merged_options(merged_options(self.options, told) or {}, more or {})
         jitted = jax.jit(function, compiler_options=options, **settings)
+        # XLA:CPU mixes up explicit collectives on a common channel: see `collectives/channels.py`.
         named = self.exchange.explicit or self.compute.explicit
         return SeparateChannels(jitted) if named and self.platform == "cpu" else jitted
 
     def updating(self, function: Any, shardings: Any) -> Compiled:
-        """Compile a program that returns the next state in the memory of its argument."""
-        # XLA:CPU drops barriers before it fuses; they make replicas of new parameters equal.
+        """Compile a program that donates its argument's memory to the next state."""
+        # XLA:CPU drops barriers before it fuses, but only barriers make the replicas of new
+        # parameters equal.
         keep = self.exchange.keeps_barriers and self.platform == "cpu"
         more = KEEP_BARRIERS if keep else {}
         return self(function, more, donate_argnums=0, out_shardings=shardings)

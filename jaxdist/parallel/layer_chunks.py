@@ -1,7 +1,7 @@
 """Collectives over stacked layers, a few layers at a time, without a second copy of the stack.
 
-A collective on a stack of all layers needs a second buffer as large as the stack before the first
-is free. A few layers at a time, results go into an existing buffer.
+A collective on a stack of all layers needs a second buffer as large as the stack. If a collective
+instead runs on a few layers at a time, its results can overwrite an existing buffer.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from jax import lax
 from jaxdist.trees import leaf_bytes
 
 Layers = list[jax.Array]
-"""The same few layers of several stacks, or tensors that are not stacked."""
+"""A list of tensors: the same few layers of several stacks, or tensors that are not stacked."""
 Function = Callable[[list[int], Layers], Layers]
-"""Function of the positions of some leaves among all, and the leaves; it keeps the number of
-layers."""
+"""A function from the positions of some leaves among all, and these leaves, to new leaves with as
+many layers."""
 
 
 def by_layers(
@@ -29,14 +29,14 @@ def by_layers(
     *,
     into: Sequence[jax.Array] | None = None,
 ) -> Layers:
-    """Call `function` on all leaves: on stacks in chunks of layers, on the rest at once.
+    """Call `function` on stacks in chunks of layers, and on all other leaves at once.
 
-    A stack whose layers all fit in one chunk belongs to the rest.
+    A stack whose layers all fit in one chunk is among the other leaves.
 
     Args:
-      layers: how many layers each leaf has along its first dim; None is not a stack.
+      layers: number of layers that each leaf has along its first dim; None if it is not a stack.
       chunk_bytes: bytes of a chunk's layers, unless a single layer is larger.
-      into: buffers of the stacks' results; None overwrites the stacks themselves. Results take the
+      into: buffers for the stacks' results; None overwrites the stacks themselves. Results get the
         dtypes of these buffers, and may be shorter along any dim but the first.
     """
     found = list(leaves)
@@ -56,7 +56,7 @@ def by_layers(
 
 
 def group(layers: Sequence[int | None]) -> list[list[int]]:
-    """Group the positions of stacks with equally many layers.
+    """Group the positions of stacks that have the same number of layers.
 
     >>> group([2, None, 3, 2])
     [[0, 3], [2]]
@@ -69,7 +69,9 @@ def group(layers: Sequence[int | None]) -> list[list[int]]:
 
 
 def layers_at_once(stacks: Sequence[jax.Array], chunk_bytes: int) -> int:
-    """Return how many layers of all stacks fit in `chunk_bytes`, as a divisor of their number.
+    """Return the largest divisor of the number of layers with which a chunk fits `chunk_bytes`.
+
+    The result is 1 if not even a single layer of all stacks fits.
 
     >>> import numpy as np
     >>> layers_at_once([np.zeros((6, 4), "float32")], 63)
@@ -78,7 +80,7 @@ def layers_at_once(stacks: Sequence[jax.Array], chunk_bytes: int) -> int:
     layers = stacks[0].shape[0]
     layer_bytes = sum(leaf_bytes(stack) for stack in stacks) / layers
     fitting = [
-        # Only divisors: all iterations of the loop over chunks must have equal shapes.
+        # Only divisors fit: all iterations of the loop over chunks must have equal shapes.
         n
         for n in range(1, layers + 1)
         if layers % n == 0 and n * layer_bytes <= chunk_bytes
@@ -89,10 +91,11 @@ def layers_at_once(stacks: Sequence[jax.Array], chunk_bytes: int) -> int:
 def _in_chunks(
     function: Callable[[Layers], Layers], stacks: Layers, into: Layers | None, count: int
 ) -> Layers:
-    """Call it on chunks of `count` layers."""
+    """Call `function` on chunks of `count` layers, one after another."""
     chunks = stacks[0].shape[0] // count
 
-    # `jaxdist.proofs` knows by this name that the loop leaves nothing of what it fills.
+    # By this name `jaxdist.proofs` recognizes a loop that overwrites all of the buffer that it
+    # fills.
     def overwrite_chunk(at: jax.Array, filled: Layers) -> Layers:
         layers = function(_take(filled if into is None else stacks, at * count, count))
         return _put(filled, layers, at * count)

@@ -11,7 +11,7 @@ from jaxdist.types import PyTree
 def split_rows(batch: PyTree, count: int, layout: Layout) -> PyTree:
     """Reshape leaves `[rows, ...]` to `[count, rows / count, ...]`.
 
-    Microbatch k has every count-th row, so that each device splits its own rows and none move.
+    Microbatch k has every count-th row, so that each device splits its own rows and sends none.
     """
 
     def leaf(x: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from jaxdist.types import Buffers, Params
 
 NOWHERE = BatchContext()
 _SCALING = DynamicLossScale()
-"""Any loss scale: the scaling of a loss does not depend on its settings."""
+"""A loss scale with any settings: scaling and unscaling do not depend on the settings."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,11 @@ class Objective:
         key: jax.Array | None,
         around: BatchContext = NOWHERE,
     ) -> tuple[jax.Array, tuple[Sums, Any]]:
-        """Compute total loss, all sums, and the buffers after a batch; `key` None is evaluation."""
+        """Compute the total loss of a batch, all sums, and the next buffers.
+
+        Args:
+          key: random key of training mode; None selects evaluation mode.
+        """
         batch = weighted(batch)
         module = self.model.bind(
             params, buffers, key, statistics_over=around.statistics_over if key is not None else ()
@@ -48,7 +52,7 @@ class Objective:
         return sums["loss"].total, (sums, self.model.buffers_of(module))
 
     def _base(self, params: Params, buffers: Buffers) -> tuple[Any, ...]:
-        """Return the model without its adapters, for a loss that takes it as a reference."""
+        """Return the model without its adapters, if the loss takes it as a reference, else ()."""
         if not (self.model.adapters and getattr(self.loss, "takes_base", False)):
             return ()
         base = replace(self.model, adapters=()).bind(params, buffers)
@@ -59,8 +63,8 @@ class Objective:
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients of the mean loss of a batch."""
-        # The mean is taken before the gradient: dividing afterwards would be a further pass over
-        # it.
+        # The loss is divided before differentiation, because dividing the gradients would be a
+        # further pass over them.
         own, frozen = self.model.divided(held.params)
 
         def mean(own: Params) -> tuple[jax.Array, tuple[Sums, Any]]:
@@ -78,7 +82,7 @@ class Objective:
     ) -> Gradients:
         """Compute gradients of the total loss of a batch."""
         if held.scale is not None:
-            # The loss scale fits the mean; in the total it would overflow.
+            # The loss scale is chosen for the mean; times the total loss it would overflow.
             found = self.mean_gradients(held, batch, key, around)
             weight = _common(found.sums["loss"].weight, around)
             return found._replace(grads=jax.tree.map(lambda g: g * weight, found.grads))
@@ -99,9 +103,9 @@ class Objective:
         batch: Batch,
         key: jax.Array,
     ) -> tuple[jax.Array, tuple[Sums, Any]]:
-        """Compute the mean loss of a batch, times the loss scale, and the rest of `sums`."""
+        """Compute the mean loss of a batch, times the loss scale if any, and the sums."""
         total, aux = self.sums(params, buffers, batch, key, around)
-        # The mean divides by a constant, as `total_gradients` followed by a division does, even
+        # The weight counts as a constant, as if gradients of the total were divided by it, even
         # where a loss computes its weight from the outputs of the model.
         weight = jax.lax.stop_gradient(aux[0]["loss"].weight)
         if held.scale is None:
@@ -110,15 +114,15 @@ class Objective:
 
 
 def may_weigh_nothing(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) -> bool:
-    """Return whether the weight of a batch depends on its values, so that it may be 0.
+    """Return whether the weight of a batch depends on the batch's values, so that it may be 0.
 
-    Nothing is computed: if the batch brings no weights, the traced loss is examined.
+    Nothing is computed: if the batch has no leaf `weight`, the traced loss is examined.
     """
     return "weight" in batch or measures(objective, batch)[1]
 
 
 def measures(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[Sums, bool]:
-    """Return the shapes of the loss's sums, and whether the batch's values determine its weight."""
+    """Return the shapes of the loss's sums, and whether the loss's weight depends on values."""
 
     def sums(params: Params, buffers: Buffers, batch: Batch) -> Sums:
         return objective.sums(params, buffers, batch, None)[1][0]
@@ -131,9 +135,10 @@ def measures(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) ->
 
 
 def _common(weight: jax.Array, around: BatchContext) -> jax.Array:
-    """Return a microbatch's weight on an average device, the same on all; not 0.
+    """Return the mean weight of a microbatch over the devices, which is the same on all; never 0.
 
-    ZeRO sums gradients over the devices before they are multiplied by it.
+    The weight must be common, because ZeRO sums gradients over devices before they are multiplied
+    by the weight.
     """
     if around.axes:
         weight = jax.lax.pmean(weight, around.axes)

@@ -37,24 +37,27 @@ from jaxdist.validity.table import check
 
 
 class ParallelConfig(Config):
-    """Communication and layout that jaxdist decides, instead of leaving them to the compiler."""
+    """The communication and layout that jaxdist decides, instead of leaving them to XLA."""
 
     reduce: ReduceConfig | None = None
-    """Algorithm that sums gradients over the data axis; null lets XLA place the reductions."""
+    """The algorithm that sums gradients over the data axis; null lets XLA place the reductions."""
     reduce_dtype: Literal["bfloat16", "float32"] | None = None
-    """Dtype in which `reduce` carries and sums gradients; null is their own."""
+    """The dtype in which `reduce` sends and sums gradients; null keeps the gradients' own dtype."""
     batch_norm: Literal["global", "local"] = "global"
-    """Rows that a BatchNorm sees with `reduce`: those of all devices, or each device's own."""
+    """The rows over which a BatchNorm computes statistics with `reduce`: the rows of all devices
+    (global), or each device's own rows (local)."""
     compression: CompressionConfig | None = None
-    """Send gradients in few bytes, by codec; null sends them uncompressed."""
+    """The codec that compresses gradients for sending; null sends them uncompressed."""
     deterministic: StrictConfig | None = None
-    """Give the same bits on other numbers of devices too; null: on the same number only."""
+    """The guarantee of the same bits on any number of devices; with null, results have the same
+    bits only on the same number of devices."""
     zero: ZeroConfig = ZeroConfig()
-    """Training state of which each device keeps only a shard."""
+    """The part of the training state of which each device keeps only a shard."""
     pipeline: PipelineConfig = PipelineConfig()
-    """Division of the work among the stages of mesh axis `stage`; `reduce: null` is then `xla`."""
+    """The division of the work among the stages of mesh axis `stage`; with stages, `reduce: null`
+    means `xla`."""
     xla: XlaConfig = XlaConfig()
-    """Options for the compiler."""
+    """The options for the compiler."""
 
     @property
     def shards(self) -> int | None:
@@ -75,12 +78,12 @@ def plan_exchange(
     seed: int = 0,
     whole_matrices: bool = False,
 ) -> tuple[Exchange, tuple[str, ...]]:
-    """Build the exchange of the config, and notices of settings without effect, a sentence each.
+    """Build the exchange of the config, and a notice, a sentence, for each setting without effect.
 
     Args:
       params: the parameters, or their shapes.
       dims: logical dims of each parameter, by name.
-      whole: shardings of the parameters that every replica holds, a tree like them.
+      whole: shardings of the parameters without ZeRO, a tree like the parameters.
       scanned: names of the parameters whose first dim counts layers.
       frozen: names of the parameters that are not trained.
       offloads: whether activations are offloaded to the host's memory.
@@ -88,8 +91,8 @@ def plan_exchange(
       whole_matrices: whether the optimizer needs whole matrices.
 
     Raises:
-      ConfigError: settings that do not fit together, or not with the layout, all at once; a codec
-        that cannot encode a parameter's gradient.
+      ConfigError: some settings do not fit together or with the layout (one message lists all), or
+        the codec cannot encode a parameter's gradient.
     """
     facts = plan_facts(config, layout, dims, offloads=offloads)
     check(facts)
@@ -137,10 +140,10 @@ def _chosen_codec(
     whole: Shardings,
     scanned: frozenset[str],
 ) -> Compression:
-    """Return the config with a codec; `auto` chooses by the links of the mesh.
+    """Return the config with a codec, which for `auto` is chosen by the links of the mesh.
 
     Raises:
-      ConfigError: unknown links, or no codec that fits.
+      ConfigError: the links are unknown, or no codec fits.
     """
     if not isinstance(config, CompressAuto):
         return config
@@ -164,10 +167,10 @@ def _messages(
     scanned: frozenset[str],
     seed: int,
 ) -> Messages:
-    """Return the messages that cross the axes of the config.
+    """Return the messages of the config's codec, which cross the config's axes.
 
     Args:
-      inside: the splitting of tensors while messages cross.
+      inside: the splitting of tensors inside the fast network while messages cross the slow.
     """
     across = config.axis == "data.dcn"
     axes = tuple(axis for axis in facts.batch_axes if not across or axis not in facts.fast_axes)
@@ -183,6 +186,7 @@ def _messages(
     assert algorithm is not None, "see Facts.reduction"
     messages = Messages(mesh, axes, blocks, choice, config.feedback, algorithm, seed)
     try:
+        # Tracing the initial state checks that the codec can encode every block.
         jax.eval_shape(messages.init)
     except CompressionError as error:
         raise ConfigError(str(error), setting=("compression",)) from error
@@ -200,7 +204,7 @@ def explicit_exchange(
     """Build the exchange with jaxdist's own collectives for ZeRO's stage.
 
     Args:
-      whole: shardings of the parameters that every replica holds, a tree like them.
+      whole: shardings of the parameters without ZeRO, a tree like the parameters.
       axes: mesh axes that split the batch, slowest first.
       settings: further fields of `jaxdist.parallel.exchange.explicit.Explicit`.
     """
@@ -215,7 +219,7 @@ def explicit_exchange(
 def plan_facts(
     config: ParallelConfig, layout: Layout, dims: Mapping[str, Dims], *, offloads: bool = False
 ) -> Facts:
-    """Collect the facts that the table of validity needs.
+    """Collect the facts that the validity table (`validity/`) checks.
 
     Args:
       dims: logical dims of each parameter, by name.
@@ -233,7 +237,7 @@ def plan_facts(
     in_use = {layout.axis_of(dim) for dim in named} - {None}
     busy = {name for used in in_use if used for name in axis_names(layout.mesh, used)}
     sizes = dict(layout.mesh.shape)
-    # A model in parts is on stages without a sharding rule.
+    # The stage axis is in use without a sharding rule where a model in parts is on stages.
     empty = tuple(n for n, size in sizes.items() if size > 1 and n not in {*busy, AXIS})
     return Facts(
         mesh=sizes,
@@ -252,7 +256,7 @@ def plan_facts(
 
 
 def _chosen(config: PipelineConfig) -> tuple[str, ...]:
-    """Return the settings of a pipeline that differ from the default, as in a config."""
+    """Return the settings of a pipeline that differ from the defaults, formatted for a message."""
     default = PipelineConfig().model_dump(mode="json")
     return tuple(
         f"parallel.pipeline.{name} {_shown(value)}"

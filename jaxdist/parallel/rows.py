@@ -1,7 +1,9 @@
-"""Detection of models that tie the rows of a batch together, like batch norm, by their trace.
+"""Detection, in a traced loss, of operations that tie the rows of a batch together.
 
-Where a batch is split (by device, microbatch, stage or worker), such a model computes something
-else on each part than on the whole. Its norms may be from any library, or the user's own code.
+An operation ties rows together if a result for one row depends on other rows, as in a batch norm.
+Where a batch is split (by device, microbatch, stage or worker), a model with such an operation
+computes other numbers on each part than on the whole. The trace shows such operations of any
+library and of the user's own code.
 """
 
 from __future__ import annotations
@@ -23,20 +25,21 @@ from jaxdist.parallel.objective import Objective
 from jaxdist.types import Buffers, Params, PyTree
 
 _PRIMES = (251, 241, 239, 233, 229, 227, 223, 211)
-"""Candidates for a number of rows that no other dim is a multiple of."""
+"""The candidates for a number of rows of which no other dim is a multiple."""
 _ALONG = {
     "sort": "dimension", "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis",
     "cumlogsumexp": "axis", "rev": "dimensions",
 }  # fmt: skip
-"""Primitives that mix elements along a dim and keep it, with the parameter that names it."""
+"""The primitives that mix elements along a dim and keep the dim, with the parameter that names the
+dim."""
 
 
 class Flow(NamedTuple):
-    """Whether, and how, a value depends on rows.
+    """The dependence of a value on the rows of a batch.
 
     Attributes:
-      rows: whether it depends on rows of the batch.
-      several: whether it no longer has their dim, and so depends on several rows at once.
+      rows: whether the value depends on rows of the batch.
+      several: whether the value has no dim of rows, and so depends on several rows at once.
     """
 
     rows: bool = False
@@ -45,18 +48,18 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True)
 class RowInterpreter:
-    """An interpreter of a traced loss, in which a dim of rows is known by its size.
+    """An interpreter of a traced loss that recognizes dims of rows by their size.
 
     Attributes:
-      count: number of rows, a prime; a dim is a dim of rows if it is a multiple.
-      axes: manual mesh axes; a sum over all of them does not belong to a device's own rows.
+      count: number of rows, a prime; a dim is a dim of rows if its size is a multiple of `count`.
+      axes: manual mesh axes; a sum over all these axes no longer belongs to a device's own rows.
     """
 
     count: int
     axes: tuple[str, ...]
 
     def ties(self, jaxpr: Any, given: Sequence[Flow]) -> tuple[list[Flow], list[str]]:
-        """Return the flows of the results, and the places where rows are tied together."""
+        """Return the flows of the results, and descriptions of the operations that tie rows."""
         flows = dict(zip(jaxpr.invars, given, strict=True))
         places: list[str] = []
         for equation in jaxpr.eqns:
@@ -70,7 +73,7 @@ class RowInterpreter:
         return found, places
 
     def _through(self, equation: Any, inputs: list[Flow]) -> tuple[list[Flow], list[str]]:
-        """Return the flows of an equation's results, and the places in its inner programs."""
+        """Return the flows of an equation's results, and the operations inside it that tie rows."""
         outputs = [self._out(equation, inputs, variable) for variable in equation.outvars]
         if not any(flow.rows for flow in inputs):
             return outputs, []
@@ -106,13 +109,13 @@ class RowInterpreter:
             found, places = self.ties(_open(body), given)
             carry = [
                 Flow(a.rows or b.rows, a.several or b.several)
-                # Not strict: behind the carry, `found` continues with the stacked results.
+                # `zip` is not strict: behind the carry, `found` continues with the stacked results.
                 for a, b in zip(given[first:last], found, strict=False)
             ]
             if carry == given[first:last]:
                 break
             given[first:last] = carry
-        # A loop over rows removes their dim, and its carry passes from row to row.
+        # A loop over rows removes the dim of rows, and its carry passes from row to row.
         merged = [Flow(a.rows, a.several or b.several) for a, b in zip(found, outputs, strict=True)]
         return merged, places
 
@@ -126,7 +129,7 @@ class RowInterpreter:
         return Flow(True, several)
 
     def _tied(self, equation: Any, inputs: Sequence[Flow], variable: Any) -> bool:
-        """Return whether an element of a result depends on other rows than its own."""
+        """Return whether an element of a result depends on rows other than the element's own."""
         if not self._has(variable) or self._sums_devices(equation):
             return False
         if any(flow.several for flow in inputs):
@@ -136,6 +139,7 @@ class RowInterpreter:
             for i, (flow, v) in enumerate(zip(inputs, equation.invars, strict=True))
             if flow.rows and self._has(v)
         ]
+        # Two dims of rows made from one dim of rows compare or combine all pairs of rows.
         if (
             rows
             and len(self._places(variable)) > 1
@@ -153,7 +157,7 @@ class RowInterpreter:
         return bool(self._places(variable))
 
     def _places(self, variable: Any) -> tuple[int, ...]:
-        """Return the dims of rows."""
+        """Return the positions of the dims of rows in a variable's shape."""
         shape = getattr(variable.aval, "shape", ())
         return tuple(i for i, n in enumerate(shape) if n and n % self.count == 0)
 
@@ -166,10 +170,10 @@ def check_rows(
     local: bool,
     microbatches: int,
 ) -> tuple[str, ...]:
-    """Refuse a model that ties rows together where an exchange keeps each device's rows separate.
+    """Refuse a model that ties rows together if the exchange keeps each device's rows separate.
 
-    Batch norms of flax average over all devices by themselves, except in strict mode, where each
-    logical shard is computed separately.
+    Batch norms of flax are accepted, because they average over all devices themselves, except in
+    strict mode, which computes each logical shard separately.
 
     Args:
       batch: arrays or their shapes.
@@ -177,10 +181,10 @@ def check_rows(
       microbatches: number of pieces in which a device's rows are computed.
 
     Returns:
-      A sentence for each way in which the plan changes the numbers of an accepted model.
+      A sentence for each way in which the plan changes the results of an accepted model.
 
     Raises:
-      ConfigError: a model or a loss that would compute other numbers than on a single device.
+      ConfigError: the model or the loss would compute other numbers than on a single device.
     """
     try:
         if isinstance(exchange, Explicit) and not local:
@@ -192,7 +196,7 @@ def check_rows(
     except JaxdistError:
         raise
     except Exception as error:
-        # The user's code may raise anything for a number of rows that their data never have.
+        # The user's code may raise anything for a number of rows that never occurs in their data.
         return (f"whether the model ties the rows of a batch together is not known: {error}",)
     if not place:
         return ()
@@ -204,10 +208,10 @@ def check_rows(
 
 
 def _check_exchange(objective: Objective, batch: Mapping[str, Any], exchange: Explicit) -> None:
-    """Refuse an operation that ties rows which the exchange gives to different devices or shards.
+    """Refuse a model that ties rows which the exchange computes on different devices or shards.
 
     Raises:
-      ConfigError: the model has such an operation; the message says what to set.
+      ConfigError: the model has an operation that ties rows; the message says what to set.
     """
     strict = isinstance(exchange, Strict)
     pieces = exchange.order.shards if strict else _parts(exchange.mesh, exchange.axes)
@@ -240,19 +244,19 @@ def ties_rows(
     *,
     inside: BatchContext | None = None,
 ) -> str:
-    """Return where a model or its loss, in training, ties the rows of a batch together.
+    """Find the first operation of a model or its loss, in training, that ties rows together.
 
-    The result names the operation; it is "" where there is none. Nothing is computed: the loss is
-    traced on shapes with a prime number of rows.
+    The result describes the operation, and is "" if no operation ties rows. The loss is only
+    traced, with a prime number of rows on each device, and not computed.
 
     Args:
       batch: arrays or their shapes.
       axes: mesh axes that split the batch.
-      inside: trace a device's computation on its own rows, where these axes are manual; None traces
-        the whole batch as one array.
+      inside: context of a device's own rows, in which `axes` are manual; None traces the whole
+        batch as one array.
 
     Raises:
-      Exception: any error of the user's code for that number of rows.
+      Exception: the user's code fails for that number of rows.
     """
     count = next(p for p in _PRIMES if not any(n % p == 0 for n in _sizes(objective, batch)))
     rows = {
@@ -262,7 +266,7 @@ def ties_rows(
     manual = axes if inside is not None else ()
 
     def run(params: Params, buffers: Buffers, key: jax.Array, batch: PyTree) -> PyTree:
-        # Buffers are left out: running statistics depend on several rows by their nature.
+        # The new buffers are left out, because running statistics always depend on several rows.
         return objective.sums(params, buffers, batch, key, inside or BatchContext())[1][0]
 
     local = partial(jax.shard_map, mesh=mesh, axis_names=set(manual), check_vma=False)
@@ -298,7 +302,7 @@ def _sizes(objective: Objective, batch: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _called(equation: Any) -> list[Any]:
-    """Return the program that an equation calls with its own inputs; empty for other primitives."""
+    """Return the program that an equation calls with its own inputs, in a list that may be empty."""
     shapes = [getattr(v.aval, "shape", None) for v in equation.invars]
     for value in equation.params.values():
         inner = _open(value)
@@ -318,6 +322,6 @@ def _is_variable(node: Any) -> bool:
 
 
 def _place(equation: Any) -> str:
-    """Describe an operation by scope and primitive, which users may know from their model."""
+    """Describe an operation by its scope and primitive, by which users may find it in a model."""
     scope = str(equation.source_info.name_stack)
     return f"{equation.primitive.name} in {scope}" if scope else equation.primitive.name

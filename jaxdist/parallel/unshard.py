@@ -1,9 +1,9 @@
-"""Parameters that are gathered where they are used, and whose gradients are reduced at once.
+"""Parameters that are gathered when a layer uses them, and whose gradients are reduced per layer.
 
-Inside a `jax.shard_map` that is manual on the data axes, a model's parameters may be replaced by
-these objects. A layer's weights are then whole only while the layer runs, and differentiation
-returns this device's shard of the summed gradient: a whole gradient of the model, or in stage 3 a
-whole model, never exists.
+Inside a `jax.shard_map` that is manual on the data axes, the classes of this module may replace a
+model's parameters. Differentiation then returns this device's shard of the summed gradient, and in
+stage 3 a layer's weights are whole only while the layer runs: a device never holds the whole
+gradient of the model, or in stage 3 the whole model.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from jaxdist.types import Params, PyTree
 class ShardedParameter(Deferred):
     """A parameter of which this device keeps a shard (stage 3).
 
-    Each use sends an all-gather of all parameters that are used together, and in the backward pass
-    a reduce-scatter.
+    Each use sends one all-gather for all parameters that are used together, and a reduce-scatter in
+    the backward pass.
 
     Attributes:
-      shard: this device's part.
-      dim: the split dim, counted from the end, so that a slice of stacked layers has it too.
-      spec: how automatic axes split the parameter, an entry for each of its dims, layers included.
-      length: length of the dim, where zeros fill up its shards; None where it divides.
-      second: the shards of all devices at this device's place in their fast networks, along a dim
-        before the shard's own; gathered instead of `shard`. None gathers over all networks.
+      shard: this device's shard.
+      dim: the split dim, counted from the end, so that it is also that of a slice of the stack.
+      spec: partition spec over automatic axes, with an entry for each dim, that of layers included.
+      length: length of the split dim without the zeros that fill it up; None if it divides.
+      second: the shards of all devices at this device's place in their fast networks, along a new
+        leading dim; gathered instead of `shard`. None gathers `shard` over all networks.
     """
 
     shard: jax.Array
@@ -59,12 +59,12 @@ class ShardedParameter(Deferred):
         return _gathered(several[0].wire, splits, [leaf.shard for leaf in several], seconds)
 
     def carried(self) -> jax.Array:
-        """Return this device's shard of the gradient, if this is a gradient."""
+        """Return this device's shard of the gradient; called on the gradient of a parameter."""
         return self.shard
 
     @property
     def ahead(self) -> bool:
-        """Whether the wire gathers the next layer ahead."""
+        """Whether a layer's parameters are gathered while the previous layer computes."""
         return self.wire.ahead
 
 
@@ -80,8 +80,8 @@ class Scattered(Deferred):
     Each use sends a reduce-scatter in the backward pass.
 
     Attributes:
-      full: the parameter; its own gradient is zero.
-      shard: zeros of a shard's shape, whose gradient is that of the parameter.
+      full: the whole parameter; differentiation gives zero as its gradient.
+      shard: zeros of a shard's shape; their gradient is the shard of the parameter's gradient.
       dim, spec: as for `ShardedParameter`.
     """
 
@@ -99,7 +99,7 @@ class Scattered(Deferred):
         return _itself(several[0].wire, splits, fulls, shards)
 
     def carried(self) -> jax.Array:
-        """Return this device's shard of the gradient, if this is a gradient."""
+        """Return this device's shard of the gradient; called on the gradient of a parameter."""
         return self.shard
 
 
@@ -113,14 +113,13 @@ def defer(
     length: int | None = None,
     second: jax.Array | None = None,
 ) -> PyTree:
-    """Make a parameter that is gathered where it is used.
+    """Make a `ShardedParameter` (if `sharded`) or a `Scattered` parameter.
 
     Args:
       param: this device's shard (`sharded`), or the whole parameter.
       dim: the split dim of the parameter or of its gradient, counted from the front.
-      spec: how automatic axes split it.
-      length: length of the dim, where zeros fill up its shards.
-      second: see `ShardedParameter`.
+      spec: partition spec of the parameter over automatic axes.
+      length, second: as for `ShardedParameter`.
     """
     full = PartitionSpec(*spec, *(None,) * (param.ndim - len(spec)))
     if sharded:
@@ -132,7 +131,7 @@ def defer(
 
 @dataclass(frozen=True)
 class SplitDim:
-    """The dim of a tensor that ZeRO splits, from the end; the rest as in `ShardedParameter`."""
+    """The dim of a tensor that ZeRO splits; the attributes are those of `ShardedParameter`."""
 
     dim: int
     spec: PartitionSpec
@@ -157,8 +156,8 @@ def _gathered(
 def _gathered_forward(
     wire: ZeroMessages, splits: Splits, shards: list[jax.Array], seconds: list[jax.Array]
 ) -> tuple[list[jax.Array], PyTree]:
-    # The gradient of `seconds` is zero: the whole gradient belongs to the shards.
-    # The backward pass needs only dtypes, and a residual must be an array: scalars hold no memory.
+    # The backward pass needs only the dtypes of its arguments, but a residual must be an array, so
+    # scalars carry the dtypes. The gradient of `seconds` is zero: the shards get all of it.
     like = [[jnp.zeros((), x.dtype) for x in part] for part in (shards, seconds)]
     return _gathered(wire, splits, shards, seconds), like
 
@@ -169,7 +168,7 @@ def _gathered_backward(
     shards, seconds = saved
     summed = _scattered(wire, splits, cotangents)
     count = axis_size(wire.slow)
-    # `seconds` is empty where no second shards are stored.
+    # `seconds` is empty if no second copy of the shards is stored.
     zeros = [jnp.zeros((count, *s.shape), x.dtype) for s, x in zip(summed, seconds, strict=False)]
     return [s.astype(x.dtype) for s, x in zip(summed, shards, strict=True)], zeros
 
@@ -183,7 +182,7 @@ def _scattered(wire: ZeroMessages, splits: Splits, grads: list[jax.Array]) -> li
 
 
 def _of_last(spec: PartitionSpec, dims: int) -> PartitionSpec:
-    """Return the entries of the last `dims` dims."""
+    """Return the entries of a partition spec for the last `dims` dims."""
     # Inside a scan over layers, a parameter has lost its first dim, but its spec has not.
     return PartitionSpec(*spec[len(spec) - dims :]) if len(spec) > dims else spec
 
@@ -199,7 +198,7 @@ def on_blocks(
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
     """Map `function` over each device's blocks of arrays that automatic axes split by `specs`.
 
-    On whole arrays, XLA would gather over those axes before it sends anything.
+    If `function` ran on whole arrays, XLA would gather them over those axes before sending.
 
     Args:
       out_specs: partition specs of the results; None is those of the arguments.

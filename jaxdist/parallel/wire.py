@@ -1,9 +1,9 @@
 """Communication of parameter and gradient shards between devices.
 
-With codecs it is ZeRO++ (Wang et al., arXiv 2306.10209): parameters are gathered as messages, from
-the exact shard that each device keeps (section 3.1); a second copy of the shards inside the fast
-network saves traffic on the slow network (3.2); gradients are summed in float32 between two hops of
-messages, first inside the fast network, then across (3.3).
+With codecs this communication is ZeRO++ (Wang et al., arXiv 2306.10209): parameters are gathered as
+messages, encoded from the exact shard that each device keeps (section 3.1); a second copy of the
+shards inside the fast network saves traffic on the slow network (3.2); gradients are sent as
+messages and summed in float32, first inside the fast network, then across (3.3).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ZeroMessages:
 
     Attributes:
       axes: manual mesh axes over which tensors are split, slowest first.
-      gather_dtype: dtype of parameters in messages, and where they are used; None is their own.
-      reduce_dtype: dtype of gradients in messages, and of their sum; None is their own.
+      gather_dtype: dtype of parameters when they are sent and used; None keeps their own dtype.
+      reduce_dtype: dtype in which gradients are sent and summed; None keeps their own dtype.
       ahead: whether a layer's parameters are gathered while the previous layer computes.
       gather_codec: codec of the parameters in gathers; None sends them uncompressed.
       reduce_codec: codec of the gradients; None sends them uncompressed.
@@ -48,19 +48,19 @@ class ZeroMessages:
 
     @property
     def fast(self) -> tuple[str, ...]:
-        """The axes inside the fast network, where there are two networks; else all."""
+        """The axes inside the fast network; all axes if there is a single network."""
         fast = tuple(axis for axis in self.axes if axis.endswith(ICI))
         return fast or self.axes
 
     @property
     def slow(self) -> tuple[str, ...]:
-        """The axes across the slow network; none where there is a single network."""
+        """The axes across the slow network; empty if there is a single network."""
         return tuple(axis for axis in self.axes if axis not in self.fast)
 
     def gather(
         self, shards: Sequence[jax.Array], dims: Sequence[int], lengths: Sequence[int | None]
     ) -> list[jax.Array]:
-        """Gather whole tensors, in the dtype of the wire; their dims are cut to `lengths`."""
+        """Gather whole tensors in `gather_dtype`, with their split dims cut to `lengths`."""
         if self.gather_codec is None:
             given = {"lengths": lengths, "algorithm": self.algorithm}
             return gather_leaves(self._carried(shards), dims, self.axes, **given)
@@ -72,24 +72,27 @@ class ZeroMessages:
     def hold(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
         """Gather the shards of all devices at this device's place in fast networks, [D, ...] each.
 
-        D is the number of fast networks; the result has the dtype of the wire.
+        D is the number of fast networks. The results are in `gather_dtype`.
         """
         return [self._held(shard) for shard in shards]
 
     def gather_seconds(
         self, seconds: Sequence[jax.Array], dims: Sequence[int], lengths: Sequence[int | None]
     ) -> list[jax.Array]:
-        """Gather the results of `hold` inside the fast network."""
+        """Gather whole tensors from the results of `hold`, inside the fast network only."""
         shards = [x[0] for x in seconds]
         rows = [jnp.moveaxis(x, dim + 1, 1) for x, dim in zip(seconds, dims, strict=True)]
         flat = jnp.concatenate([row.reshape(len(row), -1) for row in rows], axis=1)
-        # [I, D, total] to [D, I, total]: shards are counted over the slow axis first.
+        # [I, D, total] becomes [D, I, total], because shards are counted over the slow axis first.
         blocks = all_gather(flat[None], self.fast, algorithm=self.algorithm)
         blocks = jnp.swapaxes(blocks, 0, 1).reshape(-1, flat.shape[1])
         return self._joined(blocks, [row[0] for row in rows], shards, dims, lengths)
 
     def scatter(self, grads: Sequence[jax.Array], dims: Sequence[int]) -> list[jax.Array]:
-        """Return this device's shards of the sums, in the wire's dtype, zero-padded."""
+        """Sum gradients over devices, and return this device's shards, padded with zeros.
+
+        The shards are in `reduce_dtype`, or in float32 with a codec.
+        """
         if self.reduce_codec is None:
             carried = [grad.astype(self.reduce_dtype or grad.dtype) for grad in grads]
             return scatter_leaves(carried, dims, self.axes, algorithm=self.algorithm)
@@ -98,8 +101,8 @@ class ZeroMessages:
         rows = jnp.concatenate([b.reshape(count, -1).astype(jnp.float32) for b in blocks], axis=1)
         if self.slow:
             across, total = axis_size(self.slow), rows.shape[1]
-            # Row f has the rows of the devices at place f of every fast network: they are summed at
-            # place f of this network first, and only these sums cross the slow network.
+            # Row f of `inside` has the rows for the devices at place f of every fast network. The
+            # device at place f of this network sums them, and only its sums cross the slow network.
             inside = jnp.swapaxes(rows.reshape(across, -1, total), 0, 1).reshape(-1, across * total)
             rows = self._summed(inside, self.fast).reshape(across, total)
         own = self._summed(rows, self.slow or self.fast)
@@ -107,8 +110,8 @@ class ZeroMessages:
         return [jnp.moveaxis(s, 0, dim) for s, dim in zip(shards, dims, strict=True)]
 
     def _summed(self, rows: jax.Array, axis: Axis) -> jax.Array:
-        """Sum row i over devices for the i-th device: messages are sent, sums are float32."""
-        # No state is kept between steps, so every message is that of a first round.
+        """Send row i to device i as a message, and sum the received rows in float32."""
+        # The codec keeps no state between steps, so every message is that of a first round.
         codec, round = self.reduce_codec, first_round()
         assert codec is not None
         messages = jax.vmap(lambda row: encode_once(codec, row, (), round)[0])(rows)
@@ -157,6 +160,6 @@ class ZeroMessages:
 def _in_front(
     shards: Sequence[jax.Array], dims: Sequence[int]
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Move the split dim of shards to the front, and concatenate them, float32."""
+    """Move the split dim of each shard to the front, and concatenate the shards in float32."""
     rows = [jnp.moveaxis(shard, dim, 0) for shard, dim in zip(shards, dims, strict=True)]
     return rows, jnp.concatenate([row.reshape(-1).astype(jnp.float32) for row in rows])

@@ -1,12 +1,13 @@
 """ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): state split over data-parallel replicas.
 
 Replicas hold equal optimizer states, gradients and parameters. Stage 1 splits the optimizer state
-over them, stage 2 the gradients too, stage 3 the parameters too. The split dim of a tensor is
-chosen here, from shapes alone; the rest of the framework only sees partition specs.
+over the replicas, stage 2 also the gradients, stage 3 also the parameters. This module chooses the
+split dim of each tensor, from shapes alone; the rest of the framework only sees partition specs.
 
-Where no dim divides, a dim is filled up with zeros. Arguments and results of a compiled program
-must divide, but its intermediate values need not: state is stored with zeros, and cut to its own
-shape at the beginning of a step. Model, optimizer, norms and noise therefore never see these zeros.
+If no dim of a tensor divides, a dim is filled up with zeros. Arguments and results of a compiled
+program must divide over the devices, but intermediate values need not: state is stored with the
+zeros, and cut to its own shape at the beginning of a step. Model, optimizer, norms and noise
+therefore never see these zeros.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Params, PyTree, Shardings, Specs
 
 STAGES = range(4)
-# A Literal would accept true and 1.0 as 1, since it compares by equality.
+# A Literal would accept true and 1.0 as 1, since pydantic compares its values by equality.
 Stage = Annotated[int, Field(ge=0, le=3)]
 MOST_FILLED = 2
 """The largest factor by which a dim may be filled up: zeros cost communication like other
@@ -42,24 +43,28 @@ GatherCodec = Annotated[Cast | Quantize | Adaptive, Field(discriminator="type")]
 
 
 class ZeroConfig(Config):
-    """Splitting of the training state over the devices that share the batch."""
+    """The splitting of the training state over the devices that share the batch."""
 
     stage: Stage = 0
-    """0 replicates everything; 1 splits optimizer state, 2 gradients too, 3 parameters too."""
+    """The stage of ZeRO: 0 replicates everything; 1 splits the optimizer state, 2 also gradients, 3
+    also parameters."""
     scope: Literal["all", "ici"] = "all"
-    """Split over the whole data axis, or inside its fast network only, replicated across the
-    slow."""
+    """The devices that share a copy of the state: the whole data axis (all), or the devices of a
+    fast network only (ici), each of which then has a whole copy."""
     whole_below: Annotated[int, Field(ge=0)] = 2048
-    """Tensors of fewer elements are not split: it would save little and cost a message each."""
+    """The number of elements below which a tensor is not split, because splitting would save little
+    memory and cost a message."""
     gather_dtype: Literal["bfloat16"] | None = None
-    """Dtype in which stage 3 gathers parameters and the model sees them; null is their own."""
+    """The dtype in which stage 3 gathers parameters for the model; null keeps their own dtype."""
     prefetch: bool = False
-    """Stage 3 gathers a layer while the previous layer computes, and so holds one more layer."""
+    """Whether stage 3 gathers a layer while the previous layer computes, and so holds one layer
+    more."""
     gather_codec: GatherCodec | None = None
-    """Stage 3 gathers parameters as messages of this codec; each device keeps its exact shard."""
+    """The codec of the messages in which stage 3 gathers parameters; each device keeps its exact
+    shard."""
     secondary: bool = False
-    """Stage 3 gathers shards across the slow network once per step; both passes gather inside the
-    fast network, from a second copy that is kept for the step."""
+    """Whether stage 3 gathers shards across the slow network only once per step. Forward and
+    backward pass then gather inside the fast network, from a second copy kept for the step."""
 
     @field_validator("gather_codec")
     @classmethod
@@ -78,15 +83,15 @@ class ZeroSplit:
 
     Attributes:
       axes: mesh axes over which the state is split, slowest first.
-      dims: the split dim of each parameter, by name; None stays whole.
-      gather_dtype: dtype of gathered parameters; None is their own.
+      dims: the split dim of each parameter, by name; None for a parameter that stays whole.
+      gather_dtype: dtype of gathered parameters; None keeps their own dtype.
       prefetch: whether a layer is gathered while the previous layer computes.
       gather_codec: codec of the parameters in gathers; None sends them uncompressed.
       secondary: whether shards are gathered across the slow network once a step.
-      uneven: shapes, by name, of larger parameters that stay whole, since no dim divides, even with
-        zeros at its end.
-      padded: for split dims that do not divide, by name: their own length, and that with zeros at
-        the end.
+      uneven: shapes, by name, of large parameters that stay whole, because no dim divides and none
+        can be filled up with zeros.
+      padded: for each parameter whose split dim does not divide, by name: the dim's own length, and
+        its length with zeros at the end.
     """
 
     mesh: Mesh
@@ -105,22 +110,22 @@ class ZeroSplit:
         return [self.dims[name] for name, _ in flatten_with_names(tree)]
 
     def lengths_of(self, tree: PyTree) -> list[int | None]:
-        """Return that dim's own length where zeros fill it up; None where it divides."""
+        """Return the length of each leaf's split dim without zeros; None if the dim divides."""
         names = [name for name, _ in flatten_with_names(tree)]
         return [self.padded[name][0] if name in self.padded else None for name in names]
 
     def map(self, function: Callable[[Any, int | None], Any], tree: PyTree) -> PyTree:
-        """Map `function` over each leaf of a tree like the parameters, and its split dim."""
+        """Map `function` of (leaf, its split dim) over a tree like the parameters."""
         leaves, structure = jax.tree.flatten(tree)
         found = [function(*pair) for pair in zip(leaves, self.dims_of(tree), strict=True)]
         return jax.tree.unflatten(structure, found)
 
     def specs(self, specs: Specs) -> PyTree:
-        """Split each parameter's spec over `axes` too."""
+        """Add `axes` to each parameter's partition spec, at the split dim."""
         return self.map(self._split, specs)
 
     def shardings(self, shardings: Shardings) -> PyTree:
-        """Split each parameter's sharding over `axes` too."""
+        """Add `axes` to each parameter's sharding, at the split dim."""
 
         def split(sharding: NamedSharding, dim: int | None) -> NamedSharding:
             return NamedSharding(self.mesh, self._split(sharding.spec, dim))
@@ -128,15 +133,15 @@ class ZeroSplit:
         return self.map(split, shardings)
 
     def filled(self, tree: PyTree) -> PyTree:
-        """Fill up dims that do not divide with zeros, in a tree like the parameters."""
+        """Fill up the split dims that do not divide with zeros, in a tree like the parameters."""
         return jax.tree.map(self.fill_one, tree, of_params(tree))
 
     def cut(self, tree: PyTree) -> PyTree:
-        """Invert `filled`."""
+        """Cut off the zeros of `filled`, in a tree like the parameters."""
         return jax.tree.map(self.cut_one, tree, of_params(tree))
 
     def fill_one(self, leaf: jax.Array, owner: Owner) -> jax.Array:
-        """Call `filled` on a leaf that belongs to a parameter, at a dim that they share."""
+        """Fill up a leaf, such as a moment, that shares the split dim of the parameter `owner`."""
         dim = self._padded_dim(owner)
         if dim is None:
             return leaf
@@ -146,7 +151,7 @@ class ZeroSplit:
         return jnp.pad(leaf, more)
 
     def cut_one(self, leaf: jax.Array, owner: Owner) -> jax.Array:
-        """Invert `fill_one`."""
+        """Cut off the zeros of `fill_one`."""
         dim = self._padded_dim(owner)
         if dim is None:
             return leaf
@@ -173,19 +178,19 @@ def plan_zero(
     parts: int | None = None,
     by_layer: bool = False,
 ) -> ZeroSplit | None:
-    """Plan what the config's stage splits, and along which dims; None for stage 0.
+    """Choose the dim along which the config's stage splits each parameter; None for stage 0.
 
     Args:
       params: the parameters, or their shapes.
       dims: logical dims of each parameter, by name.
-      parts: number of parts that split dims divide into, a multiple of the devices; None is the
-        devices.
+      parts: number of parts that a split dim must divide into, a multiple of the number of devices;
+        None is the number of devices.
       by_layer: whether stage 1 splits stacked layers where they divide, so that each device has
-        whole layers; the other stages send the gradients of every layer as soon as they are known.
+        whole layers; other stages ignore it, because they send each layer's gradients separately.
 
     Raises:
-      ConfigError: no data axis, or scope ici without two networks; a rule already splits a
-        parameter over it.
+      ConfigError: the mesh has no data axis, scope ici lacks two networks, or a rule already splits
+        a parameter over the data axis.
     """
     if config.stage == 0:
         return None
@@ -238,16 +243,16 @@ of bfloat16 share a sublane, but its tile has 8 rows too (`T(8,128)(2,1)` in a p
 
 
 def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int) -> int | None:
-    """Choose the dim to split into `parts` among the free dims that divide.
+    """Choose the dim to split into `parts` among the free dims that divide; None if no dim divides.
 
     The order of preference follows from how XLA:TPU lays out a gathered tensor:
 
-    1. dims whose shards are whole tiles of the usual layout: XLA gathers others by an all-reduce of
-       zeros with a shard in them, which sends twice the bytes, or into another layout, from which
-       every gathered tensor is copied;
-    2. dims whose shards are whole sublanes: they are gathered in the transposed layout, which
-       products read without a copy;
-    3. the longest.
+    1. dims whose shards are whole tiles of the usual layout: XLA gathers other dims by an
+       all-reduce of zeros with a shard in them, which sends twice the bytes, or into another
+       layout, from which every gathered tensor is copied;
+    2. dims whose shards are whole sublanes: XLA gathers them in the transposed layout, which
+       matmuls read without a copy;
+    3. the longest dim.
 
     >>> split_dim((4, 16, 48), ("layers", "embed", "mlp"), PartitionSpec(None, None, "tensor"), 8)
     1
@@ -267,9 +272,9 @@ def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int)
 
 
 def padded_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int) -> int | None:
-    """Choose the free dim to fill up with zeros: that which needs least, then the longest.
+    """Choose the free dim to fill up with zeros: the dim that grows least, then the longest.
 
-    Dims that would more than double are left out.
+    The result is None if every free dim would grow to more than `MOST_FILLED` times its length.
 
     >>> padded_dim((65, 33, 3), (None, "embed", "heads"), PartitionSpec(None, None, "tensor"), 8)
     0
@@ -290,16 +295,16 @@ def _free(dims: Dims, spec: PartitionSpec) -> list[int]:
     """Return the dims that ZeRO may split.
 
     The dim of stacked layers is excluded: gradients and parameters are sent layer by layer, so each
-    device must hold a part of every layer. So is a dim that another axis splits: stored shards
-    would be contiguous inside each block of that axis, but those of a `jax.shard_map` that is
-    manual on the data axes only are spread across all blocks.
+    device must hold a part of every layer. A dim that another axis splits is excluded too: stored
+    shards would be contiguous inside each block of that axis, but the shards of a `jax.shard_map`
+    that is manual on the data axes only are spread across all blocks.
     """
     entries = [*spec, *(None,) * (len(dims) - len(spec))]
     return [i for i, dim in enumerate(dims) if dim != "layers" and not entry_names(entries[i])]
 
 
 def _filled(length: int, parts: int) -> int:
-    """Return the next multiple."""
+    """Round `length` up to a multiple of `parts`."""
     return -(-length // parts) * parts
 
 
