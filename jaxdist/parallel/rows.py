@@ -302,7 +302,7 @@ def _sizes(objective: Objective, batch: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _called(equation: Any) -> list[Any]:
-    """Return the program that an equation calls with its own inputs, in a list that may be empty."""
+    """Return the programs that an equation calls with its own inputs: one or none."""
     shapes = [getattr(v.aval, "shape", None) for v in equation.invars]
     for value in equation.params.values():
         inner = _open(value)

@@ -16,7 +16,7 @@ from jaxdist.types import Grads, Params, PyTree
 
 @dataclass(frozen=True)
 class AllReduce(Explicit):
-    """An all-reduce of whole gradients, some layers at a time."""
+    """An exchange that all-reduces whole gradients, a few layers at a time."""
 
     def gradients(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
@@ -25,7 +25,7 @@ class AllReduce(Explicit):
         return found._replace(grads=self.mean(found.grads, found.sums["loss"].weight)), state
 
     def mean(self, stacked: Grads, weight: jax.Array) -> PyTree:
-        """Sum the results of `stacked` over devices, and divide by a weight."""
+        """Sum gradients from `stacked` over devices, and divide them by a weight."""
         return self.on_all_axes(self._mean_of_own, self.specs)(stacked, weight)
 
     def _mean_of_own(self, grads: Grads, weight: jax.Array) -> PyTree:
@@ -33,7 +33,8 @@ class AllReduce(Explicit):
         layers = self.layers_of(grads, [None] * len(leaves))
 
         def mean(positions: list[int], leaves: Layers) -> Layers:
-            # Divided within the chunk: later it would be a further pass, with a further buffer.
+            # The division is in the same chunk as the sum: done later, it would be a further pass
+            # with a further buffer.
             return over(weight, self.sum(leaves, self.axes))
 
         return structure.unflatten(by_layers(mean, leaves, layers, self.chunk_bytes(leaves)))

@@ -1,4 +1,4 @@
-"""The common part of exchanges: the placement of trees, and the empty state."""
+"""The common part of all exchanges: the placement of trees, and an empty state."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jaxdist.types import Buffers, Grads, Params, PyTree, Shardings
 
 @dataclass(frozen=True)
 class Base:
-    """An exchange without state.
+    """The base class of exchanges, without state.
 
     Attributes:
-      whole: shardings of the parameters that every replica holds, a tree like them.
+      whole: shardings of the parameters without ZeRO, a tree like the parameters.
       zero: the splitting of the training state over replicas; None splits nothing.
-      frozen: names of the parameters that are not trained, and so have no gradients.
+      frozen: names of the parameters that are not trained and have no gradients.
     """
 
     whole: Shardings
@@ -49,29 +49,29 @@ class Base:
         return Placements(shares if sharded else self.whole, self.trained(shares))
 
     def trained(self, tree: PyTree) -> PyTree:
-        """Return the part of a tree like the parameters that is trained."""
+        """Return the part of a tree like the parameters that belongs to trained parameters."""
         return divide(tree, self.frozen)[0]
 
     @cached_property
     def all_specs(self) -> PyTree:
-        """Partition specs of whole parameters, a tree like them."""
+        """The partition specs of whole parameters, a tree like the parameters."""
         return jax.tree.map(lambda sharding: sharding.spec, self.whole)
 
     @cached_property
     def specs(self) -> PyTree:
-        """Partition specs of the whole parameters that are trained, and of their gradients."""
+        """The partition specs of whole trained parameters and of their gradients."""
         return self.trained(self.all_specs)
 
     def init(self, params: Params) -> PyTree:
         return ()
 
     def state_shardings(self, state: PyTree) -> PyTree:
-        """Return replicated shardings."""
+        """Return shardings that replicate the state on all devices."""
         mesh = jax.tree.leaves(self.whole)[0].mesh
         return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state)
 
     def reshard(self, saved: PyTree, state: PyTree) -> PyTree:
-        """Return the saved state, which is the same on every mesh."""
+        """Return the saved state unchanged, because it is the same on every mesh."""
         return saved
 
     def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:

@@ -1,7 +1,8 @@
 """Exchanges that send gradients as messages of a codec, with error feedback.
 
-Messages cross all devices that share the batch, or only the slow network of an axis over two: then
-gradients are first summed exactly inside the fast network, and each device sends only its shard.
+Messages cross all axes of the batch, or only the slow network if the data axis is split over two
+networks. In the second case gradients are first summed exactly inside the fast network, and each
+device sends only its shard of the sums.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jaxdist.types import Grads, Params, PyTree
 
 @dataclass(frozen=True)
 class Compressed(Explicit):
-    """The common part of compressed exchanges: the state of their messages."""
+    """The common part of compressed exchanges, whose state is that of `messages`."""
 
     messages: Messages = field(kw_only=True)
 
@@ -43,15 +44,17 @@ class Compressed(Explicit):
         return self.messages.reshard(saved, state)
 
     def stacked_specs(self) -> PyTree:
-        """Partition specs of the results of `stacked`, on all axes."""
+        """Return the partition specs, over all axes, of the gradients from `stacked`."""
         return jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
 
     def summed_inside(self, zero: ZeroSplit, grads: Grads, *, scatter: bool = True) -> PyTree:
-        """Sum exactly over ZeRO's axes: to shards of split tensors, to whole tensors elsewhere.
+        """Sum gradients exactly over the axes of `zero`.
+
+        The results are shards of the tensors that `zero` splits, and otherwise whole tensors.
 
         Args:
-          scatter: whether to reduce-scatter split tensors; false where they are shards of sums
-            already.
+          scatter: whether to reduce-scatter the tensors that `zero` splits; false if `grads` has
+            shards of their sums already.
         """
         leaves, structure = jax.tree.flatten(grads)
         dims = zero.dims_of(grads)
@@ -70,8 +73,8 @@ class CompressedAllReduce(Compressed, AllReduce):
     """An all-reduce by messages: every device gets the sum of all gradients.
 
     Attributes:
-      inside: the splitting over the fast network while messages cross the slow network; None where
-        messages cross all axes.
+      inside: the splitting of tensors over the fast network while messages cross the slow network;
+        None if messages cross all axes.
     """
 
     inside: ZeroSplit | None = field(default=None, kw_only=True)
@@ -96,7 +99,7 @@ class CompressedAllReduce(Compressed, AllReduce):
 
 
 def _gathered(zero: ZeroSplit, like: Grads, exchange: Explicit, shards: Grads) -> PyTree:
-    """Gather whole tensors from shards over the fast network."""
+    """Gather whole tensors from their shards, over the axes of `zero`."""
     leaves, structure = jax.tree.flatten(shards)
     dims, lengths = zero.dims_of(shards), zero.lengths_of(shards)
     cut = [n for n, dim in zip(lengths, dims, strict=True) if dim is not None]
@@ -114,7 +117,7 @@ class CompressedScatter(Compressed, Scatter):
         found = self.stacked(compute, held, batch, key)
         ways: dict[str, Any] = {"before": partial(self.summed_inside, self.zero)}
         if self.messages.axes == self.axes:
-            # All devices then have the whole sum, and each device takes its shard.
+            # Messages across all axes give every device the whole sum, of which it takes its shard.
             ways = {"after": partial(_own_shards, self.zero)}
         grads, state = self.messages.exchange(
             found.grads,
@@ -141,10 +144,11 @@ def _own_shards(zero: ZeroSplit, whole: Grads) -> PyTree:
 
 @dataclass(frozen=True)
 class CompressedUnsharded(Compressed, Unsharded):
-    """Layer-by-layer sums into shards inside the fast network, then messages (ZeRO 2 and 3).
+    """An exchange with ZeRO 2 or 3 that sums exactly inside the fast network and then by messages.
 
-    Messages cross the slow network after the backward pass, once per step: the residual of a device
-    is as large as its shard.
+    Each layer's gradients are summed into shards inside the fast network during the backward pass.
+    Messages cross the slow network after the backward pass, once per step, so that the residual of
+    a device is only as large as its shard.
     """
 
     def gradients(
@@ -173,7 +177,7 @@ class CompressedUnsharded(Compressed, Unsharded):
         return found._replace(grads=zero.cut(grads)), state
 
     def _unsummed(self, specs: PyTree) -> PyTree:
-        """Add a leading dim over the axes along which each leaf is not yet summed."""
+        """Add a leading dim to each spec, over the axes along which the leaf is not yet summed."""
         others = tuple(axis for axis in self.axes if axis not in self.zero.axes)
 
         def leading(spec: PartitionSpec, dim: int | None) -> PartitionSpec:
@@ -185,7 +189,7 @@ class CompressedUnsharded(Compressed, Unsharded):
 def compressed_exchange(
     zero: ZeroSplit | None, inside: ZeroSplit | None, **settings: Any
 ) -> Exchange:
-    """Return the compressed exchange for ZeRO's stage.
+    """Build the compressed exchange for ZeRO's stage.
 
     Args:
       inside: as for `CompressedAllReduce`.

@@ -1,8 +1,8 @@
-"""The common part of explicit exchanges: a manual data axis, with each device's own rows.
+"""The common part of exchanges whose collectives jaxdist calls: each device has its own rows.
 
 There are two `jax.shard_map`s. The first is manual on the data axes only, so that the model inside
 is unchanged and XLA still places the communication of tensor axes. The second is manual on all
-axes, so that a reduction sees plain local blocks, however other axes shard them.
+axes, so that a reduction sees plain local blocks, however other axes shard the gradients.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from jaxdist.types import Buffers, Grads, Params, PyTree, Specs
 
 EVERYWHERE = PartitionSpec()
 LEAST_CHUNKS = 16
-"""The least number of chunks of the stacked layers: a chunk is held twice, so it must be small."""
+"""The least number of chunks of stacked layers; chunks must be small, since two are in memory."""
 
 
 @dataclass(frozen=True)
 class Explicit(Base):
-    """Gradients of each device's own rows, summed by explicit collectives.
+    """An exchange that sums the gradients of each device's own rows by explicit collectives.
 
     Attributes:
       axes: mesh axes that split the batch, slowest first.
       algorithm: the algorithm of the sums over these axes.
-      reduce_dtype: dtype in which gradients are sent and summed; None is their own.
+      reduce_dtype: dtype in which gradients are sent and summed; None keeps their own dtype.
       scanned: names of the parameters whose first dim counts layers.
-      global_statistics: whether a BatchNorm of the model sees the rows of all devices.
+      global_statistics: whether a BatchNorm of the model averages over the rows of all devices.
     """
 
     mesh: Mesh = field(kw_only=True)
@@ -75,25 +75,27 @@ class Explicit(Base):
         params_specs: Specs = EVERYWHERE,
         grads_specs: Specs,
     ) -> Gradients:
-        """Compute the total loss's gradients on each device's rows; its sums, and buffers' means.
+        """Compute gradients of the total loss on each device's rows.
 
-        Random layers draw separately on each device, so their masks differ from those on one
-        device.
+        The sums of the result are over all devices, its buffers are means. Random layers draw
+        separately on each device, so their masks differ from the masks on a single device.
 
         Args:
-          enter: function from a device's stored parameters to those that it computes with.
-          leave: function from a device's gradients to the result.
+          enter: function from a device's stored parameters to the parameters of its computation.
+          leave: function from a device's gradients to the `grads` of the result.
+          params_specs: partition specs of the stored parameters.
+          grads_specs: partition specs of the results of `leave`.
         """
         around = BatchContext(self.axes, self.axes if self.global_statistics else ())
 
         def run(params: Params, buffers: Buffers, batch: PyTree, key: jax.Array) -> Gradients:
-            # With the same key, all devices would drop the same units of their different rows.
+            # With a common key, dropout would drop the same units on all devices.
             key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
             own = held._replace(params=enter(params), buffers=buffers)
             found = compute.gradients(own, batch, key, around)
             check_adds_up(found.sums, f"each part of mesh axis {', '.join(self.axes)} has own rows")
-            # Between processes on CPUs, gloo takes thirty times longer to sum a number than to send
-            # it.
+            # Between processes on CPUs, gloo's own all-reduce of a number takes thirty times longer
+            # than sending the number.
             quick = Halving() if sends_apart() else XLA
             sums = reduce_tree(found.sums, self.axes, algorithm=quick)
             return Gradients(leave(found.grads), sums, self._mean(found.buffers))
@@ -109,7 +111,7 @@ class Explicit(Base):
 
     def _mean(self, buffers: Buffers) -> PyTree:
         leaves, structure = jax.tree.flatten(buffers)
-        # Integers, such as counts of steps, are equal on all devices, and their mean would be a
+        # Integer buffers, such as counts of steps, are equal on all devices, and a mean would be a
         # float.
         floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
         means = reduce_tree([leaves[i] for i in floating], self.axes, op="mean", algorithm=XLA)
@@ -120,21 +122,24 @@ class Explicit(Base):
     def stacked(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array
     ) -> Gradients:
-        """Stack each device's own gradients along a leading dim, split over `axes`."""
+        """Compute each device's own gradients, stacked along a leading dim that `axes` split."""
         per_device = PartitionSpec(self.axes)
         return self.on_rows(
             compute, held, batch, key, leave=_with_leading_dim, grads_specs=per_device
         )
 
     def on_all_axes(self, reduce: Callable[[Any, jax.Array], Any], out_specs: Specs) -> PyTree:
-        """Call `reduce` on a device's own gradients, from `stacked`, and on a weight."""
+        """Return a function that calls `reduce` on each device, manual on all axes.
+
+        The function takes the gradients from `stacked`, and a weight.
+        """
 
         def run(stacked: Grads, weight: jax.Array) -> PyTree:
             # The leading dim is split over `axes`, so each device has exactly one entry.
             return reduce(jax.tree.map(lambda g: g[0], stacked), weight)
 
-        # Not checked by jax below: a result of `ppermute` is equal on all devices only by the
-        # algorithm, which jax cannot prove.
+        # With `check_vma`, jax would refuse results of `ppermute`, because it cannot prove that the
+        # algorithm makes them equal on all devices.
         stacked = jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
         return jax.shard_map(
             run,
@@ -145,23 +150,23 @@ class Explicit(Base):
         )
 
     def layers_of(self, tree: PyTree, dims: Sequence[int | None]) -> list[int | None]:
-        """Return how many layers each leaf has; None without layers, or with split layers."""
+        """Return the number of layers of each stacked leaf; None if not stacked, or split there."""
         return [
             leaf.shape[0] if name in self.scanned and dim != 0 else None
             for (name, leaf), dim in zip(flatten_with_names(tree), dims, strict=True)
         ]
 
     def chunk_bytes(self, leaves: Layers) -> int:
-        """Return the bytes of stacked layers per message: few compared to all, unless set."""
+        """Return the bytes of stacked layers per message, a small part of all unless configured."""
         chosen = self.algorithm.bucket_bytes
         if isinstance(chosen, int):
             return chosen
-        if sends_apart():  # few messages matter more there than little memory
+        if sends_apart():  # Each message has its own latency: few matter more than little memory.
             return BUCKET_BYTES
         return min(BUCKET_BYTES, sum(map(leaf_bytes, leaves)) // LEAST_CHUNKS)
 
     def sum(self, grads: Layers, axes: tuple[str, ...]) -> Layers:
-        """Sum over axes, in `reduce_dtype`."""
+        """Sum gradients over axes in `reduce_dtype`, and return the sums in their own dtypes."""
         carried = [g.astype(self.reduce_dtype or g.dtype) for g in grads]
         total = reduce_tree(carried, axes, algorithm=self.algorithm)
         return [g.astype(like.dtype) for g, like in zip(total, grads, strict=True)]
@@ -169,7 +174,7 @@ class Explicit(Base):
 
 @dataclass(frozen=True)
 class Sharding(Explicit):
-    """The common part of exchanges with ZeRO: shards are sent together, new parameters gathered.
+    """The common part of explicit exchanges with ZeRO, which gathers the new parameters.
 
     Attributes:
       reduce_codec: codec of gradients, without feedback; None sends them uncompressed.
@@ -180,7 +185,10 @@ class Sharding(Explicit):
 
     @property
     def keeps_barriers(self) -> bool:
-        """Whether barriers matter: XLA would fuse the update into both uses, and round twice."""
+        """Whether replicas need barriers: XLA would fuse the update into its two uses.
+
+        The value that a device keeps and the value that it sends would then be rounded differently.
+        """
         return self.zero.stage < 3
 
     def wire(self) -> ZeroMessages:
@@ -190,7 +198,7 @@ class Sharding(Explicit):
         return ZeroMessages(zero.axes, self.algorithm, *dtypes, zero.prefetch, *codecs)
 
     def finish(self, grads: Grads) -> PyTree:
-        """Sum over the remaining axes: whole tensors over all data axes, shards over the others."""
+        """Sum over the remaining axes: whole tensors over all data axes, shards over other axes."""
         zero = self.zero
         leaves, structure = jax.tree.flatten(grads)
         dims, blocks = zero.dims_of(grads), jax.tree.leaves(self.specs)
@@ -233,19 +241,19 @@ def _with_leading_dim(grads: Grads) -> PyTree:
 
 
 def over(weight: jax.Array, grads: Grads) -> PyTree:
-    """Divide gradients by the weight of the whole batch, in their own dtypes.
+    """Divide gradients by the weight of the whole batch, and keep the gradients' dtypes.
 
     A weight of 0 gives NaN, which is never used: a program whose batches may have no weight skips
     such a step (`Program.update`).
     """
-    # Not `divisor`: XLA may know a weight to be constant, but the select hides that until the
-    # program is partitioned. Replicas then rounded differently (reduce halving, ZeRO 2, and an idle
-    # tensor axis).
+    # `divisor` must not be used here. XLA may know a weight to be constant, but the select in
+    # `divisor` hides that until the program is partitioned: replicas then rounded differently
+    # (reduce halving, ZeRO 2, and an idle tensor axis).
     return jax.tree.map(lambda g: (g / weight).astype(g.dtype), grads)
 
 
 def together(send: Callable[..., Layers], leaves: Layers, dims: Sequence[int | None]) -> Layers:
-    """Send the split leaves together along their dims; return all leaves."""
+    """Call `send` on all leaves that have a split dim at once, and return all leaves."""
     found, split = list(leaves), [(i, dim) for i, dim in enumerate(dims) if dim is not None]
     sent = send([leaves[i] for i, _ in split], [dim for _, dim in split])
     for (i, _), leaf in zip(split, sent, strict=True):

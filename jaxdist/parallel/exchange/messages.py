@@ -1,4 +1,4 @@
-"""Gradients as messages of a codec: the part of an exchange that carries state."""
+"""Gradients as messages of a codec: the part of a compressed exchange that has state."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ EVERYWHERE = PartitionSpec()
 class Messages:
     """A compressed all-reduce of the devices' blocks of a tree.
 
-    Its state has a leading dim over all devices of the mesh: each device keeps the residual of its
-    own messages.
+    The state has a leading dim over all devices of the mesh, because each device keeps the residual
+    of its own messages.
 
     Attributes:
       axes: mesh axes that messages cross, slowest first.
-      blocks: shapes of one device's blocks, float32, a tree like the parameters.
+      blocks: shapes of a device's blocks in float32, a tree like the parameters.
       seed: seed of random choices.
     """
 
@@ -64,7 +64,7 @@ class Messages:
         return jax.tree.map(lambda _: NamedSharding(self.mesh, self.spec), state)
 
     def reshard(self, saved: PyTree, state: PyTree) -> PyTree:
-        """Reshard as `jaxdist.compression.reshard` does, also for changed message axes."""
+        """Reshard the state by `jaxdist.compression.reshard`, also for other message axes."""
         sizes = dict(self.mesh.shape)
         return reshard(saved, state, [sizes[name] for name in sizes], self._places)
 
@@ -87,16 +87,17 @@ class Messages:
         """Compute mean gradients, and the next state.
 
         Args:
-          grads: a device's own gradients, with a leading dim over the axes of the remaining sum.
+          grads: each device's own gradients, with a leading dim over the axes still to be summed.
           specs: partition specs of the gradients.
           weight: weight of the whole batch; residuals are in units of the mean.
           before: function from a device's own gradients to the blocks that it sends, inside a
             `jax.shard_map` that is manual on all axes.
-          after: function from sums of blocks to the result of the exchange, inside it too.
-          out_specs: partition specs of that result.
+          after: function from sums of blocks to the mean gradients, inside that `jax.shard_map`.
+          out_specs: partition specs of the results of `after`.
         """
 
         def run(grads: Grads, weight: jax.Array, state: CompressionState) -> PyTree:
+            # Dividing before the codec keeps residuals valid if the next batch has another weight.
             own = jax.tree.map(lambda g: g[0].astype(jnp.float32) / divisor(weight), grads)
             found = self._reduced(before(own), state)
             total = jax.tree.map(lambda x, g: x.astype(g.dtype), found.grads, grads)
@@ -123,7 +124,7 @@ class Messages:
 
 
 def blocks_of(shapes: PyTree, specs: Specs, mesh: Mesh) -> PyTree:
-    """Return the shapes of a device's blocks of arrays, in float32."""
+    """Return the shapes, in float32, of a device's blocks of arrays with these specs."""
 
     def block(like: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         shape: Sequence[int] = NamedSharding(mesh, spec).shard_shape(tuple(like.shape))

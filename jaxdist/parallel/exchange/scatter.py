@@ -16,7 +16,7 @@ from jaxdist.types import Grads, PyTree
 
 @dataclass(frozen=True)
 class Scatter(Sharding):
-    """A reduce-scatter of whole gradients after the backward pass, some layers at a time."""
+    """An exchange that reduce-scatters gradients after the backward pass, in chunks of layers."""
 
     def gradients(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
@@ -30,7 +30,7 @@ class Scatter(Sharding):
         return over(weight, self.finish(self._scattered(grads)))
 
     def _scattered(self, grads: Grads) -> PyTree:
-        """Return this device's shards of the sums over ZeRO's axes; other leaves unsummed."""
+        """Reduce-scatter the leaves that ZeRO splits over its axes; leave other leaves unsummed."""
         leaves, structure = jax.tree.flatten(grads)
         wire, dims = self.wire(), self.zero.dims_of(grads)
 

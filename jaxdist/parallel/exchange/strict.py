@@ -1,11 +1,11 @@
 """Gradients whose bits do not depend on how many devices compute them (`parallel.deterministic`).
 
-A batch is V logical shards by index, with V fixed by the config. A shard's gradients, sums and
-buffers are computed by the same program with the same shapes on any device, with a key of the
-shard's own index, and are added up in the order of `jaxdist.parallel.strict.tree`: a device adds
-its own part of the tree, and the rest is added where the sums of all devices arrive (`Reduction`).
-The update is the same program too: with ZeRO in pieces that all numbers of devices have in common,
-otherwise all at once.
+A batch is divided by index into V logical shards, where the config fixes V. The same program with
+the same shapes computes a shard's gradients, sums and buffers on any device, with a random key that
+depends on the shard's index. The results are added up in the order of
+`jaxdist.parallel.strict.tree`: a device adds its own part of the tree, and `Reduction` adds the
+sums of all devices. The update is the same program on any number of devices too: with ZeRO it runs
+on pieces that are equal for all numbers of devices, otherwise on whole parameters.
 """
 
 from __future__ import annotations
@@ -44,22 +44,23 @@ AWAY = (
     "cse",
     "small-while-loop-hoisting",
 )
-"""XLA:CPU's passes that are disabled. Barriers are kept. Nothing is moved out of a loop, whose
-values a device with one shard would then compute differently. Common subexpressions are not merged:
-where XLA partitions, merging happens earlier, and XLA rewrites a division as multiplication by the
-reciprocal, or not, depending on the number of the divisor's uses. Small loops are not unrolled,
-since unrolled code has no barriers."""
+"""The passes of XLA:CPU that are disabled. Without the first, barriers are kept. Without the
+second, nothing is moved out of a loop; moved code would differ on a device with a single shard.
+Without the third, common subexpressions are not merged: XLA rewrites a division as multiplication
+by the reciprocal depending on the number of the divisor's uses, and merges earlier where it
+partitions the program. Without the last, small loops are not unrolled, since unrolled code has no
+barriers."""
 ON_CPU: Options = {PASSES: ",".join(AWAY), "xla_cpu_multi_thread_eigen": False}
-"""Options on CPU; without threads in Eigen, the order of a product's sum does not depend on
-them."""
+"""The compiler options on CPU. With threads in Eigen, the order of summation in a matmul would
+depend on the number of threads."""
 
 
 @dataclass(frozen=True)
 class Strict(Explicit):
-    """The mean of logical shards' gradients, in a fixed order.
+    """An exchange that adds up the gradients of logical shards in a fixed order.
 
     Attributes:
-      order: order of the shards.
+      order: the order in which shards are added up.
     """
 
     order: Order = field(kw_only=True)
@@ -74,16 +75,16 @@ class Strict(Explicit):
 
     @property
     def local(self) -> LocalTree:
-        """Each device's part of the order."""
+        """Each device's part of the order of summation."""
         return self.order.on(self.devices)
 
     @property
     def reduction(self) -> Reduction:
-        """The reduction of the devices' parts."""
+        """The reduction that adds up the sums of all devices."""
         return Reduction(self.order, self.axes, self.devices, self.zero)
 
     def explain(self) -> str:
-        """Describe each device's work in a line."""
+        """Describe in a line the work of each device."""
         local, shards = self.local, self.order.shards
         return (
             f"strict: {shards} logical shards, {local.shards} on each device, which holds "
@@ -107,10 +108,10 @@ class Strict(Explicit):
         found = self._blocks(compute, held, batch, key)
         specs = self.specs if self.zero is None else self.zero.specs(self.specs)
         total = self._on_all_axes(self.reduction.total, found.grads, specs)
-        # The barrier separates this from the code before it, which depends on the number of
-        # devices: on one device a weight may be a constant. Multiplied by the reciprocal instead of
-        # divided, because XLA rewrites a division like this itself, but not for a shard of a single
-        # element.
+        # The barrier separates this code from the code before it, which depends on the number of
+        # devices: on one device a weight may be a constant. The gradients are multiplied by the
+        # reciprocal, because XLA rewrites a division by the weight as such a multiplication, but
+        # not for a shard of a single element.
         given = (total, 1 / divisor(found.sums["loss"].weight))
         total, factor = lax.optimization_barrier(given)
         mean = jax.tree.map(lambda g: (g * factor).astype(g.dtype), total)
@@ -142,7 +143,8 @@ class Strict(Explicit):
     def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:
         grads, params = super().shares(grads, params)
         if self.zero is not None:
-            # A step that is skipped for one piece must be skipped for all: see `apply`.
+            # `apply` updates pieces separately. If the optimizer skips a step for one piece because
+            # of a NaN, the NaN must be in all pieces, so that the step is skipped for all.
             fine = all_finite(grads)
             grads = jax.tree.map(lambda g: jnp.where(fine, g, jnp.nan), grads)
         return lax.optimization_barrier((grads, params))
@@ -158,7 +160,7 @@ class Strict(Explicit):
     def apply(
         self, function: Callable[..., tuple[Any, ...]], given: Given, rest: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Apply with ZeRO in the pieces that all numbers of devices have in common."""
+        """Apply `function`; with ZeRO, to pieces that are equal for all numbers of devices."""
         zero = self.zero
         if zero is None:
             return self._once(function, [tree for tree, _ in given], rest)
@@ -187,7 +189,10 @@ class Strict(Explicit):
         return lax.optimization_barrier(cut)
 
     def norm(self, grads: Grads) -> jax.Array:
-        """Compute the norm; for shards, sums of V pieces along the split dim are added in order."""
+        """Compute the global norm.
+
+        With ZeRO, the squares of V pieces along each split dim are added up in the fixed order.
+        """
         if self.zero is None:
             (found,) = self._once(lambda g, _: (global_norm(g),), [grads, jnp.float32(0)], ())
             return found
@@ -202,9 +207,10 @@ class Strict(Explicit):
         trees: Sequence[PyTree],
         rest: tuple[Any, ...],
     ) -> tuple[Any, ...]:
-        """Apply `function` to values equal on all devices: the same program for any number.
+        """Apply `function` to values that are equal on all devices of the batch's axes.
 
-        Manual along these axes, or it would be another where it asks what XLA may have split.
+        The `jax.shard_map` makes the program the same for any number of devices: without it,
+        functions that ask which axes XLA may split would compute otherwise.
         """
         run = jax.shard_map(
             partial(once, function, flat=self._alone),
@@ -219,15 +225,18 @@ class Strict(Explicit):
     def _blocks(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array
     ) -> Gradients:
-        """Stack each device's own gradient sums over `axes`; sums over all; buffers' means."""
+        """Compute each device's sums of gradients, stacked over `axes`.
+
+        The result also has the sums over all shards, and the means of the buffers.
+        """
 
         def run(stored: Params, buffers: Buffers, batch: PyTree, key: jax.Array) -> Gradients:
             rows, first = self._rows(batch), lax.axis_index(self.axes) * self.local.shards
             given = held._replace(params=self._entered(stored), stored=(), buffers=buffers)
 
             def one(number: jax.Array) -> Gradients:
-                # By the shard's index in the batch, not on the device: another number of devices
-                # must not change the masks.
+                # The key depends on the shard's index in the batch, not on the device, because
+                # another number of devices must not change the masks.
                 own = jax.random.fold_in(key, first + number)
                 ready, mine = settled((given, take_entry(rows, number)), flat=self._alone)
                 found = compute.gradients(ready, mine, own, BatchContext())
@@ -256,11 +265,11 @@ class Strict(Explicit):
         )(held.stored, held.buffers, batch, key)
 
     def _rows(self, batch: PyTree) -> PyTree:
-        """Reshape a device's rows `[B, ...]` to rows of shards, `[shards, B / shards, ...]`."""
+        """Reshape a device's rows `[B, ...]` to the rows of shards, `[shards, B / shards, ...]`."""
         return jax.tree.map(lambda x: x.reshape(self.local.shards, -1, *x.shape[1:]), batch)
 
     def _entered(self, stored: Params) -> PyTree:
-        """Return whole parameters: stage 3 gathers its shards once, at the beginning of a step."""
+        """Return whole parameters; for stage 3, gather all shards at the beginning of the step."""
         zero = self.zero
         if zero is None or zero.stage < 3:
             return stored
@@ -286,7 +295,7 @@ class Strict(Explicit):
         *,
         stacked: bool = True,
     ) -> PyTree:
-        """Apply `function` to each device's own blocks or shards, manual on all axes."""
+        """Apply `function` to each device's stacked blocks or shards, manual on all axes."""
         if stacked:
             specs = jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
         else:

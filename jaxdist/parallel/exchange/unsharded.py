@@ -1,7 +1,7 @@
-"""Gradients summed into shards during the backward pass (ZeRO 2 and 3).
+"""The exchange that sums gradients into shards during the backward pass (ZeRO 2 and 3).
 
-In stage 3, which torch calls FSDP, parameters are shards too, and each layer's parameters are
-gathered where the layer runs: see `jaxdist.parallel.unshard`.
+In stage 3, which torch calls FSDP, parameters are stored as shards too, and each layer's parameters
+are gathered when the layer runs: see `jaxdist.parallel.unshard`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxdist.types import Params, PyTree
 
 @dataclass(frozen=True)
 class Unsharded(Sharding):
-    """A reduce-scatter of each layer's gradients in the backward pass."""
+    """An exchange that reduce-scatters each layer's gradients during the backward pass."""
 
     def gradients(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
@@ -42,7 +42,7 @@ class Unsharded(Sharding):
         return found._replace(grads=mean), state
 
     def _deferred(self, params: Params) -> PyTree:
-        """Defer parameters: each is gathered, or its gradient summed, where it is used."""
+        """Replace parameters that ZeRO splits by objects that send when a layer uses them."""
         zero = self.zero
         wire, sharded = self.wire(), zero.stage == 3
         leaves, structure = jax.tree.flatten(params)
@@ -59,7 +59,8 @@ class Unsharded(Sharding):
     def _seconds(self, params: Params) -> list[jax.Array | None]:
         """Gather a second copy of the shards across the slow network, for use inside the fast.
 
-        Its dim over fast networks follows that of stacked layers, so that each layer has it too.
+        The dim over fast networks comes after the dim of stacked layers, so that a slice with a
+        single layer has it too.
         """
         leaves, dims = jax.tree.leaves(params), self.zero.dims_of(params)
         mine = [i for i, dim in enumerate(dims) if dim is not None]

@@ -1,4 +1,4 @@
-"""Reductions that XLA places, given the shardings of the results."""
+"""The exchange whose reductions XLA places, given the shardings of the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxdist.types import Grads, Params, PyTree
 
 @dataclass(frozen=True)
 class XlaExchange(Base):
-    """All rows as one array, with sharding constraints that split gradients."""
+    """An exchange by XLA: a batch is one array, and sharding constraints split the gradients."""
 
     explicit: bool = field(default=False, init=False)
 
@@ -28,7 +28,7 @@ class XlaExchange(Base):
 
     @property
     def _around(self) -> BatchContext:
-        """Split gradients as soon as they are computed, from stage 2 on."""
+        """The context that lays out computed gradients at once: from stage 2 on, as shards."""
         if self.zero is None:
             return BatchContext()
         lie = self.placements.shares if self.zero.stage >= 2 else self.trained(self.whole)
@@ -38,5 +38,5 @@ class XlaExchange(Base):
         return global_norm(grads)
 
     def publish(self, params: Params, into: Params) -> PyTree:
-        """Return the parameters, which XLA gathers for the step's output shardings."""
+        """Return the parameters unchanged; XLA gathers them for the step's output shardings."""
         return params

@@ -1,1 +1,1 @@
-"""The same bits on any number of devices: a batch in logical shards, added up in a fixed order."""
+"""The guarantee of the same bits on any number of devices, by logical shards and a fixed order."""

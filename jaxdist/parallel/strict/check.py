@@ -15,7 +15,7 @@ from jaxdist.mesh import describe_mesh
 from jaxdist.types import Params
 
 OTHER_AXES = ("tensor",)
-"""Axes other than data whose sums were seen to keep their order: XLA places them in one process."""
+"""The axes other than data over which XLA's sums within a process were seen to keep their order."""
 CROSSING = frozenset(
     [
         "sort",
@@ -41,15 +41,15 @@ CROSSING = frozenset(
         "householder_product",
     ]
 )
-"""Primitives that keep a shape but mix elements, or depend on their position."""
+"""The primitives that keep a shape but mix elements, or depend on the position of elements."""
 
 
 def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
-    """Check that the shards divide over the devices of the batch, and the other axes.
+    """Check that the shards divide over the data axis, and that other axes keep the bits.
 
     Raises:
-      ConfigError: the shards do not divide; an axis other than data is not known to keep bits, or
-        spans processes.
+      ConfigError: the shards do not divide, or an axis other than data is not known to keep bits,
+        or spans processes.
     """
     sizes = dict(mesh.shape)
     count = 1
@@ -86,10 +86,9 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
 
 
 def check_update(transform: optax.GradientTransformationExtraArgs, params: Params) -> None:
-    """Check that an update with ZeRO works element by element, since it is computed in pieces.
+    """Check that an update works element by element, because strict ZeRO computes it in pieces.
 
-    Nothing is computed: the traced update is examined. A test that all elements are finite is
-    allowed.
+    The update is only traced, not computed. It may test whether all elements are finite.
 
     Raises:
       ConfigError: the update adds up elements, mixes them, or draws at random.
@@ -123,7 +122,8 @@ def _crossing(jaxpr: Any) -> Iterator[str]:
             {v.aval.shape for v in variables if getattr(v.aval, "shape", ())}
             for variables in (equation.invars, equation.outvars)
         ]
-        # A reduction to fewer elements, except an operation that does not depend on their order.
+        # A reduction to fewer elements is refused, except `reduce_and`, which does not depend on
+        # the order of elements.
         fewer = shapes[0] and shapes[0] != shapes[1] and name != "reduce_and"
         if len(shapes[0] | shapes[1]) > 1 or fewer or (name in CROSSING and any(shapes)):
             yield name

@@ -1,4 +1,4 @@
-"""The setting `parallel.deterministic`: what a run's bits may depend on."""
+"""The setting `parallel.deterministic`, which makes a run's bits independent of the devices."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jaxdist.config.schema import Config
 
 
 class StrictConfig(Config):
-    """The same bits on every number of devices along data that divides `shards`."""
+    """The guarantee of the same bits on any number of devices along data that divides `shards`."""
 
     type: Literal["strict"]
-    """Selects this guarantee."""
+    """The name that selects this guarantee in a config."""
     shards: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Number of pieces, by index, that each batch is cut into on any number of devices. It is part
-    of the computation: another number gives other bits. A power of two sends the fewest bytes."""
+    """The number of pieces into which each batch is cut by index, on any number of devices. Another
+    number of pieces gives other bits. With a power of two the fewest bytes are sent."""

@@ -1,8 +1,8 @@
 """Updates of shards in pieces of a common shape, with the same code on every device count.
 
-XLA:CPU decides for each loop whether to contract a product and a sum into a single rounding, and a
-loop over a shard of another length is another loop. Shards are therefore updated in the pieces that
-all device counts have in common, a piece in each iteration.
+XLA:CPU decides for each loop whether to contract a product and a sum into a single rounding, and
+may decide differently for a loop over a shard of another length. Shards are therefore updated in
+pieces whose shape is the same for all device counts, a piece in each iteration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxdist.parallel.strict.tree import settled, turns
 from jaxdist.types import PyTree
 
 Places = Sequence[int | None]
-"""The dim of each leaf that is cut; None for a leaf that all pieces share."""
+"""The dim along which each leaf is cut; None for a leaf that all pieces share."""
 
 
 def in_pieces(
@@ -31,10 +31,10 @@ def in_pieces(
     """Apply `function` to trees in `count` equal pieces, one after another.
 
     Args:
-      function: elementwise function of the trees and of `rest`, which returns new trees for the
-        last of them.
+      function: elementwise function of the trees and of `rest`; the n trees that it returns replace
+        the last n of `trees`.
       trees: this device's trees.
-      places: the cut dims of the leaves of each tree.
+      places: the dims along which the leaves of each tree are cut.
     """
 
     def run(number: jax.Array) -> tuple[Any, ...]:
@@ -63,12 +63,14 @@ def once(
     """Apply `function` to trees, compiled separately from the code around it.
 
     Args:
-      function: function of the trees and of `rest`, which returns new trees for the last of them.
-      flat: see `settled`.
+      function: function of the trees and of `rest`; the n trees that it returns replace the last n
+        of `trees`.
+      flat: as for `settled`.
     """
     shapes = jax.eval_shape(function, *trees, *rest)
     others, last = trees[: len(trees) - len(shapes)], trees[len(trees) - len(shapes) :]
 
+    # XLA does not inline a loop whose number of iterations it does not know: see `turns`.
     def turn(_: jax.Array, last: tuple[Any, ...]) -> tuple[Any, ...]:
         given, mine, more = settled((others, last, rest), flat=flat)
         return settled(function(*given, *mine, *more), flat=flat)

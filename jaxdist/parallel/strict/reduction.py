@@ -1,7 +1,8 @@
-"""Sums over all shards from each device's parts, inside `jax.shard_map`, in a fixed order.
+"""Sums over all shards from the sums of each device, inside `jax.shard_map`, in a fixed order.
 
-Every device adds its part of the elements, in the order of `jaxdist.parallel.strict.tree`; a
-reduce-scatter and an all-gather are sent.
+Each device receives its part of the elements from all devices, and adds the received sums in the
+order of `jaxdist.parallel.strict.tree`. Whole results are then gathered. The bytes are those of a
+reduce-scatter and an all-gather, if each device has a single sum.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Reduction:
     """The reduction of each device's blocks from `jaxdist.parallel.strict.tree.add_blocks`.
 
     Attributes:
-      order: order of the shards.
+      order: the order in which shards are added up.
       axes: manual mesh axes of the shards, slowest first.
       devices: number of devices along these axes.
       zero: the splitting of the sums over these axes; None leaves all whole.
@@ -39,7 +40,10 @@ class Reduction:
     zero: ZeroSplit | None
 
     def everywhere(self, blocks: PyTree) -> PyTree:
-        """Sum all shards from each device's few, small blocks; of integers, return the last."""
+        """Sum all shards from each device's small blocks, which are gathered on every device.
+
+        The result for an integer leaf is its last block.
+        """
 
         def total(flat: jax.Array) -> jax.Array:
             # The barrier separates the sum, whose code must be the same for any number of devices,
@@ -55,11 +59,12 @@ class Reduction:
         return structure.unflatten(found)
 
     def mean_like(self, total: jax.Array, like: jax.Array) -> jax.Array:
+        """Divide a sum over the shards by their number, in the dtype of `like`; keep integers."""
         floating = jnp.issubdtype(like.dtype, jnp.inexact)
         return (total / self.order.shards).astype(like.dtype) if floating else total
 
     def total(self, blocks: Grads) -> PyTree:
-        """Sum all shards: with ZeRO this device's part of split tensors, else whole tensors."""
+        """Sum all shards to this device's part of tensors that ZeRO splits, else whole tensors."""
         leaves, structure = jax.tree.flatten(blocks)
         dims = _dims(self.zero, blocks)
         whole = [i for i, dim in enumerate(dims) if dim is None]
@@ -72,9 +77,9 @@ class Reduction:
         return structure.unflatten(leaves)
 
     def _cut(self, blocks: jax.Array, dim: int | None) -> jax.Array:
-        """Rearrange `[blocks, ...]` to `[devices, blocks, ...]`, with each device's part of dim.
+        """Rearrange `[blocks, ...]` to `[devices, blocks, ...]`, with each device's part of `dim`.
 
-        Zeros fill the dim up to a multiple of all shards, as in `plan_zero`.
+        Zeros fill the dim up to a multiple of the number of shards, as in `plan_zero`.
         """
         assert dim is not None
         rows = jnp.moveaxis(blocks, dim + 1, 1)
@@ -84,19 +89,19 @@ class Reduction:
         return jnp.moveaxis(jnp.moveaxis(parts, 1, 0), 2, dim + 2)
 
     def _whole(self, flat: jax.Array) -> jax.Array:
-        """Sum `[blocks, n]` of each device to `[n]` on all."""
+        """Sum the blocks `[blocks, n]` of all devices to `[n]` on every device."""
         size = flat.shape[1]
         flat = jnp.pad(flat, [(0, 0), (0, -size % self.devices)])
         parts = jnp.moveaxis(flat.reshape(len(flat), self.devices, -1), 1, 0)
         return all_gather(self._part(parts), self.axes, size=size)
 
     def _part(self, parts: jax.Array) -> jax.Array:
-        """Sum `[devices, blocks, n]` to `[n]` of this device's part."""
+        """Send parts `[devices, blocks, n]` to their devices, and sum this device's part, `[n]`."""
         arrived = all_to_all(parts, self.axes)
         return self.order.add(arrived.reshape(-1, parts.shape[-1]))
 
     def square(self, shards: Grads) -> jax.Array:
-        """Sum the squares over all devices' shards, and over tensors that are whole on each."""
+        """Sum the squares of the elements of all shards, and of tensors whole on each device."""
         leaves, dims, count = (
             jax.tree.leaves(shards),
             _dims(self.zero, shards),
@@ -126,7 +131,7 @@ def _dims(zero: ZeroSplit | None, tree: PyTree) -> list[int | None]:
 def _in_buckets(
     function: Callable[[jax.Array], jax.Array], leaves: Sequence[jax.Array], *, lead: int = 1
 ) -> list[jax.Array]:
-    """Apply `function` to concatenated leaves, `[*lead, n]` to `[n]`, for fewer messages."""
+    """Apply `function` to concatenated leaves, `[*lead, n]` to `[n]`, to send fewer messages."""
     flat = [x.reshape(*x.shape[:lead], -1) for x in leaves]
     found: dict[int, jax.Array] = {}
     for bucket in plan_buckets(flat, BUCKET_BYTES):

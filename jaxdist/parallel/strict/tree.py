@@ -1,11 +1,11 @@
 """The order in which logical shards are added up: a tree that does not depend on devices.
 
-Floating-point sums depend on their order, so the order is part of the result. Of V shards, runs of
-2^a (the largest power of two that divides V) are each added as a binary tree, and the runs one
-after another. A tree rather than a chain, for two reasons: adjacent shards on a device form a
-subtree, which the device adds up before it sends anything; and a device that adds its shards as
-they are computed keeps a + 1 sums, not V. Where V is a power of two, each device therefore sends
-one gradient, as in any reduction.
+Floating-point sums depend on their order, so the order must be fixed. V shards are divided into
+runs of 2^a shards, the largest power of two that divides V. Each run is added as a binary tree, and
+the sums of the runs are added one after another. A tree is better than a chain for two reasons:
+adjacent shards on a device form a subtree, which the device adds up before it sends anything; and a
+device that adds each shard when it is computed keeps a + 1 sums, not V. If V is a power of two,
+each device therefore sends one gradient, as in any reduction.
 
     >>> Order(8).on(2), Order(12).on(4), Order(12).on(3)
     (LocalTree(shards=4, block=4), LocalTree(shards=3, block=1), LocalTree(shards=4, block=4))
@@ -31,7 +31,7 @@ class LocalTree:
 
     Attributes:
       shards: number of shards on the device.
-      block: how many of these, next to each other, are always a subtree; a power of two.
+      block: number of adjacent shards that always form a subtree; a power of two.
     """
 
     shards: int
@@ -49,7 +49,7 @@ class LocalTree:
 
     @property
     def held(self) -> int:
-        """The number of sums held at once: one of each level, the blocks', and the shard's own."""
+        """The number of sums in memory at once: one per level, one per block, and a shard's own."""
         return self.levels + self.blocks + 1
 
 
@@ -61,23 +61,23 @@ class Order:
 
     @property
     def run(self) -> int:
-        """The shards of the largest binary tree: the largest power of two that divides all."""
+        """The number of shards of a binary tree: the largest power of two that divides `shards`."""
         return self.shards & -self.shards
 
     def on(self, devices: int) -> LocalTree:
-        """Return each device's part, in the order of the device indices."""
+        """Return the part of the tree that each of `devices` devices adds up."""
         assert self.shards % devices == 0, "see jaxdist.parallel.strict.check"
         mine = self.shards // devices
         return LocalTree(mine, math.gcd(mine, self.run))
 
     def add(self, blocks: jax.Array) -> jax.Array:
-        """Sum over the first dim of `[n, ...]`: sums of V / n shards each, in order.
+        """Add up `[n, ...]`, the sums of V / n shards each, over the first dim in the tree's order.
 
         >>> [float(Order(12).add(x)) for x in (jnp.arange(12.0), jnp.full(3, 1.5))]
         [66.0, 4.5]
         """
         runs = self.shards // self.run
-        # The devices may have added some levels already: the tree continues from any level.
+        # The devices may have added some levels already, so this loop begins at any level.
         while len(blocks) > runs:
             pairs = blocks.reshape(len(blocks) // 2, 2, *blocks.shape[1:])
             blocks = pairs[:, 0] + pairs[:, 1]
@@ -91,9 +91,9 @@ def settled(tree: PyTree, *, flat: bool = True) -> PyTree:
     """Put a barrier behind the tree, so that the code after it is compiled separately.
 
     Args:
-      flat: flatten arrays to concatenated rows, so that no memory layout is carried over, which
-        would also determine an order of summation. Not for arrays that automatic axes split: it
-        would gather them.
+      flat: whether to flatten arrays before the barrier. A memory layout, which also determines an
+        order of summation, then ends at the barrier. It must be false for arrays that automatic
+        axes split, which flattening would gather.
     """
     leaves, structure = jax.tree.flatten(tree)
     rows = [x.reshape(-1) for x in leaves] if flat else leaves
@@ -102,12 +102,12 @@ def settled(tree: PyTree, *, flat: bool = True) -> PyTree:
 
 
 def take_entry(tree: PyTree, number: jax.Array) -> PyTree:
-    """Take the entry `number` of leaves `[n, ...]`."""
+    """Return the entry `number` of each leaf `[n, ...]`."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, 0, keepdims=False), tree)
 
 
 def wide(tree: PyTree) -> PyTree:
-    """Widen to dtypes that are safe for sums over shards: float32 or wider."""
+    """Convert floating leaves to dtypes that are safe for sums over shards: float32 or wider."""
 
     def one(x: jax.Array) -> jax.Array:
         floating = jnp.issubdtype(x.dtype, jnp.inexact)
@@ -119,14 +119,16 @@ def wide(tree: PyTree) -> PyTree:
 def add_blocks(
     one: Callable[[jax.Array], PyTree], local: LocalTree, *, flat: bool = True
 ) -> PyTree:
-    """Add up a device's own shards, leaves `[local.blocks, ...]`; of integers, each block's last.
+    """Add up a device's own shards to leaves `[local.blocks, ...]`.
 
-    Each iteration of the loop compiles to the same code for any number of iterations: XLA does not
-    know their number, and barriers separate a shard's computation from its sums.
+    An integer leaf is that of the last shard of each block.
+
+    An iteration of the loop compiles to the same code for any number of iterations, because XLA
+    does not know the number, and because barriers separate a shard's computation from the sums.
 
     Args:
-      one: function from a shard's number on this device to the tree to sum, in safe dtypes.
-      flat: see `settled`.
+      one: function from a shard's number on this device to the tree to sum, in dtypes of `wide`.
+      flat: as for `settled`.
     """
     shapes = jax.eval_shape(one, jnp.int32(0))
 
@@ -137,8 +139,8 @@ def add_blocks(
         waiting, blocks = carry
         found = settled(one(number), flat=flat)
         place = number % local.block
-        # As many levels are complete as the place has trailing 1 bits: 0, 1, 0, 2, 0, 1, 0, 3 of a
-        # block.
+        # The number of complete levels is that of the trailing 1 bits of the place: 0, 1, 0, 2, 0,
+        # 1, 0, 3, ...
         complete = lax.population_count(place & ~(place + 1))
         for level in range(local.levels):
             found = jax.tree.map(partial(_joined, level, complete), waiting, found)
@@ -151,15 +153,18 @@ def add_blocks(
 
 
 def _joined(level: int, complete: jax.Array, waiting: jax.Array, x: jax.Array) -> jax.Array:
-    # A counter in the buffers, such as a batch norm's, is the same for every shard; it is not a
-    # sum.
+    # An integer buffer, such as a batch norm's counter, is the same for every shard, so it must not
+    # be added up.
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     return jnp.where(level < complete, waiting[level] + x, x)
 
 
 def turns(count: int, turn: Callable[[jax.Array, PyTree], PyTree], begun: PyTree) -> PyTree:
-    """Loop like `lax.fori_loop`, but never merged with the code around it."""
+    """Run a loop like `lax.fori_loop`, which XLA never merges with the code around it.
+
+    The barrier hides the number of iterations from XLA, which would inline a single iteration.
+    """
     return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(count)), turn, begun)
 
 
