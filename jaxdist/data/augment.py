@@ -20,9 +20,9 @@ from jaxdist.data.source import HostBatch, Source, take
 from jaxdist.errors import DataError
 
 MIXED_LABEL = "mixed_label"
-"""The field of the label of the image that mixup adds."""
+"""The field of the label of the other image, which mixup adds."""
 MIXED_SHARE = "mixed_share"
-"""The field of the share that the image added by mixup has in the pixels."""
+"""The field of the weight with which mixup adds the other image."""
 
 
 class AugmentConfig(Scaled):

@@ -19,7 +19,7 @@ class ImportConfig(Config):
     """Your own data: a Dataset, a source to train on, or a pair (train, heldout) of sources."""
 
     type: Literal["import"] = "import"
-    """Your own data."""
+    """Selects your own data."""
     path: str
     """Import path `package.module:name` of the data, or of a function that builds it."""
     args: Kwargs = Field(default={})

@@ -50,7 +50,7 @@ class Loader:
     A batch maps the source's names to arrays with the leading dim `batch_size`. Evaluation batches
     also have a `weight` (float32): 1 for a real row, 0 for padding. Training batches have no weight
     of this kind, because all their rows are real: the compiled step then knows the sum of weights,
-    and no device waits for another device's sum. A source may have its own `weight` in both.
+    and no device waits for another device's sum. A source may have its own `weight` in both kinds.
 
     Attributes:
       batch_shapes: shapes, dtypes and shardings of a training batch.

@@ -28,7 +28,7 @@ class Allowed:
     def check(
         self, batch: Mapping[str, np.ndarray], examples: np.ndarray, split: str = "training split"
     ) -> None:
-        """Check every value of some examples, which costs less than it did to stack them.
+        """Check every value of some examples, which costs less time than stacking them.
 
         Args:
           batch: arrays [N, ...] by field.

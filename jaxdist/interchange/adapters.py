@@ -1,7 +1,7 @@
 """Low-rank adapters in PEFT's files: adapter_config.json and adapter_model.safetensors.
 
-A file has, for each module, lora_A `[rank, inputs]` and lora_B `[outputs, rank]`; names of modules
-are those of the base model's tensors, by the table of its family.
+A file has, for each module, lora_A `[rank, inputs]` and lora_B `[outputs, rank]`; a module has the
+name of the base model's tensor, without `.weight`, in the table of the model's family.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "layers_to_transform": (None,),
     "trainable_token_indices": (None,),
 }
-"""Settings that say more than our adapters compute, with the values that leave it off."""
+"""Settings of PEFT that change what adapters compute, with the values that our adapters allow."""
 _LISTED = 4
 
 
@@ -52,7 +52,7 @@ def open_adapters(folder: Path) -> Files:
     """Open a folder in PEFT's form.
 
     Raises:
-      DataError: no adapters, damaged files, or kinds of adapters that are not LoRA's alone.
+      DataError: the folder has no adapters, damaged files, or adapters of another kind than LoRA.
     """
     for name in (SETTINGS, TENSORS):
         if not (folder / name).is_file():
@@ -82,7 +82,7 @@ def settings_of(files: Files, rows: Mapping[str, Row]) -> JsonObject:
       rows: the base model's table.
 
     Raises:
-      ConfigError: modules that the base model does not have.
+      ConfigError: the adapters have modules that the base model does not have.
     """
     own = {_module(row, None): name for name, row in rows.items()}
     found, unknown = set[str](), list[str]()
@@ -115,7 +115,7 @@ def read_adapters(
     """Read the parameters of adapters, float32 by name.
 
     Raises:
-      ConfigError: tensors that are missing, or of another shape than the base model's kernels take.
+      ConfigError: tensors are missing, or do not have the shapes of the base model's kernels.
     """
     values: dict[str, np.ndarray] = {}
     problems: list[str] = []
@@ -155,7 +155,7 @@ def write_adapters(
       base: name or path of the base model.
 
     Raises:
-      ConfigError: adapters that PEFT's files do not have in this form.
+      ConfigError: PEFT's files cannot hold the adapters of a kernel in this form.
       OSError: the folder cannot be written.
     """
     odd = [one.name for one in adapters if rows[one.name].part is not None or not _inside(one)]
@@ -214,7 +214,7 @@ def _file_shape(adapter: Adapter, end: str) -> tuple[int, int]:
 
 
 def _first_in(adapter: Adapter, row: Row) -> bool:
-    """Return whether the module's tensor has its inputs first, as transformers' Conv1D."""
+    """Return whether a module's tensor has its inputs first, as transformers' Conv1D has them."""
     layout = Layout(row.layout, row.part)
     inputs = [name for dim in layout.own[: adapter.inputs] for name in dim]
     return list(layout.file[0]) == inputs

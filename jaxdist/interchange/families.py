@@ -1,4 +1,4 @@
-"""Families of published models: tables of their tensors' names and layouts, next to our models.
+"""Families of published models: tables that match names and layouts of tensors with our models.
 
 Letters of layouts: V vocabulary, D embed, H heads, K kv_heads, d head_dim, F mlp, P positions.
 `{layer}` in a name is the number of a layer, which our parameters count in their first dim.
@@ -18,11 +18,11 @@ RUN_ONLY = (
     "isolate_documents", "attention", "compute_dtype", "remat", "scan_unroll", "vocab_multiple",
     "freeze", "lora",
 )  # fmt: skip
-"""Options of `gpt` that say how it runs, and not which function it computes."""
+"""Options of `gpt` that change how the model runs, but not the function that it computes."""
 
 
 class Row(NamedTuple):
-    """The tensor of a parameter, its layout, and the part that it has of the tensor."""
+    """The tensor of a parameter, the layout, and the part of the tensor if others have the rest."""
 
     tensor: str
     layout: str
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 
 def _block(prefix: str, names: Mapping[str, tuple[str, str]]) -> dict[str, Row]:
-    """Return rows of a block's parameters, from tensors below the layer's prefix."""
+    """Return the rows of a block's parameters, whose tensors' names begin with `prefix`."""
     return {f"blocks/{own}": Row(f"{prefix}{name}", how) for own, (name, how) in names.items()}
 
 
@@ -59,7 +59,7 @@ LLAMA_ROWS: Mapping[str, Row] = {
         },
     ),
 }
-"""The rows of llama and of the families that share its names; models lack some of them."""
+"""The rows of llama and of the families that share its names; no model has all of them."""
 
 _ATTENTION = {"query": 0, "key": 1, "value": 2}
 GPT2_ROWS: Mapping[str, Row] = {
@@ -101,10 +101,12 @@ class Family:
     Attributes:
       keys: options of `gpt` by key of config.json.
       options: options that all models of the family have.
-      fixed: values of other keys that `gpt` computes; another value is refused.
+      fixed: values of other keys that `gpt` computes, the value to write first; others are refused.
       missing: values of keys that a config.json may leave out.
-      ignored: ends of names of tensors that hold no parameter.
-      prefix: beginning of names that files of the model without its head leave out.
+      ignored: suffixes of the names of tensors that hold no parameter.
+      prefix: prefix of names that is absent in files of the model without its head.
+      more: function from a config.json to further options of `gpt`.
+      written: function from options of `gpt` to further keys of config.json.
     """
 
     name: str
@@ -123,7 +125,7 @@ class Family:
         """Return the section `model` of a config for a config.json.
 
         Raises:
-          ConfigError: a config.json that lacks a key, or asks for what our model does not compute.
+          ConfigError: a config.json that lacks a key, or has a value that `gpt` does not compute.
         """
         given = {**self.missing, **config}
         for key, allowed in self.fixed.items():
@@ -156,7 +158,7 @@ class Family:
 
 
 def _rotary(config: Mapping[str, Any]) -> JsonObject:
-    """Return theta and the scaling of rotary positions, from either form of config.json."""
+    """Return theta and the scaling of rotary positions, from the new or old keys of config.json."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
@@ -189,7 +191,7 @@ def _written_rotary(options: JsonObject) -> JsonObject:
 
 
 def _window(config: Mapping[str, Any]) -> JsonObject:
-    """Return the window: theirs counts the position itself, ours the positions before it."""
+    """Return the window, in which `gpt` counts the positions before a position, but not itself."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     kinds = set(config.get("layer_types") or ())
     if not kinds and window is not None and "max_window_layers" in config:
@@ -223,7 +225,8 @@ def _written_window(options: JsonObject) -> JsonObject:
     window: Any = options["attention_window"]
     window = None if window is None else window + 1
     more = {"sliding_window": window, "use_sliding_window": window is not None}
-    if window is not None:  # qwen's first layers would attend to all before this one
+    if window is not None:
+        # The layers of a qwen below max_window_layers have no window.
         more["max_window_layers"] = 0
     return {**_written_rotary(options), **more}
 
@@ -283,6 +286,7 @@ FAMILIES: Mapping[str, Family] = {
             "qwen2",
             "Qwen2ForCausalLM",
             LLAMA_ROWS,
+            # A qwen2 always derives the head size from its width.
             {key: own for key, own in KEYS.items() if key != "head_dim"},
             {"norm": "rms", "biases": "qkv"},
             _SILU,
@@ -341,14 +345,14 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Every family by `model_type` of its config.json."""
 LATER = ("mixtral", "bert", "vit", "resnet")
-"""Families that a later version is to have, since there is none of our models for them yet."""
+"""Families that a later version may have; jaxdist has no model for them so far."""
 
 
 def family_of(config: Mapping[str, Any], *, where: str) -> Family:
     """Return the family of a config.json.
 
     Raises:
-      ConfigError: an architecture without a table; the message lists those that have one.
+      ConfigError: an architecture without a table; the message lists the known families.
     """
     name = str(config.get("model_type"))
     if name in FAMILIES:
@@ -362,7 +366,7 @@ def family_of(config: Mapping[str, Any], *, where: str) -> Family:
 
 
 def architecture(config: GptConfig) -> JsonObject:
-    """Return the options that say which function a model computes, with widths that it derives."""
+    """Return the options that choose the function that a model computes, with derived widths."""
     options = config.model_dump(mode="json", exclude={"type", *RUN_ONLY})
     derived = {
         "kv_heads": config.kv_heads or config.heads,

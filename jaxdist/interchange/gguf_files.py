@@ -1,4 +1,4 @@
-"""GGUF files: metadata, and tensors of float or quantized types, as a Hugging Face model has them.
+"""GGUF files: their metadata as a config.json, and their tensors of float or quantized types.
 
 Source: the format's own description, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -43,7 +43,7 @@ QUANTIZED: Mapping[int, tuple[str, int, int]] = {
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
 }
-"""Name, elements of a block, and bytes of a block."""
+"""Name, elements of a block, and bytes of a block, by number of the quantized type."""
 _SCALARS = {
     0: "B",
     1: "b",
@@ -90,19 +90,19 @@ NAMES: Mapping[str, str] = {
         }.items()
     },
 }
-"""Tensor of each of our parameters; matrices have the layouts of llama's in every family."""
+"""The tensor of each parameter, by name; in every family, matrices have the layouts of a llama."""
 _INTERLEAVED = {
     "blocks/attention/query": "(H h 2) D -> D H (2 h)",
     "blocks/attention/key": "(K h 2) D -> D K (2 h)",
     "blocks/attention/query_bias": "(H h 2) -> H (2 h)",
     "blocks/attention/key_bias": "(K h 2) -> K (2 h)",
 }
-"""Layouts of architecture llama, whose heads have the pairs that are rotated side by side."""
+"""Layouts of the architecture llama, which puts the two features of a rotated pair together."""
 
 
 @dataclass(frozen=True)
 class Gguf:
-    """The header of a file."""
+    """The header of a GGUF file."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -110,7 +110,7 @@ class Gguf:
 
     @property
     def architecture(self) -> str:
-        """The name of its architecture, which is that of a family."""
+        """The name of the file's architecture, which is the name of a family."""
         return str(self.metadata.get("general.architecture"))
 
     @cached_property
@@ -119,10 +119,10 @@ class Gguf:
         return {k.removeprefix(start): v for k, v in self.metadata.items() if k.startswith(start)}
 
     def config(self) -> JsonObject:
-        """Return what a config.json would say.
+        """Return the config.json that describes the file's model.
 
         Raises:
-          DataError: a file without the sizes of its model, or with positions of unknown scaling.
+          DataError: the file lacks a size of its model, or its rotary scaling is unknown.
         """
         own, name = self._own, self.architecture
         try:
@@ -172,7 +172,7 @@ class Gguf:
         return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, "factor": factor}}
 
     def _llama3(self, theta: float, factors: Tensor) -> JsonObject:
-        """Find the scaling that a tensor of factors comes from; the file does not name it."""
+        """Find the scaling whose factors a tensor has, since the file does not name the scaling."""
         half = factors.shape[0]
         frequency = theta ** (-np.arange(half) / half)
         bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -197,7 +197,7 @@ def rows(family: Family, tensors: Collection[str]) -> dict[str, Row]:
     """Return the table of a family for the names and layouts of GGUF files.
 
     Raises:
-      DataError: gemma, whose norms GGUF files change.
+      DataError: the family is gemma, whose norms are changed in GGUF files.
     """
     if family.name == "gemma":
         raise DataError(
@@ -226,7 +226,7 @@ def read(path: Path) -> Gguf:
     """Read the header of a GGUF file; no element is read.
 
     Raises:
-      DataError: a file that is truncated or malformed, or has tensors of unknown types.
+      DataError: the file is truncated or malformed, or has tensors of unknown types.
     """
     try:
         with path.open("rb") as file:
@@ -247,6 +247,7 @@ def _read(path: Path, file: BinaryIO, size: int) -> Gguf:
     for _ in range(pairs):
         key = _string(file, size)
         metadata[key] = _value(file, _one(file, "I"), size)
+    # Counts and lengths are bounded by the file's size: a damaged count must not fill the memory.
     entries = [_entry(file, size) for _ in range(min(tensor_count, size))]
     align = metadata.get("general.alignment", ALIGNMENT)
     start = -(-file.tell() // align) * align
@@ -291,7 +292,7 @@ def _entry(file: BinaryIO, size: int) -> tuple[str, tuple[int, ...], int, int]:
     name, ndim = _string(file, size), _one(file, "I")
     if ndim > 8:
         raise struct.error(f"a tensor of {ndim} dims")
-    # The dim whose elements are adjacent comes first.
+    # In the file, the dim whose elements are adjacent comes first.
     shape = struct.unpack(f"<{ndim}Q", file.read(8 * ndim))[::-1]
     return name, shape, _one(file, "I"), _one(file, "Q")
 
@@ -314,7 +315,7 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
 
 
 def _halves(packed: np.ndarray) -> np.ndarray:
-    """Return 32 numbers of 4 bits from 16 bytes: first the low halves, then the high."""
+    """Return 32 numbers of 4 bits from 16 bytes: first the low halves, then the high halves."""
     return np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32)
 
 
@@ -346,7 +347,7 @@ _DECODERS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 
 def _by_package(path: Path, kind: int, name: str, raw: np.ndarray) -> np.ndarray:
     try:
-        gguf: Any = importlib.import_module("gguf")  # an extra
+        gguf: Any = importlib.import_module("gguf")  # An optional dependency.
     except ImportError as error:
         raise DataError(
             f"{path} has tensors of {name}, which the package gguf decodes: pip install "

@@ -1,8 +1,8 @@
 """The order of a tensor's elements in a file and in our model, as text: `(H d) D -> D H d`.
 
-On the left are the file's dims, on the right ours; parentheses join dims, a number is a dim of that
-size. A number that is on the left only is an index, given apart: `D (3 H d) -> D H d` cuts queries,
-keys or values out of a tensor that holds all three.
+The left side has the file's dims, the right side those of our parameter; parentheses join dims, and
+a number is a dim of that size. A dim that only the left side has is cut at an index, `part`: `D (3
+H d) -> D H d` takes queries, keys or values from a tensor that holds all three.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from jaxdist.errors import ConfigError
 
 Side = tuple[tuple[str, ...], ...]
-"""The dims of an array; each is the dims that it joins."""
+"""The dims of an array, each of which is the names that it joins."""
 
 
 def _parsed(text: str) -> Side:
-    """Parse one side.
+    """Parse one side of a layout.
 
     >>> _parsed("(H d) D")
     (('H', 'd'), ('D',))
@@ -47,13 +47,13 @@ def _parsed(text: str) -> Side:
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout by its text; without an arrow both sides are the same.
+    """A layout, parsed from text; a text without an arrow has the same dims on both sides.
 
     >>> Layout("(H d) D -> D H d").read(np.zeros((6, 5)), (5, 2, 3)).shape
     (5, 2, 3)
 
     Raises:
-      ValueError: text that does not describe a layout.
+      ValueError: the text does not describe a layout.
     """
 
     text: str
@@ -69,7 +69,7 @@ class Layout:
 
     @cached_property
     def file(self) -> Side:
-        """The file's dims."""
+        """The dims of the file's tensor."""
         return _parsed(self.text.partition("->")[0])
 
     @cached_property
@@ -82,15 +82,15 @@ class Layout:
         """Return the shape of the file's tensor for a parameter of a shape.
 
         Raises:
-          ConfigError: a parameter with another number of dims, or that does not divide.
+          ConfigError: the parameter has another number of dims, or sizes that do not divide.
         """
         sizes = self._sizes(own)
         return tuple(math.prod(sizes[name] for name in dim) for dim in self.file)
 
     def opened(self, array: np.ndarray, own: tuple[int, ...]) -> np.ndarray:
-        """Return a view of a file's tensor with our dims in order, joined dims apart.
+        """Return a view of a file's tensor, with the dims of our parameter, none of them joined.
 
-        Reading it moves, and assigning to it fills, the elements of the tensor.
+        An assignment to the view writes to the tensor.
         """
         sizes = self._sizes(own)
         names = [name for dim in self.file for name in dim]
@@ -112,7 +112,7 @@ class Layout:
 
     @property
     def joins(self) -> bool:
-        """Whether our dims join dims, which takes a copy."""
+        """Whether a dim of our parameter joins several dims, so that `read` copies."""
         return any(len(dim) > 1 for dim in self.own)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The parameters of a model as blocks of a file's tensors, cut where they are needed."""
+"""The parameters of a model, read block by block from the tensors of files."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Leaf:
     """A parameter, and the tensors that fill it.
 
     Attributes:
-      shape: its own shape; more than `filled` where its vocabulary is padded with zeros.
+      shape: shape of the parameter; larger than `filled` where the vocabulary is padded with zeros.
       filled: the shape that the tensors fill.
-      tensors: its tensor, or that of each layer.
-      stacked: whether its first dim counts layers.
+      tensors: the parameter's tensor, or the tensor of each layer.
+      stacked: whether the parameter's first dim counts layers.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Leaf:
     stacked: bool
 
     def block(self, index: Index) -> np.ndarray:
-        """Read a block of the parameter, in its dtype; only the block's elements are read."""
+        """Read a block of the parameter in `dtype`; only the block's elements are read."""
         ranges = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
         out = np.zeros([end - begin for begin, end in ranges], self.dtype)
         layers = ranges[0] if self.stacked else None
@@ -76,15 +76,15 @@ def match(
     Args:
       params: a tree of shapes.
       stacked: names of parameters whose first dim counts layers.
-      dims: logical dims of each parameter, by name; a "vocab" may be padded.
+      dims: logical dims of each parameter, by name; the dim "vocab" may be padded.
       rows: tensor and layout of each parameter, by name; rows of other parameters are left out.
-      ignored: ends of names of tensors that fill nothing.
-      vocab_size: number of tokens, if the parameters' may be padded.
+      ignored: suffixes of the names of tensors that fill no parameter.
+      vocab_size: number of tokens without padding; None if no dim is padded.
       where: name of the files in messages.
 
     Raises:
-      ConfigError: parameters without a tensor, tensors without a parameter, and shapes that
-        differ, all named at once.
+      ConfigError: parameters without a tensor, tensors without a parameter, or shapes that differ;
+        the message lists all of them.
     """
     leaves, used, problems = [], dict[tuple[str, int | None], str](), list[str]()
     for name, shape in flatten_with_names(params):
@@ -162,20 +162,22 @@ def place(leaf: Leaf, shape: jax.ShapeDtypeStruct) -> jax.Array:
     indices = shape.sharding.addressable_devices_indices_map(shape.shape)
     alike: dict[str, list[Device]] = {}
     for device, index in indices.items():
-        alike.setdefault(str(index), []).append(device)  # slices have no hash before Python 3.12
+        # The text is the key, since slices have no hash before Python 3.12.
+        alike.setdefault(str(index), []).append(device)
     held = []
-    for devices in alike.values():  # a block at a time, for all devices that hold it
+    # A block is read once for all devices that hold it, and only one block is in memory at a time.
+    for devices in alike.values():
         index = indices[devices[0]]
         assert index is not None
         block = _within(leaf, index, shape.shape).astype(shape.dtype, copy=False)
-        # Copied: on a CPU devices would share NumPy's memory, which could not be donated.
+        # The block is copied: on a CPU devices would share NumPy's memory, which cannot be donated.
         held += [jax.device_put(block, device, may_alias=False) for device in devices]
         jax.block_until_ready(held[-len(devices) :])
     return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, held)
 
 
 def _within(leaf: Leaf, index: Index, shape: tuple[int, ...]) -> np.ndarray:
-    """Read a block of a parameter that zeros at its ends fill up to a shape."""
+    """Read a block of a parameter, which zeros extend to a shape."""
     ranges = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
     held = [(min(b, n), min(e, n)) for (b, e), n in zip(ranges, leaf.shape, strict=True)]
     block = leaf.block(tuple(slice(*one) for one in held))

@@ -35,10 +35,10 @@ _ALIGN = 8
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """Read the tensors' names, shapes, dtypes and places; no element is read.
+    """Read the names, shapes, dtypes and places of a file's tensors, but none of their elements.
 
     Raises:
-      DataError: a file that cannot be read, or is truncated, or whose header is malformed.
+      DataError: the file cannot be read, or is truncated, or its header is malformed.
     """
     try:
         size = file.stat().st_size
@@ -97,11 +97,11 @@ def write(
     tensors: Sequence[tuple[str, tuple[int, ...], np.dtype]],
     value: Callable[[str], np.ndarray],
 ) -> None:
-    """Write tensors one after another.
+    """Write tensors one after another, so that only one array is in memory at a time.
 
     Args:
-      tensors: name, shape and dtype of each.
-      value: returns the array of a name; called in order, so that one array is held at a time.
+      tensors: name, shape and dtype of each tensor.
+      value: function from a tensor's name to its array; called in the order of `tensors`.
 
     Raises:
       OSError: the file cannot be written.
@@ -114,10 +114,12 @@ def write(
         entry = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         header[name] = entry
     raw = json.dumps(header, separators=(",", ":")).encode()
+    # The format lets spaces follow the header, so that the tensors are aligned.
     raw += b" " * (-len(raw) % _ALIGN)
     with file.open("wb") as opened:
         opened.write(len(raw).to_bytes(8, "little") + raw)
         for name, shape, dtype in tensors:
             array = np.asarray(value(name), dtype, order="C")
             assert array.shape == shape, (name, array.shape, shape)
+            # A view of bytes, because bfloat16 has no buffer that a file could write.
             opened.write(array.reshape(-1).view(np.uint8).data)

@@ -25,19 +25,19 @@ BESIDES = (
     "generation_config.json", "chat_template.jinja", "chat_template.json", "vocab.json",
     "merges.txt", "tokenizer.model",
 )  # fmt: skip
-"""Files next to the tensors that say how to use them."""
+"""Files next to the tensors that describe how to use them."""
 SOURCE = "source"
-"""Folder of an imported run directory with those files."""
+"""Folder of an imported run directory that keeps the files of `BESIDES`."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model's files; nothing of them is read but headers.
+    """The files of a model, of which only the headers are read.
 
     Attributes:
       path: the directory, or the GGUF file.
-      config: the content of config.json, or what a GGUF file says in its place.
+      config: the content of config.json, or the description that a GGUF file has in its place.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class Source:
 
     @property
     def is_gguf(self) -> bool:
-        """Whether this is a GGUF file, whose tensors have names and orders of its own."""
+        """Whether the source is a GGUF file, a format with other names and orders of dims."""
         return self.path.is_file()
 
     @cached_property
@@ -62,27 +62,27 @@ class Source:
         """Every tensor by name, from the headers of all files.
 
         Raises:
-          DataError: files that are missing, damaged, or that would have to be unpickled.
+          DataError: files are missing, damaged, or pickled.
         """
         if self.is_gguf:
             return gguf_files.read(self.path).tensors
         return _tensors(self.path)
 
     def rows(self) -> Mapping[str, Row]:
-        """Return the family's table for this file's names."""
+        """Return the family's table, with the names that tensors have in these files."""
         if self.is_gguf:
             return gguf_files.rows(self.family, self.tensors)
         rows, prefix = self.family.rows, self.family.prefix
         if any(name.startswith(prefix) for name in self.tensors):
             return rows
-        # Saved without its head, the model has names of its own.
+        # A model that was saved without its head has names without the prefix.
         return {
             own: row._replace(tensor=row.tensor.removeprefix(prefix)) for own, row in rows.items()
         }
 
     @property
     def besides(self) -> list[Path]:
-        """The files that say how to use the tensors, as far as there are any."""
+        """The files of `BESIDES` that the directory has."""
         return [] if self.is_gguf else [f for n in BESIDES if (f := self.path / n).is_file()]
 
     @property
@@ -90,7 +90,7 @@ class Source:
         """The number of rows of the embedding.
 
         Raises:
-          DataError: a config.json without it.
+          DataError: config.json has no valid vocab_size.
         """
         size = self.config.get("vocab_size")
         if type(size) is not int or size < 1:
@@ -99,10 +99,10 @@ class Source:
 
 
 def leaves_of(source: Source, model: Functional) -> list[Leaf]:
-    """Match a model's parameters with the tensors of its family; none is read.
+    """Match a model's parameters with a source's tensors; no element is read.
 
     Raises:
-      JaxdistError: an unknown family, or tensors that do not fit.
+      JaxdistError: the family is unknown, or tensors do not fit.
     """
     tied = () if "output" in model.params else ("lm_head.weight",)
     return match(
@@ -116,7 +116,7 @@ def open_source(path: Path) -> Source:
     """Open a Hugging Face directory or a GGUF file.
 
     Raises:
-      DataError: no model there, or a config.json that cannot be read.
+      DataError: the path has no model, or its config.json cannot be read.
     """
     if path.is_file() and gguf_files.is_gguf(path):
         return Source(path, gguf_files.read(path).config())
@@ -145,7 +145,7 @@ def tensors_of(path: Path) -> Mapping[str, Tensor]:
     """Return the tensors of any directory with safetensors, of one such file, or of a GGUF file.
 
     Raises:
-      DataError: files that are missing or damaged.
+      DataError: files are missing or damaged.
     """
     if path.is_file():
         read = gguf_files.is_gguf(path)
@@ -170,7 +170,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _files(path: Path) -> list[Path]:
-    """List the files of tensors, which an index names where there are several."""
+    """List the files that hold tensors: those that an index names, else all safetensors."""
     index = path / INDEX
     if index.is_file():
         try:

@@ -1,4 +1,4 @@
-"""The writing of a checkpoint array by array, without devices and without holding its state."""
+"""The writing of a checkpoint array by array, without devices and without the state in memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Streamed(NamedTuple):
 
     Attributes:
       name: path in the state, such as params/norm/scale.
-      read: returns the rows from one number to before another, along the first dim.
-      whole: whether all rows are read at once, because any of them costs as much.
+      read: function from (begin, end) to the rows of that range of the first dim.
+      whole: whether to read all rows at once, because reading one row costs as much as all rows.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Streamed(NamedTuple):
 def write_streamed(
     directory: Path, step: int, arrays: Iterable[Streamed], metadata: JsonObject
 ) -> None:
-    """Write a checkpoint of arrays that come one after another; at most one part is in memory.
+    """Write a checkpoint of arrays one after another, with at most one part in memory.
 
     Raises:
       CheckpointError: the directory cannot be written.

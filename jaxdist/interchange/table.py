@@ -1,13 +1,15 @@
 """A table in YAML that fills a model of one's own from files, checked leaf by leaf.
 
-import:
-rename:                                   # parameter: tensor; * is any text, the same in both
-embed/kernel: embeddings.weight
-blocks/*/kernel: "encoder.{layer}.*.weight"
-transpose:                                # parameter: order of dims, or a layout
-blocks/*/kernel: [1, 0]
-blocks/attention/kernel: (H d) D -> D H d
-ignore: ["*.num_batches_tracked"]         # tensors that fill nothing
+The file has a single section:
+
+    import:
+      rename:                               # parameter: tensor; * is any text, the same in both
+        embed/kernel: embeddings.weight
+        blocks/*/kernel: "encoder.{layer}.*.weight"
+      transpose:                            # parameter: order of dims, or a layout
+        blocks/*/kernel: [1, 0]
+        blocks/attention/kernel: (H d) D -> D H d
+      ignore: ["*.num_batches_tracked"]     # tensors that fill nothing
 """
 
 from __future__ import annotations
@@ -30,20 +32,21 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import PyTree
 
 BUFFERS = "buffers"
-"""Beginning of the names of a model's buffers, such as the statistics of batch norms."""
+"""The prefix of the names of a model's buffers, such as the statistics of batch norms."""
 
 
 class Table(Config):
-    """The tensors of a model's parameters."""
+    """The tensors that fill a model's parameters, and their layouts."""
 
     rename: dict[str, str] = Field(default_factory=dict)
-    """Tensor of a parameter; `*` is the same text in both, {layer} counts layers that the
-    parameter stacks. The first pattern that matches wins; a parameter without one has its own name,
-    with dots."""
+    """Tensor of a parameter, by patterns: `*` matches the same text in both names, and {layer}
+    counts the layers that the parameter stacks. The first pattern that matches applies; a parameter
+    that matches no pattern keeps its name, with dots for slashes."""
     transpose: dict[str, str | tuple[int, ...]] = Field(default_factory=dict)
-    """Order of a tensor's dims in the parameter, such as [1, 0], or a layout, by parameter."""
+    """Order of a tensor's dims in the parameter, such as [1, 0], or a layout, by patterns of
+    parameters."""
     ignore: tuple[str, ...] = ()
-    """Tensors that fill no parameter, by pattern."""
+    """Patterns of tensors that fill no parameter."""
 
     @field_validator("transpose")
     @classmethod
@@ -57,7 +60,7 @@ class Table(Config):
 
 
 class _File(Config):
-    """The file of a table."""
+    """The YAML file of a table."""
 
     import_: Table = Field(alias="import")
     """The table."""
@@ -67,7 +70,7 @@ def read_table(path: Path) -> Table:
     """Read the table of a YAML file.
 
     Raises:
-      ConfigError: the file cannot be read, or holds something else.
+      ConfigError: the file cannot be read, or does not hold a table.
     """
     return validate(read(path), _File).import_
 
@@ -78,7 +81,7 @@ def match_with(
     """Match a model's parameters, and its buffers, with tensors.
 
     Raises:
-      ConfigError: a pattern that matches nothing, or what `match` refuses.
+      ConfigError: a pattern matches nothing, or `match` refuses the tensors.
     """
     shapes: PyTree = {**model.params, **({BUFFERS: model.buffers} if model.buffers else {})}
     names = {name: len(leaf.shape) for name, leaf in flatten_with_names(shapes)}
@@ -113,7 +116,7 @@ def _row(table: Table, name: str, ndim: int) -> Row:
 
 
 def renamed(name: str, pattern: str, tensor: str) -> str | None:
-    """Return the tensor of a parameter by a row of `rename`; None if it does not match.
+    """Return the tensor of a parameter by an entry of `rename`; None if the pattern does not match.
 
     >>> renamed("blocks/mlp/up", "blocks/*/*", "h.{layer}.*.*.weight")
     'h.{layer}.mlp.up.weight'

@@ -1,4 +1,4 @@
-"""A tensor in a file: shape and dtype known from a header, elements read where they are needed."""
+"""A tensor in a file, whose shape and dtype a header has, and whose elements are read later."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Tensor:
     """A tensor of a file.
 
     Attributes:
-      offset: position of its first byte in the file.
-      decode: function from the file's bytes to an array, for blocks of a quantized tensor; None
-        is a tensor whose elements have `dtype`.
-      stored_bytes: length in the file.
+      offset: position of the tensor's first byte in the file.
+      decode: function from the stored bytes of a quantized tensor to an array; None if the file
+        has elements of `dtype`.
+      stored_bytes: number of bytes of the tensor in the file.
     """
 
     name: str
@@ -29,13 +29,13 @@ class Tensor:
     decode: Callable[[np.ndarray], np.ndarray] | None = None
 
     def open(self) -> np.ndarray:
-        """Map the tensor into memory, of which reading takes what it touches; a view, read-only.
+        """Map the tensor into memory, read-only; only elements that are used are read.
 
         The mapping ends with the last reference to it. A quantized tensor is decoded whole.
         """
         if self.decode is not None:
             raw = np.memmap(self.file, np.uint8, "r", self.offset, (self.stored_bytes,))
             return self.decode(raw).reshape(self.shape)
-        if not self.stored_bytes:
+        if not self.stored_bytes:  # A file cannot be mapped for 0 bytes.
             return np.zeros(self.shape, self.dtype)
         return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)

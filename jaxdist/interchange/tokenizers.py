@@ -21,15 +21,15 @@ SPLITS: Mapping[str, str | None] = {
     "llama-bpe": rf"{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",
     "qwen2": rf"{_LETTERS}|\p{{N}}|{_REST}",
 }
-"""The cut of text before its pairs of bytes are joined, by the name that GGUF files give it."""
+"""The pattern by which a tokenizer cuts text before it joins bytes, by its name in GGUF files."""
 _CONTROL = 3
 
 
 def tokenizer_section(source: Source, file: Path) -> JsonObject:
-    """Return the section `data.tokenizer` of a config, for a tokenizer.json that is `file`.
+    """Return the section `data.tokenizer` of a config for the tokenizer.json `file`.
 
     Raises:
-      DataError: a tokenizer with more tokens than the model.
+      DataError: the tokenizer has more tokens than the model, or cannot be read.
     """
     try:
         content: Any = read_json(file)
@@ -46,7 +46,7 @@ def tokenizer_section(source: Source, file: Path) -> JsonObject:
         )
     ids = (_first(source.config.get(f"{which}_token_id")) for which in ("bos", "eos"))
     named = [ENDS] if ENDS in tokens.values() else [tokens[i] for i in ids if i in tokens]
-    # A further token that ends documents would be one more than the model has.
+    # An added token that ends documents would exceed the model's vocabulary.
     if not named and max(tokens, default=0) + 1 >= source.vocab_size:
         named = [tokens[max(tokens)]]
     end = {"end_of_document": named[0]} if named else {}
@@ -61,7 +61,7 @@ def from_gguf(path: Path, metadata: Mapping[str, Any]) -> str:
     """Return the tokenizer of a GGUF file as the content of a tokenizer.json.
 
     Raises:
-      DataError: a tokenizer of a kind that is not known.
+      DataError: the kind of the tokenizer is unknown.
     """
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2" or pre not in SPLITS:
@@ -88,7 +88,7 @@ def from_gguf(path: Path, metadata: Mapping[str, Any]) -> str:
 
 
 def pre_of(content: Mapping[str, Any]) -> str | None:
-    """Return the name that GGUF files give to the cut of text of a tokenizer.json, or None."""
+    """Return the name in `SPLITS` of the pattern of a tokenizer.json; None if it is not there."""
     given = content.get("pre_tokenizer") or {}
     steps = given.get("pretokenizers", [given])
     kinds = [step.get("type") for step in steps]

@@ -21,7 +21,7 @@ from jaxdist.models.gpt import GptConfig
 from jaxdist.types import JsonObject
 
 FILE_BYTES = 5_000_000_000
-"""Most bytes of tensors in a file; a larger model has several."""
+"""The most bytes of tensors in a file; a larger model has several files."""
 DTYPES: Mapping[str, np.dtype] = {
     "float32": safetensors.DTYPES["F32"],
     "float16": safetensors.DTYPES["F16"],
@@ -31,7 +31,7 @@ DTYPES: Mapping[str, np.dtype] = {
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter, or that of a layer, as a part of a tensor; `shape` is without the padding."""
+    """A parameter, or one layer of it, as a part of a tensor; `shape` is without the padding."""
 
     name: str
     layer: int | None
@@ -40,13 +40,13 @@ class Piece:
 
 
 Value = Callable[[str, int | None], np.ndarray]
-"""Function from a parameter's name, and a layer of it, to its value."""
+"""Function from a parameter's name, and a layer or None, to the value."""
 
 
 def pieces_of(
     shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str], rows: Mapping[str, Row]
 ) -> dict[str, list[Piece]]:
-    """Return the parameters that make up each tensor of a file, by its name.
+    """Return the parameters that make up each tensor of a file, by the tensor's name.
 
     Args:
       shapes: shape of each parameter, without padding.
@@ -71,11 +71,11 @@ def assembled(pieces: Sequence[Piece], value: Value, dtype: np.dtype) -> np.ndar
 
 
 def config_of(model: GptConfig, vocab_size: int, folder: Path | None, length: int) -> JsonObject:
-    """Return the config.json of a model: that of its source if it still describes the model.
+    """Return the config.json of a model: the config.json in `folder` if it describes the model.
 
     Args:
-      folder: the folder of the model's tokenizer, in which a config.json may be.
-      length: length of the sequences that it was trained on.
+      folder: the folder of the model's tokenizer, which may have the source's config.json.
+      length: length of the sequences that the model was trained on.
 
     Raises:
       ConfigError: no family has the model's options.
@@ -109,7 +109,7 @@ def write_directory(
     """Write config.json, the tensors, and the tokenizer's files.
 
     Args:
-      folder: folder of the tokenizer's files; None if there are none.
+      folder: folder of the tokenizer's files; None writes no tokenizer.
 
     Raises:
       RunError: the directory has files, or cannot be written.
@@ -125,6 +125,7 @@ def write_directory(
         for file in besides:
             if file.is_file():
                 shutil.copyfile(file, out / file.name)
+        # Older versions of transformers read torch_dtype.
         text = json.dumps({**config, "dtype": dtype, "torch_dtype": dtype}, indent=2)
         (out / CONFIG).write_text(text + "\n", encoding="utf-8")
         for file, names in parts.items():

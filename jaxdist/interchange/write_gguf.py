@@ -21,14 +21,14 @@ from jaxdist.models.gpt import GptConfig
 from jaxdist.types import JsonObject
 
 WRITTEN = ("llama", "qwen2", "qwen3", "gpt2")
-"""Families that are written: other programs read their options from such a file."""
+"""Families that are written, whose options other programs read from a GGUF file."""
 
 
 def gguf_rows(family: Family, model: GptConfig) -> Mapping[str, Row]:
-    """Return the table of names and layouts for a file of a family.
+    """Return the table of names and layouts for a GGUF file of a family.
 
     Raises:
-      ConfigError: a family, or an option, that such a file does not name.
+      ConfigError: GGUF files have no name for the family, or for an option of the model.
     """
     if family.name not in WRITTEN or model.attention_window or model.rope_scaling:
         why = "attention_window or rope_scaling" if family.name in WRITTEN else family.name
@@ -62,10 +62,10 @@ def metadata_of(family: Family, model: GptConfig, length: int, vocab_size: int) 
 
 
 def tokenizer_metadata(folder: Path | None, config: Mapping[str, Any]) -> JsonObject:
-    """Return the tokens and merges of a tokenizer.json; empty without one.
+    """Return the tokens and merges of a tokenizer.json as metadata; empty if there is no file.
 
     Raises:
-      ConfigError: a tokenizer that is not of byte pairs, or cuts text in an unknown way.
+      ConfigError: the tokenizer is not of byte pairs, or cuts text in an unknown way.
     """
     if folder is None or not (folder / TOKENIZER).is_file():
         return {}
@@ -80,6 +80,7 @@ def tokenizer_metadata(folder: Path | None, config: Mapping[str, Any]) -> JsonOb
     held = {i: t for t, i in content["model"]["vocab"].items()}
     held |= {i: one["content"] for i, one in added.items()}
     count = int(config["vocab_size"])
+    # The types of GGUF are 1 for a normal token, 3 for a control token, and 5 for an unused number.
     kinds = [
         3 if i in added and added[i]["special"] else 1 if i in held else 5 for i in range(count)
     ]
@@ -106,7 +107,7 @@ def write_file(
     *,
     dtype: str,
 ) -> None:
-    """Write the file; vectors are float32, as readers of such files expect.
+    """Write a GGUF file, with vectors in float32, as programs that read GGUF files expect.
 
     Raises:
       RunError: the file exists, or cannot be written.

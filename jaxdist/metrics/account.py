@@ -21,38 +21,38 @@ class Activity(StrEnum):
     INPUT_WAIT = "input_wait"
     """Waiting for the next batch, even where devices still compute the previous step."""
     EVALUATION = "evaluation"
-    """Held-out means, including the compilation of the evaluation."""
+    """Computing held-out means, including the compilation of the evaluation."""
     CHECKPOINT_BLOCKED = "checkpoint_blocked"
-    """Training waits for a save: the copy to the host, and the previous save if it still runs."""
+    """Waiting for a save: for its copy to the host, and for the previous save if it still runs."""
     SNAPSHOT = "snapshot"
-    """Training waits for a copy of the state into the memory of hosts."""
+    """Waiting for a copy of the state into the memory of hosts."""
     REPLICA_CHECK = "replica_check"
     """Comparing replicas of the state."""
     COMPILE = "compile"
-    """Tracing a step, and the first call of each stage's step and of the digests of replicas; with
-    several processes until the first step is done, which waits for the longest compilation."""
+    """Tracing a step, and the first call of each stage's step and of the digests of replicas. With
+    several processes the time lasts until the end of the first step, which waits for the longest
+    compilation."""
     START = "start"
     """From the process's start to its first step, and the preparation of each stage's batches."""
     RECOVERY = "recovery"
-    """Starting again where a run resumes from a checkpoint, including the load of the
-    checkpoint."""
+    """Starting again from a checkpoint, including the load of the checkpoint."""
     LOST_WORK = "lost_work"
-    """Work between the last checkpoint and a crash, which had to be repeated."""
+    """Doing work between the last checkpoint and a crash, which had to be repeated."""
     IDLE = "idle"
-    """None of these: the end of a run, and from a life's last record to the next start."""
+    """Doing nothing of the above: the end of a run, and the time between its processes."""
 
 
 class Account:
     """Time by kind: an interval within another belongs only to the inner interval's kind.
 
-    It belongs to a single thread. It counts integers of nanoseconds, so that the kinds add up to
-    the wall time exactly. A call costs 0.2 us; nothing waits for a device.
+    An account belongs to a single thread. Time is counted in integer nanoseconds, so that the kinds
+    add up to the wall time exactly. A call costs 0.2 us; nothing waits for a device.
 
     Args:
       kind: the kind of the time outside of all intervals, until `switch` changes it.
-      begun: the clock's value at the beginning of the account; now, if None.
+      begun: the clock's value at the beginning of the account; None is now.
       clock: a monotonic clock in nanoseconds.
-      tell: called with the new kind at each change.
+      tell: function that is called with the new kind at each change.
 
     >>> moments = iter([0, 3, 10, 14])
     >>> account = Account(Activity.START, clock=lambda: next(moments))
@@ -76,7 +76,7 @@ class Account:
         self._spent = dict.fromkeys(Activity, 0)
 
     def enter(self, kind: Activity) -> None:
-        """Begin an interval, within the open interval."""
+        """Begin an interval within the innermost interval."""
         self._settle()
         self._stack.append(kind)
         self._told()
@@ -101,7 +101,7 @@ class Account:
 
     @contextmanager
     def within(self, kind: Activity) -> Iterator[None]:
-        """Make the block an interval."""
+        """Return a context manager whose block is an interval."""
         self.enter(kind)
         try:
             yield
@@ -111,7 +111,7 @@ class Account:
     def each(self, kind: Activity, items: Iterator[Item]) -> Iterator[Item]:
         """Iterate over the same items; waiting for an item is an interval."""
         while True:
-            self.enter(kind)  # not `within`, which costs a microsecond
+            self.enter(kind)  # The context manager `within` would cost a microsecond more.
             try:
                 item = next(items)
             except StopIteration:
@@ -126,10 +126,10 @@ class Account:
         function: Callable[Given, Result],
         wait: Callable[[Result], object] | None = None,
     ) -> Callable[Given, Result]:
-        """Return the same function, with its first call as an interval.
+        """Return the same function, whose first call is an interval.
 
         Args:
-          wait: called with the first result, within the interval.
+          wait: function that is called with the first result, within the interval.
         """
         called = False
 

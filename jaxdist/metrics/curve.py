@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_POINTS = 2000
-"""The most points of a curve, which is thinned beyond: a picture has no more columns."""
+"""The most points of a curve, since a picture has no more columns; longer curves are thinned."""
 
 _TRAIN, _POINTS = "#2a6fb0", ("#d1495b", "#3c8d5a", "#8b5fbf")
 _BASELINES = ("#6b6b6b", "#b07d2b", "#2f8f8f", "#a0527d")
@@ -37,8 +37,8 @@ def plot_loss(
 
     Args:
       records: records of `read_metrics`; those without a `loss` are ignored.
-      path: the PNG to write; replaced atomically.
-      baselines: label to a loss, drawn as a dashed horizontal line.
+      path: the PNG to write, which is replaced atomically.
+      baselines: losses by label, each drawn as a dashed horizontal line.
       title: the text above the axes.
       loss_unit: the unit of the loss, for example "nats per token"; None where it is unknown.
 
@@ -72,7 +72,7 @@ def loss_figure(
     steps, values = losses.pop("train", (np.empty(0), np.empty(0)))
     finite = np.isfinite(values)
     heights = _draw_train(axes, steps[finite], values[finite])
-    # Not strict: there are more colours than lines.
+    # The zips are not strict, because there are more colours than lines.
     for (split, points), colour in zip(losses.items(), _POINTS * 3, strict=False):
         heights += _draw_points(axes, split, *points, colour)
     for (label, value), colour in zip(baselines.items(), _BASELINES * 3, strict=False):
@@ -87,7 +87,9 @@ def loss_figure(
 
 
 def smooth(values: np.ndarray, reach: int) -> np.ndarray:
-    """Average over up to `reach` neighbours on both sides; fewer near the start, which stays exact.
+    """Average over up to `reach` neighbours on both sides, and over fewer near the start.
+
+    The first value stays exact.
 
     >>> smooth(np.array([9.0, 3.0, 3.0, 0.0]), reach=1).tolist()
     [9.0, 5.0, 2.0, 1.5]
@@ -189,7 +191,7 @@ def _set_range(axes: Axes, heights: list[float]) -> None:
     margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
     axes.set_ylim(low - margin, high + margin)
     first, last = axes.dataLim.intervalx
-    if 0 <= last - first < 2:  # a step or two: no fractions of a step on the axis
+    if 0 <= last - first < 2:  # The axis of a few steps would have fractions of a step.
         axes.set_xlim(first - 1, last + 1)
 
 

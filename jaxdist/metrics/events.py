@@ -1,8 +1,8 @@
 """TensorBoard events, written directly.
 
 `tensorboardX.SummaryWriter` passes each number through a queue between processes and a thread of
-its own, which costs a training loop 150 us per number. Its `RecordWriter`, used here, writes a
-whole record in 35 us, and closes its file even if the disk is full.
+its own, which costs a training loop 150 us per number. The package's `RecordWriter`, used here,
+writes a whole record in 35 us, and closes its file even if the disk is full.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class EventFile:
     """A file of events in `directory`, flushed every ten seconds and at the end.
 
     Args:
-      resume_step: None for a new run; otherwise TensorBoard drops the events after this step.
+      resume_step: step after which TensorBoard drops events, in a resumed run; None is a new run.
 
     Every method may raise an OSError.
     """
 
     def __init__(self, directory: Path, *, resume_step: int | None) -> None:
-        # Imported here, because it is slow and only a run that writes needs it.
+        # Imported here, because the import is slow and only a run that writes needs it.
         from tensorboardX.proto import event_pb2, summary_pb2
         from tensorboardX.record_writer import RecordWriter
 

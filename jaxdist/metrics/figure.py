@@ -1,4 +1,4 @@
-"""Figures of matplotlib without pyplot, whose state is global."""
+"""Figures of matplotlib, made without pyplot, whose state is global."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def new_figure(size_inches: tuple[float, float]) -> Figure:
     """Create an empty figure of 150 dots per inch with constrained layout."""
-    # Imported here, because it is slow and only a drawing needs it.
+    # Imported here, because the import is slow and only a drawing needs it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -32,10 +32,11 @@ def save_figure(
     formats: Sequence[str] = ("png", "svg"),
     what: str,
 ) -> list[Path]:
-    """Write a figure as `name.png` and so on, make the directory if needed, return the paths.
+    """Write a figure as `name.png` and in other formats, and return the paths.
 
     Args:
-      what: description of the figure, for the message.
+      directory: the folder of the files, which is created if missing.
+      what: description of the figure in the error message.
 
     Raises:
       RunError: the files cannot be written.

@@ -1,7 +1,7 @@
 """The time of a run by activity, from the records of all its lives.
 
-A life is a process (of several, process 0) from its start to its last record. Each of its records
-has the content of its account at that time, so a killed run is known up to its last record.
+A life is a process (of several, process 0) from its start to its last record. Each record of time
+has the content of the account at that time, so a killed run is known up to its last record.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxdist.metrics.account import Account, Activity
 from jaxdist.types import Json, JsonObject
 
 SPLIT, INTERVALS = "goodput", "intervals"
-"""Splits of the records of time, and of a run's choices of save intervals."""
+"""The splits of records of time, and of records of the save intervals that a run chose."""
 WORK = (
     Activity.STEP,
     Activity.INPUT_WAIT,
@@ -24,7 +24,8 @@ WORK = (
     Activity.SNAPSHOT,
     Activity.REPLICA_CHECK,
 )
-"""The kinds that are lost if they have to be repeated; a start or a compilation keeps its kind."""
+"""The kinds of time that become lost work if a later life repeats them; a start, for example, does
+not."""
 
 _SAVES = (Activity.CHECKPOINT_BLOCKED, Activity.SNAPSHOT)
 _STARTS = (Activity.START, Activity.RECOVERY, Activity.COMPILE)
@@ -36,7 +37,7 @@ def account_values(account: Account, life: int) -> dict[str, float]:
     """Return a record of an account's current content.
 
     Args:
-      life: its number among the lives of the run, from 1.
+      life: number of this process among the lives of the run, from 1.
     """
     spent = account.spent()
     wall = sum(spent.values())
@@ -49,20 +50,20 @@ def account_values(account: Account, life: int) -> dict[str, float]:
 
 
 def next_life(records: Iterable[Record]) -> int:
-    """Return the number of the life that follows those of these records."""
+    """Return the number of the life that follows the lives in these records."""
     return 1 + max((int(record["life"]) for record in records if _is_ours(record)), default=0)
 
 
 @dataclass(frozen=True)
 class Life:
-    """A life of a run.
+    """A life of a run: a process from its start to its last record.
 
     Attributes:
-      began: start in seconds since 1970.
-      first_step: number of steps taken before it.
-      last_step: the step of its last record.
-      kept_step: its last step that no later life had to repeat.
-      seconds: its time by kind; their sum is its wall time.
+      began: start of the life in seconds since 1970.
+      first_step: number of steps taken before the life.
+      last_step: the step of the life's last record.
+      kept_step: the life's last step that no later life had to repeat.
+      seconds: time of the life by kind; the sum is the wall time.
     """
 
     number: int
@@ -74,12 +75,12 @@ class Life:
 
     @property
     def wall_seconds(self) -> float:
-        """The time from its process's start to its last record."""
+        """The time from the process's start to the life's last record."""
         return sum(self.seconds.values())
 
     @property
     def ended(self) -> float:
-        """The time of its last record, in seconds since 1970."""
+        """The time of the life's last record, in seconds since 1970."""
         return self.began + self.wall_seconds
 
 
@@ -95,7 +96,7 @@ class Goodput:
 
     @property
     def gaps_seconds(self) -> tuple[float, ...]:
-        """The time from the last record of each life to the start of the next, by wall clock."""
+        """The time from the last record of each life to the start of the next life."""
         return tuple(max(after.began - before.ended, 0.0) for before, after in pairwise(self.lives))
 
     @property
@@ -119,8 +120,8 @@ class Goodput:
     def kept(self) -> float:
         """The fraction of the time not lost to failures and saves, 0 to 1; 1 for no time.
 
-        It is relative to all time but the first start, its compilation, and the end of the run: the
-        figure that closed forms predict for a run that fails.
+        The whole is the time without the first start, its compilation, and the end of the run.
+        Closed forms predict this fraction for a run that fails.
         """
         seconds, first = self.seconds, self.lives[0].seconds
         useful = sum(seconds[kind] for kind in WORK if kind not in _SAVES)
@@ -130,7 +131,7 @@ class Goodput:
 
     @property
     def lost_steps(self) -> int:
-        """The number of steps that were taken more than once."""
+        """The number of steps that were lost, each as often as it was lost."""
         return sum(life.last_step - max(life.kept_step, life.first_step) for life in self.lives)
 
     def as_json(self) -> JsonObject:
@@ -157,10 +158,10 @@ class Goodput:
 
 
 def joined_lives(records: Iterable[Record]) -> Goodput | None:
-    """Join all lives of a run, from its records in order; None if none of them is of time.
+    """Join all lives of a run, from its records in order; None if no record is of time.
 
-    The time of a life after the step from which a later life resumed is lost work: steps, and
-    everything between them.
+    The time that a life spent after the step from which a later life resumed is lost work: the
+    steps, and everything between them.
     """
     ours = (record for record in records if _is_ours(record))
     lives = [list(group) for _, group in groupby(ours, key=lambda record: record["life"])]
@@ -176,7 +177,7 @@ def _life(records: Sequence[Record], kept_step: int) -> Life:
     last = records[-1]
     seconds = _seconds(last)
     kept = [record for record in records if record["step"] <= kept_step]
-    # A life that was repeated from before its first step keeps nothing.
+    # A life keeps nothing if a later life resumed from a step before its first step.
     until = _seconds(kept[-1]) if kept else dict.fromkeys(Activity, 0.0)
     if last["step"] > kept_step:
         seconds[Activity.LOST_WORK] = sum(seconds[kind] - until[kind] for kind in WORK)
@@ -200,7 +201,8 @@ def _named(seconds: Seconds) -> JsonObject:
 def predicted(records: Iterable[Record]) -> float | None:
     """Return the last predicted fraction of time kept; None if the run chose no intervals.
 
-    With snapshots and checkpoints, each fraction applies to the time that the other leaves.
+    The fractions of snapshots and checkpoints are multiplied, since each applies to the time that
+    the other leaves.
 
     >>> predicted([{"split": "intervals", "snapshot_predicted": 0.9},
     ...            {"split": "intervals", "checkpoint_blocked_predicted": 0.5}])

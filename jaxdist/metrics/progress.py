@@ -29,12 +29,12 @@ _SHORTEST_BAR, _LONGEST_BAR = 8, 40
 
 
 class Progress:
-    """Shows step, loss, rate, step time and time left; a context manager.
+    """A display of step, loss, rate, step time and time left; a context manager.
 
     In a terminal a thread redraws one line a few times per second, so that `update` only stores
     numbers. Elsewhere (a file, a pipe, CI, the terminal without a size that a launcher such as
-    mpirun gives a process) whole lines are printed: the first step, the last, and a line about
-    every `seconds_between_lines`.
+    mpirun gives a process) whole lines are printed: for the first step, for the last step, and
+    about every `seconds_between_lines`.
 
     Args:
       total_steps: the step at which the run ends.
@@ -42,8 +42,8 @@ class Progress:
       unit: the unit of the rate.
       units_per_step: tokens or examples in a step, over all devices; may be set later.
       console: the output; standard output when None.
-      enabled: False shows nothing (every process but the first).
-      efficiency: computes the MFU; None where the devices' peak is unknown.
+      enabled: whether anything is shown; False in every process but the first.
+      efficiency: the devices' peak, for the MFU; None where it is unknown.
       seconds_between_lines: interval of the plain lines.
       clock: a monotonic clock in seconds; for tests.
 
@@ -90,11 +90,11 @@ class Progress:
             )
 
     def update(self, step: int, *, loss: float, step_seconds: float) -> None:
-        """Record that `step` is done; costs microseconds.
+        """Record that `step` is done, which costs microseconds.
 
         Args:
           step: number of steps taken in all.
-          loss: a number already on the host: a device array would make the loop wait.
+          loss: a number on the host, since a device array would make the loop wait.
           step_seconds: wall time of a step.
         """
         self.step = step
@@ -150,7 +150,7 @@ class Progress:
         return self._joined(f"step {self.step}/{self._total_steps}", *self._numbers())
 
     def _numbers(self) -> list[str]:
-        """Return loss, rate, step time and time left; only numbers that are known already."""
+        """Return loss, rate, step time and time left, as texts; nothing before the first step."""
         if not self._step_time.count:
             return []
         seconds = self._step_time.seconds
@@ -191,7 +191,7 @@ def _can_redraw(console: Console) -> bool:
     try:
         descriptor = console.file.fileno()
     except (OSError, AttributeError):
-        return True  # a notebook, or a test that claims to be one
+        return True  # A notebook is a terminal without a file descriptor.
     try:
         return os.get_terminal_size(descriptor).columns > 0
     except OSError:

@@ -23,9 +23,9 @@ class Efficiency:
     flops_per_second: float
 
     def of(self, units: int, seconds: float) -> dict[str, float]:
-        """Return the rate per device, and MFU: the model's FLOPs over those of the peak (0 to 1).
+        """Return the rate per device, and MFU: the model's FLOPs as a fraction of the peak's.
 
-        MFU is that of PaLM (arXiv 2204.02311, appendix B): recomputation does not count.
+        MFU is defined as in PaLM (arXiv 2204.02311, appendix B): recomputation does not count.
 
         >>> Efficiency("tokens", 6e9, devices=4, flops_per_second=2e14).of(100_000, 1.5)
         {'tokens_per_second_per_device': 16666.666666666668, 'mfu': 0.5}
@@ -40,7 +40,7 @@ class Efficiency:
 class SmoothedStepTime:
     """The smoothed seconds per step: a plain mean at first, exponential later.
 
-    The first step of a process includes compilation, so it counts only until a second is known.
+    The first step of a process includes compilation, so the second step replaces its time.
 
     >>> time = SmoothedStepTime(weight=0.5)
     >>> for seconds in (9.0, 0.2, 0.4):
@@ -109,7 +109,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_loss(value: float) -> str:
-    """Format a loss with three decimals where those are significant.
+    """Format a loss with three decimals, or with an exponent if it is very small or large.
 
     >>> format_loss(1.8342), format_loss(0.00042), format_loss(123456.0), format_loss(float("nan"))
     ('1.834', '4.2e-04', '1.2e+05', 'nan')

@@ -1,4 +1,4 @@
-"""Reports for other programs: their package versions, and writing the file."""
+"""Reports for other programs: the packages whose versions they have, and the writing of files."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from jaxdist.errors import RunError
 from jaxdist.types import JsonObject
 
 PACKAGES = ("python", "jax", "jaxlib", "flax", "optax", "numpy", "jaxdist")
-"""Packages for `jaxdist.runtime.environment.versions`."""
+"""The packages whose versions `jaxdist.runtime.environment.versions` collects for a report."""
 
 
 SCHEMA = 1
-"""Version of a report's keys; keys may be added, but not removed or redefined, within it."""
+"""Version of a report's keys; within a version, keys are added, but not removed or redefined."""
 
 
 def write_json(
     path: str | os.PathLike[str], report: JsonObject, *, what: str, **dumps: object
 ) -> None:
-    """Write plain data with the version of its keys.
+    """Write plain data as JSON, with the version of its keys.
 
     Args:
-      what: the report's name in the message.
+      what: the report's name in the error message.
       dumps: arguments of `json.dumps`.
 
     Raises:

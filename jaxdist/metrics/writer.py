@@ -2,8 +2,8 @@
 
 A resumed run continues the same file. Records of steps that the interrupted run had taken but not
 checkpointed are dropped first, so that the file ends up as if nothing had happened. Records of time
-and energy are kept, since both were spent, and so are those of replicas that differed, which may be
-the reason for going back. TensorBoard's events are purged in the same way.
+and energy are kept, since both were spent. Records of replicas that differed are kept too, since
+they may be the reason for the resume. TensorBoard's events are purged in the same way.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[JsonObject]:
       path: a `metrics.jsonl`, or its directory.
 
     Raises:
-      RunError: no such file, or an earlier line that is not a record.
+      RunError: the file does not exist, or a line before the last is not a record.
     """
     return list(iterate_metrics(path))
 
@@ -73,7 +73,7 @@ def iterate_metrics(path: str | os.PathLike[str]) -> Iterator[JsonObject]:
 def append(
     directory: str | os.PathLike[str], step: int, values: Mapping[str, float], *, split: str
 ) -> None:
-    """Append a line to a `metrics.jsonl` that no writer has open any more, without an event.
+    """Append a line to a `metrics.jsonl` that no writer has open, without a TensorBoard event.
 
     Raises:
       RunError: the line cannot be written.
@@ -98,10 +98,10 @@ class MetricsWriter(Records):
 
     Args:
       directory: the run directory; created if missing.
-      resume_step: None for a new run; otherwise the step of the checkpoint from which the run
-        resumes (0 when it starts over): later records are dropped.
-      admit: called before each record; raises where this process may not write any more.
-      tell: called with the step, the split and the values of each record that was written.
+      resume_step: the step of the checkpoint from which a run resumes (0 when it starts over),
+        after which records are dropped; None is a new run.
+      admit: function that is called before each record; it raises if this process may not write.
+      tell: function that is called with the step, the split and the values of a written record.
 
     Raises:
       RunError: the directory cannot be written, it has the metrics of another run although
@@ -157,7 +157,7 @@ class MetricsWriter(Records):
                 f"holds ({', '.join(_RESERVED)}): rename the metric"
             )
         if step == self._resume_step and split in self._kept_splits.difference(_LASTING):
-            return  # the interrupted run had already recorded this evaluation of the same state
+            return  # The interrupted run has already recorded this evaluation of the same state.
         self._admit()
         now = time.time()
         with _told(f"append the metrics of step {step} to", self.path):
@@ -175,12 +175,13 @@ class MetricsWriter(Records):
         Raises:
           RunError: the remaining data cannot be written.
         """
+        # The stack closes the events even if the close of the file raises.
         with _told("write the last metrics to", self.path), ExitStack() as both:
             both.callback(self._events.close)
             both.callback(self._file.close)
 
     def _check_in_place(self, step: int) -> None:
-        """Check that the file still exists: writing to a removed file raises nothing."""
+        """Check that the file still exists, since a write to a removed file raises no error."""
         try:
             if os.path.samestat(os.stat(self.path), self._identity):
                 return
@@ -196,6 +197,7 @@ class MetricsWriter(Records):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        # The error that ends the block must not be replaced by an error of the close.
         with suppress(RunError) if kind is not None else nullcontext():
             self.close()
 
@@ -213,6 +215,7 @@ class MetricsWriter(Records):
         with temporary.open("wb") as file:
             file.writelines(line + b"\n" for line, _ in kept)
             file.flush()
+            # Otherwise the rename could reach the disk before the content.
             os.fsync(file.fileno())
         temporary.replace(self.path)
 
@@ -242,7 +245,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _records(path: Path) -> Iterator[JsonObject]:
-    """Yield the records of `_complete_lines`, many lines parsed at once, which halves the time."""
+    """Yield the records of `_complete_lines`, but parse many lines at once, in half the time."""
     lines = _lines(path)
     for start in range(0, len(lines), _TOGETHER):
         part = lines[start : start + _TOGETHER]
@@ -252,7 +255,7 @@ def _records(path: Path) -> Iterator[JsonObject]:
             found = []
         if isinstance(found, list) and len(found) == len(part) and all(map(_is_record, found)):
             yield from found
-        else:  # one of them is torn, or is not a record
+        else:  # One of the lines is torn, or is not a record.
             yield from (record for _, record in _complete_lines(path, lines, start, len(part)))
 
 
@@ -263,7 +266,7 @@ def _complete_lines(
 
     Args:
       lines: the lines of the file, if they were read already.
-      start, count: the range of lines; all by default.
+      start, count: the range of lines; the default is all lines.
     """
     lines = _lines(path) if lines is None else lines
     chosen = lines[start:] if count is None else lines[start : start + count]

@@ -30,7 +30,7 @@ class ImagesConfig(Config):
     """Images (uint8 [H, W, C], 0 to 255), each with a label."""
 
     type: Literal["images"] = "images"
-    """Labelled images."""
+    """Selects labelled images."""
     source: Literal[
         "fashion-mnist", "digits", "idx", "cifar10", "cifar100", "npz", "folder", "tars"
     ]
@@ -162,7 +162,7 @@ def _digits() -> tuple[Labelled, Labelled]:
 def _digits_table() -> np.ndarray:
     """Read float64 [1797, 65], 64 pixels and the label, from the file in the scikit-learn package.
 
-    scikit-learn is not imported, which would take a quarter of a small run's time.
+    An import of scikit-learn would take a quarter of a small run's time.
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:

@@ -37,7 +37,7 @@ class ChatConfig(Config):
     """
 
     type: Literal["chat"]
-    """Conversations, packed into windows."""
+    """Selects conversations, packed into windows."""
     files: tuple[str, ...] = Field(min_length=1)
     """Glob patterns of .jsonl files, relative to the current directory."""
     tokenizer: BpeTokenizerConfig

@@ -40,7 +40,7 @@ class TextConfig(Config):
     """Text files (.txt, .md, .py, .jsonl) as windows of tokens."""
 
     type: Literal["text"] = "text"
-    """Text, packed into windows."""
+    """Selects text, packed into windows."""
     source: Literal["python-stdlib", "files"] = "python-stdlib"
     """`python-stdlib` reads the Python files of the running interpreter's standard library; `files`
     (implied if the key `files` is set) reads the files that the key names."""

@@ -158,7 +158,7 @@ class ByteTokenizerConfig(Config):
     """Bytes as tokens: a vocabulary of 257, which needs no training."""
 
     type: Literal["bytes"] = "bytes"
-    """Raw bytes."""
+    """Selects raw bytes."""
 
     def build(self) -> ByteTokenizer:
         return ByteTokenizer()
@@ -168,7 +168,7 @@ class BpeTokenizerConfig(Config):
     """A byte-pair encoding from a file."""
 
     type: Literal["bpe"]
-    """A tokenizer of the tokenizers library."""
+    """Selects a tokenizer of the tokenizers library."""
     file: str
     """Path of the tokenizer.json; `jaxdist data tokenize` writes such a file."""
     end_of_document: str | None = None

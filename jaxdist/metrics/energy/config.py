@@ -14,13 +14,13 @@ class EnergyConfig(Config):
     """The meter of a run's energy, and the carbon intensity of its site."""
 
     meter: Literal["auto", "nvml", "rapl", "model", "none"] = "auto"
-    """Counters of GPUs (nvml) or of CPUs (rapl), the published power of the chip (model), or none;
-    auto takes the counters of the devices that compute, else the model, else none."""
+    """Meter: counters of GPUs (nvml) or of CPUs (rapl), the published power of the chip (model), or
+    none; auto takes the counters of the devices that compute, else the model, else none."""
     watts: PositiveFloat | None = None
     """Power of a busy device, where it is unknown (v5e, v5p, v6e: Google publishes none) or you
     know it better."""
     idle_watts: Annotated[float, Field(ge=0)] | None = None
-    """Power of an idle device; null counts `watts` all the time. Only together with watts."""
+    """Power of an idle device, given only with `watts`; null takes `watts` for idle time too."""
     pue: Annotated[float, Field(ge=1)] = 1.0
     """Power usage effectiveness: power of the whole site divided by that of its machines."""
     grid: Annotated[float, Field(ge=0)] = 475.0

@@ -1,7 +1,7 @@
 """Meters of energy: counters of GPUs, counters of CPUs, a model by power, or none.
 
-A counter has the energy that the devices have drawn since it was opened, by any user: other work on
-the machine is included. The counters belong to this host only.
+A counter measures the energy that devices have drawn since it was opened, for any user: other work
+on the machine is included. The counters belong to this host only.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ Method = Literal["counter", "model"]
 
 
 class Meter(Protocol):
-    """A meter of joules since it was opened."""
+    """A meter of the joules that devices have drawn since the meter was opened."""
 
     name: str
     """The name of the counter, for people."""
     method: Method
 
     def joules(self) -> float:
-        """Return the joules, never less than at the previous call."""
+        """Return the joules so far, never less than at the previous call."""
         ...
 
 
 class Rapl:
     """Intel's and AMD's counters of CPU packages and their memory, in microjoules.
 
-    Each wraps at `max_energy_range_uj` and must be read more often than that (minutes at full
-    load). Only top-level zones and memory count: cores are within their package.
+    A counter wraps at `max_energy_range_uj`, so `joules` must be called more often than that
+    (minutes at full load). Only packages and memory count: cores are within their package.
 
     Args:
       root: the kernel's powercap folder.
@@ -102,11 +102,11 @@ class Nvml:
 
 
 class Modelled:
-    """A model: published power times time, busy while a step runs, otherwise idle.
+    """A model of energy: a device's power times time, at busy power in steps, else at idle power.
 
     Args:
       devices: number of devices, on all hosts.
-      seconds: function that returns the time since the beginning, and the part of it in steps.
+      seconds: function that returns the seconds since the beginning, and the seconds in steps.
     """
 
     method: Method = "model"
@@ -125,7 +125,7 @@ class Modelled:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[int] | None:
-    """Return the GPU numbers in CUDA_VISIBLE_DEVICES; None for all, or names that are not numbers.
+    """Return the GPU numbers in CUDA_VISIBLE_DEVICES; None if it is not set, or has other names.
 
     >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}), visible_gpus({})
     ([2, 3], None)
@@ -141,14 +141,14 @@ def open_meter(
     devices: int,
     seconds: Callable[[], tuple[float, float]],
 ) -> Meter | str:
-    """Open the meter of a config; for "auto" the best available, or explain why there is none.
+    """Open the meter of a config, or explain why there is none; "auto" opens the best available.
 
     Args:
-      kind: see `EnergyConfig.meter`.
+      kind: name of the meter, as in `EnergyConfig.meter`.
       platform: platform of the computation: "cpu", "gpu" or "tpu".
       power: power of a device, if it is known.
       devices: number of devices, on all hosts.
-      seconds: see `Modelled`.
+      seconds: as in `Modelled`.
 
     Raises:
       RunError: the meter requested by name is not available.
@@ -176,7 +176,7 @@ def open_meter(
 
 
 def _counts(zone: Path) -> bool:
-    """Return whether a zone is a package, a whole system, or memory; and readable."""
+    """Return whether a zone is a package or memory, and its counter can be read."""
     try:
         name = (zone / "name").read_text().strip()
         _number(zone / "energy_uj")

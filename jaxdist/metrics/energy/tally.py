@@ -1,4 +1,4 @@
-"""The energy of a run: a record per life, each with the energy so far."""
+"""The energy of a run: records of each life, each with the energy so far."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jaxdist.types import Json, JsonObject
 SPLIT = "energy"
 """The split of energy records."""
 UNITS = ("tokens", "examples")
-"""The units in which a run counts its data: the key of that number in a record."""
+"""The units in which a run counts its data; a record has the number under the unit's name."""
 
 
 @dataclass
 class Tally:
-    """The energy of a life.
+    """The energy of a life, the process from a start to its last record.
 
     Attributes:
-      unit: unit of the data, of `UNITS`.
+      unit: unit of the data, a member of `UNITS`.
       units_per_step: units in a step, over all devices; may be set later.
-      units: units in its steps so far.
+      units: number of units in the life's steps so far.
     """
 
     meter: Meter
@@ -39,7 +39,7 @@ class Tally:
 
     @property
     def described(self) -> str:
-        """Describe the meter, its method, and the factors."""
+        """A description of the meter, its method, and the factors of the site."""
         how = "counted by" if self.meter.method == "counter" else "modelled, not measured:"
         return f"{how} {self.meter.name}; PUE {self.site.pue:g}, {self.site.grid:g} g CO2e/kWh"
 
@@ -67,9 +67,9 @@ class Energy:
 
     Attributes:
       joules: energy that the devices have drawn.
-      unit: unit of the data, of `UNITS`.
-      units: units of data; those of lost steps count again.
-      kwh: energy that the site has drawn for it.
+      unit: unit of the data, a member of `UNITS`.
+      units: number of units of data; the units of repeated steps count each time.
+      kwh: energy that the site has drawn for the run.
     """
 
     joules: float
@@ -97,7 +97,7 @@ class Energy:
 
 
 def joined_energy(records: Iterable[Mapping[str, Json]]) -> Energy | None:
-    """Sum the energy of all lives of a run, from its metrics; None if there are no such records."""
+    """Sum the energy of all lives of a run, from its records; None if no record has energy."""
     ours = (record for record in records if record["split"] == SPLIT)
     last = [[*group][-1] for _, group in groupby(ours, key=lambda record: record["life"])]
     if not last:

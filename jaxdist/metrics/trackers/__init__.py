@@ -1,1 +1,1 @@
-"""Trackers: services and databases that receive a run's numbers, in addition to its files."""
+"""Trackers: services and databases that receive a run's numbers, in addition to the run's files."""

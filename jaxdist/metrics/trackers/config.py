@@ -20,13 +20,13 @@ PROJECT = "jaxdist"
 
 
 class PackagedConfig(Config):
-    """A tracker of a package that is an extra of jaxdist's, by the package's name."""
+    """A tracker that needs a package, for which jaxdist has an extra of the same name."""
 
     package: ClassVar[str]
     project: str = PROJECT
     """The project that the run is listed in."""
     name: str | None = None
-    """The name that the run is listed under; null is that of the run directory."""
+    """The name that the run is listed under; null is the name of the run directory."""
 
     def check(self) -> None:
         """Refuse a tracker whose package is missing.
@@ -56,10 +56,10 @@ class WandbConfig(PackagedConfig):
     entity: str | None = None
     """The user or team that owns the project; null is your default."""
     mode: Mode | None = None
-    """Whether to send records now, to keep them for `wandb sync`, or neither; null follows the
-    variable WANDB_MODE."""
+    """Mode: online sends records, offline keeps them for `wandb sync`, disabled does neither; null
+    follows the variable WANDB_MODE."""
     tags: tuple[str, ...] = ()
-    """Tags of the run, to search for."""
+    """Tags of the run, by which a search finds it."""
 
     def build(self) -> Tracker:
         """Make the tracker."""
@@ -145,4 +145,4 @@ class MetricsConfig(Config):
     """Destinations of a run's numbers, besides its own metrics.jsonl and TensorBoard events."""
 
     trackers: tuple[TrackerConfig, ...] = ()
-    """Trackers that receive every record, by type."""
+    """Trackers that receive every record; each has a `type`."""

@@ -21,7 +21,7 @@ class Tracked:
       name: name of the run directory.
       config: the whole config, resolved.
       versions: versions of Python and of the packages that determine a run's numbers.
-      kept: the result of `start` when this run was tracked before; None for the first time.
+      kept: the key that `start` returned when this run was first tracked; None at first.
     """
 
     id: str
@@ -33,29 +33,29 @@ class Tracked:
 
     @property
     def unique_name(self) -> str:
-        """The name with the beginning of the id: other runs may have directories of this name."""
+        """The name with the beginning of the id, since other runs may have the same name."""
         return f"{self.name}-{self.id[:8]}"
 
 
 class Tracker(Protocol):
     """A receiver of a run's numbers; its errors are reported once, and do not end the run.
 
-    Process 0 calls it, from the thread that trains.
+    Process 0 calls a tracker from the thread that trains.
     """
 
     def start(self, run: Tracked) -> str:
-        """Begin to track a run, or continue; return the key of the tracked run.
+        """Begin to track a run, or continue to track it; return the key of the tracked run.
 
         The key is stored in the run directory and passed again as `Tracked.kept`.
         """
         ...
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Receive a record of `metrics.jsonl`; after a resume those of some steps are repeated."""
+        """Receive a record of `metrics.jsonl`; after a resume, records of some steps come again."""
         ...
 
     def end(self, summary: Mapping[str, float], status: Status) -> None:
-        """Send everything that remains, and end; called only after a `start` that has returned.
+        """Send everything that remains, and end; called only if `start` has returned.
 
         Args:
           summary: the last metrics by `split/name`, and the time of the run by kind.

@@ -20,7 +20,7 @@ _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 class MlflowTracker:
     """A tracker that sends records to a run of MLflow; `project` is MLflow's experiment.
 
-    It uses its own client, so that `mlflow.active_run()` does not change.
+    The tracker uses its own client, so that `mlflow.active_run()` does not change.
     """
 
     project: str
@@ -28,7 +28,7 @@ class MlflowTracker:
     uri: str | None
 
     def start(self, run: Tracked) -> str:
-        """Begin to track a run, or continue."""
+        """Begin to track a run, or continue to track it."""
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 
         self._client: Any = MlflowClient(self.uri)

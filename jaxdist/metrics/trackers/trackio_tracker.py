@@ -11,14 +11,14 @@ from jaxdist.metrics.trackers.contract import Status, Tracked, with_split
 
 @dataclass
 class TrackioTracker:
-    """A tracker that sends records to a run of Trackio, which resumes by its name."""
+    """A tracker that sends records to a run of Trackio, which resumes the run by its name."""
 
     project: str
     name: str | None
     space: str | None
 
     def start(self, run: Tracked) -> str:
-        """Begin to track a run, or continue."""
+        """Begin to track a run, or continue to track it."""
         import trackio  # pyright: ignore[reportMissingImports]
 
         name = run.kept or self.name or run.unique_name

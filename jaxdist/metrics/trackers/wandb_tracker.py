@@ -15,7 +15,7 @@ Mode = Literal["online", "offline", "disabled"]
 class WandbTracker:
     """A tracker that sends records to a run of Weights & Biases, with files in the run directory.
 
-    `step` is a metric and the axis of all others: after a resume some steps are repeated,
+    `step` is a metric and the axis of all other metrics: after a resume some steps are repeated,
     and the package's own counter of steps only increases.
     """
 
@@ -26,7 +26,7 @@ class WandbTracker:
     tags: tuple[str, ...]
 
     def start(self, run: Tracked) -> str:
-        """Begin to track a run, or continue."""
+        """Begin to track a run, or continue to track it."""
         import wandb  # pyright: ignore[reportMissingImports]
 
         quiet = {"silent": True, "console": "off", "disable_git": True, "save_code": False}
@@ -40,7 +40,7 @@ class WandbTracker:
             config={**run.config, "jaxdist": {"id": run.id, "versions": run.versions}},
             tags=list(self.tags) or None,
             mode=self.mode,
-            # In addition to a run of the user's own: `wandb.run` does not change.
+            # The user's own run stays open, and `wandb.run` does not change.
             reinit="create_new",
             settings=wandb.Settings(**quiet),
         )
