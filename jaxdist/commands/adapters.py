@@ -1,4 +1,4 @@
-"""`jaxdist import --base` and `jaxdist export --to peft`: adapters in the files of PEFT."""
+"""`jaxdist import --base` and `jaxdist export --to peft`: adapters in the file format of PEFT."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def import_adapters(
       The run, and the number of adapters.
 
     Raises:
-      JaxdistError: no adapters, or those of another base model; no base run; a directory that
-        exists.
+      JaxdistError: there are no adapters or no base run, the adapters have another base model, or
+        the run directory exists.
     """
     files, directory = open_adapters(folder), RunDirectory(out.absolute())
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -86,13 +86,13 @@ def export_adapters(
     step: int | None = None,
     console: Console,
 ) -> JsonObject:
-    """Write a run's adapters in PEFT's form.
+    """Write a run's adapters in the file format of PEFT.
 
     Returns:
       The directory, and the number of adapters.
 
     Raises:
-      JaxdistError: no such run, one without adapters, or a directory that exists.
+      JaxdistError: there is no such run, it has no adapters, or the directory exists.
     """
     experiment, restored = open_run(run, overrides, step=step, console=console)
     model, program = experiment.config.model, experiment.program

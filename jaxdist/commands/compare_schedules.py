@@ -34,14 +34,14 @@ class StageCosts(Config):
     forward: Time = 1.0
     """Time of a microbatch's forward pass through a stage, in any unit."""
     backward_input: Time = 1.0
-    """Time of the input half of its backward pass."""
+    """Time of the input half of a microbatch's backward pass through a stage."""
     backward_weight: Time = 1.0
-    """Time of the weight half."""
+    """Time of the weight half of a microbatch's backward pass through a stage."""
     transfer: Time = 0.0
     """Time of a message from one stage to another."""
 
     def of_chunks(self, count: int) -> CostsConfig:
-        """Return the times of each of `count` chunks of a stage; a message takes the same time."""
+        """Return the costs of one of `count` equal chunks of a stage; a message costs the same."""
         return CostsConfig(
             forward=self.forward / count,
             backward_input=self.backward_input / count,
@@ -54,7 +54,7 @@ class ComparisonConfig(Config):
     """Settings of all schedules in a comparison."""
 
     chunks: Annotated[int, Field(ge=2, le=1024)] = 2
-    """Chunks on each stage, for the schedules that let one choose."""
+    """Chunks on each stage, for the schedules in which this number can be chosen."""
     costs: StageCosts = StageCosts()
     """Costs of a stage's tasks."""
 
@@ -64,11 +64,11 @@ class ScheduleEntry:
     """A schedule of a comparison.
 
     Attributes:
-      label: its type, with the chosen settings.
-      timeline: its timeline; None where it is refused.
-      reason: the reason of a refusal.
-      least: the fewest microbatches that it accepts on these stages.
-      whole_rounds: whether it accepts only multiples of `least`.
+      label: type of the schedule, with the chosen settings.
+      timeline: timeline of the schedule; None if the schedule is refused.
+      reason: the reason for a refusal; empty if the schedule is accepted.
+      least: the fewest microbatches that the schedule accepts on these stages.
+      whole_rounds: whether the schedule accepts only multiples of `least`.
     """
 
     label: str
@@ -78,7 +78,7 @@ class ScheduleEntry:
     whole_rounds: bool
 
     def as_json(self) -> JsonObject:
-        """The columns of the table, unrounded; null where the schedule is refused."""
+        """Return the columns of the table, unrounded; they are null if the schedule is refused."""
         names = ("bubble", "flushed_bubble", "makespan", "peak", "messages")
         figures: JsonObject = dict.fromkeys(names)
         if self.timeline is not None:
@@ -107,7 +107,7 @@ def compare_schedules(
         stage with several chunks has as much work as a stage with one chunk.
 
     Raises:
-      ConfigError: a setting that does not fit.
+      ConfigError: a setting does not fit.
     """
     common = validate(document_of(overrides), ComparisonConfig)
     entries = [
@@ -151,6 +151,7 @@ def _entry(
         for count in itertools.count(1)
         if isinstance(made := _made(config, stages, count), Schedule)
     )
+    # A schedule that refuses one microbatch more accepts only whole rounds of them.
     rounds = isinstance(_made(config, stages, least + 1), str)
     of_chunk = costs.of_chunks(smallest.chunks // stages)
     made = _made(with_costs(config, of_chunk), stages, microbatches)
@@ -173,7 +174,7 @@ def _choices(chunks: int) -> str:
 
 
 def _made(config: PipelineScheduleConfig, stages: int, microbatches: int) -> Schedule | str:
-    """Return the schedule, or the reason of its refusal."""
+    """Return the schedule, or the reason for which it is refused."""
     try:
         return config.build(stages, microbatches)
     except ConfigError as error:

@@ -29,11 +29,11 @@ from jaxdist.trees import flatten_with_names
 def open_run(
     run: Path, overrides: Sequence[str], *, step: int | None, console: Console
 ) -> tuple[Experiment, Restored]:
-    """Open a run directory, and return its experiment and a checkpoint: the newest, or `step`'s.
+    """Open a run directory; return its experiment and its newest checkpoint, or that of `step`.
 
     Raises:
       RunError: there is no run in the directory.
-      CheckpointError: there is no checkpoint, or none that fits the experiment.
+      CheckpointError: there is no checkpoint, or no checkpoint fits the experiment.
     """
     directory = RunDirectory(run)
     if not directory.occupied:
@@ -67,7 +67,7 @@ def evaluate_run(
     json_file: Path | None = None,
     console: Console,
 ) -> dict[str, float]:
-    """Print, write and return the means over the whole held-out split.
+    """Evaluate a run on its whole held-out split; print, write and return the means.
 
     Raises:
       RunError: there is no run, or its data has no held-out split.

@@ -33,14 +33,14 @@ def export_model(
     """Write a run's parameters as a Hugging Face directory, or as a GGUF file.
 
     Args:
-      step: step of the checkpoint; None is the newest.
-      dtype: dtype of the tensors; None is that of the imported model, else float32.
+      step: step of the checkpoint; None takes the newest checkpoint.
+      dtype: dtype of the tensors; None takes the dtype of the imported model, or else float32.
 
     Returns:
       The directory or file, the family, the dtype, and the number of tensors.
 
     Raises:
-      JaxdistError: no such run, or a model that no family describes.
+      JaxdistError: there is no such run, or no family describes the run's model.
     """
     experiment, restored = open_run(run, overrides, step=step, console=console)
     model, program = experiment.config.model, experiment.program
@@ -78,7 +78,7 @@ def export_model(
 
 
 def _shapes(params: Params, dims: Any, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Return each parameter's shape without the padding of its vocabulary."""
+    """Return the shape of each parameter by name, without the padding of the vocabulary."""
     return {
         name: tuple(
             vocab_size if dim == "vocab" else size

@@ -37,13 +37,13 @@ from jaxdist.run.directory import RunDirectory, prepare_directory
 from jaxdist.types import JsonObject
 
 WINDOW = 512
-"""Most tokens of the sequences in the config of an imported run."""
+"""Largest length of sequences, in tokens, in the config of an imported run."""
 
 
 def import_model(
     path: Path, out: Path, overrides: Sequence[str] = (), *, console: Console
 ) -> JsonObject:
-    """Write a run directory with a model's parameters as step 0; at most a tensor is in memory.
+    """Write a run directory with a model's parameters as step 0, one tensor at a time.
 
     Args:
       path: a Hugging Face directory, or a GGUF file.
@@ -53,8 +53,8 @@ def import_model(
       The run, the family, and the numbers of parameters and tensors.
 
     Raises:
-      JaxdistError: no model, an unknown one, tensors that do not fit it, or a directory that
-        exists.
+      JaxdistError: there is no model, its architecture is unknown, its tensors do not fit, or the
+        run directory exists.
     """
     source, directory = open_source(path), _new(out)
     leaves = _leaves(source, source.family.model(source.config))
@@ -62,7 +62,7 @@ def import_model(
     texts = _texts(source)
     own = path / TOKENIZER
     if not source.is_gguf and own.is_file():
-        tokenizer_section(source, own)  # refused before anything is written
+        tokenizer_section(source, own)  # an error comes before any file
     try:
         folder.mkdir(parents=True)
         for file in source.besides:
@@ -90,10 +90,10 @@ def import_with_table(
     *,
     console: Console,
 ) -> JsonObject:
-    """Write a run directory for a config, whose model is filled from files by a table.
+    """Write a run directory for a config, with the parameters that a table finds in files.
 
     Args:
-      path: a directory with safetensors, or a file.
+      path: a directory of safetensors files, or a single file.
       config: the config of the run, with a model of any type.
       table: a file as `jaxdist.interchange.table` describes.
 
@@ -101,7 +101,7 @@ def import_with_table(
       The run, the table, and the numbers of parameters and tensors.
 
     Raises:
-      JaxdistError: a config or a table that cannot be read, or files that do not fit the model.
+      JaxdistError: the config or the table cannot be read, or the files do not fit the model.
     """
     directory = _new(out)
     document, loaded = load(config, overrides)
@@ -135,8 +135,9 @@ def _written(
     metadata: JsonObject,
     console: Console,
 ) -> JsonObject:
-    """Write the checkpoint and the config, and say so."""
+    """Write the checkpoint and the config, and print a summary."""
     write_streamed(directory.checkpoints, 0, _streamed(leaves), metadata)
+    # The config is written last, since a directory with a config counts as a run that has begun.
     prepare_directory(directory, plain_yaml(document.values))
     count = sum(math.prod(leaf.filled) for leaf in leaves)
     console.print(f"model  {family}, {count:,} parameters in {tensors:,} tensors", soft_wrap=True)
@@ -148,11 +149,11 @@ def config_values(source: Source, folder: Path, *, begin_with: Path) -> JsonObje
     """Return the config of a run that fine-tunes a model.
 
     Args:
-      folder: folder of its tokenizer.
-      begin_with: run directory, or model, of its parameters.
+      folder: folder of the model's tokenizer.
+      begin_with: run directory or model with the initial parameters.
 
     Raises:
-      JaxdistError: an unknown architecture, or a tokenizer that does not fit it.
+      JaxdistError: the architecture is unknown, or the tokenizer does not fit the model.
     """
     length: Any = source.config.get("max_position_embeddings", source.config.get("n_positions"))
     data: JsonObject = {"type": "text", "window": min(WINDOW, length or WINDOW)}
@@ -199,7 +200,7 @@ def _streamed(leaves: Sequence[Leaf]) -> Iterator[Streamed]:
 
 
 def _with_dtype(source: Source, leaves: Sequence[Leaf]) -> JsonObject:
-    """Return config.json with the dtype that the tensors have, for `export`."""
+    """Return the content of config.json with the dtype of the tensors, which `export` reads."""
     return {
         **source.config,
         "dtype": max(leaves, key=lambda leaf: leaf.shape).tensors[0].dtype.name,
@@ -207,7 +208,7 @@ def _with_dtype(source: Source, leaves: Sequence[Leaf]) -> JsonObject:
 
 
 def _texts(source: Source) -> dict[str, str]:
-    """Return the files that a GGUF file has inside, and a directory has next to its tensors."""
+    """Return the texts of a GGUF model's tokenizer files by name; {} for a directory."""
     if not source.is_gguf:
         return {}
     metadata = gguf_files.read(source.path).metadata

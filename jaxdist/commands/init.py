@@ -17,7 +17,7 @@ FIRST = FOLDER / "gpt/quickstart.yaml"
 
 
 def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
-    """Write the configuration `name`, all of a kind (`gpt`), or all, with their included files.
+    """Write the configuration `name`, all of a kind (`gpt`), or all; also write included files.
 
     An existing file with the same content is kept.
 

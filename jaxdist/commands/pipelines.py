@@ -39,7 +39,7 @@ ALTERNATIVES: dict[str, type[Any]] = {
 
 
 class Request(NamedTuple):
-    """A schedule, and the costs of its tasks."""
+    """The requested schedule, and the costs of its tasks."""
 
     config: PipelineScheduleConfig
     costs: CostsConfig
@@ -156,7 +156,7 @@ def _is_path(text: str) -> bool:
 
 
 def document_of(overrides: Iterable[str], section: Mapping[str, str] | None = None) -> Document:
-    """Return the command line as a document: a section, with the overrides on top."""
+    """Return the command line as a document: the values of a section, changed by overrides."""
     chosen = {key: Node(value, COMMAND_LINE) for key, value in (section or {}).items()}
     root = Node(chosen, COMMAND_LINE)
     for text in overrides:
@@ -165,7 +165,7 @@ def document_of(overrides: Iterable[str], section: Mapping[str, str] | None = No
 
 
 def with_costs(config: PipelineScheduleConfig, costs: CostsConfig) -> PipelineScheduleConfig:
-    """Return a schedule that depends on costs, for these costs."""
+    """Set the costs of a schedule that depends on costs; return other schedules unchanged."""
     if "costs" in type(config).model_fields:
         return config.model_copy(update={"costs": costs})
     return config
@@ -179,7 +179,7 @@ def _together(timeline: Timeline) -> str:
 
 
 def schedule_json(schedule: Schedule, timeline: Timeline | None = None) -> JsonObject:
-    """Return what `show` and `check` print of a schedule, as plain data."""
+    """Return the figures that `show` and `check` print about a schedule, as plain data."""
     report: JsonObject = {
         "schedule": schedule.name,
         "stages": schedule.stages,

@@ -34,8 +34,8 @@ def replay(run: Path, console: Console, json_file: Path | None = None) -> bool:
       json_file: file for the differences, as JSON.
 
     Raises:
-      RunError: the directory has no run with parameter servers, no saved state, or a run that
-        cannot be repeated.
+      RunError: the directory has no run with parameter servers or no saved state, or the run cannot
+        be repeated.
       CheckpointError: the state at the start no longer exists.
     """
     if not RunDirectory(run).occupied or not os.path.isdir(run / "order"):

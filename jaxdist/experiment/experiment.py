@@ -59,7 +59,7 @@ class Experiment:
 
     @property
     def unit(self) -> str:
-        """The unit of the rate: "tokens" or "examples"."""
+        """The unit in which rates are counted: "tokens" or "examples"."""
         return "tokens" if "tokens" in self.program.batch else "examples"
 
     @property

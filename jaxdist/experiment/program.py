@@ -212,7 +212,7 @@ def build_model(
     batch: Mapping[str, jax.ShapeDtypeStruct],
     layout: Layout | None = None,
 ) -> Functional:
-    """Build the model for data of these shapes.
+    """Build the model for batches of the given shapes.
 
     Args:
       batch: shapes of a batch.

@@ -85,7 +85,7 @@ def batch_scaling(
 ) -> Study:
     """Train the config with each optimizer at each batch size; print and write the results.
 
-    Finished runs are stored next to the output (or under runs/), and reused by the same command.
+    Finished runs are stored next to the output (or under runs/), and the same command reuses them.
 
     Args:
       overrides: settings that override those of the study.
@@ -100,12 +100,14 @@ def batch_scaling(
     _, config = load(path, settings)
     seeds_of = range(config.seed, config.seed + TUNING_SEEDS + study.seeds)
     experiments = trainer.check(
+        # One optimizer is enough, since only the batch size decides whether a batch divides.
         [Trial(names[0], size, seeds_of[-1], 1.0, 0) for size in study.batches]
     )
     experiment = experiments[0]
     plan = StudyPlan(
         optimizers=study.contenders,
         steps={size: e.total_steps for size, e in zip(study.batches, experiments, strict=True)},
+        # Other seeds than those of tuning, whose best result is biased by its choice.
         seeds=tuple(seeds_of[TUNING_SEEDS:]),
         tuning_seeds=tuple(seeds_of[:TUNING_SEEDS]),
         tune=study.tune,

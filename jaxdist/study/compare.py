@@ -65,12 +65,12 @@ def compare_variants(
     """Train variants of a config, and print and write their effect on the held-out loss.
 
     All variants train on the same batches for the same number of steps, from the same parameters
-    for each seed. Finished runs are stored next to the output (or under runs/), and reused by the
-    same command.
+    for each seed. Finished runs are stored next to the output (or under runs/), and the same
+    command reuses them.
 
     Args:
       overrides: settings of all variants, which override those of the study.
-      variants: additional variants, in the form that `jaxdist.study.variants.parse_variants` takes.
+      variants: additional variants, as texts for `jaxdist.study.variants.parse_variants`.
       json_file, plot: output file, and output directory of the plot.
 
     Raises:
@@ -159,7 +159,7 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
           optional: names of variants that are left out if the config refuses them.
 
         Raises:
-          JaxdistError: a required variant cannot be built, or none of the optional variants.
+          JaxdistError: a required variant cannot be built, or no optional variant can be.
           ConfigError: a variant changes a setting that all must share, or equals another variant.
         """
         found: dict[str, Experiment] = {}

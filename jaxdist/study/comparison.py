@@ -19,7 +19,7 @@ acceptable."""
 
 @dataclass(frozen=True)
 class VariantResult:
-    """A variant and its runs, with the baseline's runs.
+    """The runs of a variant, and the baseline's runs to compare them with.
 
     Attributes:
       sent_bytes: bytes that a device sends in a step over the mesh axes that share the batch.
@@ -35,19 +35,19 @@ class VariantResult:
 
     @property
     def diverged(self) -> int:
-        """The number of its runs that diverged."""
+        """The number of the variant's runs that diverged."""
         return sum(outcome.diverged for outcome in self.outcomes)
 
     @property
     def losses(self) -> list[float]:
-        """Held-out loss by seed; all NaN if any run diverged."""
+        """The held-out losses, one for each seed; all are NaN if any run diverged."""
         if self.diverged:
             return [math.nan] * len(self.outcomes)
         return [outcome.metrics["loss"] for outcome in self.outcomes]
 
     @property
     def changes(self) -> list[float]:
-        """Relative change of the loss from the baseline, by seed; 0.01 means 1% more."""
+        """The relative changes of the loss from the baseline, by seed; 0.01 means 1% more."""
         pairs = zip(self.outcomes, self.base, strict=True)
         if self.diverged or any(outcome.diverged for outcome in self.base):
             return [math.nan] * len(self.outcomes)
@@ -55,12 +55,12 @@ class VariantResult:
 
     @property
     def relative_bytes(self) -> float | None:
-        """Bytes divided by the baseline's, or None if the baseline sends none."""
+        """The bytes sent, divided by the bytes that the baseline sends; None if it sends none."""
         return self.sent_bytes / self.base_bytes if self.base_bytes else None
 
     @property
     def verdict(self) -> str:
-        """Verdict in a few words; "?" means that the seeds disagree."""
+        """The verdict on the variant in a few words; "?" means that the seeds disagree."""
         if self.diverged:
             return f"diverged {self.diverged}/{len(self.outcomes)}"
         if self.outcomes == self.base:

@@ -34,7 +34,7 @@ def plot_comparison(
 
 
 def comparison_figure(rows: Sequence[VariantResult], *, title: str) -> Figure:
-    """Return the figure that `plot_comparison` writes, for a notebook or another format."""
+    """Return the figure that `plot_comparison` saves, for a notebook or another file format."""
     others = rows[1:]
     figure = new_figure((9.6, 1.8 + 0.42 * len(others)))
     axes = figure.subplots()
@@ -73,7 +73,7 @@ def _draw(axes: Axes, place: int, row: VariantResult) -> None:
 
 
 def _scale(axes: Axes, changes: Sequence[float]) -> None:
-    """Set an axis that is linear within 1% and logarithmic beyond, to show both 0.5% and 50%."""
+    """Make the axis linear within 1% and logarithmic beyond, to show both 0.5% and 50%."""
     low, high = min([-1.0, *changes]), max([1.0, *changes])
     axes.set_xscale("symlog", linthresh=1.0, linscale=0.7)
     axes.set_xlim(low * 1.3, high * 1.3)

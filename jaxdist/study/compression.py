@@ -18,7 +18,8 @@ from jaxdist.train.step import Program
 from jaxdist.types import Json, JsonObject
 
 WARM_UP = 0.2
-"""Fraction of a run in which gradients are sent uncompressed, or top-k decreases its share."""
+"""Fraction of a run that is a warm-up, in which gradients are sent uncompressed, or top-k lowers
+the share of the entries that it sends."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class VariantSet:
 
     Attributes:
       variants: the variants; the first is the baseline.
-      notes: adaptations to the config, a sentence each.
+      notes: a sentence about each adaptation of the set to the config.
     """
 
     variants: tuple[Variant, ...]
@@ -41,7 +42,7 @@ def compression_variants(experiment: Experiment) -> VariantSet:
       experiment: experiment without compression.
 
     Raises:
-      ConfigError: no gradient is sent, because the batch is not shared by several devices.
+      ConfigError: no gradient is sent, because a single device has the whole batch.
     """
     check_sent(experiment)
     optim, found = experiment.config.optim, variant_set("compression")
@@ -55,11 +56,11 @@ def compression_variants(experiment: Experiment) -> VariantSet:
 
 
 SETS = {"compression": compression_variants}
-"""Functions that `--of` may name, from the config's experiment to a set of variants."""
+"""Functions from the config's experiment to a set of variants, by the names that `--of` takes."""
 
 
 def optimizer_case(optim: OptimizerConfig, warm_up: int) -> tuple[Case, JsonObject]:
-    """Return the case of an optimizer, and the values that variants take from it."""
+    """Return the kind of an optimizer, and the values that variants take from its config."""
     values: JsonObject = {"warm_up": warm_up, "kind": optim.type}
     if isinstance(optim, AdamWConfig) and optim.b1:
         return "adamw", {**values, "momentum": optim.b1, "clip_norm": optim.clip_norm}
@@ -68,8 +69,8 @@ def optimizer_case(optim: OptimizerConfig, warm_up: int) -> tuple[Case, JsonObje
     if not optim.momentum:
         return "other", {**values, "kind": "sgd without momentum"}
     own = {name: getattr(optim, name) for name in ("momentum", "nesterov", "clip_norm")}
-    # The optimizer's velocity accumulates weight decay; without a velocity, every step applies it
-    # in full.
+    # The optimizer's velocity accumulates weight decay up to 1 / (1 - momentum) of it; without a
+    # velocity, every step applies that total at once.
     decay = float(f"{optim.weight_decay / (1 - optim.momentum):.6g}")
     return "sgd", {**values, **own, "decay": decay}
 
@@ -82,7 +83,7 @@ def _filled(value: Json, values: JsonObject) -> Json:
 
 
 def check_sent(experiment: Experiment) -> None:
-    """Raise ConfigError if no gradient is sent."""
+    """Raise ConfigError if the devices send no gradient, since one device has the whole batch."""
     layout = experiment.layout
     axis = layout.axis_of("batch")
     shape = layout.mesh.shape
@@ -111,7 +112,7 @@ def sent_bytes(experiment: Experiment) -> float:
 
 
 def _without_warm_up(program: Program) -> Program:
-    """Keep only the last stage of each codec, because earlier stages are temporary."""
+    """Return the program with only the last stage of each codec, after its warm-up stages."""
     exchange = program.exchange
     if not isinstance(exchange, Compressed):
         return program

@@ -16,9 +16,10 @@ from jaxdist.errors import ConfigError, did_you_mean
 
 FOLDER = Path(__file__).with_name("studies")
 Settings = dict[str, Any]
-"""Values by dotted key, such as `section.key`."""
+"""Values of settings by dotted key, such as `section.key`."""
 Case = Literal["adamw", "sgd", "other"]
-"""Optimizers by the value that messages can carry: AdamW's momentum, SGD's momentum, or none."""
+"""Kinds of optimizers, by what compressed messages can carry: a momentum of AdamW, a momentum of
+SGD, or gradients alone."""
 
 
 def _once(values: tuple[int, ...]) -> tuple[int, ...]:
@@ -35,9 +36,9 @@ class _Study(Config):
     config: FilePath
     """Config to train, relative to the study's file."""
     set: Settings = Field(default_factory=dict)
-    """Settings of every run, by dotted key."""
+    """Settings that every run has on top of the config, by dotted key."""
     seeds: Count = 3
-    """Number of runs for each number in the table."""
+    """Number of runs, each with another seed, from which each number in the table is computed."""
 
 
 class VariantsStudy(_Study):
@@ -54,21 +55,21 @@ class Contender(Config):
     """An optimizer under study."""
 
     section: Settings
-    """The `optim` section, without learning rate and schedule."""
+    """The `optim` section of the config, without learning rate and schedule."""
     start: PositiveFloat
     """Initial learning rate of the search at the base batch size."""
 
 
 class BatchScalingStudy(_Study):
-    """Optimizers at growing batch sizes, with learning rates by a rule and tuned."""
+    """Optimizers at growing batch sizes, with learning rates from a rule and from a search."""
 
     type: Literal["batch_scaling"] = "batch_scaling"
     batches: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_once)]
-    """Batch sizes; the rule starts from the smallest."""
+    """Batch sizes; the rule scales the learning rate from the smallest size to the others."""
     contenders: Annotated[dict[str, Contender], Field(min_length=1)]
-    """Optimizers by name; by default those of `batch_scaling.yaml`."""
+    """Optimizers by name; by default the optimizers of `batch_scaling.yaml`."""
     epochs: float | None = None
-    """Number of epochs of every run; by default the config's."""
+    """Number of epochs of every run; null takes the number of the config."""
     tune: bool = True
     """Whether the learning rate is tuned at every batch size, not only at the smallest."""
 
@@ -77,9 +78,9 @@ class SetVariant(Config):
     """A variant of a shipped set."""
 
     name: str
-    """Name of its row in the table."""
+    """Name of the variant's row in the table."""
     when: tuple[Case, ...] = ("adamw", "sgd", "other")
-    """Optimizers that the variant applies to."""
+    """Kinds of optimizers to which the variant applies."""
     set: Settings
     """Settings by dotted key; texts that begin with $ are replaced by values of the config."""
 
@@ -88,7 +89,7 @@ class SetFile(Config):
     """A shipped set of variants."""
 
     notes: dict[Case, str]
-    """Adaptation of the set to a config, by optimizer."""
+    """Sentence about the adaptation of the set to a config, by kind of optimizer."""
     variants: tuple[SetVariant, ...]
     """Variants; the first is the baseline."""
 

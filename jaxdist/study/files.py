@@ -45,6 +45,7 @@ def check_writable(plot: Path | None, json_file: Path | None) -> None:
         assert folder is not None
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            # A file is created, since permission bits say nothing about a read-only disk or root.
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise _unwritable(folder, error) from error

@@ -1,4 +1,4 @@
-"""The schedule of a batch-scaling study's runs, and the means over them."""
+"""The order of the runs of a batch-scaling study, and the means over its runs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from jaxdist.study.trial import Trial, TrialOutcome
 
 RULE = "lamb"
 LARGEST_WARMUP = 0.2
-"""Fraction of the run that warms up at the largest batch, as in LAMB's table for BERT."""
+"""Fraction of the run that is warm-up at the largest batch, as in LAMB's table for BERT."""
 TUNING_SEEDS = 3
+"""Number of runs, each with another seed, by whose mean a learning rate is chosen."""
 FACTOR, EXTENSIONS = 2.0, 8
-"""Ratio of successive learning rates, and the number of times a search may go beyond its first
-three."""
+"""Ratio of successive learning rates in a search, and the number of rates that it may try beyond
+its first three."""
 Runner = Callable[[Trial], TrialOutcome[Trial]]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """A plan of every optimizer at every batch size, for the same number of epochs.
+    """A plan to train every optimizer at every batch size, for the same number of epochs.
 
     Attributes:
       optimizers: optimizers by name.
@@ -45,16 +46,16 @@ class StudyPlan:
 
     @property
     def base(self) -> int:
-        """The batch size from which the rule scales."""
+        """The smallest batch size, from which the rule scales the learning rate."""
         return min(self.steps)
 
     @property
     def warmup_fraction(self) -> float:
-        """Fraction of the run that warms up at the base batch."""
+        """Fraction of the run that is warm-up at the base batch size."""
         return LARGEST_WARMUP * self.base / max(self.steps)
 
     def scaled(self, learning_rate: float, batch_size: int) -> tuple[float, int]:
-        """Scale a learning rate from the base batch to another; return it and the warm-up steps."""
+        """Return learning rate and warm-up steps at a batch size, given the rate at `base`."""
         rule = ScaleFromConfig(
             batch_size=self.base,
             learning_rate=learning_rate,
@@ -70,7 +71,7 @@ class StudyCell:
     """The result of an optimizer at a batch size, with one run per seed.
 
     Attributes:
-      tuned: whether its learning rate was tuned at this batch size, rather than scaled by the rule.
+      tuned: whether a search found the learning rate at this batch size; else the rule scaled it.
     """
 
     optimizer: str
@@ -80,7 +81,7 @@ class StudyCell:
 
     @property
     def learning_rate(self) -> float:
-        """Peak learning rate of all its runs."""
+        """Peak learning rate of all runs of the cell."""
         return self.outcomes[0].trial.learning_rate
 
     @property
@@ -109,10 +110,10 @@ class StudyCell:
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
-    """Return batch sizes, ascending.
+    """Parse batch sizes, and return them in ascending order.
 
     Raises:
-      ConfigError: there is no size, a duplicate, or a size that is not a whole number from 1 on.
+      ConfigError: there is no size or a duplicate, or a size is not a whole number from 1 on.
 
     >>> parse_batches("256, 64")
     (64, 256)
@@ -133,10 +134,10 @@ def parse_batches(text: str) -> tuple[int, ...]:
 
 
 def parse_optimizers(text: str) -> dict[str, Contender]:
-    """Return the shipped optimizers of these names.
+    """Parse names of shipped optimizers, and return the optimizers by name.
 
     Raises:
-      ConfigError: there is no name, an unknown name, or a duplicate.
+      ConfigError: there is no name, or a name is unknown or a duplicate.
     """
     names, known = [name.strip() for name in text.split(",") if name.strip()], contenders()
     if not names:
@@ -152,7 +153,7 @@ def parse_optimizers(text: str) -> dict[str, Contender]:
 
 
 def run_plan(plan: StudyPlan, run: Runner) -> Iterator[tuple[StudyCell, ...]]:
-    """Yield the cells of one optimizer and batch size at a time: by the rule, then tuned.
+    """Run the plan; yield for each batch size and optimizer its cells: by the rule, then tuned.
 
     The rule scales the best learning rate at the base batch. At other batch sizes, the search
     starts from the scaled rate.
@@ -201,11 +202,11 @@ def rounded(learning_rate: float) -> float:
 def search_rate(
     start: float, run: Callable[[float], T], score: Callable[[T], tuple[float, ...]]
 ) -> T:
-    """Return the result of the best rate among `start` x 1/2, 1 and 2, or beyond.
+    """Return the result of the best learning rate among `start` x 1/2, 1 and 2, or beyond.
 
-    While the best rate is the smallest or the largest so far, a further rate beyond it is tried, up
-    to 8 times, so that the best rate ends inside the tried range. Among equally good rates, the
-    smallest wins.
+    While the best rate is the smallest or the largest rate so far, the search tries a rate beyond
+    it, up to 8 times, so that the best rate is in the end inside the tried range. Among equally
+    good rates, the smallest wins.
 
     >>> search_rate(1.0, lambda rate: rate, lambda rate: (-abs(rate - 16.0),))
     16.0

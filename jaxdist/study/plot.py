@@ -1,4 +1,4 @@
-"""A plot of the metric over the batch size."""
+"""A plot of a study's metric over the batch size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plot_batch_scaling(
 
 
 def batch_scaling_figure(cells: Sequence[StudyCell], *, title: str) -> Figure:
-    """Return the figure that `plot_batch_scaling` writes, for a notebook or another format."""
+    """Return the figure that `plot_batch_scaling` saves, for a notebook or another file format."""
     panels = sorted({cell.tuned for cell in cells})
     figure = new_figure(_SIZE_INCHES)
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
@@ -56,7 +56,7 @@ def batch_scaling_figure(cells: Sequence[StudyCell], *, title: str) -> Figure:
 
 
 def _heights(cells: Sequence[StudyCell]) -> np.ndarray:
-    """Return losses, or errors in percent, as `[cells, runs]`."""
+    """Return the heights to draw, `[cells, runs]`: losses, or errors in percent."""
     values = np.array([cell.values for cell in cells])
     return 100 * (1 - values) if metric_of(cells) == "accuracy" else values
 
@@ -76,7 +76,8 @@ def _show_accuracy(axes: Axes, errors: np.ndarray) -> None:
 def _draw(axes: Axes, cells: Sequence[StudyCell]) -> None:
     rows = by_row(cells)
     for index, ((name, _), row) in enumerate(rows.items()):
-        # Offset by a few percent, so that bars of equal height do not hide each other.
+        # Points are moved aside by a few percent, so that bars at one batch size do not hide each
+        # other.
         aside = 1.03 ** (index - (len(rows) - 1) / 2)
         sizes = aside * np.array([cell.batch_size for cell in row], float)
         heights = _heights(row)

@@ -1,4 +1,4 @@
-"""The runs of a study, each made once; the results of an interrupted study are reused."""
+"""The runs of a study, each of which runs only once, even if the study is interrupted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Runs(Generic[TrialT]):
         self._found: dict[str, TrialOutcome[TrialT]] = {}
 
     def __call__(self, trial: TrialT) -> TrialOutcome[TrialT]:
-        """Return the trial's outcome."""
+        """Return the outcome of a trial, after running it if necessary."""
         key = self._trainer.identity(trial)
         outcome = self._found.get(key) or self._journal.get(key)
         if outcome is None:
@@ -60,10 +60,10 @@ def runs_of(
     sizes: Iterable[int],
     console: Console,
 ) -> Iterator[Runs[TrialT]]:
-    """Create the runs of a study; an interruption prints where they are stored.
+    """Create the runs of a study; on an interruption, print where their outcomes are stored.
 
     Args:
-      sizes: sizes of the remaining parts, in the form that `Watch` takes.
+      sizes: sizes of the parts, as `Watch` takes them.
     """
     compilation_cache.enable(cache_directory() / "compiled")
     with Watch(sizes, console) as watch:

@@ -16,7 +16,7 @@ CellRows = Mapping[tuple[str, bool], Sequence[StudyCell]]
 
 
 def by_row(cells: Iterable[StudyCell]) -> CellRows:
-    """Return cells by optimizer and tuning, untuned first, each row by ascending batch size."""
+    """Return rows of cells by (optimizer, tuned), untuned first, with ascending batch sizes."""
     rows: dict[tuple[str, bool], list[StudyCell]] = {}
     for cell in sorted(cells, key=lambda cell: (cell.tuned, cell.batch_size)):
         rows.setdefault((cell.optimizer, cell.tuned), []).append(cell)
@@ -24,7 +24,7 @@ def by_row(cells: Iterable[StudyCell]) -> CellRows:
 
 
 def metric_of(cells: Sequence[StudyCell]) -> str:
-    """Return the metric that the cells are judged by: "accuracy" or "loss"."""
+    """Return the name of the metric by which cells are compared: "accuracy" or "loss"."""
     return cells[0].outcomes[0].metric
 
 
@@ -52,7 +52,7 @@ def format_cell(cell: StudyCell) -> str:
 
 
 def verdict(cells: Sequence[StudyCell]) -> list[str]:
-    """Return sentences on the largest batch at which each optimizer keeps its quality.
+    """Return sentences about the largest batch at which each optimizer keeps its quality.
 
     A row keeps its quality up to a batch if its mean there, and at every smaller batch, is at most
     `MARGIN` worse than the best mean of any row at the base batch.

@@ -32,7 +32,7 @@ _NOT_OURS = {"run", "checkpoint", "eval"}
 
 @dataclass(frozen=True)
 class Built:
-    """An experiment whose learning rate is part of the state, and the initial state of its runs."""
+    """An experiment, with a program and an initial state that contain the learning rate."""
 
     experiment: Experiment
     program: Program
@@ -56,7 +56,8 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
 
 
 def at_rate(start: TrainState, learning_rate: float) -> TrainState:
-    """Return a copy of the state of an `adjustable` optimizer, with another factor."""
+    """Return a copy of a state of an `adjustable` optimizer, with a learning rate as factor."""
+    # A step donates its state, and `start` serves further trials.
     copied = jax.tree.map(jnp.copy, start)
     old = optax.tree.get(copied.opt_state, "step_size")
     value = jax.device_put(jnp.asarray(learning_rate, old.dtype), old.sharding)
@@ -86,7 +87,7 @@ class ConfigTrainer(ABC, Generic[TrialT]):
         return finish(trial, experiment, program, program.init(), begun=begun)
 
     def identity(self, trial: TrialT) -> str:
-        """Return a key that is equal for two trials with the same result."""
+        """Return a key that is equal for trials that must have the same result."""
         _, config = self._load(trial)
         return identity(config.model_dump(mode="json", exclude=_NOT_OURS))
 
@@ -119,6 +120,7 @@ class Trainer(ConfigTrainer[Trial]):
     def __call__(self, trial: Trial) -> TrialOutcome[Trial]:
         """Train a trial and evaluate it on the whole held-out split, without output files."""
         begun = time.perf_counter()
+        # Trials that differ only in the learning rate share a compiled program.
         built = self._built(replace(trial, learning_rate=1.0))
         start = at_rate(built.start, trial.learning_rate)
         return finish(trial, built.experiment, built.program, start, begun=begun)
@@ -164,7 +166,7 @@ class Trainer(ConfigTrainer[Trial]):
 
 
 def check_comparable(experiment: Experiment, path: Path) -> None:
-    """Check that a run consists of steps of one program, and has a held-out split.
+    """Check that a run takes steps of a single program only, and has a held-out split.
 
     Raises:
       ConfigError: the batch changes within a run, or weights change between steps.
@@ -210,12 +212,13 @@ def finish(
 def train_trial(
     experiment: Experiment, program: Program, state: TrainState
 ) -> tuple[TrainState, bool]:
-    """Train and return the last state, and whether a loss that is not finite ended the run."""
+    """Train; return the last state, and whether a loss that is not finite ended the run."""
     previous = None
     with experiment.loader.batches() as batches:
         for _ in range(experiment.total_steps):
             state, values = program.train(state, next(batches))
-            # Only the previous step's loss is read, so that a step is always in flight.
+            # The loss of the previous step is read, rather than of this step, which is still in
+            # flight.
             if previous is not None and _diverged(program, previous):
                 return state, True
             previous = values
@@ -223,6 +226,6 @@ def train_trial(
 
 
 def _diverged(program: Program, values: jax.Array) -> bool:
-    """Return whether a step's loss is not finite, unless the optimizer skipped that step."""
+    """Return whether a step that the optimizer did not skip has a loss that is not finite."""
     found = dict(zip(program.metrics, np.asarray(values).tolist(), strict=True))
     return not np.isfinite(found["loss"]) and not found.get("skipped_in_a_row")

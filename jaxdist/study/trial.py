@@ -1,4 +1,4 @@
-"""A run of a study, its outcome, and the journal that stores outcomes."""
+"""The runs of a study, their outcomes, and the journal that stores outcomes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxdist.types import Json, JsonObject
 
 @dataclass(frozen=True)
 class Trial:
-    """The varying settings of a run; the others come from the study's config.
+    """The settings that vary between runs; all other settings come from the study's config.
 
     Attributes:
       learning_rate: peak of the learning rate, reached after `warmup_steps` steps.
@@ -35,7 +35,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class VariantTrial:
-    """A run of a comparison: the name of its variant, and the seed."""
+    """A run of a comparison of variants, given by a variant's name and a seed."""
 
     variant: str
     seed: int
@@ -66,12 +66,12 @@ class TrialOutcome(Generic[TrialT]):
 
     @property
     def metric(self) -> str:
-        """Name of the judging metric: "accuracy" if the loss reports it, otherwise "loss"."""
+        """Name of the metric to compare: "accuracy" if the loss reports it, otherwise "loss"."""
         return "accuracy" if "accuracy" in self.metrics else "loss"
 
     @property
     def score(self) -> tuple[float, ...]:
-        """Score of which larger is better: accuracy, then the loss to break ties."""
+        """Score, of which larger is better: the accuracy, and the negated loss to break ties."""
         if self.diverged:
             return (-math.inf, -math.inf)
         loss = self.metrics["loss"]
@@ -85,14 +85,14 @@ class TrialOutcome(Generic[TrialT]):
 
 
 def outcome_from_json(kind: type[TrialT], record: Mapping[str, Json]) -> TrialOutcome[TrialT]:
-    """Return the outcome from the JSON that `TrialOutcome.as_json` wrote."""
+    """Convert plain data from `TrialOutcome.as_json` to an outcome."""
     metrics = {k: math.nan if v is None else v for k, v in record["metrics"].items()}
     trial = kind(**{name: record[name] for name in kind.__dataclass_fields__})
     return TrialOutcome(trial, record["steps"], metrics, record["diverged"], record["seconds"])
 
 
 def identity(settings: Mapping[str, Json]) -> str:
-    """Return a key of settings: 16 hexadecimal digits of their hash."""
+    """Return a key for settings: the first 16 hexadecimal digits of their hash."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -104,7 +104,7 @@ class OutcomeJournal(Generic[TrialT]):
 
     Args:
       path: path of the file, which is created with its directory if missing.
-      kind: class of its trials.
+      kind: class of the journal's trials.
 
     Raises:
       RunError: the file cannot be written, or a line before the last is not an outcome.

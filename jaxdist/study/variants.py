@@ -1,4 +1,4 @@
-"""Variants of a config, each a name and overrides."""
+"""Variants of a config, each of which is a name with overrides."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from jaxdist.errors import ConfigError
 from jaxdist.types import Json
 
 LONGEST_NAME = 20
-"""Number of characters, so that the table is at most 80 wide."""
+"""Largest number of characters of a name, so that the table is at most 80 characters wide."""
 _OPENING, _CLOSING = "{[", "}]"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings on top of the config that all variants share.
+    """A name, and the settings in which a variant differs from the config.
 
     Attributes:
-      name: name of its row in the table.
+      name: name of the variant's row in the table.
       overrides: `section.key=value`, as on the command line.
     """
 

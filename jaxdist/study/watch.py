@@ -35,7 +35,7 @@ class Watch:
         self._bar.update(self._task, description=trial)
 
     def took(self, seconds: float) -> None:
-        """Add the time of a trial in the current part, whether it ran now or earlier."""
+        """Add the time of a trial to the current part, whether the trial ran now or earlier."""
         self._spent += seconds
 
     def done(self, found: str) -> None:

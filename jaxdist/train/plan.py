@@ -84,7 +84,8 @@ class TrainPlan:
 
     Attributes:
       rate: the learning rate that the stages determine; None leaves it to the optimizer's config.
-      sizes: batch sizes of a run whose batches follow the mesh; its only stage has the last size.
+      sizes: batch sizes of a run whose batches follow the mesh; the run's only stage has the last
+        size.
       full_steps: number of steps that the run would take with batches of the full size; 0 without
         `sizes`.
     """
@@ -266,7 +267,8 @@ def check_batch(
     """Check that the batch divides over microbatches and over the devices that split it.
 
     Args:
-      shards: number of logical shards, which split it in place of devices; None without them.
+      shards: number of logical shards, which split the batch in place of devices; None without
+        shards.
 
     Raises:
       ConfigError: the batch does not divide; the message gives the nearest sizes that do.

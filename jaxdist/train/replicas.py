@@ -1,4 +1,4 @@
-"""The settings of the comparison of replicas, and its limits in a plan."""
+"""The settings of the comparison of replicas, and notices about differences that it cannot find."""
 
 from __future__ import annotations
 

@@ -37,12 +37,12 @@ class TrainState:
 class Outer(Protocol):
     """An exchange of parameters that does not happen at every step.
 
-    Its state (slow weights, outer momentum) is `TrainState.outer`. Leaves that belong to a
-    parameter (`jaxdist.optim.owners`) are split over the mesh like that parameter's moments, in
-    shards with ZeRO; all other leaves are whole on every device. All leaves are saved with the rest
-    of the state, and every plan can load them without a changed bit. If the leaves of a checkpoint
-    differ, another exchange saved it, and this exchange begins again with the parameters of the
-    checkpoint.
+    The state of the exchange (slow weights, outer momentum) is `TrainState.outer`. Leaves that
+    belong to a parameter (`jaxdist.optim.owners`) are split over the mesh like that parameter's
+    moments, in shards with ZeRO; all other leaves are whole on every device. All leaves are saved
+    with the rest of the state, and every plan can load them without a changed bit. If the leaves of
+    a checkpoint differ, another exchange saved it, and this exchange begins again with the
+    parameters of the checkpoint.
     """
 
     def begin(self, params: Params) -> PyTree:

@@ -1,4 +1,4 @@
-"""Assembly of one file from pieces, each the text of a module in `pieces`.
+"""The assembly of an ejected file from pieces, each of which is a module in `pieces`.
 
 A line that ends with `#: NAME` is kept only for configs with that flag, `#: not NAME` only for the
 others; a compound statement is kept or dropped as a whole. Constants are set to the config's
@@ -23,7 +23,7 @@ _MARK = re.compile(r"  #: (not )?(\w+)(?: # (.*))?$")
 
 
 class Name(str):
-    """An expression of other constants, which is written without quotes."""
+    """A constant's value that is an expression of other constants, written without quotes."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class FilePiece:
     """A module, divided into the parts that an ejected file needs.
 
     Attributes:
-      title: title of its section.
-      imports: its imports, one statement per name.
-      constants: its constants with the config's values, one statement each.
-      body: the rest of its code.
+      title: title of the piece's section in the ejected file.
+      imports: import statements of the piece, one for each name.
+      constants: assignments of the config's values to constants, one for each constant.
+      body: the rest of the code.
     """
 
     title: str
@@ -105,6 +105,7 @@ def selected_lines(text: str, flags: Collection[str]) -> str:
     >>> print(selected_lines("a = 1  #: fast\\nif b:  #: not fast\\n    c = 2\\n", {"fast"}))
     a = 1
     """
+    # Reversed, so that the outermost of the statements that begin on a line determines its end.
     ends = {
         node.lineno: node.end_lineno or node.lineno
         for node in reversed([*ast.walk(ast.parse(text))])

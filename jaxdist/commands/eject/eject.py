@@ -22,7 +22,8 @@ class Keep(StrEnum):
 
 
 MOST_LINES = 300
-"""A longer file leaves out the evaluation of held-out examples."""
+"""Most lines of a file that evaluates held-out examples; a longer file leaves the evaluation
+out."""
 
 
 def eject(

@@ -42,7 +42,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "parallel.reduce.type": ("ring",),
     "parallel.pipeline.schedule.type": ("1f1b", "gpipe"),
 }
-"""Supported choices, in addition to the defaults."""
+"""Supported values of settings that choose an alternative, in addition to the defaults."""
 
 
 def check_ejectable(config: ExperimentConfig, *, keeps_data: bool) -> None:
@@ -137,7 +137,9 @@ def _problem(path: str, value: Any) -> str | None:
 
 
 def changed_settings(config: Config, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each setting that is not the default, by dotted path, with the types of alternatives.
+    """Yield the dotted path and value of each setting that differs from its default.
+
+    The `type` of an alternative is always included.
 
     >>> from jaxdist.mesh import MeshConfig
     >>> dict(changed_settings(MeshConfig(data=2), "mesh"))

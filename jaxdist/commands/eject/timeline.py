@@ -37,16 +37,16 @@ def timeline(schedule: Schedule) -> list[list[str]]:
 
 
 def _ready(task: Task, schedule: Schedule, done: set[Task]) -> bool:
-    # Here a backward pass is a single task, so of the alternative dependencies only FULL is ever
-    # done.
+    # In these schedules a backward pass is a single task, so that its INPUT half is never done
+    # alone.
     return all(n in done for n in needs(task, schedule.chunks) if n.kind is not TaskKind.INPUT)
 
 
 def slots_of(rows: Sequence[Sequence[str]]) -> int:
     """Return the smallest number of slots with which a stage's stored microbatches never collide.
 
-    A stage stores a microbatch from its forward pass on the previous stage (on the first stage, its
-    own) until its backward pass.
+    A stage stores a microbatch from the forward pass on the previous stage until its own backward
+    pass; the first stage stores it from its own forward pass.
 
     >>> slots_of([["F0", "F1", "..", "B0", "..", "B1"], ["..", "F0", "B0", "F1", "B1", ".."]])
     2
