@@ -160,7 +160,7 @@ class Cluster(Config):
         return given
 
     def step_seconds(self, batch_size: int) -> tuple[float, ...]:
-        """Return the seconds of one gradient of each worker's share of a batch, without stragglers.
+        """Return the seconds that each worker needs for its share of a batch, without stragglers.
 
         Raises:
           ConfigError: the number of speeds or shares differs from the number of workers.

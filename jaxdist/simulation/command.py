@@ -31,7 +31,7 @@ class SimulationResult:
 
     Attributes:
       caption: a sentence about the model, its data and the cluster.
-      targets: the loss for each seed whose time is measured.
+      targets: the target loss of each seed; the time to reach it is measured.
       rows: the runs of each variant; the first variant is the baseline of the others.
     """
 
@@ -81,8 +81,8 @@ def run_simulation(
       variants: as for `jaxdist.study.variants.parse_variants`; without any, CONFIG itself.
       seeds: number of runs of each variant, with seed, seed + 1, ... of the config and of the
         script.
-      target: loss whose time is measured; by default, for each seed, 1% above the last loss of the
-        first variant.
+      target: held-out loss; the time to reach it is measured. By default, for each seed, 1% above
+        the last loss of the first variant.
       json_file, plot: a file for the results, and a directory for the pictures.
 
     Raises:

@@ -143,8 +143,8 @@ def first_order(fleet: FleetConfig, saves: Saves) -> float:
 
     The formula is equation 1 of arXiv 2410.21680.
 
-    Saves block training; a failure costs the recovery and half an interval between two
-    snapshots, or between two checkpoints, with the probability that both copies are lost.
+    Saves block training; a failure costs the recovery and half an interval: between two
+    checkpoints if both copies are lost, and otherwise between two snapshots.
     """
     lost_both = 1.0 if saves.disk == 1 else fleet.both_copies_lost
     stands = fleet.snapshot_seconds * (saves.disk - 1) + fleet.checkpoint_seconds
@@ -207,7 +207,7 @@ class _State:
         """
         detected = np.minimum(gap, self.detecting)
         restored = np.minimum(gap - detected, self.restoring)
-        # The comparison is exact: a minimum that does not cut returns the same float.
+        # The comparison is exact, since a minimum is one of its two arguments.
         recovered = detected + restored == self.detecting + self.restoring
         saved, undone, kept = self._work(gap - detected - restored)
         disk = dies & (both | (self.disk == 1))
@@ -222,7 +222,7 @@ class _State:
         self._fall(dies)
 
     def _work(self, up: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Work for `up` seconds.
+        """Advance the work by `up` seconds.
 
         Return the number of snapshots since the last checkpoint, the work since the last save, and
         the work that was saved, both in seconds.

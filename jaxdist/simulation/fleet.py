@@ -34,7 +34,7 @@ class SaveTier:
 
     Attributes:
       name: name of the kind of saves, for tables and pictures.
-      cost: seconds that training is blocked by a save of the kind whose interval varies.
+      cost: seconds that a save blocks training, for the kind of save whose interval varies.
       rows: the simulated runs of each interval, the shortest interval first.
       formula: the goodput of each row by a closed form.
     """
@@ -187,10 +187,10 @@ def run_fleet(
 
 
 def sweep(config: FleetConfig) -> Fleet:
-    """Simulate the goodput at each interval, of checkpoints alone and of additional snapshots."""
+    """Simulate the goodput at each interval, with checkpoints alone and with snapshots too."""
     costs = config.checkpoint_seconds, config.snapshot_seconds
     bests = [best(cost, config.mttf) for cost in costs for best in _BESTS.values() if cost]
-    # Free checkpoints would make the interval zero, and all of its multiples too.
+    # For free checkpoints Young's interval is zero, and so are its multiples.
     middle = intervals.young(max(costs[0], 1.0), config.mttf)
     every = sorted({*(middle * 2.0**power for power in POWERS), *bests})
     alone = [Saves(seconds) for seconds in every]

@@ -28,7 +28,7 @@ def plot_simulation(
     title: str,
     target: float,
 ) -> list[Path]:
-    """Draw the variants' runs, and write them by `jaxdist.metrics.figure.save_figure`.
+    """Draw the variants' runs, and write them with `jaxdist.metrics.figure.save_figure`.
 
     Args:
       rows: the variants; curves show the first seed, histograms all seeds.

@@ -9,7 +9,7 @@ from jaxdist.param_server.consistency.arrival import DelayCompensation
 from jaxdist.param_server.consistency.contract import Arrival, Merge
 
 EPSILON = 1e-7
-"""Summand of a running mean of squares, so that its root is never zero."""
+"""Constant that is added to a running mean of squares, so that the root is never zero."""
 
 
 class Array(Protocol):
@@ -32,7 +32,7 @@ def combined(merge: Merge, change_of: Callable[[Arrival], ArrayT]) -> ArrayT:
     plain sum.
 
     Args:
-      change_of: returns the payload of an arrival, corrected if the model corrects it.
+      change_of: function that returns the payload of an arrival, with the model's correction.
     """
     assert merge.parts, "a merge without parts changes nothing"
     found = None

@@ -128,7 +128,7 @@ class SSP(OnArrival):
     """Stale synchronous parallel: no worker is more than `bound` clocks ahead of the slowest.
 
     A worker at clock c reads a version with all changes of all workers from clocks before c -
-    bound. The version also has all of its own changes (except with reads `ahead`) and possibly
+    bound. The version also has all changes of that worker (except with reads `ahead`) and possibly
     newer changes (Ho et al., NIPS 2013). In that paper a worker adds its changes to its old copy
     itself, so lazy and eager reads (ESSP; Dai et al., arXiv 1410.8043) save pulls. Here workers
     push gradients and the server's optimizer computes the change, so a worker must pull after every
@@ -157,11 +157,11 @@ class SSP(OnArrival):
 class AdaptiveSSP(OnArrival):
     """SSP with an adaptive bound: a fast worker runs ahead when that shortens its wait.
 
-    Up to `least` clocks ahead of the slowest worker, no worker waits. Above it, the last two push
-    times of the reader and of the slowest worker predict their next pushes. The reader continues,
-    up to `most`, if its wait after some more clocks is predicted to be shorter than now. Zhao et
-    al., "Dynamic stale synchronous parallel" (arXiv 1908.11848), predict once for several clocks;
-    here every clock is predicted separately, from the newest times.
+    Up to `least` clocks ahead of the slowest worker, no worker waits. Beyond `least`, the last two
+    push times of the reader and of the slowest worker predict the next pushes of both. The reader
+    continues, up to `most`, if its wait after some more clocks is predicted to be shorter than now.
+    Zhao et al., "Dynamic stale synchronous parallel" (arXiv 1908.11848), predict once for several
+    clocks; here every clock is predicted separately, from the newest times.
     """
 
     type: Literal["adaptive"] = "adaptive"

@@ -70,11 +70,11 @@ class WeightedChange:
 
 @dataclass(frozen=True)
 class Merge:
-    """An optimizer update by a weighted sum of changes, added in this order, divided by `total`.
+    """An optimizer update by a sum of weighted changes, in a fixed order, divided by `total`.
 
     Attributes:
-      parts: the changes to add; empty if no change of a round counts, so that only the version
-        advances.
+      parts: the changes, in the order of addition; empty if no change of a round counts, so that
+        only the version advances.
       total: divisor of the weighted sum.
       rate: factor of the learning rate.
       without: changes that are settled but not applied, for the reason in `Arrival.nothing`.
@@ -99,7 +99,7 @@ class Clocks:
       team: number of workers that the run is planned with.
       clocks: number of changes that have arrived from each member.
       version: number of updates so far.
-      floor: all changes from earlier clocks are in the version; the floor never decreases.
+      floor: a clock that never decreases; the version contains all changes from earlier clocks.
       held: changes that have arrived and are not merged yet, in order of arrival.
       pushed: arrival times of each member's last two changes, in seconds.
     """

@@ -32,8 +32,8 @@ class Decoupled(Consistency):
     quorum: Count | None = None
     """Number of pending changes that triggers a merge; null waits for all members."""
     grace_seconds: NonNegativeFloat | None = None
-    """Time from the first pending change to a merge without those that are missing; null waits for
-    the quorum."""
+    """Time from the first pending change to a merge that leaves out the missing changes; null waits
+    for the quorum."""
     at_least: Count = 1
     """Smallest number of changes that is merged when the grace window has closed."""
     oldest: Count | None = None

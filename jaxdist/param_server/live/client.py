@@ -109,7 +109,7 @@ class Client:
         return tuple(version or 0 for version in self._read)
 
     def read(self) -> list[np.ndarray]:
-        """Return the newest copy of each shard; wait until every copy may be computed from.
+        """Wait until the worker may compute from its copies of all shards, and return the copies.
 
         Raises:
           RunError: the deadline passed, and the message names the late processes; or a server
@@ -157,7 +157,7 @@ class Client:
                 link.send(message)
 
     def _written(self, at: int, change: np.ndarray, tokens: float) -> tuple[np.ndarray, bool]:
-        """Return a change in the form that is sent, and whether this side finds it usable.
+        """Return a change in the form that is sent, and whether the worker finds the change usable.
 
         Servers check uncompressed changes for values that are not finite. A change with 0 tokens
         may be 0/0, so zeros are sent without the encoder: servers apply none of it, and the
@@ -213,7 +213,7 @@ class Client:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise RunError(self._late(what))
-                # The answers arrive before the deadline, so that the error names the late clients.
+                # Ask at half the deadline, so that an error can name the late clients.
                 if not asked and left < self.patience.deadline_seconds / 2:
                     asked = True
                     for link in self._links:

@@ -53,7 +53,7 @@ class ServerLink:
         self._greeted = 0.0
 
     def send(self, message: Message) -> None:
-        """Send a message with its payload, or leave it to the next session if there is none."""
+        """Send a message with its payload, or leave it to the next session if none is open."""
         sequence = message.stamp.sequence
         self._asked[sequence] = time.monotonic()
         if self.session is not None and self.welcome:
@@ -164,7 +164,7 @@ class Sessions:
 
     def _hear(self, link: ServerLink, over: threading.Event, envelope: Envelope) -> None:
         with self.changed:
-            if not over.is_set():  # the next session repeats what an ended session brings late
+            if not over.is_set():  # the next session repeats the messages of an ended session
                 self._take(link, envelope)
             self.changed.notify_all()
 
@@ -208,7 +208,7 @@ class Sessions:
         def ended(reason: str) -> None:
             with self.changed:
                 link.ended(over)
-                if "UNAUTHENTICATED" in reason:  # a wrong token stays wrong
+                if "UNAUTHENTICATED" in reason:  # a retry would have the same token
                     self._failed(f"{link.name} does not let it in: {reason}")
                 self.changed.notify_all()
                 self._lost.notify_all()

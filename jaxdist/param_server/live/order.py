@@ -31,7 +31,7 @@ class ProtocolCall(NamedTuple):
 
 
 def step(model: Consistency, state: RangeState, taken: ProtocolCall) -> server.Step:
-    """Repeat a call of the protocol."""
+    """Make a recorded call of the protocol, and return its step."""
     match taken.kind:
         case "join":
             return server.join(model, state, taken.client, taken.now)

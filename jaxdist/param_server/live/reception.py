@@ -207,7 +207,7 @@ class Reception(ABC):
         peer.say(of_reply(refusal, self._spec.tensor, self._range.epoch))
 
     def left(self, peer: Peer) -> None:
-        """Forget a session; until the supervisor removes the client, it may open a new session."""
+        """Forget a session; the client may open a new session, unless it has been removed."""
         with self._changed:
             client = self._clients.pop(peer, None)
             if client is not None and self._peers.get(client) is peer:
@@ -241,6 +241,6 @@ def is_finite(array: np.ndarray) -> bool:
     if array.dtype.kind in "iu":
         return True
     with np.errstate(all="ignore"):
-        # One pass suffices if the sum is finite, since any other value would spoil it. The sum
-        # itself may overflow, hence the second test.
+        # A finite sum proves in one pass that all values are finite. The sum of finite values may
+        # overflow, hence the second test.
         return bool(np.isfinite(array.sum(dtype=array.dtype)) or np.isfinite(array).all())

@@ -119,7 +119,7 @@ class ServerShard:
             self._flat = jnp.asarray(self.params + change)
         else:
             gradient = -change if self.model.payload == "outer" else change
-            # A factor of 1 is left out, since it would round differently from a step on one mesh.
+            # A factor of 1 is left out, since with it the update rounds differently than on a mesh.
             rate = () if merge.rate == 1 else (jnp.float32(merge.rate),)
             self._flat, self.optimizer = self._update(self._flat, self.optimizer, gradient, *rate)
         self.params = np.asarray(self._flat)

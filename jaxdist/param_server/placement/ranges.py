@@ -20,7 +20,7 @@ class PlaceableTensor:
     Attributes:
       name: path in the tree, joined with '/'.
       rows: size of the first dim; 1 for a scalar.
-      size_bytes: size of all elements.
+      size_bytes: number of bytes of all elements.
       divisible: whether several servers may hold rows of the parameter; false if its update reads
         the whole parameter (LAMB, LARS).
     """
@@ -38,8 +38,8 @@ class Range:
     Attributes:
       name: name of the parameter.
       start: first row.
-      stop: row after the last.
-      size_bytes: size of these rows.
+      stop: row after the last row.
+      size_bytes: number of bytes of these rows.
     """
 
     name: str

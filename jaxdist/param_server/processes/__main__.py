@@ -91,7 +91,7 @@ class ServerProcess:
                 raise AssertionError(what)
 
     def close(self) -> None:
-        """Close the port, the threads and the log."""
+        """Close the port, stop the threads, and close the log."""
         self.rpc.close()
         self._over.set()
         self._news.set()

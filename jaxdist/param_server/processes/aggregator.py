@@ -19,7 +19,8 @@ class AggregatorProcess:
     """The aggregator of a rack: a server to its workers, and a client of each server.
 
     The aggregator's first client number is the number of the rack. Each time that the rack leaves
-    the servers, the number of racks is added to it; the supervisor admits the next number.
+    the servers, the client number grows by the number of racks; the supervisor admits the next
+    number.
     """
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:

@@ -74,7 +74,7 @@ def computed_again(
     life: RecordedLife,
     start: Sequence[ShardState],
 ) -> list[ShardState]:
-    """Compute the servers' state at the end of a part of a run from the order of messages.
+    """Compute the servers' state at the end of a part of a run from the recorded order.
 
     Args:
       start: the servers' state at the beginning of the part.

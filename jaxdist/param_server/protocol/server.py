@@ -200,8 +200,8 @@ def _delivered(model: Consistency, state: RangeState, message: Message, now: flo
 def _rejected(state: RangeState, arrival: Arrival, reason: str) -> Step:
     """Drop a push permanently and refuse it; a retry is refused in the same way.
 
-    The clock does not advance, so the client must stop. It would otherwise wait for ever for
-    parameters of a clock that this range never reaches.
+    The clock does not advance, so the client must stop. Otherwise the client would wait for ever
+    for parameters of a clock that this range never reaches.
     """
     told = Refuse(arrival.client, arrival.sequence, reason, state.epoch)
     inbox = state.inboxes[arrival.client].settled(told)
@@ -210,7 +210,7 @@ def _rejected(state: RangeState, arrival: Arrival, reason: str) -> Step:
 
 
 def _impossible(model: Consistency, clocks: Clocks, arrival: Arrival) -> str | None:
-    """Return the reason that no correct worker sends this change, or None."""
+    """Return the reason that a correct worker cannot send this change, or None."""
     if arrival.version > clocks.version:
         return f"version {arrival.version} is not there yet: the range has {clocks.version}"
     if not clocks.clocks[arrival.client] <= arrival.clock <= model.clock_of(clocks, arrival.client):

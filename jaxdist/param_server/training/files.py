@@ -3,7 +3,7 @@
 RUN/shards/server_0/step_00000500/     the checkpoint of clock 500, see `jaxdist.checkpoint.layout`
     arrays/000000.bin ...              the leaves in order, raw
     metadata.json                      floor and version
-    manifest.json                      shapes, dtypes, sizes and digests of all of it
+    manifest.json                      shapes, dtypes, sizes and digests
 """
 
 from __future__ import annotations

@@ -64,17 +64,17 @@ class EssentialProcesses:
         return self._ports_of(self._in_front(slot))
 
     def leave(self, client: int, slot: int) -> None:
-        """Report to the processes that a worker pushes to that it has left permanently."""
+        """Report a worker's permanent departure to the processes that it pushes to."""
         for child in self._in_front(slot):
             child.say({"leave": client})
 
     def admit(self, client: int, slot: int) -> None:
-        """Report to the processes that a worker will push to that it will join."""
+        """Announce a new worker to the processes that it will push to."""
         for child in self._in_front(slot):
             child.say({"admit": client})
 
     def gone(self, what: JsonObject) -> None:
-        """Report to a server that a rack has left it, because all workers have left the rack."""
+        """Report the departure of a rack without workers to a server."""
         server, client = self.servers[what["server"]], what["client"]
         server.say({"leave": client})
         # The rack's next number is admitted already, so this is the number after it.

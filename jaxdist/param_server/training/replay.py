@@ -81,8 +81,8 @@ class Replay:
         """Replay all messages, and return the parameters of each shard at the end.
 
         Raises:
-          RunError: a change was computed from versions in no log, because its worker died before
-            all servers had received it; or `due` was not reached.
+          RunError: a change cannot be computed again, because its worker died before all servers
+            had received the change; or `due` was not reached.
         """
         moved = True
         while moved:

@@ -94,7 +94,7 @@ class Sharded:
         return {n: tuple(s.shape) for n, s in flatten_with_names(self.program.model.params)}
 
     def transform(self, layout: ShardLayout) -> optax.GradientTransformationExtraArgs:
-        """Return the optimizer of a server, for `jaxdist.param_server.live.shard.shapes`."""
+        """Return a server's optimizer, for the tree of `jaxdist.param_server.live.shard.shapes`."""
         model = self.cluster.consistency
         if isinstance(model, Decoupled):
             return optax.with_extra_args_support(model.outer())
@@ -132,7 +132,7 @@ class Sharded:
         return jax.eval_shape(self.transform(layout).init, shapes(layout))
 
     def parted(self, state: TrainState, clock: int) -> list[ShardState]:
-        """Split a training state among servers; a state of an outer optimizer starts afresh."""
+        """Split a training state among servers; without `keeps_moments` optimizers start afresh."""
         names = flatten_with_names(state.params)
         arrays = {name: np.asarray(leaf) for name, leaf in names}
         saved = {name: np.asarray(leaf) for name, leaf in flatten_with_names(state.opt_state)}

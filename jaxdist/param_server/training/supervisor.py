@@ -278,7 +278,7 @@ class Supervisor:
                     "step; its loss is that of the step before. Said once; metrics.jsonl counts "
                     "such steps (empty_steps)"
                 )
-            # Before the first clock ends, time counts as the start: processes start and compile.
+            # Until the first clock has ended, processes start and compile: no time of steps.
             self.prepared.account.switch(Activity.STEP)
             hooks.metrics(step, jnp.asarray(values, jnp.float32), seconds)
             clock += 1

@@ -36,7 +36,7 @@ Measured = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Clocked:
-    """A worker's report of one clock, sent when the next can begin.
+    """A worker's report of one clock, sent when the next clock can begin.
 
     Attributes:
       seconds: duration of the clock, of which `waited_seconds` is the wait for servers.

@@ -30,7 +30,7 @@ class ProcessesConfig(Config):
     host: str = "127.0.0.1"
     """Address that servers listen on; an address of a network requires tls."""
     port: Port = 0
-    """First port. Server 0 takes it and the other servers the next ports; then each rack's
+    """First port, which server 0 takes; the other servers take the next ports, and then each rack's
     aggregator takes as many as there are servers. 0 takes free ports."""
     token: FilePath | None = None
     """File with the token that workers present; null creates a new token for each run."""

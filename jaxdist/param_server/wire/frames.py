@@ -142,7 +142,7 @@ def parse_frame(frame: bytes) -> Header:
     """Parse the header of a frame, after a check that its bytes are intact.
 
     Raises:
-      FrameError: it is not a frame, or not of this format.
+      FrameError: the bytes are not a frame, or the frame has another format.
     """
     if not HEADER_BYTES <= len(frame) <= FRAME_BYTES:
         raise FrameError(

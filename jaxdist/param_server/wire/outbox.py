@@ -10,7 +10,7 @@ from jaxdist.param_server.wire.contract import CARRY_SHARD, Envelope, Op
 MOST_WAITING = 512
 """Number of queued envelopes at which a peer that reads nothing is disconnected."""
 MOST_SHARDS = 16
-"""Number of queued payloads at which a worker is disconnected; each may hold its own version."""
+"""Number of queued payloads at which a worker is disconnected; each may be a version."""
 
 
 class Outbox:

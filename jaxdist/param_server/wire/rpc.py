@@ -103,7 +103,7 @@ class RpcServer:
         self._server = grpc.server(
             ThreadPoolExecutor(sessions + 1),
             options=[*OF_SERVER],
-            maximum_concurrent_rpcs=sessions + 1,  # no session queues before it is accepted
+            maximum_concurrent_rpcs=sessions + 1,  # gRPC refuses more, and queues none
         )
         handler = grpc.stream_stream_rpc_method_handler(self._session)
         generic = grpc.method_handlers_generic_handler(SERVICE, {"Session": handler})
@@ -258,7 +258,7 @@ class _RpcSession:
         memory, answer = self._memory, dict(self._call.initial_metadata() or ())
         if memory is None:
             return None
-        memory.close()  # the mapping remains, and the server needs the descriptor no longer
+        memory.close()  # the mapping remains; only the server needed the descriptor
         if answer.get(SHARED_KEY) != "yes":
             return None
         self._to_server = memory.to_server

@@ -61,7 +61,7 @@ def read_tls(config: TlsConfig) -> Tls:
     try:
         _context(found)
     except ssl.SSLError as error:
-        # gRPC takes any files, and fails later as if the port were taken.
+        # gRPC accepts any files, and fails later as if the port were taken.
         raise RunError(
             f"certificates: {config.authority}, {config.certificate} and {config.key} cannot be "
             f"used together: {error.reason or error}; the key must be that of the certificate, "

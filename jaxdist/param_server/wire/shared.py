@@ -26,7 +26,7 @@ import numpy as np
 SLOTS = 2
 """Slots per direction: one is written while the other is read."""
 LEAST_BYTES = 2**16
-"""Smallest payload that uses a slot; smaller payloads travel in their frame."""
+"""Smallest payload that uses a slot; smaller payloads travel in frames."""
 _PAGE = 4096
 _NONCE = slice(0, 16)
 _FLAGS = slice(64, 64 + 2 * SLOTS)

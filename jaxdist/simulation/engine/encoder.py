@@ -51,7 +51,7 @@ class ClientEncoder:
     ) -> tuple[Shard, bool]:
         """Return the push as the server decodes it, and whether it is finite.
 
-        A push that is not finite does not change the residuals.
+        A range that is not finite does not change its residual.
 
         Args:
           sequence: number of the push among the client's messages to the server.

@@ -136,7 +136,7 @@ class RackNode:
             self.run.ask_server(self.node, server, message, payload, self.again)
 
     def lost_reply(self, server: int, reply: Reply) -> None:
-        """Plan to send the message whose reply was lost again, after the retry time."""
+        """Plan to send a message again, after the retry time, because its reply was lost."""
         if isinstance(reply, Publish) or reply.client != self.client or not self.states:
             return
         message = self.states[server].outer.under_way.get(reply.sequence)

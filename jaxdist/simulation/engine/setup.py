@@ -1,4 +1,4 @@
-"""The servers' update rule, the placement and the bound on reads, from the settings."""
+"""Functions from a simulation's settings to the update rule, the placement and the bound."""
 
 from __future__ import annotations
 

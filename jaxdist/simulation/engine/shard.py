@@ -26,7 +26,7 @@ from jaxdist.param_server.protocol.messages import (
 from jaxdist.simulation.engine.problem import UpdateRule
 
 Shard = tuple[np.ndarray, ...]
-"""The arrays of a server's ranges, in their order."""
+"""The arrays of a server's ranges, in the order of the ranges."""
 
 
 def slices(ranges: Sequence[Range], arrays: Arrays) -> Shard:
@@ -41,8 +41,8 @@ class Served:
     Attributes:
       staleness: number of changes for each staleness.
       dropped: number of dropped changes by reason.
-      floors: a clock for each version, which contains all changes of all members from earlier
-        clocks; counted from the applied changes, independently of the protocol.
+      floors: for each version a clock; the version contains all changes of all members from
+        earlier clocks. Counted from the applied changes, independently of the protocol.
     """
 
     staleness: Counter[int]
@@ -146,7 +146,7 @@ class ShardNode:
     def _drop(self, effect: Drop) -> None:
         self.book.dropped[effect.reason] += 1
         if self._payloads.pop((effect.client, effect.sequence), None) is not None:
-            self._applied[effect.client] += 1  # no floor must wait for a dropped change
+            self._applied[effect.client] += 1  # a floor does not wait for a dropped change
 
     def _update(self, merge: Merge) -> None:
         compensated = self._compensate(merge)

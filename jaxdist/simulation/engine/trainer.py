@@ -45,7 +45,7 @@ class LocalTrainer:
         return self.model.local_steps if isinstance(self.model, Decoupled) else 1
 
     def read(self, copy: Mapping[str, np.ndarray]) -> Computed | None:
-        """Receive parameters; return the change to push at once, or None if it needs computing."""
+        """Receive parameters; return the change to push at once, or None if it is not known yet."""
         if not isinstance(self.model, Elastic):
             self._own = dict(copy)
             return None

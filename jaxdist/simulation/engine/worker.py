@@ -84,7 +84,7 @@ class WorkerNode:
             self._compute()
 
     def _pull_where(self, ready: bool) -> int:
-        """Pull from the servers whose copies are `ready`, or are not; return how many they are."""
+        """Pull from all servers whose copies have this readiness; return their number."""
         found = [
             server
             for server, link in enumerate(self.links)
@@ -169,7 +169,7 @@ class WorkerNode:
                 self.run.ask(self, server, message, self.sent.get((server, sequence)))
 
     def lost_reply(self, server: int, reply: Reply) -> None:
-        """Plan to send the message whose reply was lost again, after the retry time."""
+        """Plan to send a message again, after the retry time, because its reply was lost."""
         if isinstance(reply, Publish) or reply.client != self.client:
             return
         message = self.links[server].under_way.get(reply.sequence)
