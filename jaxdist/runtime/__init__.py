@@ -1,1 +1,1 @@
-"""The platform of a program: environment, hardware, topologies, compilation cache, processes."""
+"""The platform on which a program runs: its environment, hardware, topology and processes."""

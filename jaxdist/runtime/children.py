@@ -1,4 +1,4 @@
-"""Child processes that are spoken to in lines of JSON: start them, read them, and end them."""
+"""Child processes that exchange lines of JSON with this process, from their start to their end."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from typing import IO, Any, NamedTuple, Protocol
 from jaxdist.types import Json, JsonObject
 
 END_SECONDS = 10.0
-"""The time that a child may take to end after the end of its input."""
+"""The time within which a child must exit after the end of its input."""
 LAST_LINES = 15
 
 
 class Event(NamedTuple):
-    """A message of a child, or its end.
+    """A message from a child, or the end of a child.
 
     Attributes:
-      code: its exit code; None while it lives.
+      child: the `Child`.
+      what: the message; empty at the end.
+      code: the exit code of the child; None for a message.
     """
 
     child: Any
@@ -46,13 +48,13 @@ class PipedProcess(Protocol):
 
 
 class Child:
-    """A process with JSON lines both ways on its standard input, which is a socket.
+    """A child process, with JSON lines in both directions on its standard input, a socket.
 
     Args:
-      name: its name in messages.
+      name: the name of the child in messages.
       begin: starts the process with two descriptors, its standard input and its standard error.
-      log: the file to which its standard error is appended.
-      events: receives its messages and its end, from a thread.
+      log: the file to which the child's standard error is appended.
+      events: receives the child's messages and its end, from a thread.
     """
 
     def __init__(
@@ -67,9 +69,10 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._socket, theirs = socket.socketpair()
         try:
+            # `theirs` is closed in this process, or `_read` would not see the end of a dead child.
             with log.open("ab") as errors, theirs:
                 self.process = begin(theirs.fileno(), errors.fileno())
-        except BaseException:  # no reader that closes it is started
+        except BaseException:  # No reader has been started, which would close the socket.
             self._socket.close()
             raise
         # A thread for each child, so that the parent can wait for all children in one queue.
@@ -80,21 +83,21 @@ class Child:
         return self.name
 
     def say(self, what: Json) -> None:
-        """Send it a message; do nothing if it has ended, since its end comes as an event."""
+        """Send a message to the child; do nothing if the child has ended, which is an event."""
         with suppress(OSError):
             self._socket.sendall(json.dumps(what).encode() + b"\n")
 
     def last_words(self) -> str:
-        """Return the last lines of its standard error."""
+        """Return the last lines of the child's standard error."""
         return last_lines(self.log)
 
     def close_input(self) -> None:
-        """Close its input, which tells it to end."""
+        """Close the child's input, which tells the child to exit."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def end(self, deadline: float) -> None:
-        """Wait until it has ended; kill it at the deadline, of `time.monotonic`."""
+        """Wait until the child has ended; kill the child at the deadline, by `time.monotonic`."""
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -102,7 +105,7 @@ class Child:
         self._reader.join()
 
     def kill(self) -> None:
-        """Kill it, and return when it is gone."""
+        """Kill the child, and return when the child is gone."""
         self.process.kill()
         self.process.wait()
         self.close_input()
@@ -115,7 +118,7 @@ class Child:
 
 
 def end_together(children: Sequence[Child]) -> None:
-    """End children that may all be stuck, within the time that one of them may take."""
+    """End children that may all be stuck, within `END_SECONDS` for all together."""
     for child in children:
         child.close_input()
     # One deadline for all: waiting for each in turn would multiply the time by their number.
@@ -125,40 +128,40 @@ def end_together(children: Sequence[Child]) -> None:
 
 
 class Parent:
-    """The parent, as a child sees it.
+    """The connection of a child to its parent.
 
-    Whatever else the child prints goes to its standard error.
+    All other output of the child goes to its standard error.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # Standard input is a socket, so the same descriptor can be written.
         self._out: IO[str] = os.fdopen(os.dup(0), "w", encoding="utf-8")
-        # Otherwise the output of libraries would appear in the parent's own output.
+        # Standard output becomes standard error: libraries must not print into the parent's output.
         os.dup2(2, 1)
 
     def say(self, event: str, **what: object) -> None:
-        """Send a message; without a parent, end this process."""
+        """Send a message to the parent; end this process if the parent is gone."""
         with self._lock:
             try:
                 self._out.write(json.dumps({"event": event, **what}) + "\n")
                 self._out.flush()
             except ConnectionError:
-                os._exit(1)  # without a parent there is no work
+                os._exit(1)  # Without a parent, the work of this process is useless.
 
     def hear(self) -> Iterator[JsonObject]:
-        """Read the parent's messages, until it closes the input or ends."""
+        """Yield the parent's messages, until the parent closes the input or ends."""
         for line in input_lines():
             yield json.loads(line)
 
 
 def input_lines() -> Iterator[bytes]:
-    """Read the lines of standard input as they come; byte by byte, so for short lines.
+    """Yield the lines of standard input as they arrive, byte by byte: the lines must be short.
 
-    `sys.stdin` has a lock, which a thread holds while it waits for a line; Python aborts a process
-    that ends meanwhile. This reader has none.
+    A thread that waits for a line of `sys.stdin` holds a lock, and Python aborts a process that
+    ends meanwhile. This reader has no lock.
     """
-    with suppress(ConnectionResetError):  # the other end has died with lines unread
+    with suppress(ConnectionResetError):  # The other end has died with lines unread.
         yield from io.FileIO(0, closefd=False)
 
 
@@ -170,14 +173,14 @@ def wait_for_input_end() -> None:
 
 
 def send(stream: IO[bytes], what: Json) -> None:
-    """Write a JSON line; do nothing if the other end, or the stream, is closed."""
+    """Write a JSON line to a stream; do nothing if the stream or its other end is closed."""
     with suppress(ConnectionError, ValueError):
         stream.write(json.dumps(what).encode() + b"\n")
         stream.flush()
 
 
 def last_lines(log: Path, count: int = LAST_LINES) -> str:
-    """Return the last lines of a log; nothing if it cannot be read."""
+    """Return the last lines of a log; an empty string if the log cannot be read."""
     try:
         text = log.read_text(errors="replace")
     except OSError:

@@ -1,8 +1,8 @@
 """The place of a process among its peers, from the variables of the scheduler that started it.
 
-jax can detect this by itself, but does so silently, and misses unknown schedulers. Here each
-scheduler that has left a trace is named, with the variables that were read, and the reason where
-they do not suffice.
+jax can detect the place by itself, but does so silently, and without a reason where it fails. Here
+each scheduler whose variables are set is reported, with the variables that were read, and the
+reason if the variables do not suffice.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 FIRST_PORT, PORTS = 61440, 4096
-"""First port, and number of ports, of the range from which a job's number and step select a
+"""The first port and the number of ports in a range, from which a job's number and step select a
 port."""
 FIXED_PORT = 8476
-"""Port for schedulers that give a job its own addresses; the same as jax's for TPU pods."""
+"""The port for schedulers that give a job its own addresses, which jax too uses for TPU pods."""
 TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
-"""Files of which a host with TPUs has at least one."""
+"""The device files of TPUs, of which a host with TPUs has at least one."""
 TPU_ATTRIBUTES = ("agent-worker-number", "worker-network-endpoints", "tpu-env")
 METADATA_SECONDS = 5.0
 _OPEN_MPI = (
@@ -31,12 +31,15 @@ _OPEN_MPI = (
 
 @dataclass(frozen=True)
 class Sighting:
-    """A scheduler's information about this process; missing values are None.
+    """A scheduler's information about this process; a missing value is None.
 
     Attributes:
-      scheduler: name of the scheduler.
-      read: the variables that were read.
-      missing: a description of the missing information; empty where nothing is missing.
+      scheduler: the name of the scheduler.
+      coordinator: HOST:PORT of process 0.
+      count: the number of processes.
+      index: the number of this process.
+      read: the environment variables that were read, with their values.
+      missing: a description of the missing information; empty if nothing is missing.
     """
 
     scheduler: str
@@ -57,7 +60,7 @@ Detector = Callable[[Environ], Sighting | None]
 
 
 def sightings(environ: Environ) -> list[Sighting]:
-    """Return the findings for all schedulers with a trace, that of this very process first.
+    """Return the information of all schedulers whose variables are set, the most specific first.
 
     >>> found = sightings({"PMI_RANK": "1", "PMI_SIZE": "2"})
     >>> found[0].scheduler, found[0].index, found[0].missing
@@ -86,8 +89,8 @@ def _lacking(read: Environ, *names: str) -> str:
 def open_mpi(environ: Environ) -> Sighting | None:
     """Detect mpirun of Open MPI.
 
-    It reports its own host, which is process 0's unless that host was excluded: version 4 by an
-    address, version 5 in the name of the job.
+    mpirun reports its own host: version 4 by an address, version 5 in the name of the job. Process
+    0 is on this host unless the user excluded the host from the job.
     """
     uri, job, size, rank = _OPEN_MPI
     read = _read(environ, *_OPEN_MPI)
@@ -108,9 +111,10 @@ def open_mpi(environ: Environ) -> Sighting | None:
 
 
 def slurm(environ: Environ) -> Sighting | None:
-    """Detect srun of Slurm. Concurrent steps of a job have different ports."""
+    """Detect srun of Slurm; the port differs between concurrent steps of a job."""
     needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID")
-    sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")  # the second may be that of the whole job
+    # In this order: SLURM_NTASKS may be the number of the whole job rather than of the step.
+    sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     read = _read(environ, *needed, *sizes, "SLURM_STEP_ID")
     if "SLURM_JOB_ID" not in read:
         return None
@@ -131,13 +135,14 @@ def slurm(environ: Environ) -> Sighting | None:
 
 
 def torchrun(environ: Environ) -> Sighting | None:
-    """Detect torchrun, or `python -m torch.distributed.run`; its own store has port MASTER_PORT."""
+    """Detect torchrun, or `python -m torch.distributed.run`."""
     run, host, rank, size = "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "RANK", "WORLD_SIZE"
     read = _read(environ, run, host, "MASTER_PORT", rank, size)
     if run not in read:
         return None
     if missing := _lacking(read, host, rank, size):
         return Sighting("torchrun", read=read, missing=missing)
+    # Another port, since torchrun's own store listens on MASTER_PORT.
     port = _port(environ, (_number(read.get("MASTER_PORT")) or 0) % PORTS + FIRST_PORT)
     count, index = _number(read[size]), _number(read[rank])
     return Sighting("torchrun", f"{read[host]}:{port}", count, index, read)
@@ -157,7 +162,7 @@ def first_node(nodes: str) -> str:
 
 
 def tpu_pod(environ: Environ) -> Sighting | None:
-    """Detect TPUs on GKE: the hosts of a slice, and the slices where there are several."""
+    """Detect TPUs on GKE, on the hosts of one slice or of several slices."""
     hosts = (
         "TPU_PROCESS_ADDRESSES" if "TPU_PROCESS_ADDRESSES" in environ else "TPU_WORKER_HOSTNAMES"
     )
@@ -178,7 +183,7 @@ def tpu_pod(environ: Environ) -> Sighting | None:
 
 
 def skypilot(environ: Environ) -> Sighting | None:
-    """Detect SkyPilot, with a process per node."""
+    """Detect SkyPilot, which starts one process on each node."""
     ips, rank = "SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"
     read = _read(environ, ips, rank)
     if not read:
@@ -191,8 +196,8 @@ def skypilot(environ: Environ) -> Sighting | None:
 
 
 def tpu_vm(environ: Environ) -> Sighting | None:
-    """Detect TPU VMs of Google's cloud by their host's server; it exists nowhere else."""
-    # GKE sets these variables itself: no need to ask the server.
+    """Detect TPU VMs of Google Cloud, which have a metadata server."""
+    # On GKE the variables are set, so the server is not needed.
     if tpu_pod(environ) is not None or "TPU_SKIP_MDS_QUERY" in environ:
         return None
     if not any(Path(one).exists() for one in TPU_FILES):
@@ -202,7 +207,7 @@ def tpu_vm(environ: Environ) -> Sighting | None:
         at, ends, given = (_attribute(server, name) for name in TPU_ATTRIBUTES)
     except OSError as error:
         return Sighting("TPU VM", missing=f"{server} does not answer: {error}")
-    # A line is KEY: 'value'; a worker is a name, or name:id:address.
+    # `tpu-env` has lines of the form KEY: 'value'; an endpoint is a name, or name:id:address.
     pairs = dict(re.findall(r"^(\w+): *'?([^'\n]*)'?$", given, re.MULTILINE))
     hosts = ",".join(end.split(":")[-1] for end in ends.split(","))
     found = tpu_pod({**pairs, "TPU_WORKER_HOSTNAMES": hosts, "TPU_WORKER_ID": at.strip()})
@@ -219,7 +224,7 @@ def _attribute(server: str, name: str) -> str:
 
 
 def kubernetes(environ: Environ) -> Sighting | None:
-    """Detect a pod of an indexed job: its number is known, its peers are not."""
+    """Detect a pod of an indexed Kubernetes job, which knows its number, but not its peers."""
     if "KUBERNETES_SERVICE_HOST" not in environ:
         return None
     read = _read(environ, "JOB_COMPLETION_INDEX")
@@ -230,7 +235,7 @@ def kubernetes(environ: Environ) -> Sighting | None:
 
 
 def _ranks(scheduler: str, rank: str, size: str) -> Detector:
-    """Detect a scheduler that gives numbers, but no address."""
+    """Return a detector for a scheduler that gives a rank and a size, but no address."""
 
     def look(environ: Environ) -> Sighting | None:
         read = _read(environ, rank, size)
@@ -249,8 +254,8 @@ def _ranks(scheduler: str, rank: str, size: str) -> Detector:
 
 
 DETECTORS: tuple[Detector, ...] = (
-    torchrun,  # mpirun, srun or a pod may start torchrun, which then starts the processes
-    open_mpi,  # mpirun within a Slurm job starts the processes, not srun
+    torchrun,  # First: mpirun, srun or a pod may start torchrun, which then starts the processes.
+    open_mpi,  # Before `slurm`: within a Slurm job, mpirun may start the processes.
     _ranks("MPI (PMI)", "PMI_RANK", "PMI_SIZE"),
     _ranks("PALS", "PALS_RANKID", "PALS_NRANKS"),
     _ranks("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),

@@ -1,7 +1,7 @@
 """A cache of compiled programs between runs, so that a run's second start compiles nothing.
 
-Programs that jax reads from the cache run as native code in this process: the directory belongs to
-a single user, and no other user may write to it.
+Programs that jax reads from the cache run as native code in this process. Therefore the directory
+must belong to this user, and no other user may write to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SETTINGS: Mapping[str, Any] = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-"""Settings to keep every program, however fast to compile: a run needs all of them at its start."""
+"""jax's settings to keep every program, even if it compiles fast: a run starts with all of them."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,15 +39,16 @@ def enabled(directory: Path) -> Iterator[Path | None]:
         if settings.jax_compilation_cache_dir != before["jax_compilation_cache_dir"]:
             for name, value in before.items():
                 settings.update(name, value)
-            reset_cache()  # jax opens a cache once
+            reset_cache()  # jax opens its cache once, and would keep using the directory.
 
 
 def enable(directory: Path) -> Path | None:
     """Let jax keep compiled programs in `directory`, made private (0700); return the directory.
 
-    A cache that the user has set up for jax (JAX_COMPILATION_CACHE_DIR), or switched off
-    (JAX_ENABLE_COMPILATION_CACHE), is not changed. If the directory cannot be made or is not
-    private to this user, a warning gives the reason, and None is returned: the run has no cache.
+    If the user has set up a cache for jax (JAX_COMPILATION_CACHE_DIR) or switched the cache off
+    (JAX_ENABLE_COMPILATION_CACHE), the function changes nothing. If the directory cannot be made or
+    is not private to this user, a warning gives the reason, and the result is None: the run has no
+    cache.
     """
     import jax
 
@@ -67,11 +68,11 @@ def enable(directory: Path) -> Path | None:
 
 
 def _take(directory: Path) -> str | None:
-    """Make the directory private; return why it cannot be used, or None."""
+    """Create a private directory; return why the directory cannot be used, or None if it can."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
-        # Not `stat`: the target of a link could change later.
+        # Not `stat`, which follows links: the target of a link could change later.
         found = directory.lstat()
     except OSError as error:
         return f"cannot be made: {error.strerror}"

@@ -1,4 +1,4 @@
-"""The connection to the other processes: joining, dividing GPUs, agreeing to stop, failing."""
+"""The connection to the other processes: joining, dividing GPUs, stopping and failing together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from jaxdist.types import Json
 
 
 def _bind_address(coordinator: str) -> str | None:
-    """Listen on loopback only when the coordinator's address is loopback (jax listens on all)."""
+    """Return a loopback address to listen on if the coordinator's address is loopback, else None.
+
+    By default jax listens on all addresses.
+    """
     host, _, port = coordinator.rpartition(":")
     try:
         local = ipaddress.ip_address(host.strip("[]")).is_loopback
@@ -38,16 +41,17 @@ def connected(
     seconds: int = JOIN_SECONDS,
     say: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
-    """Join the peers; a process without peers does nothing.
+    """Join the peers for the block; do nothing in a process without peers.
 
-    Inside, jax handles SIGTERM as its preemption notice: call `preempted` at each step. An error
-    ends the process at once, because jax would wait for lost peers, or for peers that wait for this
-    process.
+    Within the block, jax handles SIGTERM as its preemption notice: call `preempted` at each step.
+    An error ends the process at once, because jax would wait for lost peers, or for peers that wait
+    for this process.
 
     Args:
-      report: function that reports an error and returns the exit code.
-      seconds: time to wait for the other processes.
-      say: called with a line from time to time while some are missing; None prints it.
+      processes: the place of this process among its peers; None for a process without peers.
+      report: a function that reports an error and returns the exit code.
+      seconds: the time to wait for the other processes.
+      say: receives a line from time to time while processes are missing; None prints the line.
 
     Raises:
       RunError: the peers cannot be joined (the message names missing peers, or jax's reason), or
@@ -62,8 +66,7 @@ def connected(
         yield
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
-            # jax reports a lost peer as an error of the collective that failed, which says nothing
-            # to a user.
+            # jax reports a lost peer as the error of a collective, which does not help a user.
             error = _lost(error)
         code = report(error)
         sys.stdout.flush()
@@ -109,10 +112,10 @@ def _connect(processes: Processes, seconds: int, say: Callable[[str], None]) -> 
             count,
             index,
             coordinator_bind_address=bind,
-            # Without GPUs to divide the list is empty; None then leaves the choice to jax.
+            # Without GPUs the list is empty, and None leaves the choice of devices to jax.
             local_device_ids=share["own"] or None,
-            # All values are passed explicitly. Otherwise jax would look for a scheduler itself, and
-            # keep a single GPU for each process under Slurm or Open MPI.
+            # Otherwise jax would detect the scheduler itself, and use a single GPU in each process
+            # under Slurm or Open MPI.
             cluster_detection_method="deactivate",
             initialization_timeout=seconds,
         )
@@ -133,5 +136,5 @@ def _decide(told: Sequence[Json]) -> list[Json]:
 
 
 def preempted(step: int) -> bool:
-    """Return whether to stop after `step`; all processes agree once any received a SIGTERM."""
+    """Return whether to stop after `step`, by agreement of all processes after a SIGTERM to any."""
     return multihost_utils.reached_preemption_sync_point(step)

@@ -1,15 +1,17 @@
-"""The environment variables that jax reads once: set in this module, before jax is imported.
+"""Preparation of the environment variables that jax reads once, before jax is imported.
 
 Fake CPU devices need three settings that belong together. The device count is an XLA flag. XLA's
 CPU thread pool must have at least two threads per fake device, or collectives can wait for a device
-whose matmul has no thread left (seen on jax 0.10 as an abort after 40 seconds); `NPROC` sets its
-size. And a collective that waits for a lost peer must time out: the default is 30 minutes.
+whose matmul has no thread left (seen on jax 0.10 as an abort after 40 seconds); `NPROC` sets the
+size of the pool. The timeout of a collective that waits for a lost peer must be shorter than its
+default of 30 minutes.
 
-Another variable is read even earlier, when the process starts. XLA's CPU backend allocates its
+glibc reads another variable even earlier, when the process starts. XLA's CPU backend allocates its
 temporaries with malloc at each step and frees them afterwards, so that on Linux a training step can
-spend half of its time on page faults; glibc's huge pages reduce them by a factor of 512. glibc
-would map blocks of more than 32 MiB each time: it is set to take them from its heap, where
-they are reused, and to have a single heap, because all but the first are limited to 64 MiB.
+spend half of its time on page faults; glibc's huge pages reduce the faults by a factor of 512. By
+default glibc maps each block of more than 32 MiB separately. The tunables here make glibc take such
+blocks from its heap, where they are reused, and use a single heap, because all other heaps are
+limited to 64 MiB.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ TIMEOUT_FLAGS = (
 
 
 def parse_xla_flags(text: str) -> dict[str, str | None]:
-    """Parse XLA_FLAGS to a mapping; the last of two equal flags wins, as in XLA.
+    """Parse XLA_FLAGS to a mapping; if a flag occurs twice, the last value wins, as in XLA.
 
     >>> parse_xla_flags("--a=1 --b --a=2")
     {'--a': '2', '--b': None}
@@ -61,10 +63,14 @@ def plan_environment(
     collective_timeout_seconds: int = COLLECTIVE_TIMEOUT_SECONDS,
     idle_libtpu: bool = False,
 ) -> dict[str, str]:
-    """Return the variables to set, given the current; the user's own win where it is safe.
+    """Return the variables to set; the user's own values win where that is safe.
 
-    `fake_devices` None does not set the device count (but a count already in XLA_FLAGS still gets
-    its thread pool). `idle_libtpu` is the result of `has_idle_libtpu`.
+    Args:
+      environ: the current environment.
+      fake_devices: the number of fake CPU devices; None leaves the device count unchanged, but a
+        count in XLA_FLAGS still gets its thread pool.
+      collective_timeout_seconds: the timeout of collectives, unless XLA_FLAGS has one.
+      idle_libtpu: the result of `has_idle_libtpu`.
     """
     flags = parse_xla_flags(environ.get("XLA_FLAGS", ""))
     for name in TIMEOUT_FLAGS:
@@ -76,8 +82,7 @@ def plan_environment(
     if count is not None and count.isdigit() and int(count) > 1:
         needed = THREADS_PER_FAKE_DEVICE * int(count)
         present = environ.get("NPROC", "")
-        # A larger value of the user's is kept: only too few threads can make a collective wait
-        # forever.
+        # The user's larger value is kept, since only too few threads can block a collective.
         if not present.isdigit() or int(present) < needed:
             planned["NPROC"] = str(needed)
     # Without this, jax would try an accelerator first and ignore the fake CPU devices.
@@ -89,8 +94,8 @@ def plan_environment(
 def has_idle_libtpu(devices: Path = Path("/dev")) -> bool:
     """Return whether libtpu is installed on a machine with neither TPU nor GPU.
 
-    It is then there to compile ahead of time; as a backend it could only print that there is no
-    TPU.
+    Such an installation of libtpu serves to compile ahead of time; as a backend, libtpu would only
+    print that there is no TPU.
     """
     nodes = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd")
     present = any(any(devices.glob(name)) for name in nodes)
@@ -98,7 +103,7 @@ def has_idle_libtpu(devices: Path = Path("/dev")) -> bool:
 
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:
-    """Return installed versions by package, `python` for the interpreter's; None: not installed.
+    """Return the version of each package, or None if it is not installed; `python` is a name too.
 
     >>> versions(["no-such-package"])
     {'no-such-package': None}
@@ -107,7 +112,7 @@ def versions(names: Iterable[str]) -> dict[str, str | None]:
 
 
 def _version(name: str) -> str | None:
-    from importlib import metadata  # takes as long as everything else here; few commands need it
+    from importlib import metadata  # Imported here: it is slow, and few commands need it.
 
     if name == "python":
         return platform.python_version()
@@ -118,13 +123,13 @@ def _version(name: str) -> str | None:
 
 
 def prepare(*, fake_devices: int | None = None) -> None:
-    """Set the environment for jax. Call it before jax is imported.
+    """Set the environment for jax, before jax is imported.
 
     Args:
-      fake_devices: number of fake CPU devices; None uses the real devices.
+      fake_devices: the number of fake CPU devices; None uses the real devices.
 
     Raises:
-      MeshError: jax is already imported, so that the settings would come too late.
+      MeshError: jax is already imported, so the settings would come too late.
     """
     planned = plan_environment(
         dict(os.environ), fake_devices=fake_devices, idle_libtpu=has_idle_libtpu()
@@ -140,7 +145,7 @@ def prepare(*, fake_devices: int | None = None) -> None:
 
 
 def plan_tunables(environ: Mapping[str, str], libc: str) -> str | None:
-    """Return the GLIBC_TUNABLES to restart with; None when that would change nothing.
+    """Return the value of GLIBC_TUNABLES for a restart; None if the restart would change nothing.
 
     >>> plan_tunables({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc")
     'glibc.malloc.hugetlb=0:glibc.malloc.mmap_max=0:glibc.malloc.arena_max=1:glibc.malloc.trim_threshold=2147483647'
@@ -158,9 +163,10 @@ def plan_tunables(environ: Mapping[str, str], libc: str) -> str | None:
 
 
 def restart_with_huge_pages() -> None:
-    """Restart this process with a tuned malloc; return only where nothing needs to change.
+    """Restart this process with a tuned malloc; return only if nothing needs to change.
 
-    Call it at a program's entry point, before anything else. The user's own settings win.
+    Call this function at a program's entry point, before anything else. The user's own settings
+    win.
     """
     planned = plan_tunables(os.environ, platform.libc_ver()[0])
     if planned is not None and sys.platform == "linux":
@@ -173,10 +179,10 @@ def restart_with_huge_pages() -> None:
 def python_module(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module in a separate process.
 
-    The working directory is not on the child's search path. Plain `python -m` puts it first, so a
-    file there named `random.py`, of any user, would be imported instead of Python's own. Modules
-    that a config names by import path are found nevertheless: `jaxdist.config.importing` adds the
-    directory when it searches for one.
+    The child's search path lacks the working directory. Plain `python -m` would put that directory
+    first, so a file `random.py` in it, of any user, would be imported instead of Python's own
+    module. Python still finds modules that a config names by import path, because
+    `jaxdist.config.importing` adds the directory when it searches for such a module.
 
     >>> python_module("jaxdist.cli", "doctor")[1:]
     ['-P', '-m', 'jaxdist.cli', 'doctor']

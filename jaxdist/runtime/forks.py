@@ -1,9 +1,9 @@
 """A fork server: processes forked from a process that has already imported everything.
 
-Importing what training needs takes seconds of a core for each process; a fork takes milliseconds
-and shares the memory. The server has no threads of its own and has started no backend: its forks
-behave as if they had imported everything themselves. It answers on the socket that is its standard
-input.
+The imports that training needs take seconds of a core for each process; a fork takes milliseconds
+and shares the memory. The server has no threads of its own and has started no backend, so its forks
+behave as if they had imported everything themselves. The server answers on its standard input,
+which is a socket.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from jaxdist.runtime.environment import python_module
 from jaxdist.types import Json
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that a scheduler sends to all processes of a job: for the agent and the forked
-processes."""
+"""The signals that a scheduler sends to all processes of a job; the server leaves them to the agent
+and to the forked processes."""
 MOST_FILES = 8
 POLL_SECONDS = 0.01
 
 
 class ForkServer:
-    """The client of the server; `start` it before it is needed, and `close` it.
+    """The client of a fork server; call `start` before the first fork, and `close` at the end.
 
     Args:
       module: a module that calls `hold_signals`, imports, and then calls `await_fork`.
-      log: file for the server's own standard error.
-      environ: the server's environment; None means that of this process.
+      log: the file of the server's own standard error.
+      environ: the server's environment; None takes the environment of this process.
     """
 
     def __init__(self, module: str, log: Path, environ: Mapping[str, str] | None = None) -> None:
@@ -55,7 +55,7 @@ class ForkServer:
         self.close()
         self._channel, theirs = socket.socketpair()
         with theirs, self._log.open("ab") as errors:
-            # In its own session: passing on the terminal's signals is up to the caller.
+            # In its own session, so that only the caller passes the terminal's signals on.
             self._process = subprocess.Popen(
                 python_module(self._module),
                 stdin=theirs.fileno(),
@@ -68,7 +68,8 @@ class ForkServer:
         """Fork a process, and return once it exists.
 
         Args:
-          files: descriptors of its standard input, its standard error, and others for it to hold.
+          files: descriptors of the new process's standard input and standard error, and any other
+            descriptors that it keeps open.
 
         Returns:
           The id of the process, which leads a session.
@@ -76,11 +77,11 @@ class ForkServer:
         Raises:
           RunError: the server did not start.
         """
-        for _ in range(2):  # a server that has ended since the last fork is restarted
+        for _ in range(2):  # Twice: a server that has ended since the last fork is restarted.
             if self._channel is None:
                 self.start()
             assert self._channel is not None
-            with suppress(OSError):  # its end is noticed below
+            with suppress(OSError):  # `_hear` notices that the server has ended.
                 socket.send_fds(self._channel, [b"."], files)
             while self._hear(wait=True):
                 if self._forked:
@@ -89,18 +90,20 @@ class ForkServer:
         raise RunError(f"what is to start this run's processes has ended itself: {words}")
 
     def begin(self, stdin: int, stderr: int) -> Forked:
-        """Fork a process that threads may wait for.
+        """Fork a process, and return an object with which several threads may wait for its end.
 
         Raises:
-          RunError: see `fork`.
+          RunError: the server did not start.
         """
         with self.lock:
             return Forked(self, self.fork([stdin, stderr]))
 
     def ended(self, pid: int, *, wait: bool = False) -> int | None:
-        """Return the exit code of a process, once; None while it is alive.
+        """Return the exit code of a process that has ended; call it no more after that.
 
-        If the server is gone the exit code is unknown: the process counts as killed, by the caller.
+        Returns:
+          None while the process is alive. If the server is gone, the exit code is unknown, and the
+          result is that of SIGKILL: the caller has to kill the process.
         """
         while pid not in self._codes:
             if not self._hear(wait=wait):
@@ -110,13 +113,13 @@ class ForkServer:
         return self._codes.pop(pid, None)
 
     def close(self) -> None:
-        """End the server; its forked processes continue."""
+        """End the server; the forked processes continue."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
         if self._process is not None:
-            # Killed rather than asked: the server has no state to save, and its forks do not
-            # depend on it.
+            # Killed rather than asked to exit: the server has no state to save, and its forks do
+            # not depend on it.
             self._process.kill()
             self._process.wait()
         self._rest = b""
@@ -124,12 +127,11 @@ class ForkServer:
         self._codes.clear()
 
     def _hear(self, *, wait: bool) -> bool:
-        """Receive the server's messages; return whether it is alive."""
+        """Receive the server's messages; return whether the server is alive."""
         if self._channel is None:
             return False
         try:
-            # The flag makes this call alone non-blocking; the socket itself stays blocking for
-            # `send_fds`.
+            # With MSG_DONTWAIT only this call is non-blocking; `send_fds` needs a blocking socket.
             told = self._channel.recv(4096, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
@@ -138,8 +140,7 @@ class ForkServer:
         if not told:
             self.close()
             return False
-        # A stream has no message boundaries, so the last line may be incomplete until the next
-        # call.
+        # A stream has no message boundaries: the rest of the last line may come with the next call.
         *lines, self._rest = (self._rest + told).split(b"\n")
         for one in map(json.loads, lines):
             if "code" in one:
@@ -157,19 +158,18 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return its exit code; None while it lives."""
+        """Return the exit code of the process; None while the process lives."""
         with self._server.lock:
             if self.returncode is None:
-                # The server reports each exit code once, so the first caller stores it for all
-                # threads.
+                # `ended` returns an exit code only once, so it is stored for all threads.
                 self.returncode = self._server.ended(self.pid)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return its exit code when it has ended.
+        """Wait for the end of the process, and return its exit code.
 
         Raises:
-          subprocess.TimeoutExpired: it is alive after `timeout` seconds.
+          subprocess.TimeoutExpired: the process is alive after `timeout` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -179,33 +179,33 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it lives."""
+        """Send a signal to the process if the process lives."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send it SIGKILL."""
+        """Send SIGKILL to the process if the process lives."""
         self.send_signal(signal.SIGKILL)
 
 
 def hold_signals() -> None:
-    """Block signals in the server, before it imports, so that they do not end it.
+    """Block signals in the server, before the server imports, so that no signal ends the server.
 
-    They are blocked rather than ignored, so that a process receives those that arrived before its
-    handler.
+    The signals are blocked rather than ignored, so that a forked process still receives a signal
+    that arrived before it installed its handler.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
 
 
 def await_fork() -> bool:
     """Run the server. Return True in each forked process, and False when the server ends."""
-    gc.freeze()  # a collection would write to, and so copy, the memory that the processes share
+    gc.freeze()  # A collection would write to the memory that the processes share, which copies it.
     channel, woken = socket.socket(fileno=os.dup(0)), os.pipe()
     # `set_wakeup_fd` requires it: a signal handler must not block on a full pipe.
     os.set_blocking(woken[1], False)
     signal.set_wakeup_fd(woken[1])
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # an ignored signal would not wake the loop
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # An ignored signal would not wake the loop.
     while True:
         ready, _, _ = select.select([channel, woken[0]], [], [])
         if woken[0] in ready:
@@ -229,14 +229,13 @@ def await_fork() -> bool:
 
 def _become(files: Sequence[int], woken: Sequence[int]) -> None:
     """Make a forked process independent of the server."""
-    # A session of its own, so that `killpg` reaches everything that the process starts, and only
-    # that.
+    # In a session of its own, so that `killpg` reaches exactly what the process starts.
     os.setsid()
     os.dup2(files[0], 0)
     os.dup2(files[1], 2)
     _close([*files[:2], *woken])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Last: a pending signal is delivered here, when the process is already independent.
+    # Pending signals are delivered here, so this comes last, when the process is independent.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
 
@@ -248,7 +247,7 @@ def _tell_ended(channel: socket.socket) -> None:
 
 
 def _tell(channel: socket.socket, what: Json) -> None:
-    with suppress(ConnectionError):  # the client is gone: the next read notices it
+    with suppress(ConnectionError):  # The client is gone, which the next read notices.
         channel.sendall(json.dumps(what).encode() + b"\n")
 
 

@@ -1,10 +1,11 @@
 """A query of the GPU driver for the visible devices, in the order in which jax numbers them.
 
-It is run by its path in a separate process (`jaxdist.runtime.gpus`), so that a driver that hangs or
-crashes is only a finding, and so that CUDA is not initialised in a process that forks later. It
-imports nothing but the standard library. The drivers themselves apply CUDA_VISIBLE_DEVICES,
-ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, MIG and the scheduler's cgroups, so none of that is
-parsed here. It prints a JSON object: `gpus`, names that no other GPU has, and `problem`, a text.
+`jaxdist.runtime.gpus` runs this file by its path in a separate process, so that the caller survives
+a driver that hangs or crashes, and so that CUDA is not initialised in a process that forks later.
+The file imports only the standard library. The drivers themselves apply CUDA_VISIBLE_DEVICES,
+ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, MIG and the scheduler's cgroups, so this file parses none
+of them. The program prints a JSON object with `gpus`, a unique name of each GPU, and `problem`, a
+text, which is empty on success.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 NO_DEVICE = 100
-"""The code of both CUDA and HIP for "no device"."""
+"""The error code "no device" of both CUDA and HIP."""
 LIBRARIES = {
     "cuda": ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1"),
     "rocm": ("libamdhip64.so", "/opt/rocm/lib/libamdhip64.so"),
@@ -48,8 +49,7 @@ def cuda(library: Any) -> list[str]:
         raise DriverError(f"cuInit answers with error {code}")
     count, device, found = ctypes.c_int(), ctypes.c_int(), []
     _asked(library, "cuDeviceGetCount", ctypes.byref(count))
-    # The second version identifies the instance of a GPU that is split by MIG, the first the whole
-    # GPU.
+    # Version 2 identifies the instance of a GPU that MIG splits, version 1 only the whole GPU.
     name = "cuDeviceGetUuid_v2" if hasattr(library, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
     for index in range(count.value):
         uuid = (ctypes.c_ubyte * 16)()
@@ -60,7 +60,7 @@ def cuda(library: Any) -> list[str]:
 
 
 def rocm(library: Any) -> list[str]:
-    """Return the PCI addresses and UUIDs of the devices that HIP sees, after the machine's boot id.
+    """Return a name of each device that HIP sees: the machine's boot id, PCI address and UUID.
 
     Raises:
       DriverError: the driver answers with an error other than "no device".
@@ -83,11 +83,11 @@ def rocm(library: Any) -> list[str]:
 
 
 def query(platform: str, load: Callable[[str], Any] = ctypes.CDLL) -> dict[str, Any]:
-    """Return the object to print.
+    """Query the driver of a platform, and return the object that the program prints.
 
     Args:
-      platform: `cuda` or `rocm`, as jax names them.
-      load: opens a shared library by its name; raises OSError where there is none.
+      platform: jax's name of the platform, `cuda` or `rocm`.
+      load: opens a shared library by its name; raises OSError if the library does not exist.
     """
     problem = ""
     for name in LIBRARIES[platform]:

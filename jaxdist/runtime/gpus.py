@@ -1,10 +1,10 @@
-"""The GPUs that a process sees, and those that it owns among the processes of its node.
+"""The division of a node's visible GPUs among the processes of the node.
 
 By default jax takes all visible GPUs, or under Slurm or Open MPI the GPU with the number of the
 process within its node. Neither is right in general: several processes may see the same GPUs, or a
 scheduler may have confined each process to its own GPUs, which then have the numbers 0, 1, ...
 Every process therefore asks the driver for the identities of the GPUs that it sees, process 0
-divides them (`divide_gpus`), and each process gives jax its share.
+divides the GPUs (`divide_gpus`), and each process passes its share to jax.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from jaxdist.runtime import gpu_query
 from jaxdist.types import Json, JsonObject
 
 QUERY_SECONDS = 120
-"""Limit on the driver's answer: without persistence mode it first initialises every GPU."""
+"""The time limit of the driver's answer; without persistence mode, the driver first initialises
+every GPU."""
 DRIVERS = {
     "cuda": ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"),
     "rocm": ("/dev/kfd",),
 }
-"""Paths of which one exists where the kernel has a driver for the platform."""
+"""The paths of each platform's driver; at least one exists if the kernel has the driver."""
 HIDING = {
     "cuda": ("CUDA_VISIBLE_DEVICES",),
     "rocm": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
@@ -46,10 +47,10 @@ class Seen:
 
     Attributes:
       machine: the name of its node.
-      gpus: an identity for each visible GPU, in the order in which jax numbers them.
-      given: number of GPUs of the job on this node, according to the scheduler; None: unknown.
-      chosen: the numbers that the user set in JAX_LOCAL_DEVICE_IDS.
-      problem: why the GPUs cannot be counted; empty where they can.
+      gpus: an identity for each visible GPU, in the order in which jax numbers the GPUs.
+      given: the number of GPUs that the scheduler gave the job on this node; None if unknown.
+      chosen: the numbers that the user set in JAX_LOCAL_DEVICE_IDS; None without any.
+      problem: the reason why the GPUs cannot be counted; empty if they were counted.
     """
 
     machine: str
@@ -59,15 +60,15 @@ class Seen:
     problem: str = ""
 
     def told(self) -> JsonObject:
-        """Convert the message to JSON."""
+        """Convert the message to plain data for JSON, with lists instead of tuples."""
         return json.loads(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, told: Json) -> Seen:
-        """Convert back the result of `told`.
+        """Read a message from the result of `told`.
 
         Raises:
-          RunError: the data are something else.
+          RunError: the data are not such a result.
         """
         try:
             assert isinstance(told, dict)
@@ -114,10 +115,11 @@ def look(environ: Mapping[str, str], platforms: str | None) -> Seen:
 
 
 def gpu_platforms(platforms: str | None, plugins: Any) -> tuple[str, ...]:
-    """The GPU platforms that jax would try, by the setting `jax_platforms` and installed plugins.
+    """Return the GPU platforms that jax would try, given `jax_platforms` and installed plugins.
 
     Args:
-      plugins: returns the names of jax's plugins; called only where they matter.
+      platforms: the setting `jax_platforms`, such as "cuda,cpu"; None or "" lets jax choose.
+      plugins: returns the names of jax's plugins; called only if the setting allows a GPU.
 
     >>> gpu_platforms("", lambda: ["xla_cuda12"]), gpu_platforms("cpu", lambda: ["xla_cuda12"])
     (('cuda',), ())
@@ -129,7 +131,7 @@ def gpu_platforms(platforms: str | None, plugins: Any) -> tuple[str, ...]:
 
 
 def _plugins() -> list[str]:
-    """Return the names of jax's plugins: entry points and namespace package `jax_plugins`."""
+    """Return the names of jax's plugins, from entry points and the package `jax_plugins`."""
     names = [entry.name for entry in metadata.entry_points(group="jax_plugins")]
     try:
         import jax_plugins  # pyright: ignore[reportMissingImports]
@@ -143,7 +145,7 @@ def _has_driver(platforms: Iterable[str]) -> bool:
 
 
 def _query(one: str) -> dict[str, Any]:
-    # Isolated, without site-packages: the query needs neither, and starts sooner.
+    # Isolated and without site-packages, which the query does not need: it starts sooner.
     command = [sys.executable, "-I", "-S", gpu_query.__file__, one]
     try:
         done = subprocess.run(
@@ -176,7 +178,7 @@ def gpus_given(environ: Mapping[str, str]) -> int | None:
     (2, None)
     """
     step = environ.get("SLURM_STEP_GPUS", "")
-    # The other variable may be left from the batch script, whose step has all GPUs of the job.
+    # First: SLURM_GPUS_ON_NODE may be inherited from the batch script, which has all GPUs.
     if step and all(part.isdigit() for part in step.split(",")):
         return len(step.split(","))
     for name in ("SLURM_GPUS_ON_NODE", "SKYPILOT_NUM_GPUS_PER_NODE"):
@@ -186,17 +188,17 @@ def gpus_given(environ: Mapping[str, str]) -> int | None:
 
 
 def divide_gpus(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
-    """Return the GPUs that each process owns, by its own numbers: none twice, and none left over.
+    """Return the GPUs that each process owns, so that each GPU has exactly one owner.
 
-    Processes that see the same GPUs share them evenly, in the order of the processes. A process
-    that sees GPUs which no other sees owns them all. The user's choice by JAX_LOCAL_DEVICE_IDS is
-    respected.
+    Processes that see the same GPUs share the GPUs evenly, in the order of the processes. A process
+    that sees GPUs which no other process sees owns all of them. The user's choice by
+    JAX_LOCAL_DEVICE_IDS is respected.
 
     Args:
       seen: the messages of all processes, in the order of the processes.
 
     Returns:
-      The numbers for each process; all are empty where no process sees a GPU.
+      The GPUs of each process, by the process's own numbers; all empty if no process sees a GPU.
 
     Raises:
       RunError: GPUs would be idle, shared, or taken from another job; the message has the numbers.
@@ -226,7 +228,7 @@ def divide_gpus(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
 
 
 def _shares(seen: Sequence[Seen], members: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the shares of processes that see the same GPUs."""
+    """Return the shares of the processes `members`, which see the same GPUs."""
     gpus, machine = seen[members[0]].gpus, seen[members[0]].machine
     chosen = [seen[index].chosen for index in members]
     if any(one is not None for one in chosen):
@@ -241,7 +243,7 @@ def _shares(seen: Sequence[Seen], members: Sequence[int]) -> list[tuple[int, ...
     shares = []
     for position, index in enumerate(members):
         mine = gpus[position * each : (position + 1) * each]
-        # Another process may number the same GPUs in another order.
+        # The numbers must be those of the process: it may see the same GPUs in another order.
         shares.append(tuple(seen[index].gpus.index(name) for name in mine))
     return shares
 
@@ -262,7 +264,7 @@ def _checked(seen: Sequence[Seen], index: int) -> tuple[int, ...]:
 
 
 def _check_whole(seen: Sequence[Seen], shares: Sequence[tuple[int, ...]]) -> None:
-    """Refuse a GPU with two owners, and a node on which another number is owned than was given."""
+    """Refuse a GPU with two owners, and a node whose GPUs from the scheduler are not all owned."""
     owners: dict[str, int] = {}
     for index, (one, share) in enumerate(zip(seen, shares, strict=True)):
         for number in share:
@@ -292,14 +294,15 @@ def check_started(
     """Refuse a backend of jax whose devices differ from the division.
 
     Args:
-      own: the GPUs that this process owns; empty: there were none, and nothing is checked.
+      who: the name of this process in messages.
+      own: the GPUs that this process owns; if empty, nothing is checked.
       total: the number of GPUs of all processes.
       platform_name: the platform that jax runs on.
       local: the number of jax's devices in this process.
       found: the number of jax's devices in all processes.
 
     Raises:
-      RunError: they differ; the message has the numbers.
+      RunError: the devices differ from the division; the message has the numbers.
     """
     if own and (platform_name, local, found) != ("gpu", len(own), total):
         raise RunError(

@@ -1,23 +1,25 @@
 """Figures of known devices and links, from which a program's cost is computed.
 
-Sources. Peak FLOPs, memory bandwidth and links of TPUs and GPUs: "How to Scale Your Model"
-(jax-ml.github.io/scaling-book, chapters TPUs and GPUs), in which a TPU's hop takes about 1 us.
-Memory of a TPU: the memory that XLA calls available when it compiles for it (libtpu 0.0.42). Memory
-of a
-GPU: its data sheet. Clock of a TPU: the clock at which its matrix units (four of 128 x 128 in each
-core of v4, v5e and v5p, four of 256 x 256 in v6e) reach the peak. Link of a TPU to its host: PCIe,
-in the same chapter. Latency of NVLink and of a GPU's network: NCCL's own tuning table (`hwLat`,
-ring, protocol Simple). Latency between TPU slices: assumed to be that of a GPU's network.
+The peak FLOPs, memory bandwidth and links of TPUs and GPUs are from "How to Scale Your Model"
+(jax-ml.github.io/scaling-book, chapters TPUs and GPUs), in which a TPU's hop takes about 1 us. The
+memory of a TPU is the memory that XLA calls available when it compiles for the TPU (libtpu 0.0.42).
+The memory of a GPU is from its data sheet. The clock of a TPU is the clock at which its matrix
+units (four of 128 x 128 in each core of v4, v5e and v5p, four of 256 x 256 in v6e) reach the peak.
+The link of a TPU to its host is PCIe, with the bandwidth in the same book. The latencies of NVLink
+and of a GPU's network are from NCCL's own tuning table (`hwLat`, ring, protocol Simple). The
+latency between TPU slices is assumed to equal that of a GPU's network.
 
-A chip of tpu7x (Ironwood) is two devices of jax, each with half of its FLOPs, memory and network,
-which share its links. FLOPs, memory bandwidth and network: Google Cloud's page "TPU7x (Ironwood)"
-(2307 TFLOP/s, 7380 GB/s, 100 Gbit/s per chip). Its links: the page gives 1200 GB/s in both
-directions per chip, as for v5p, so they are assumed to be v5p's. Memory: libtpu 0.0.52. Clock: that
-at which four units of 256 x 256 on each device reach the peak; libtpu's own cost analysis counts
-with 996 TFLOP/s per device, as at 1.9 GHz (and with 394 on v5p, as at 1.5 GHz). The connection of
-the two devices of a chip is assumed to be as fast as all its six links together: `CHIPLET_LINKS`.
+A chip of tpu7x (Ironwood) is two devices of jax, each with half of the chip's FLOPs, memory and
+network; the two devices share the chip's links. The FLOPs, memory bandwidth and network are from
+Google Cloud's page "TPU7x (Ironwood)" (2307 TFLOP/s, 7380 GB/s, 100 Gbit/s per chip). The page
+gives 1200 GB/s in both directions per chip for the links, as for v5p, so the links are assumed to
+equal v5p's. The memory is from libtpu 0.0.52. The clock is the clock at which four units of 256 x
+256 on each device reach the peak; libtpu's own cost analysis assumes 996 TFLOP/s per device, as at
+1.9 GHz (and 394 TFLOP/s on v5p, as at 1.5 GHz). The connection of the two devices of a chip is
+assumed to be as fast as the chip's six links together (`CHIPLET_LINKS`).
 
-The CPU: fake devices in one process on two cores, measured with `jaxdist bench collectives`.
+The figures of the CPU are those of fake devices in one process on two cores, measured with
+`jaxdist bench collectives`.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from jaxdist.errors import JaxdistError, did_you_mean
 
 GIB = 2**30
 CHIPLET_LINKS = 6
-"""Bandwidth between two devices of a chip, in links of the torus: an assumption, not a
-bottleneck."""
+"""The bandwidth between the two devices of a chip, in links of the torus. It is an assumption, by
+which this connection is never the bottleneck."""
 
 
 def host_memory_bytes() -> int:
@@ -46,14 +48,14 @@ Topology = Literal["switch", "torus", "memory"]
 
 @dataclass(frozen=True)
 class Link:
-    """A network as a single device sees it.
+    """A network, by the figures of a single device in it.
 
     Attributes:
       latency_seconds: seconds from the start of a message to its first byte at the neighbour.
       bytes_per_second: bytes per second in one direction, through one port.
-      topology: "switch" joins all devices, which send through a port each; along an axis of a
-        "torus" messages travel from neighbour to neighbour, through two ports at once; "memory" is
-        shared by all devices, which are threads of a process.
+      topology: the form of the network. A "switch" connects all devices, each through one port. In
+        a "torus", messages travel along an axis from neighbour to neighbour, through two ports at
+        once. A "memory" is shared by all devices, which are threads of one process.
     """
 
     latency_seconds: float
@@ -62,24 +64,26 @@ class Link:
 
     @property
     def ports(self) -> int:
-        """The number of ports through which a device can send at once."""
+        """The number of ports through which a device can send at the same time."""
         return 2 if self.topology == "torus" else 1
 
 
 @dataclass(frozen=True)
 class Device:
-    """The figures of a device, as jax counts them (a v4 chip counts once: megacore).
+    """The figures of a device of jax, of which a v4 chip (megacore) is one.
 
     Attributes:
       name: the short name, for example "v5e".
-      flops_per_second: the peak of dense matrix products, by dtype name.
-      memory_bytes: memory that a program can use; None where it is the host's.
-      memory_bytes_per_second: bandwidth of its main memory.
-      fast: the network inside (ICI, NVLink), per mesh axis; a chip's devices share it.
+      flops_per_second: the peak rate of dense matrix products, by dtype name.
+      memory_bytes: the memory that a program can use; None if the device uses the host's memory.
+      memory_bytes_per_second: the bandwidth of the device's main memory.
+      fast: the network within a slice or host (ICI, NVLink), per mesh axis; the devices of a chip
+        share this network.
       slow: the network between slices or hosts (DCN, Ethernet, InfiniBand), per device.
-      clock_hz: clock of a TPU's cores, the unit of its compiler's estimates; None for others.
-      host_bytes_per_second: bandwidth between the device's memory and its host's, in one direction;
-        None where it is unknown.
+      clock_hz: the clock of a TPU's cores, in whose cycles libtpu estimates; None for other
+        devices.
+      host_bytes_per_second: the bandwidth between the device's memory and the host's memory, in one
+        direction; None if it is unknown.
     """
 
     name: str
@@ -196,7 +200,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         )
     }
 )
-"""Figures by short name; the slow link of a CPU is 1 Gbit/s Ethernet."""
+"""The known devices by short name; the slow link of the CPU is 1 Gbit/s Ethernet."""
 
 _KINDS = (
     ("tpu v5 lite", "v5e"),
@@ -211,7 +215,7 @@ _KINDS = (
     ("h200", "h200"),
     ("cpu", "cpu"),
 )
-"""Parts of lowered `device_kind`s, the more specific first."""
+"""Substrings of `device_kind` in lower case, with short names; more specific substrings first."""
 
 
 def find_device(kind: str) -> Device | None:
@@ -226,13 +230,14 @@ def find_device(kind: str) -> Device | None:
     if name in DEVICES:
         return DEVICES[name]
     for part, device_name in _KINDS:
+        # A "lite" chip is another chip: "TPU v4 lite" is not v4.
         if part in name and "lite" not in name.replace(part, ""):
             return DEVICES[device_name]
     return None
 
 
 def device(kind: str) -> Device:
-    """Return `find_device`, for a kind that must be known.
+    """Return the device of a short name or of a `device_kind`, which must be known.
 
     >>> device("v5e").fast.bytes_per_second
     45000000000.0

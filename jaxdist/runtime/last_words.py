@@ -1,11 +1,11 @@
-"""Standard error of one of several processes, ending with a message that a person can use.
+"""A filter of standard error, whose last line explains to the user why the process ended.
 
 When a peer is lost, jax and gloo end this process from C++, with log lines and a stack, and no
 Python code runs any more. Another small process therefore holds the real standard error and passes
 on everything except the log of the coordination between processes. If that log reported that the
-process must end, and the process gave no reason itself, the last line comes from here.
+process must end, and the process gave no reason itself, the filter adds a last line.
 
-This file is also that other process's program: it imports only the standard library.
+The other process runs this file as its program, so the file imports only the standard library.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REMEDY = (
 
 
 def translate(lines: Iterable[str], who: str, coordinator: str) -> Iterator[str]:
-    """Yield the lines to pass on, each as soon as it is known; the last may be added here.
+    """Yield the lines to pass on, each as soon as possible, and a last line if a reason is missing.
 
     >>> log = "F1122 17:46:40.161690    8488 client.h:80] Terminating process because the ... "
     >>> lost = "absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either\\n"
@@ -46,8 +46,8 @@ def translate(lines: Iterable[str], who: str, coordinator: str) -> Iterator[str]
     'error: process 1 cannot go on: process 0 (a:1) is lost or cannot be reached'
 
     Args:
-      lines: lines with their line ends.
-      who: the name of this process, for the last line.
+      lines: the lines of standard error, with their line ends.
+      who: the name of this process in the last line.
       coordinator: HOST:PORT of process 0.
     """
     inside, fatal, said, passed = False, None, False, "\n"
@@ -86,7 +86,7 @@ class StandardError:
     def __init__(self, who: str, coordinator: str) -> None:
         sys.stderr.flush()
         reader, writer = os.pipe()
-        # In its own session it outlives a Ctrl-C, and a hangup, that end this process.
+        # In its own session, so that it outlives a Ctrl-C or a hangup that ends this process.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, who, coordinator],
             stdin=reader,
@@ -97,23 +97,23 @@ class StandardError:
         os.close(writer)
 
     def close(self) -> None:
-        """Wait until everything is passed on; drop later output. For the end of a process."""
+        """Wait until all output has been passed on, at the end of a process; drop later output."""
         with suppress(OSError, ValueError):
             sys.stderr.flush()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 2)
         os.close(nowhere)
-        with suppress(subprocess.TimeoutExpired):  # a child process may still write there
+        with suppress(subprocess.TimeoutExpired):  # A child process may still hold the pipe open.
             self._process.wait(CLOSE_SECONDS)
 
 
 def _main() -> None:
-    # Standard input, open as long as the process runs, so without `with`.
+    # Standard input stays open as long as this process runs, so there is no `with`.
     lines = open(0, encoding="utf-8", errors="surrogateescape", newline="\n")  # noqa: SIM115
     for line in translate(lines, sys.argv[1], sys.argv[2]):
         with suppress(
             OSError
-        ):  # without a reader: continue, or the other process would get a signal
+        ):  # Continue without a reader, or the writing process would get SIGPIPE.
             os.write(2, line.encode("utf-8", "surrogateescape"))
 
 

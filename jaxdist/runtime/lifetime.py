@@ -1,4 +1,4 @@
-"""The start time of this process, which is before any of its Python ran."""
+"""The time at which the operating system started this process, before any Python code ran."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 
 _STAT = Path("/proc/self/stat")
 _START_TICKS = 19
-"""Index of the start time (field 22 of proc_pid_stat(5)) after the command's name, field 2."""
+"""The index of the start time (field 22 of proc_pid_stat(5)) in the fields after the command's
+name, which is field 2."""
 
 
 def begun(stat: Path = _STAT) -> int:
     """Return the value that `time.perf_counter_ns` had when this process started.
 
-    It is accurate to a hundredth of a second, as on Linux; a process that replaced itself (exec)
-    counts as the same process. Where the system does not provide it, the result is the time now.
+    The value is accurate to a hundredth of a second, the resolution on Linux; a process that
+    replaced itself (exec) counts as the same process. On a system that does not provide the start
+    time, the result is the current time.
     """
     now = time.perf_counter_ns()
     try:

@@ -1,7 +1,7 @@
-"""Notices that this process's machine will be taken away, and their sources.
+"""Preemption notices: sources that announce that this process's machine will be taken away.
 
 A source waits in its own thread; the first notice stops the run as a signal does: at the next step
-boundary, with a checkpoint. Signals are not sources: `Termination` handles them.
+boundary, with a checkpoint. Signals are not sources here: `Termination` handles signals.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from jaxdist.config.schema import Config, FilePath
 GCE_URL = "http://metadata.google.internal/computeMetadata/v1/instance/preempted"
 GCE_HEADERS = {"Metadata-Flavor": "Google"}
 QUESTION_SECONDS, AGAIN_SECONDS = 60.0, 5.0
-"""Seconds until a request that waits for a change is repeated, and a request that failed."""
+"""Seconds until a request that waits for a change is repeated, and until a failed request is."""
+# The metadata server is reachable only from the machine itself, so never through a proxy.
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -47,7 +48,7 @@ class FileNotice:
         self.path, self.name, self._seconds = path, f"{path} has appeared", seconds
 
     def wait(self, over: threading.Event) -> bool:
-        """Wait, as in `Notice`."""
+        """Wait until the file exists, as `Notice.wait` does."""
         while not over.is_set():
             if self.path.exists():
                 return True
@@ -59,11 +60,11 @@ class MetadataNotice:
     """Google's metadata server, which returns TRUE when this machine is preempted.
 
     https://cloud.google.com/compute/docs/instances/create-use-preemptible, "detecting preemption".
-    It is first asked for its current value, and then repeatedly for a change. If there is no server
-    the run continues without notices from it.
+    The first request asks for the current value, and each later request waits for a change. If the
+    server does not answer, the run continues, and the request is repeated.
 
     Args:
-      say: called once if there is no server.
+      say: prints a line, once, if the server does not answer.
     """
 
     name = "the metadata server says that this machine is preempted"
@@ -72,7 +73,7 @@ class MetadataNotice:
         self._url, self._say, self._failed = url, say, False
 
     def wait(self, over: threading.Event) -> bool:
-        """Wait, as in `Notice`; a request in progress is abandoned."""
+        """Wait for the notice, as `Notice.wait` does, but first complete a request in progress."""
         url = self._url
         while not over.is_set():
             answer = self._asked(url)
@@ -90,7 +91,7 @@ class MetadataNotice:
             with _NO_PROXY.open(request, timeout=QUESTION_SECONDS) as answer:
                 return answer.read(64).decode("ascii", "replace").strip()
         except TimeoutError:
-            return ""  # nothing has changed
+            return ""  # The value has not changed within the time limit.
         except (OSError, ValueError) as error:
             if not self._failed:
                 self._failed = True
@@ -102,7 +103,7 @@ class PreemptionConfig(Config):
     """Sources of a preemption notice, besides signals; a notice from any source is enough."""
 
     file: FilePath | None = None
-    """A file whose appearance is the notice; null: none."""
+    """A file whose appearance is the notice; null uses no file."""
     file_seconds: PositiveFloat = 0.5
     """Seconds between two checks for the file."""
     gce: bool = False
@@ -111,7 +112,7 @@ class PreemptionConfig(Config):
     """Address of the metadata server."""
 
     def build(self, say: Callable[[str], None]) -> list[Notice]:
-        """Build the sources."""
+        """Build the sources that the settings select."""
         found: list[Notice] = []
         if self.file is not None:
             found.append(FileNotice(self.file, self.file_seconds))
@@ -122,9 +123,9 @@ class PreemptionConfig(Config):
 
 @contextmanager
 def heard(notices: Sequence[Notice], tell: Callable[[str], None]) -> Iterator[None]:
-    """Listen to each source inside the block; call `tell` with the name of a notice.
+    """Wait for each source within the block, and call `tell` with the name of each notice.
 
-    Each source has its own thread, which ends no process and keeps none from ending.
+    Each source has its own daemon thread, which does not keep the process from exiting.
     """
     over = threading.Event()
 

@@ -1,4 +1,4 @@
-"""The processes of a program: from flags, variables, or the cluster."""
+"""The place of this process among its peers, from flags, variables, or the cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ _FLAGS = "--coordinator HOST:PORT --num-processes N --process-id I"
 
 @dataclass(frozen=True)
 class Processes:
-    """The place of this process among its peers."""
+    """The place of this process among its peers.
+
+    Attributes:
+      coordinator: HOST:PORT of process 0.
+      count: the number of processes.
+      index: the number of this process.
+    """
 
     coordinator: str
     count: int
@@ -29,7 +35,7 @@ def find_processes(
     index: int | None = None,
     detect: bool = False,
 ) -> Processes | None:
-    """Find this process's place from flags, else variables; None for a single process.
+    """Return this process's place, from flags or else variables; None for a single process.
 
     >>> find_processes({}, coordinator="host:1234", count=2, index=0)
     Processes(coordinator='host:1234', count=2, index=0)
@@ -37,10 +43,12 @@ def find_processes(
     True
 
     Args:
+      environ: the environment variables.
+      coordinator, count, index: the values of the flags; None for a flag that is not given.
       detect: whether missing values are read from a scheduler's variables.
 
     Raises:
-      RunError: some of the three values are known but not all, or they contradict each other.
+      RunError: only some of the three values are known, or the values contradict each other.
     """
     values: tuple[str | int | None, ...] = (coordinator, count, index)
     given = dict(zip(_VARIABLES, values, strict=True))
@@ -60,7 +68,7 @@ def find_processes(
 
 
 def _detected(seen: list[Sighting], missing: list[str]) -> dict[str, str | int | None]:
-    """Return the missing values from the first scheduler that knows all of them."""
+    """Return the missing values from the first scheduler that knows all missing values."""
     for one in seen:
         known = dict(zip(_VARIABLES, (one.coordinator, one.count, one.index), strict=True))
         found: dict[str, str | int | None] = {name: known[name] for name in missing}

@@ -1,9 +1,9 @@
-"""A rendezvous of a program's processes before jax joins them, with readable messages.
+"""A rendezvous of a program's processes before jax connects them, with readable messages.
 
 jax waits for its peers silently, and ends the process from C++ after a timeout. The processes
-therefore meet here first, on the same address: process 0 listens, the others connect, each sends a
-line, and when all have connected process 0 closes the port for jax to open it. The lines carry each
-process's data, and process 0's decision for it. A caller that is not a process of this program is
+therefore connect here first, on the same address: process 0 listens, the others connect, each sends
+a line with its data, and process 0 answers each with a decision. When all have connected, process 0
+closes the port, so that jax can open it. A client that is not a process of this program is
 rejected.
 """
 
@@ -22,12 +22,12 @@ from jaxdist.types import Json
 
 JOIN_SECONDS = 300
 FIRST_WORD_SECONDS = 5.0
-"""Seconds before the first message; shorter waits are silent."""
+"""The seconds before the first message to the user; a shorter wait prints nothing."""
 WORD_SECONDS = 30.0
 _RETRY_SECONDS = 0.2
 _HELLO_SECONDS = 2.0
 _LINE_BYTES = 8000
-"""Longest line; longer lines are cut: 100 GPUs with their names fit."""
+"""The length at which a line is cut; the data of a process with 100 GPUs fit."""
 _NAMED = 20
 _REMEDY = (
     "check that HOST:PORT names the host of process 0, that all hosts know the name and no "
@@ -35,14 +35,14 @@ _REMEDY = (
 )
 _HELLO = re.compile(rb"jaxdist process (\d{1,7}) of (\d{1,7})(?: (.*))?\n")
 Decide = Callable[[Sequence[Json]], Sequence[Json]]
-"""Function from the data of all processes, in order, to the decision for each."""
+"""A function from the data of all processes, in order, to the decision for each process."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a port of this machine that was free a moment ago.
 
     Args:
-      host: the address; empty for all its addresses.
+      host: the address of this machine; empty for all its addresses.
     """
     with socket.socket() as probe:
         probe.bind((host, 0))
@@ -55,8 +55,8 @@ class Wait:
 
     Args:
       seconds: the time limit.
-      say: called with a line.
-      clock: a monotonic clock in seconds; for tests.
+      say: prints a line for the user.
+      clock: a monotonic clock in seconds, which tests replace.
     """
 
     seconds: float
@@ -74,11 +74,11 @@ class Wait:
 
     @property
     def elapsed(self) -> float:
-        """The seconds since it began."""
+        """The seconds since the start of the wait."""
         return self.clock() - self._begun
 
     def tell(self, line: str) -> None:
-        """Report what is waited for, if a message is due."""
+        """Print a line about the wait, if a message is due."""
         if self.elapsed >= self._next_word:
             self._next_word = self.elapsed + WORD_SECONDS
             self.say(line)
@@ -95,15 +95,17 @@ def meet(
     told: Json = None,
     decide: Decide = list,
 ) -> Json:
-    """Wait until all `count` processes have connected, and jax can join them.
+    """Wait until all `count` processes have connected to process 0, so that jax can connect them.
 
     Args:
-      coordinator: HOST:PORT of process 0, as the others see it.
+      coordinator: HOST:PORT at which the other processes reach process 0.
+      count: the number of processes.
+      index: the number of this process.
       bind: HOST:PORT on which process 0 listens.
-      seconds: how long to wait.
-      say: called with a line from time to time while some are missing.
+      seconds: the time to wait.
+      say: receives a line from time to time while processes are missing.
       told: the data of this process, as JSON of at most 7,000 characters.
-      decide: called in process 0; where it raises a RunError, all processes raise it.
+      decide: computes the decisions in process 0; if it raises a RunError, all processes raise it.
 
     Returns:
       The decision of `decide` for this process.
@@ -130,7 +132,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _resolve(coordinator: str, count: int, wait: Wait) -> None:
-    """Resolve the name by which process 0 reaches itself; it may take time to be known."""
+    """Wait until the host name of process 0 resolves, which may take time after its start."""
     while True:
         try:
             socket.getaddrinfo(*split_address(coordinator), type=socket.SOCK_STREAM)
@@ -162,8 +164,8 @@ def _gather(
             newcomer = None
             with suppress(TimeoutError):
                 newcomer, _ = server.accept()
-            # A process that was restarted while the others are waited for comes again under its
-            # number: its first connection must not block the second.
+            # A process that was restarted during the wait connects again with the same number: its
+            # first connection must not block the second.
             for index in [index for index, peer in came.items() if _is_gone(peer)]:
                 came.pop(index).close()
             if newcomer is not None:
@@ -186,8 +188,7 @@ def _refuse(came: dict[int, socket.socket], text: str) -> RunError:
 def _listen(bind: str) -> socket.socket:
     host, port = split_address(bind)
     try:
-        # All addresses are those of IPv4 too: the other processes may resolve the host's name to
-        # either.
+        # IPv4 as well as IPv6, since other processes may resolve the host's name to either.
         if host in ("", "::") and socket.has_dualstack_ipv6():
             return socket.create_server(
                 ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
@@ -205,8 +206,8 @@ def _listen(bind: str) -> socket.socket:
 def _admit(
     peer: socket.socket, came: dict[int, socket.socket], words: dict[int, Json], count: int
 ) -> None:
-    """Keep a newcomer that is one of the program's processes; reject any other."""
-    peer.settimeout(_HELLO_SECONDS)  # a stranger may send nothing
+    """Keep the connection of one of the program's processes; reject the connection of any other."""
+    peer.settimeout(_HELLO_SECONDS)  # A stranger may connect and send nothing.
     hello = _HELLO.fullmatch(_line(peer))
     if hello is None:
         peer.close()
@@ -217,7 +218,7 @@ def _admit(
     elif not 0 < index < count or index in came:
         problem = f"there is a process {index} already: give each its own --process-id"
     else:
-        # From now on only `_is_gone` reads from it, without waiting.
+        # From now on only `_is_gone` reads from the connection, and must not block.
         peer.setblocking(False)
         came[index], words[index] = peer, _json(hello[3])
         return
@@ -226,7 +227,7 @@ def _admit(
 
 
 def _json(text: bytes | None) -> Json:
-    # A process of another program may have sent the line, even nested too deeply to be parsed.
+    # Another program may have sent the line, even JSON that is nested too deeply to be parsed.
     with suppress(ValueError, RecursionError):
         return json.loads(text or b"null")
     return None
@@ -238,8 +239,8 @@ def _join(coordinator: str, count: int, index: int, wait: Wait, told: Json) -> J
         try:
             with socket.create_connection(address, timeout=_RETRY_SECONDS * 10) as peer:
                 _send(peer, f"jaxdist {who} {json.dumps(told)}")
-                # Process 0 answers when its own time limit is reached, with the names of the
-                # missing processes: an equal limit here might be reached first.
+                # Process 0 names the missing processes when its own time limit is reached: the
+                # limit here must be longer, or it might be reached first.
                 peer.settimeout(wait.seconds + _RETRY_SECONDS * 10)
                 answer = _line(peer).decode(errors="replace").strip()
         except OSError as error:
@@ -261,7 +262,7 @@ def _join(coordinator: str, count: int, index: int, wait: Wait, told: Json) -> J
 
 
 def _until_open(address: tuple[str, int], wait: Wait) -> None:
-    """Wait until jax has taken the port: its own retry would come only after a second."""
+    """Wait until jax listens on the port, since jax retries a connection only after a second."""
     while not wait.over:
         with suppress(OSError), socket.create_connection(address, timeout=_RETRY_SECONDS * 10):
             return
@@ -278,7 +279,7 @@ def _missing(coordinator: str, count: int, came: Iterable[int], seconds: float) 
 
 
 def _line(peer: socket.socket) -> bytes:
-    """Read up to the end of a line; return a part if it is too long, too slow or cut short."""
+    """Read a line; return a part of the line if it is too long, too slow or cut short."""
     found = b""
     with suppress(OSError):
         while not found.endswith(b"\n") and len(found) < _LINE_BYTES:
@@ -290,7 +291,7 @@ def _line(peer: socket.socket) -> bytes:
 
 
 def _send(peer: socket.socket, line: str) -> None:
-    with suppress(OSError):  # it is gone: the other side is asked again, or there is none
+    with suppress(OSError):  # The peer is gone; if it returns, it connects again.
         peer.sendall(line.encode()[: _LINE_BYTES - 1] + b"\n")
 
 

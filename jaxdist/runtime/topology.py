@@ -1,6 +1,6 @@
-"""The devices of a TPU topology, to compile for without a TPU.
+"""The devices of a TPU topology, for which a program can be compiled without a TPU.
 
-libtpu describes and compiles for any topology on any Linux machine; only running needs the chips.
+libtpu describes, and compiles for, any topology on any Linux machine; only a run needs the chips.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Variables that libtpu reads when it is loaded: no metadata server, a shared library lock."""
+"""The variables that libtpu reads when it is loaded. They replace the metadata server, and let
+several processes load libtpu at the same time."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,13 @@ class TpuFamily:
     """A generation of TPU.
 
     Attributes:
-      dims: number of dims of its torus.
-      most_chips: number of chips of its largest slice; for v5p that is not a whole pod.
-      ring: the length at which the ends of a dim are joined; None where cubes of 4 x 4 x 4 chips
-        are joined to rings in all dims.
+      dims: the number of dims of the torus.
+      most_chips: the number of chips of the largest slice; for v5p, this slice is less than a pod.
+      example: an example of a topology.
+      ring: the length at which the ends of a dim are joined; None if cubes of 4 x 4 x 4 chips are
+        joined to rings in all dims.
       chip_config: jax's name of the chip configuration.
-      devices: number of jax's devices on each chip.
+      devices: the number of jax's devices on each chip.
     """
 
     dims: int
@@ -63,10 +65,10 @@ _FORMS = "a topology is family:AxB or family:AxBxC, such as " + ", ".join(
 
 @dataclass(frozen=True)
 class Topology:
-    """A slice: chips of a family as a torus.
+    """A slice of a TPU family: the shape of its torus of chips.
 
-    Several slices are several programs that communicate through their hosts, which no program
-    shows.
+    A topology is always a single slice: several slices communicate through their hosts, which no
+    compiled program shows.
     """
 
     family: str
@@ -74,10 +76,11 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """Parse a topology.
+    """Parse a topology such as `v5e:2x4`.
 
     Raises:
-      MeshError: not a topology, an unknown family, or a shape that the family does not have.
+      MeshError: the text is not a topology, the family is unknown, or the family has no such
+        shape.
 
     >>> parse_topology("v5e:2x4")
     Topology(family='v5e', shape=(2, 4))
@@ -122,9 +125,9 @@ _SHAPES = {
 def is_slice(shape: Sequence[int]) -> bool:
     """Return whether slices of a family with this number of dims can have this shape.
 
-    With three dims: parts of a cube of 4 x 4 x 4, or whole cubes (Google Cloud's pages on TPU types
-    and topologies, v4, v5p). With two: the shapes on the pages on v5e and v6e, in both
-    orientations, and a pair of chips, which libtpu compiles for.
+    A slice with three dims is a part of a cube of 4 x 4 x 4 chips, or whole cubes (Google Cloud's
+    pages on TPU types and topologies, v4, v5p). A slice with two dims has a shape from the pages on
+    v5e and v6e, in either orientation, or is a pair of chips, for which libtpu can compile.
 
     >>> [is_slice(one) for one in ((8, 8, 12), (2, 2, 4), (8, 8, 9), (2, 4, 8), (8, 16), (2, 16))]
     [True, True, False, False, True, False]
@@ -136,7 +139,7 @@ def is_slice(shape: Sequence[int]) -> bool:
 
 
 def _nearest(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a slice of about this shape."""
+    """Return the shape of a slice that is close to a given shape."""
     if len(shape) == 3:
         return tuple(CUBE * max(1, round(size / CUBE)) for size in shape)
     powers = [2 ** round(math.log2(size)) for size in shape]
@@ -144,10 +147,10 @@ def _nearest(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def rings(family: str, shape: Sequence[int]) -> tuple[bool, ...]:
-    """For each dim of a slice, whether its ends are joined.
+    """Return, for each dim of a slice, whether the ends of the dim are joined to a ring.
 
-    With lines instead of rings libtpu compiles other programs: no all-gather along all dims at
-    once, but an all-reduce of zeros around a shard.
+    The difference matters, since libtpu compiles other programs for lines than for rings: for
+    lines, there is no all-gather along all dims at once, but an all-reduce of zeros around a shard.
 
     >>> rings("v5p", (4, 4, 8)), rings("v5p", (2, 2, 4)), rings("v5e", (8, 16))
     ((True, True, True), (False, False, False), (False, True))
@@ -159,12 +162,13 @@ def rings(family: str, shape: Sequence[int]) -> tuple[bool, ...]:
 
 
 def topology_devices(text: str) -> list[Any]:
-    """Return the `jax.Device`s of a TPU topology such as `v5e:2x4`: to compile for, not to run on.
+    """Return the `jax.Device`s of a TPU topology such as `v5e:2x4`, for compilation only.
 
-    It loads libtpu on first use.
+    The first call loads libtpu.
 
     Raises:
-      MeshError: not a topology, a topology that libtpu does not know, or libtpu is not installed.
+      MeshError: the text is not a topology, libtpu does not know the topology, or libtpu is not
+        installed.
     """
     topology = parse_topology(text)
     if importlib.util.find_spec("libtpu") is None:
@@ -182,7 +186,7 @@ def topology_devices(text: str) -> list[Any]:
             f"{topology.family}:{'x'.join(map(str, topology.shape))}",
             "tpu",
             chip_config_name=FAMILIES[topology.family].chip_config,
-            # libtpu expects three dims, also for families with two.
+            # libtpu expects three dims, even for families with two.
             wrap=(*rings(topology.family, topology.shape), False)[:3],
         )
     except jax.errors.JaxRuntimeError as error:
