@@ -1,4 +1,4 @@
-"""The quickstart as a newcomer runs it: how long it takes in all, and what it learns."""
+"""The bench of the quickstart as a new user runs it: its whole time, and its held-out loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOSS_GOAL = "<= 0.95"
 
 
 def bench(config: Path = CONFIG) -> Report:
-    """`jaxdist train configs/gpt/quickstart.yaml`, from start to end, on the real devices.
+    """Run `jaxdist train configs/gpt/quickstart.yaml` from start to end on the real devices.
 
     Raises:
       RunError: there is no such config in the current directory, or the run fails.
@@ -34,7 +34,8 @@ def bench(config: Path = CONFIG) -> Report:
         run = Path(directory) / "run"
         seconds = train(config, run)
         loss = final_loss(read_metrics(run))
-    # Counted after the run: it must not find data prepared, nor wait for the same cores.
+    # The baselines are computed after the run, which must not find its data prepared, nor share
+    # the cores.
     name, baseline = best_baseline(load(config)[1].data.build().baselines())
     note = "nats per token on the held-out split"
     return Report(
@@ -47,10 +48,10 @@ def bench(config: Path = CONFIG) -> Report:
 
 
 def train(config: Path, run: Path, timeout_seconds: float = TIMEOUT_SECONDS) -> float:
-    """Wall seconds of `jaxdist train` in a process with nothing cached; its files go to `run`.
+    """Return the wall seconds of `jaxdist train` in a process without caches, in the directory run.
 
     Raises:
-      RunError: it fails or takes too long.
+      RunError: the process fails or takes too long.
     """
     command = python_module("jaxdist.cli", "train", str(config), f"run.directory={run}")
     environ = plain_environment(os.environ, cache=run.parent / "cache")
@@ -73,7 +74,7 @@ def train(config: Path, run: Path, timeout_seconds: float = TIMEOUT_SECONDS) -> 
 
 
 def plain_environment(environ: Mapping[str, str], *, cache: Path) -> dict[str, str]:
-    """The environment of a newcomer: without this process's fake devices, and with no caches.
+    """Return a new user's environment: without this process's fake devices, and with no caches.
 
     >>> plain_environment({"XLA_FLAGS": "--x=1", "HOME": "/root"}, cache=Path("/tmp/c"))
     {'HOME': '/root', 'JAXDIST_CACHE': '/tmp/c'}
@@ -84,7 +85,7 @@ def plain_environment(environ: Mapping[str, str], *, cache: Path) -> dict[str, s
 
 
 def final_loss(records: Iterable[Mapping[str, Json]]) -> float:
-    """The last held-out loss of a run's metrics.
+    """Return the last held-out loss of a run's metrics.
 
     Raises:
       RunError: the run evaluated nothing.
@@ -99,7 +100,7 @@ def final_loss(records: Iterable[Mapping[str, Json]]) -> float:
 
 
 def best_baseline(baselines: Mapping[str, float]) -> tuple[str, float]:
-    """The lowest loss that counting gives, with its name.
+    """Return the name and the loss of the best baseline, which counts n-grams.
 
     Raises:
       RunError: the data has no baselines.

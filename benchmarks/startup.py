@@ -1,4 +1,4 @@
-"""The time that jaxdist takes to start, beside the import of jax that nobody can avoid."""
+"""The time that jaxdist takes to start, compared with the import of jax, which it needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ START_BACKEND = (sys.executable, "-c", "import jax; jax.devices()")
 
 
 def bench(repeats: int = REPEATS) -> Report:
-    """Start-up: `import jaxdist` and `jaxdist --help` over `import jax`, in whole processes."""
+    """Compare whole processes of `import jaxdist` and `jaxdist --help` with `import jax`."""
     figures = []
     for name, command in (("import jaxdist", IMPORT_JAXDIST), ("jaxdist --help", HELP)):
         ours, reference = alternate_processes(command, IMPORT_JAX, repeats=repeats)
@@ -37,6 +37,6 @@ def bench(repeats: int = REPEATS) -> Report:
 
 
 def starts_backend(command: tuple[str, ...]) -> bool:
-    """Whether a command that otherwise works fails where jax has no backend that can start."""
+    """Return whether a command starts a backend, which shows as a failure on a wrong platform."""
     environ = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}
     return subprocess.run(command, env=environ, capture_output=True, timeout=120).returncode != 0

@@ -1,4 +1,4 @@
-"""A push over loopback: our wire beside gRPC as one message and a bare socket."""
+"""Pushes over loopback: jaxdist's wire compared with gRPC in one message and a plain socket."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Push = Callable[[], None]
 
 
 def figures(repeats: int = REPEATS, size_bytes: int = PUSH_BYTES) -> list[Figure]:
-    """Pushes of one tensor, which the receiver adds to another."""
+    """Compare the times of pushing a tensor, which the receiver adds to a total."""
     payload = np.ones(size_bytes // 4, np.float32)
     with ExitStack() as stack:
         ours = stack.enter_context(_streamed(payload))
@@ -58,7 +58,7 @@ def figures(repeats: int = REPEATS, size_bytes: int = PUSH_BYTES) -> list[Figure
 
 @contextmanager
 def _receiver(kind: str, size_bytes: int) -> Iterator[int]:
-    """The port of one in a process of its own."""
+    """Start a receiver in a new process, and yield its port."""
     command = python_module("benchmarks.param_server.receivers", kind, str(size_bytes))
     environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(

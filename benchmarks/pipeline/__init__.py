@@ -1,1 +1,1 @@
-"""Pipelines: memory, formulas, time, and beside torch."""
+"""The bench `jaxdist bench pipeline`: memory, formulas, time, and a comparison with torch."""

@@ -1,4 +1,4 @@
-"""The automatic zero-bubble schedule: the paper's own models, and times that are not equal."""
+"""The automatic zero-bubble schedule, for the models of its paper and for unequal times."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from jaxdist.pipeline_schedules.simulate import simulate
 from jaxdist.pipeline_schedules.zero_bubble.auto import zb_auto
 
 BUBBLE_PERCENT, GOAL = 1.0, "<= 1"
-"""The most that twice 1F1B's memory may leave."""
+"""The largest bubble, in percent of a period, that twice 1F1B's memory may leave."""
 STAGES = (2, 4, 8, 32)
 ROUNDS = 4
-"""Microbatches per stage."""
+"""The number of microbatches per stage."""
 TIMES = ((1.0, 1.0, 1.0), (1.0, 1.1, 1.0), (0.9, 1.0, 0.95))
-"""F, I, W."""
+"""The times of F, I and W."""
 KEPT = 0.43
-"""The part of the activations that the input half leaves, in a model of the paper's width."""
+"""The fraction of activations that the input half leaves, in a model of the paper's width."""
 MODELS = {
     "1.5B, 24": (8, 24, Costs(18.522, 18.086, 9.337, transfer=0.601, kept=0.37), (15.85, 4.46)),
     "1.5B, 32": (8, 32, Costs(18.513, 18.086, 9.331, transfer=0.626, kept=0.37), (12.42, 0.39)),
     "14.6B": (16, 48, Costs(11.347, 11.248, 8.132, transfer=0.377, kept=0.43), (13.97, 0.66)),
     "28.3B": (32, 96, Costs(10.419, 10.207, 7.715, transfer=0.408, kept=0.43), (14.21, 0.38)),
 }
-"""arXiv 2401.10241 tables 4 and 5: stages, microbatches, milliseconds, and the bubble in percent
-that the paper's scheduler leaves in the memory of 1F1B, and in twice that."""
+"""The models of arXiv 2401.10241 tables 4 and 5: stages, microbatches, milliseconds, and the
+bubbles in percent that the paper's scheduler leaves in the memory of 1F1B and in twice that."""
 ROUNDING = 0.005
-"""Half of the last digit of the paper's percentages."""
+"""The rounding error of the paper's percentages: half of their last digit."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,12 @@ class AutoSchedule:
     """One automatic schedule.
 
     Attributes:
-      name: F, I and W, or the paper's model.
-      memory: the limit, in units of 1F1B's peak.
-      peak: what it took, in the same units.
+      name: the times F, I and W, or the name of the paper's model.
+      stages, microbatches: the size of the pipeline.
+      memory: the limit of memory, in units of 1F1B's peak.
+      peak: the memory that the schedule takes, in the same units.
       bubble_percent: the part of a period in which the busiest stage waits.
-      paper_percent: the paper's; None where it has none.
+      paper_percent: the bubble of the paper's schedule; None where the paper has none.
     """
 
     name: str
@@ -55,7 +56,7 @@ class AutoSchedule:
 def measure(
     stages: Sequence[int] = STAGES, models: Sequence[str] = tuple(MODELS)
 ) -> list[AutoSchedule]:
-    """Unequal times in twice the memory; the paper's models in once and twice the memory."""
+    """Schedule the times `TIMES` in twice 1F1B's memory, the paper's models in once and twice."""
     found = [
         _auto(" ".join(f"{time:g}" for time in times), p, ROUNDS * p, 2.0, costs)
         for p in stages
@@ -77,7 +78,7 @@ def _auto(
 
 
 def figures(autos: Sequence[AutoSchedule]) -> list[Figure]:
-    """The worst bubble over the goal, the worst over the paper's, and the most memory."""
+    """Return the worst bubble against the goal, the worst against the paper, and the worst peak."""
     plain = [one for one in autos if one.paper_percent is None]
     papers = [one for one in autos if one.paper_percent is not None]
     return [

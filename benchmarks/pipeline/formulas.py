@@ -1,8 +1,8 @@
 """Simulated schedules against the formulas of their papers, over many sizes.
 
-p stages, m microbatches, v chunks per stage; F, I, W the times of a forward pass and of the two
-halves of the backward pass of a chunk. All are whole numbers, so that what is simulated must equal
-the formula to the last bit.
+There are p stages, m microbatches and v chunks per stage; F, I and W are the times of a chunk's
+forward pass and of the two halves of its backward pass. All are integers, so that the simulated
+results must equal the formulas to the last bit.
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ from jaxdist.pipeline_schedules.zero_bubble.v import v_half, v_min, zb_v
 
 GOAL = "<= 1"
 EQUAL, UNEQUAL = (1, 1, 1), (3, 4, 2)
-"""F, I, W."""
+"""The times of F, I and W."""
 STAGES = (1, 2, 3, 4, 7, 8, 16, 32)
 MOST = {32: 256}
-"""Most microbatches by stages; four per stage elsewhere."""
+"""The most microbatches by number of stages; for other numbers, four per stage."""
 CHUNKS = 2
 
 TaskTimes = tuple[int, int, int]
 
 
 class Law(NamedTuple):
-    """A schedule and what its paper says of it.
+    """A schedule and the formulas of its paper.
 
     Attributes:
-      build: of stages and microbatches.
-      bubble: by stages and times, in the unit of the times.
-      peak: by stages and microbatches, in microbatches through a whole stage; None: only a bound
-        is known.
-      serves: whether the formulas are for so many stages and microbatches.
-      times: F, I and W with which it is simulated; equal ones where the bubble is known for no
-        other.
+      build: a function from stages and microbatches to the schedule.
+      bubble: a function from stages and times to the bubble, in the unit of the times.
+      peak: a function from stages and microbatches to the peak memory, in microbatches through a
+        whole stage; None if only a bound is known.
+      serves: whether the formulas hold for a number of stages and of microbatches.
+      times: F, I and W of the simulation, which are equal if the bubble is only known for that.
     """
 
     build: Callable[[int, int], Schedule]
@@ -97,12 +96,12 @@ LAWS = {
 
 
 class Worst(NamedTuple):
-    """Where simulation and formula are furthest apart.
+    """The size at which simulation and formula differ most.
 
     Attributes:
-      apart: the larger of the two over the smaller one: 1 where they are equal.
-      found, formula: the two there.
-      where: the size.
+      apart: the larger of the two numbers over the smaller: 1 if they are equal.
+      found, formula: the simulated number, and that of the formula.
+      where: the numbers of stages and microbatches, as text.
     """
 
     apart: float
@@ -112,7 +111,7 @@ class Worst(NamedTuple):
 
 
 class FormulaCheck(NamedTuple):
-    """One schedule against its formulas over `sizes` sizes."""
+    """The comparison of one schedule with its formulas over `sizes` sizes."""
 
     name: str
     sizes: int
@@ -121,19 +120,19 @@ class FormulaCheck(NamedTuple):
 
 
 def sizes(stages: Iterable[int] = STAGES) -> list[tuple[int, int]]:
-    """Pairs of stages and microbatches: where formulas begin, and where they are many."""
+    """Return pairs of stages and microbatches: limits of the formulas, and many microbatches."""
     return [(p, m) for p in stages for m in sorted({1, p, 2 * p - 1, 2 * p, MOST.get(p, 4 * p)})]
 
 
 def measure(
     laws: dict[str, Law] = LAWS, grid: Sequence[tuple[int, int]] = ()
 ) -> list[FormulaCheck]:
-    """Every law at every size that it serves; the grid is that of `sizes` by default."""
+    """Compare every law at every size for which it holds; the default grid is `sizes`."""
     return [hold(name, law, grid or sizes()) for name, law in laws.items()]
 
 
 def hold(name: str, law: Law, grid: Sequence[tuple[int, int]]) -> FormulaCheck:
-    """One schedule against its formulas."""
+    """Compare one schedule with its formulas."""
     bubbles, peaks = [], []
     for p, m in grid:
         if not law.serves(p, m):
@@ -150,12 +149,12 @@ def _held(found: float, formula: float, where: str) -> Worst:
 
 
 def _worst(found: Sequence[Worst]) -> Worst:
-    """Return the worst; of those equally far apart the last one, since sizes grow."""
+    """Return the worst size, and the largest of several equally bad sizes."""
     return max(reversed(found), key=lambda worst: (worst.apart, worst.formula))
 
 
 def figures(held: Sequence[FormulaCheck]) -> list[Figure]:
-    """Bubble and peak of the schedule that is furthest from its formula."""
+    """Return bubble and peak, each of the schedule that is furthest from its formula."""
     found = []
     for what in ("bubble", "peak"):
         cases = [(one.name, worst) for one in held if (worst := getattr(one, what)) is not None]

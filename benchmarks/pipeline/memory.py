@@ -1,6 +1,7 @@
-"""Temporary memory of the executor's programs as microbatches grow: 1F1B flat, GPipe not.
+"""The temporary memory of the executor's programs, which grows with microbatches only in GPipe.
 
-The batch itself is an argument of the program, which every schedule takes whole. Nothing is run.
+The batch itself is an argument of the program, which every schedule takes whole. Programs are only
+compiled.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
 from jaxdist.pipeline_schedules.schedule import Schedule
 
 STAGES, ROUNDS = 4, (1, 2, 4, 8)
-"""Stages, and microbatches per stage."""
+"""The number of stages, and the numbers of microbatches per stage."""
 FLAT_FROM = 2
-"""Microbatches per stage that fill the pipeline whichever way its forward tasks run ahead."""
+"""The number of microbatches per stage that fill the pipeline, even if forward tasks run ahead."""
 FLAT_GOAL, GROWS_GOAL = "<= 1.05", ">= 2"
 SIZE = ModelSize(rows=256, features=256, layers=2)
 BUILDS: dict[str, Callable[[int, int], Schedule]] = {
@@ -43,7 +44,7 @@ BUILDS: dict[str, Callable[[int, int], Schedule]] = {
 
 @dataclass(frozen=True)
 class MemoryCell:
-    """The temporaries of one program, on one device."""
+    """The temporary memory of one program on one device."""
 
     name: str
     activations: Activations
@@ -57,29 +58,29 @@ class Growth:
     """The memory of one schedule from few microbatches to many.
 
     Attributes:
-      cells: in order of microbatches.
+      cells: the schedule's cells, by growing number of microbatches.
     """
 
     cells: tuple[MemoryCell, ...]
 
     @property
     def last(self) -> MemoryCell:
-        """The most microbatches."""
+        """The cell with the most microbatches."""
         return self.cells[-1]
 
     @property
     def full(self) -> MemoryCell:
-        """The fewest microbatches that fill the pipeline."""
+        """The cell with the fewest microbatches that fill the pipeline."""
         return next(c for c in self.cells if c.microbatches >= FLAT_FROM * c.stages)
 
     @property
     def ratio(self) -> float:
-        """Memory of the last over that of the full pipeline."""
+        """The ratio of the memory of `last` to that of `full`."""
         return self.last.temp_bytes / self.full.temp_bytes
 
 
 def cell(name: str, activations: Activations, stages: int, microbatches: int) -> MemoryCell:
-    """One program, compiled and not run."""
+    """Compile one program, and return its temporary memory."""
     ticks = lower(BUILDS[name](stages, microbatches), activations=activations)
     given = arguments(SIZE, stages, microbatches)
     made = compile_step(executor(ticks, parts()), stage_mesh(stages), given, ticks.placement)
@@ -87,23 +88,24 @@ def cell(name: str, activations: Activations, stages: int, microbatches: int) ->
 
 
 def cells() -> Iterator[MemoryCell]:
-    """Each schedule and policy, by growing number of microbatches."""
+    """Yield the cells of each schedule and policy, by growing number of microbatches."""
     for name, activations, rounds in product(BUILDS, get_args(Activations), ROUNDS):
         yield cell(name, activations, STAGES, rounds * STAGES)
 
 
 measure = child.apart(cells, "compiling pipelines for their memory", devices=STAGES)
-"""Every cell, compiled in a process with a device for each stage."""
+"""A function that returns every cell, compiled in a process with a device for each stage."""
 
 
 def growths(cells: Iterable[MemoryCell]) -> list[Growth]:
-    """The cells of each schedule and policy together; they stand so already."""
+    """Group the cells by schedule and policy."""
+    # `groupby` needs the order in which `cells` yields them.
     groups = groupby(cells, key=lambda one: (one.name, one.activations))
     return [Growth(tuple(group)) for _, group in groups]
 
 
 def figures(cells: Sequence[MemoryCell]) -> list[Figure]:
-    """The 1F1B that grows most, and the GPipe that grows least."""
+    """Return the growth of the 1F1B that grows most, and of the GPipe that grows least."""
     found = growths(cells)
     flat = max((g for g in found if g.last.name != "gpipe"), key=lambda g: g.ratio)
     grows = min((g for g in found if g.last.name == "gpipe"), key=lambda g: g.ratio)
@@ -121,7 +123,7 @@ def _figure(name: str, growth: Growth, goal: str) -> Figure:
 
 
 def listing(cells: Sequence[MemoryCell]) -> Listing:
-    """Every schedule and policy, a column for each number of microbatches."""
+    """List every schedule and policy, with a column for each number of microbatches."""
     found = growths(cells)
     counts = [one.microbatches for one in found[0].cells]
     few, many = found[0].full.microbatches, counts[-1]

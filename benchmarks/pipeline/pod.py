@@ -1,8 +1,8 @@
-"""A decoder of 70 billion parameters on 512 TPU v5p in stages, compiled without one of them.
+"""A decoder of 70 billion parameters in stages on 512 TPU v5p, compiled without any of the TPUs.
 
-The train step of `pipeline_pod.yaml`, as stage x data x tensor, is compiled ahead of time by
-libtpu, which says what it takes of a chip's memory; its text says what it sends over each axis.
-`jaxdist inspect` shows all of it. libtpu wants a process of its own.
+The train step of `pod.yaml`, as stage x data x tensor, is compiled ahead of time by libtpu. The
+compiler reports the memory on a chip; the program's text shows the bytes sent over each axis, as
+`jaxdist inspect` does. libtpu can be loaded by one process only, hence a separate process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONFIG = Path(__file__).with_suffix(".yaml")
 TOPOLOGY = "v5p:8x8x8"
 GOAL = "<= 1"
 COMPILE_SECONDS = 300.0
-"""The longest time that compiling may take."""
+"""The goal for the time to compile."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,13 @@ class Pod:
     """A train step compiled for a pod; bytes are of one device.
 
     Attributes:
+      params: the number of parameters.
       mesh: size of each axis.
-      peak_bytes: what the step takes; what it would take where it is refused.
-      memory_bytes: what a device has: by its data sheet, or for a program, by the refusal.
-      fits: whether the compiler takes it.
-      sent_bytes: by mesh axis, at most; nothing where the compiler refuses it.
-      compile_seconds: XLA's time and that of reading its text, without tracing.
+      peak_bytes: the memory that the step takes, or would take if the compiler refuses it.
+      memory_bytes: the memory of a device by its data sheet, or by the refusal.
+      fits: whether the compiler accepts the program.
+      sent_bytes: the most bytes sent over each mesh axis; empty if the compiler refuses.
+      compile_seconds: the time of compiling and of reading the program's text, without tracing.
     """
 
     params: int
@@ -54,17 +55,17 @@ class Pod:
 
 
 def measure() -> list[Pod]:
-    """The pod, compiled in a process of its own; nothing where there is no libtpu."""
+    """Compile the pod in a new process; return an empty list where there is no libtpu."""
     return [] if lacking("libtpu") else child.apart(pods, "compiling the pod's step")()
 
 
 def pods(topology: str = TOPOLOGY, *overrides: str) -> list[Pod]:
-    """The one pod."""
+    """Compile the pod for the devices of a topology; the list has this one pod."""
     return [compile_pod(topology_devices(topology), overrides)]
 
 
 def compile_pod(devices: Sequence[Device], overrides: Sequence[str] = ()) -> Pod:
-    """The step of the config, with settings on top of it, compiled for devices."""
+    """Compile the config's step for these devices, with overrides of its settings."""
     document, config = load(CONFIG, overrides)
     experiment = build(config, document, devices=devices)
     program, mesh = experiment.program, experiment.layout.mesh
@@ -89,7 +90,7 @@ def compile_pod(devices: Sequence[Device], overrides: Sequence[str] = ()) -> Pod
 
 
 def figures(found: Sequence[Pod]) -> list[Figure]:
-    """Memory beside a device's, and seconds of compiling; NaN where there is no libtpu."""
+    """Compare the memory with a device's, and the time to compile; NaN where libtpu is absent."""
     if not found:
         return [Figure.skipped("pod program", lacking("libtpu"))]
     (pod,) = found
@@ -105,7 +106,7 @@ def figures(found: Sequence[Pod]) -> list[Figure]:
 
 
 def listing(found: Sequence[Pod]) -> Listing:
-    """List what a device sends in a step, by mesh axis."""
+    """List the bytes that a device sends in a step, by mesh axis."""
     (pod,) = found
     return Listing(
         f"{pod.params / 1e9:.1f}B as {_described(pod.mesh)}: sent by each chip in a step",

@@ -1,4 +1,4 @@
-"""A small model through the executor of pipelines, whose passes can tell the host that they run.
+"""A small model in the executor of pipelines, whose passes can call the host when they run.
 
 Dims: C chunks, N layers of a chunk, M microbatches, R rows, D features.
 """
@@ -26,10 +26,11 @@ from jaxdist.types import Params, PyTree
 
 AXIS = "stage"
 PASSES: dict[Activations, int] = {"recompute": 4, "stash": 3}
-"""Forward, gradient of the input, gradient of the weights, and forward once more: as many FLOPs."""
+"""The number of passes of a chunk with the same FLOPs: forward, gradient of the input, gradient of
+the weights, and with recomputation a second forward pass."""
 
 Tell = Callable[[TaskKind], None]
-"""Called by each pass of a chunk: FORWARD, INPUT or WEIGHT."""
+"""A function that each pass of a chunk calls with its kind: FORWARD, INPUT or WEIGHT."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class ModelSize:
     layers: int
 
     def model_flops(self, activations: Activations, microbatches: int) -> float:
-        """FLOPs of the matmuls that one chunk needs.
+        """Return the FLOPs of the matmuls that one chunk needs.
 
         >>> ModelSize(rows=2, features=3, layers=1).model_flops("stash", 1)
         108
@@ -54,8 +55,8 @@ class Arguments(NamedTuple):
     """The arguments of a step.
 
     Attributes:
-      weights: `[C, N, D, D]`; as `arguments` gives them, chunks are in the model's order.
-      scale: the one parameter of embedding and head, a scalar.
+      weights: the weights, `[C, N, D, D]`; `arguments` returns chunks in the model's order.
+      scale: the only parameter of embedding and head, a scalar.
       rows: the batch, `[M, R, D]`.
     """
 
@@ -65,7 +66,7 @@ class Arguments(NamedTuple):
 
 
 def arguments(size: ModelSize, chunks: int, microbatches: int) -> Arguments:
-    """Random float32 parameters and rows."""
+    """Return random float32 parameters and rows."""
     random = np.random.default_rng(0)
     width = size.features
 
@@ -77,7 +78,7 @@ def arguments(size: ModelSize, chunks: int, microbatches: int) -> Arguments:
 
 
 def parts(tell: Tell | None = None) -> ModelFns:
-    """Residual tanh layers; embedding and head without matmuls."""
+    """Return a model of residual tanh layers, whose embedding and head have no matmuls."""
 
     def embed(scale: Params, visit: Visit) -> jax.Array:
         return visit.rows * scale
@@ -100,7 +101,7 @@ Both = tuple[jax.Array, jax.Array]
 
 
 def _announced(tell: Tell, weights: PyTree, x: jax.Array) -> Both:
-    """Both as they are; each pass through what is made of them calls the host on its way."""
+    """Return both arguments unchanged, so that each pass through them calls the host."""
 
     def forward(weights: PyTree, x: jax.Array) -> Both:
         return weights, _by_host(tell, TaskKind.FORWARD, x)
@@ -115,24 +116,24 @@ def _announced(tell: Tell, weights: PyTree, x: jax.Array) -> Both:
 
 
 def _by_host(tell: Tell, kind: TaskKind, x: jax.Array) -> jax.Array:
-    """x, which the compiler can neither drop nor have before `tell` is done."""
+    """Return x through a callback, which the compiler can neither drop nor use before its end."""
 
     def callback(*_: object) -> None:
         tell(kind)
 
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    # The result is the operand's buffer. `jax.pure_callback` makes arrays of its operands, which
-    # takes 40 times as long, one device after the other.
+    # The result aliases the operand's buffer. `jax.pure_callback` would make arrays of its
+    # operands, which takes 40 times as long, one device after the other.
     return buffer_callback(callback, shape, input_output_aliases={0: 0})(x)
 
 
 def stage_mesh(stages: int) -> Mesh:
-    """The first devices, as stages."""
+    """Return a mesh of the first devices, as stages."""
     return build_mesh(MeshConfig(stage=stages), jax.devices()[:stages])
 
 
 class PlacedStep(NamedTuple):
-    """A compiled step, and the arguments that it takes, placed."""
+    """A compiled step, and its arguments, placed on the devices."""
 
     step: jax.stages.Compiled
     arguments: Arguments
@@ -143,18 +144,18 @@ class PlacedStep(NamedTuple):
 
 
 Local = Callable[[Params, Params, PyTree], GradientsAndSums]
-"""A step on one stage: (its chunks, scale, rows) to loss and gradients."""
+"""A step on one stage: a function from its chunks, scale and rows to loss and gradients."""
 
 
 def executor(ticks: Ticks, model: ModelFns) -> Local:
-    """The package's own."""
+    """Return the step on one stage by jaxdist's executor."""
     return partial(run_pipeline, ticks, model, axis=AXIS)
 
 
 def compile_step(
     local: Local, mesh: Mesh, given: Arguments, placement: tuple[int, ...]
 ) -> PlacedStep:
-    """A step on all stages."""
+    """Compile a step on all stages, and place its arguments."""
     staged, everywhere = PartitionSpec(AXIS), PartitionSpec()
     specs = Arguments(staged, everywhere, everywhere)
     function = jax.shard_map(

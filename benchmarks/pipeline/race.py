@@ -1,10 +1,9 @@
-"""Two stages on two processes of one core each: our pipeline against torch.distributed.pipelining.
+"""A race of jaxdist's pipeline against torch.distributed.pipelining: two stages, one core each.
 
 Both sides train one model from the same parameters on the same tokens, in the same microbatches and
 by the same schedules. Efficiency is half the time of one process that does all the work, microbatch
-after microbatch, over that of the pipelined step: what is missing to 1 is the bubble,
-communication, and the executor itself.
-`python -m benchmarks.pipeline.race [REPEATS]` runs it by itself.
+after microbatch, over that of the pipelined step. It is below 1 by the bubble, communication, and
+the cost of the executor. `python -m benchmarks.pipeline.race [REPEATS]` runs only this race.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from jaxdist.types import JsonObject
 
 TORCH = Path(__file__).with_name("peer")
 STAGES, CHUNKS = race.WORLD, 2
-"""CHUNKS on each stage, where a schedule has several."""
+"""The number of stages, and of chunks on each stage where a schedule has several."""
 MICROBATCHES, ROWS, WINDOW = 8, 2, 128
-"""ROWS in each microbatch."""
+"""The number of microbatches, the rows of each, and the tokens of a row."""
 STEPS, REPEATS = 2, 9
 GOAL = ">= 1"
 PIPELINES: Mapping[str, JsonObject] = {
@@ -31,13 +30,14 @@ PIPELINES: Mapping[str, JsonObject] = {
     "1f1b": {"schedule": {"type": "1f1b"}, "ahead": True},
     "interleaved": {"schedule": {"type": "interleaved", "chunks": CHUNKS}},
 }
-"""Ours run in lock step, in which 1F1B needs one microbatch more under way for the same bubble."""
+"""The settings of jaxdist. With `ahead` 1F1B has more microbatches under way, which it needs for
+the same bubble, since jaxdist's stages run in lock step."""
 TORCH_NAMES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 SIDES = ("ours", "torch")
 
 
 def bench(repeats: int = REPEATS) -> Report:
-    """Efficiency over torch's; where the race cannot be run, a figure that says why.
+    """Compare efficiencies with torch's; where the race cannot run, the figure has the reason.
 
     Raises:
       RunError: a contender ends early, or the losses do not agree.
@@ -47,7 +47,7 @@ def bench(repeats: int = REPEATS) -> Report:
 
 
 def measure(repeats: int = REPEATS) -> dict[str, Sample]:
-    """Seconds a step of each contender, in turn; nothing where the race cannot be run.
+    """Time each contender's steps, in turn; return an empty dict where the race cannot run.
 
     Raises:
       RunError: a contender ends early, or the losses do not agree.
@@ -59,17 +59,17 @@ def measure(repeats: int = REPEATS) -> dict[str, Sample]:
 
 
 def check_losses(losses: Mapping[str, float]) -> None:
-    """Hold every contender's loss against that of ours alone.
+    """Check that every contender's loss agrees with that of "ours alone".
 
     Raises:
-      RunError: two do not agree.
+      RunError: two losses do not agree.
     """
     for name, loss in losses.items():
         race.must_agree("pipeline", name, loss, "ours alone", losses["ours alone"])
 
 
 def contenders(directory: Path) -> Iterator[RaceEntry]:
-    """Ours alone first."""
+    """Yield the contenders, "ours alone" first, since it writes the initial parameters."""
     sizes = {**SIZES, "microbatches": MICROBATCHES, "chunks": CHUNKS}
     for kind in ("alone", *PIPELINES):
         world = 1 if kind == "alone" else STAGES
@@ -78,23 +78,23 @@ def contenders(directory: Path) -> Iterator[RaceEntry]:
 
 
 def ours_config(kind: str) -> JsonObject:
-    """Our experiment."""
+    """Return the settings of jaxdist's experiment for a schedule, or for one process alone."""
     config = race.gpt_config(SIZES, WINDOW, MICROBATCHES * ROWS, MICROBATCHES)
     config["model"]["remat"] = "elementwise"
     if kind == "alone":
         return config
-    # torch keeps activations, too.
+    # For a fair race, activations are kept, as torch does.
     pipeline = {**PIPELINES[kind], "activations": "stash"}
     return {**config, "mesh": {"stage": STAGES}, "parallel": {"pipeline": pipeline}}
 
 
 def efficiency(samples: Mapping[str, Sample], side: str, kind: str) -> Sample:
-    """Half the time of one process over that of the pipeline, round by round."""
+    """Return the efficiency by round: half of one process's time over the pipeline's."""
     return samples[f"{side} alone"] / STAGES / samples[f"{side} {kind}"]
 
 
 def figures(samples: Mapping[str, Sample]) -> list[Figure]:
-    """Efficiency of each schedule over torch's, and steps a second beside torch's."""
+    """Compare the efficiency and the steps per second of each schedule with torch's."""
     if not samples:
         return [Figure.skipped("pipeline efficiency over torch's", race.missing() or "")]
     found = []
@@ -111,7 +111,7 @@ def figures(samples: Mapping[str, Sample]) -> list[Figure]:
 
 
 def listing(samples: Mapping[str, Sample]) -> Listing:
-    """List the seconds of a step, and half of one alone."""
+    """List the seconds of each step, and half of the time of one process alone."""
     sheet = Sheet[tuple[str, str]](
         f"a step in {STAGES} stages, {MICROBATCHES} microbatches; ideal has the bubble alone",
         {
@@ -126,7 +126,7 @@ def listing(samples: Mapping[str, Sample]) -> Listing:
 
 
 def ideal(kind: str) -> float:
-    """The efficiency of a schedule whose transfers take no time and whose stages are alike.
+    """Return the efficiency of a schedule with equal stages and transfers that take no time.
 
     >>> ideal("1f1b")
     0.8888888888888888

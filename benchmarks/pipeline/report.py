@@ -1,4 +1,4 @@
-"""Pipelines: schedules beside formulas, papers and torch; the executor beside what they promise."""
+"""The bench of pipelines: schedules compared with formulas, papers and torch, and the executor."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ PARTS = (
     race,
     pod,
 )
-"""Each measures, and has the figures and the listing of what it found."""
+"""The modules of the bench, each with functions `measure`, `figures` and `listing`."""
 
 
 def bench() -> Report:
-    """All parts."""
-    # Threads first: what they wait for should not be this process's garbage.
+    """Measure all parts, and report them."""
+    # Threads are timed first, when this process has little garbage whose collection would delay
+    # them.
     turns = sorted(PARTS, key=lambda part: part is not threads)
     found = {part: part.measure() for part in turns}
     figures = [figure for part in PARTS for figure in part.figures(found[part])]

@@ -1,9 +1,9 @@
 """The executor in real time: its stages are devices whose tasks sleep, by a callback to the host.
 
-Its ticks are in lock step: in each tick the stages wait for one another where they exchange what
-they have made. So a step should take the sum over ticks of the busiest stage's tasks
-(`Ticks.seconds`). A time line without ticks, where each stage waits for what it needs alone
-(`simulate`), is shorter or as long.
+Ticks are in lock step: in each tick the stages wait for one another when they exchange their
+results. A step should therefore take the sum over ticks of the busiest stage's tasks
+(`Ticks.seconds`). A timeline without ticks (`simulate`), in which each stage waits only for its
+dependencies, is at most as long.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from jaxdist.pipeline_schedules.simulate import simulate
 from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1
 
 STAGES, ROUNDS = (4, 8), 2
-"""Stages, and microbatches per stage."""
+"""The numbers of stages, and the number of microbatches per stage."""
 GOAL = "<= 1.05"
 UNIT_SECONDS = 0.04
-"""Long beside what the host takes to begin a task."""
+"""The unit of time, long compared with the time that the host takes to begin a task."""
 UNITS = {TaskKind.FORWARD: 1.0, TaskKind.INPUT: 1.25, TaskKind.WEIGHT: 0.75, TaskKind.FULL: 2.0}
-"""The sleep of a task of any chunk; a FULL task sleeps for both of its halves."""
+"""The units that a task of a kind sleeps; a FULL task sleeps for both of its halves."""
 REPEATS = 3
 SIZE = ModelSize(rows=1, features=2, layers=1)
 BUILDS: dict[str, Callable[[int, int], Schedule]] = {
@@ -54,12 +54,13 @@ BUILDS: dict[str, Callable[[int, int], Schedule]] = {
 
 @dataclass(frozen=True)
 class Slept:
-    """One schedule, with activations stashed: nothing is slept twice.
+    """The times of one schedule, with stashed activations, so that no task sleeps twice.
 
     Attributes:
-      wall_seconds: of the fastest step. What else the machine does can only wake a device too late.
-      lock_step_seconds: of its ticks.
-      time_line_seconds: of the schedule, with no ticks.
+      name, stages, microbatches, ticks: the schedule and its size.
+      wall_seconds: the time of the fastest step, since other load can only wake a device too late.
+      lock_step_seconds: the predicted time of its ticks.
+      time_line_seconds: the simulated time of the schedule without ticks.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Slept:
 
 
 def sleeping(ticks: Ticks, unit_seconds: float) -> PlacedStep:
-    """A step whose passes sleep and compute next to nothing."""
+    """Compile a step whose passes sleep, and compute very little."""
 
     def sleep(kind: TaskKind) -> None:
         time.sleep(UNITS[kind] * unit_seconds)
@@ -85,7 +86,7 @@ def sleeping(ticks: Ticks, unit_seconds: float) -> PlacedStep:
 def play(
     name: str, stages: int, *, unit_seconds: float = UNIT_SECONDS, repeats: int = REPEATS
 ) -> Slept:
-    """One schedule, run and simulated; there must be so many devices."""
+    """Run and simulate one schedule; there must be a device for each stage."""
     schedule = BUILDS[name](stages, ROUNDS * stages)
     ticks = lower(schedule, activations="stash")
     program = sleeping(ticks, unit_seconds)
@@ -107,10 +108,10 @@ def play(
 
 
 def measure(stages: Sequence[int] = STAGES) -> list[Slept]:
-    """Every schedule, a process for each number of stages.
+    """Run every schedule, with a process for each number of stages.
 
     Raises:
-      RunError: one fails or takes too long, as it would if devices waited for one another.
+      RunError: a process fails or takes too long, as it would if devices waited for one another.
     """
     what = "a pipeline of {} stages that sleep"
     each = child.apart(play_all, what, devices=lambda stages: stages, compiles=False)
@@ -118,12 +119,12 @@ def measure(stages: Sequence[int] = STAGES) -> list[Slept]:
 
 
 def play_all(stages: int) -> Iterator[Slept]:
-    """Every schedule on so many stages."""
+    """Run every schedule on a number of stages."""
     return (play(name, stages) for name in BUILDS)
 
 
 def figures(slept: Sequence[Slept]) -> list[Figure]:
-    """The schedule furthest from its lock-step time, by number of stages."""
+    """Return, by number of stages, the schedule that is furthest from its lock-step time."""
     found = []
     for stages in sorted({one.stages for one in slept}):
         cases = [one for one in slept if one.stages == stages]
@@ -159,4 +160,4 @@ listing = Sheet[Slept](
         "time line": ("time_line_seconds", "s"),
     },
 )
-"""Every schedule, beside its time line without ticks."""
+"""The listing of every schedule, with its time in lock step and without ticks."""

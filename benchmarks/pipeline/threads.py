@@ -1,7 +1,7 @@
-"""Schedules in real time: each stage is a thread that sleeps its tasks, and waits as a stage would.
+"""Schedules in real time: each stage is a thread whose tasks sleep.
 
-Nothing here knows the simulated time line: a thread goes through its row, and before each task it
-waits until what the task needs has come from the other threads.
+Nothing here uses the simulated timeline: a thread runs the tasks of its row, and before each task
+it waits until the dependencies have arrived from the other threads.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ STAGES = (4, 8)
 
 
 class _Message(NamedTuple):
-    """A task that a stage needs of another one, and when it arrives, by `time.monotonic`."""
+    """A result that one stage sends to another, and its arrival time by `time.monotonic`."""
 
     key: Dependency
     arrives: float
 
 
 class _Stage:
-    """One stage: its row, and the queue into which the others put."""
+    """One stage: its row, and the queue of messages from other stages."""
 
     def __init__(self, schedule: Schedule, number: int, costs: Costs, unit_seconds: float) -> None:
         self.schedule, self.number, self.unit_seconds = schedule, number, unit_seconds
@@ -52,7 +52,7 @@ class _Stage:
         self.arrivals: dict[Dependency, float] = {}
 
     def run(self, peers: Sequence[_Stage], begin: float) -> list[Span]:
-        """Every task in turn; the times by `time.monotonic`, in seconds."""
+        """Run every task in turn, and return their times by `time.monotonic`, in seconds."""
         _sleep_until(begin)
         spans = []
         for task in self.schedule.tasks(self.number):
@@ -90,11 +90,12 @@ def _sleep_until(moment: float) -> None:
 def play(
     schedule: Schedule, costs: Costs | None = None, unit_seconds: float = UNIT_SECONDS
 ) -> tuple[tuple[Span, ...], ...]:
-    """Return what each stage's thread did, in order: spans in seconds from the common start.
+    """Run a schedule on threads; return each stage's spans, in seconds from the common start.
 
     Raises:
-      ConfigError: the schedule breaks a rule, for then a thread could wait for ever.
+      ConfigError: the schedule breaks a rule.
     """
+    # A schedule that breaks a rule could make a thread wait for ever.
     check_schedule(schedule)
     costs = costs or Costs()
     stages = [_Stage(schedule, s, costs, unit_seconds) for s in range(schedule.stages)]
@@ -108,7 +109,7 @@ def play(
 
 
 class Played(NamedTuple):
-    """The fewest seconds of a schedule's threads, and the seconds that simulation says."""
+    """The seconds of a schedule on threads, the fastest of all repeats, and in simulation."""
 
     name: str
     stages: int
@@ -127,9 +128,9 @@ def measure(
     unit_seconds: float = UNIT_SECONDS,
     repeats: int = REPEATS,
 ) -> list[Played]:
-    """Every schedule at 2 p microbatches, on threads and simulated.
+    """Run every schedule with 2 p microbatches, on threads and simulated.
 
-    Of all repeats the fastest counts: what else the machine does can only wake a thread too late.
+    The fastest of all repeats counts, since other load can only wake a thread too late.
     """
     found = []
     for p in stages:
@@ -144,7 +145,7 @@ def measure(
 
 
 def figures(played: Sequence[Played]) -> list[Figure]:
-    """The schedule furthest above its simulation, by number of stages."""
+    """Return, by number of stages, the schedule that is furthest above its simulation."""
     found = []
     for stages in sorted({one.stages for one in played}):
         cases = [one for one in played if one.stages == stages]

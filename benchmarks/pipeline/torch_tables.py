@@ -1,7 +1,7 @@
-"""Our schedules against those that torch.distributed.pipelining generates, by simulation.
+"""A comparison of simulated schedules, of jaxdist and of torch.distributed.pipelining.
 
-torch makes its tables when a schedule is constructed, and asks its stages for little; stand-ins
-answer, so that no process group is needed. The tables come over as the text of their actions.
+torch makes its tables when a schedule is constructed, and reads few attributes of its stages, so
+that stand-ins suffice and no process group is needed. The tables are read as text.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ GOAL = "<= 1"
 MODULE = "torch.distributed.pipelining.schedules"
 SIZES = tuple((p, rounds * p) for p in (2, 3, 4, 8) for rounds in (2, 4))
 COSTS = {"ticks": Costs(full=1.0), "halves": Costs()}
-"""A whole backward task as one tick, as torch's simulator counts; or as two."""
+"""Costs with a whole backward task as one tick, as in torch's simulator, or as two ticks."""
 
 
 class Peer(NamedTuple):
-    """A schedule of torch's, and ours of the same kind.
+    """A schedule of torch, and jaxdist's of the same kind.
 
     Attributes:
-      single: torch gives each rank one stage object, not a list of them.
+      torch_name: the class in torch.
+      build: a function from stages and microbatches to jaxdist's schedule.
+      chunks: the number of chunks per stage.
+      single: whether torch's class takes one stage object, not a list of them.
     """
 
     torch_name: str
@@ -58,7 +61,7 @@ PEERS = {
 
 
 class Versus(NamedTuple):
-    """Where our makespan is longest beside torch's."""
+    """The size at which jaxdist's makespan is longest compared with torch's."""
 
     name: str
     torch_name: str
@@ -73,7 +76,7 @@ class Versus(NamedTuple):
 
 
 def measure(sizes: Iterable[tuple[int, int]] = SIZES) -> list[Versus]:
-    """Every schedule that both have, at its worst; nothing where torch is not installed."""
+    """Compare every schedule that both have, at its worst size; return none without torch."""
     if lacking("torch"):
         return []
     grid = list(sizes)
@@ -92,7 +95,7 @@ def _worst(name: str, peer: Peer, sizes: Sequence[tuple[int, int]]) -> Versus:
 
 
 def torch_schedule(peer: Peer, stages: int, microbatches: int) -> Schedule:
-    """torch's table, through the text of its actions."""
+    """Return torch's schedule, read from the text of its actions."""
     module: Any = importlib.import_module(MODULE)
     kind = getattr(module, peer.torch_name)
     held = [_stand_in(turn * stages, stages, peer.chunks) for turn in range(peer.chunks)]
@@ -110,7 +113,7 @@ def torch_schedule(peer: Peer, stages: int, microbatches: int) -> Schedule:
 
 
 def _stand_in(index: int, stages: int, chunks: int) -> SimpleNamespace:
-    """Return what a schedule asks a stage for, here one of rank 0."""
+    """Return the attributes that a schedule reads of a stage, for a stage of rank 0."""
     return SimpleNamespace(
         stage_index=index,
         num_stages=stages * chunks,
@@ -127,7 +130,7 @@ def _stand_in(index: int, stages: int, chunks: int) -> SimpleNamespace:
 
 
 def figures(found: Sequence[Versus]) -> list[Figure]:
-    """The schedule whose makespan is longest beside torch's; NaN where there is no torch."""
+    """Return the schedule with the longest makespan over torch's; NaN where there is no torch."""
     name = "makespan over torch's"
     if not found:
         return [Figure.skipped(name, lacking("torch"))]
@@ -151,4 +154,4 @@ listing = Sheet[Versus](
         "ratio": lambda one: f"{one.ratio:.3f}",
     },
 )
-"""Every schedule that both have."""
+"""The listing of every schedule that both have."""

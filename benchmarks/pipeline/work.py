@@ -1,7 +1,7 @@
-"""The work of the executor, and its time, beside the usual SPMD pipeline.
+"""The work and the time of the executor, compared with the usual SPMD pipeline.
 
-The usual form is one scan over m + p - 1 ticks: in each, every stage runs its layers, on anything
-where it has no microbatch, and `jax.grad` goes back through the scan.
+The usual form is one scan over m + p - 1 ticks, which `jax.grad` differentiates. In each tick every
+stage runs its layers, on meaningless values where it has no microbatch.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from jaxdist.pipeline_schedules.schedule import TaskKind
 from jaxdist.types import Params, PyTree
 
 STAGES, ROUNDS = 4, (1, 2, 4)
-"""Stages, and microbatches per stage."""
+"""The number of stages, and the numbers of microbatches per stage."""
 SIZE = ModelSize(rows=256, features=512, layers=2)
 COUNTED = ModelSize(rows=2, features=4, layers=1)
 """The size of the programs whose passes are counted while they run."""
 PAIRS = 21
-"""Steps of each form that are timed: four devices on fewer cores are easily disturbed."""
+"""The number of timed pairs, high since four devices on fewer cores are easily disturbed."""
 WORK_GOAL, TIME_GOAL = "<= 1.05", "<= 0.667"
 
 
@@ -54,10 +54,12 @@ class WorkCell:
     """The executor with 1F1B, and the usual form, at one number of microbatches.
 
     Attributes:
-      flops, scan_flops, model_flops: of the busiest stage; what it computes, and what it must.
-      passes, scan_passes, model_passes: of all stages, as counted while both ran: forward, input's
-        gradient and weights' gradient, which have the same FLOPs.
-      seconds, scan_seconds: of pairs; none where they were not timed.
+      activations, stages, microbatches: the policy and the size.
+      flops, scan_flops, model_flops: the FLOPs of the busiest stage in the executor, in the usual
+        form, and in the model.
+      passes, scan_passes, model_passes: the passes of all stages, counted while both forms ran:
+        forward, gradient of the input and gradient of the weights, which have the same FLOPs.
+      seconds, scan_seconds: the times of pairs; empty if they were not timed.
     """
 
     activations: Activations
@@ -74,7 +76,7 @@ class WorkCell:
 
 
 def usual_scan(model: ModelFns, stages: int, microbatches: int, activations: Activations) -> Local:
-    """The usual form; layers are computed again in its backward pass where ours are."""
+    """Return the usual form, which recomputes layers if the executor does."""
     last, right = stages - 1, [(s, s + 1) for s in range(stages - 1)]
     blocks = jax.checkpoint(model.blocks) if activations == "recompute" else model.blocks
 
@@ -109,7 +111,7 @@ def programs(
     activations: Activations,
     tell: Tell | None = None,
 ) -> tuple[Ticks, PlacedStep, PlacedStep]:
-    """1F1B by the executor, and the usual form, on the same arguments."""
+    """Compile 1F1B by the executor and the usual form, on the same arguments."""
     ticks = lower(one_f_one_b(stages, microbatches), activations=activations)
     model, given, mesh = parts(tell), arguments(size, stages, microbatches), stage_mesh(stages)
     forms = (executor(ticks, model), usual_scan(model, stages, microbatches, activations))
@@ -118,9 +120,9 @@ def programs(
 
 
 def executed_flops(ticks: Ticks, found: Ledger) -> float:
-    """FLOPs of the busiest stage: its tasks, each with those of a branch of the program.
+    """Return the FLOPs of the busiest stage: its tasks, times the FLOPs of a task's branch.
 
-    The program has one conditional for forward and one for backward tasks in each tick.
+    Each tick of the program has one conditional for forward and one for backward tasks.
     """
     tasks = [(work.kind != NONE).sum(axis=0).max() for work in (ticks.forward, ticks.backward)]
     assert tasks[0] == tasks[1], (ticks.name, tasks)
@@ -129,7 +131,7 @@ def executed_flops(ticks: Ticks, found: Ledger) -> float:
 
 
 def cell(stages: int, microbatches: int, activations: Activations, *, timed: bool) -> WorkCell:
-    """Both forms compiled, counted, and where `timed` raced; their results are the same."""
+    """Compile both forms, count their work, and if `timed`, compare their results and time them."""
     ticks, ours, scan = programs(SIZE, stages, microbatches, activations)
     mesh = stage_mesh(stages)
     seconds, scan_seconds = Sample(()), Sample(())
@@ -153,7 +155,7 @@ def cell(stages: int, microbatches: int, activations: Activations, *, timed: boo
 
 
 def counted(stages: int, microbatches: int, activations: Activations) -> tuple[int, int]:
-    """Passes that ran in a step of each form."""
+    """Return the number of passes that ran in a step of each form."""
     ran: list[TaskKind] = []
     _, *forms = programs(COUNTED, stages, microbatches, activations, ran.append)
     counts = []
@@ -165,25 +167,25 @@ def counted(stages: int, microbatches: int, activations: Activations) -> tuple[i
 
 
 def same(ours: GradientsAndSums, scan: GradientsAndSums) -> None:
-    """Assert equal losses and gradients: what is raced computes one thing."""
+    """Assert that both forms have equal losses and gradients, up to rounding."""
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(scan), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
 def cells() -> Iterator[WorkCell]:
-    """Each way to treat activations at each number of microbatches; the first of each is timed."""
+    """Yield the cell of each policy and number of microbatches; each policy's first is timed."""
     for activations in get_args(Activations):
         for rounds in ROUNDS:
             yield cell(STAGES, rounds * STAGES, activations, timed=rounds == 1)
 
 
 measure = child.apart(cells, "the executor beside the usual scan", devices=STAGES, compiles=False)
-"""Every cell, in a process with a device for each stage."""
+"""A function that returns every cell, measured in a process with a device for each stage."""
 
 
 def figures(cells: Sequence[WorkCell]) -> list[Figure]:
-    """The most work over the model's, by program and by count, and the time beside the scan's."""
+    """Return the most work over the model's, by program and by count, and times over the scan's."""
 
     def at(one: WorkCell) -> str:
         return f"the worst of {len(cells)} is {one.microbatches} microbatches, {one.activations}"
@@ -228,4 +230,4 @@ listing = Sheet[WorkCell](
         "(m+p-1)/m": lambda one: f"{(one.microbatches + one.stages - 1) / one.microbatches:.3f}",
     },
 )
-"""Every cell: work over the model's."""
+"""The listing of every cell, with its work over the model's."""

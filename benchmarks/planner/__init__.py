@@ -1,1 +1,1 @@
-"""The predictions of `jaxdist plan`, held against compiled programs and published runs."""
+"""The predictions of `jaxdist plan`, compared with compiled programs and published runs."""

@@ -1,4 +1,4 @@
-"""Published runs with their plans, and plans drawn at random for programs to compile."""
+"""Published runs with their plans, and random plans whose programs are compiled."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from jaxdist.planner.target import parse_target
 
 @dataclass(frozen=True)
 class Published:
-    """A run of MaxText's and its plan.
+    """A published run of MaxText, and its plan.
 
     Attributes:
-      mfu: attention counted whole where `whole`, else half.
-      source: where it is from.
+      name, model, topology, plan: the model, the chips and the plan of the run.
+      mfu: the published MFU.
+      source: the place of publication.
+      whole: whether this MFU counts attention without its mask; else it counts half.
+      slices: the number of TPU slices.
     """
 
     name: str
@@ -34,7 +37,7 @@ class Published:
 def _maxtext(layers: int, embed: int, heads: int, mlp: int, batch: int) -> Decoder:
     """Return a model of MaxText's own family: vocabulary of 32,000, windows of 2048, heads of 128.
 
-    Their scripts leave libtpu its own limit of vector memory.
+    The scripts of these runs leave libtpu's limit of vector memory at its default.
     """
     return Decoder(
         layers, embed, heads, heads, 128, mlp, vocab=32000, window=2048, batch=batch, tied=False,
@@ -69,7 +72,7 @@ def llama_7b(batch: int) -> Decoder:
 
 
 def _llama_3(layers: int, embed: int, heads: int, mlp: int, batch: int) -> Decoder:
-    """One size of Llama-3.1 (arXiv 2407.21783)."""
+    """Return a size of Llama-3.1 (arXiv 2407.21783)."""
     return Decoder(
         layers, embed, heads, 8, 128, mlp, vocab=128256, window=8192, batch=batch, tied=False
     )
@@ -92,7 +95,7 @@ def _mistral_7b(batch: int) -> Decoder:
 
 
 def _recipe(name: str, model: Decoder, topology: str, remat: str, step_seconds: float) -> Published:
-    """A run of Google's recipes: ZeRO 3 on all chips, its step time as a share of the peak."""
+    """Return a run of Google's recipes, with ZeRO 3 on all chips; its step time gives the MFU."""
     target = parse_target(topology)
     peak = target.device.flops_per_second["bfloat16"] * target.devices
     return Published(
@@ -153,26 +156,29 @@ PUBLISHED = (
     _recipe("Llama-3.1-70B", _llama_3_70b(1024), "tpu7x:4x8x8", "save_qkv", 12.27),
     _recipe("Llama-3.1-405B", _llama_3_405b(1536), "tpu7x:4x8x8", "full", 98.34),
 )  # fmt: skip
-"""Rows whose whole plan is published and is one that jaxdist has: of other rows remat, the batch or
-the number of chips is not told. Models of configs/v5e and v5p are MaxText's own by its scaling
-rule. Recipes offload activations to the host; those that they keep in either memory are kept by
-the plan here, which computes the same again, so that its memory is not the run's."""
+"""The runs whose whole plan is published, and possible in jaxdist; other runs lack the remat, the
+batch or the number of chips. Models of configs/v5e and v5p follow MaxText's scaling rule. Recipes
+offload some activations to the host: the plan here keeps those on the device, so that it recomputes
+the same activations as the run, but takes more memory."""
 
 SMALL = {
     "0.6B": Decoder(8, 2048, 16, 8, 128, 5632, vocab=32000, window=2048, batch=1, tied=False),
     "0.3B": Decoder(16, 1024, 8, 8, 128, 4096, vocab=32000, window=1024, batch=1, tied=False),
     "1.1B": Decoder(4, 4096, 32, 32, 128, 11008, vocab=32000, window=2048, batch=1, tied=False),
 }
-"""Models of which plans are drawn; the batch is drawn with them."""
+"""The models for which plans are drawn; each draw has its own batch."""
 TOPOLOGIES = {"v5e:2x4": 8, "v5p:2x2x2": 8, "v6e:2x4": 8}
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A plan to compile.
+    """A random plan to compile.
 
     Attributes:
       model: a key of `SMALL`.
+      topology: a key of `TOPOLOGIES`.
+      batch: the rows of the batch.
+      plan: the plan.
     """
 
     model: str
@@ -195,7 +201,7 @@ class Drawn:
 
 
 def drawn(seed: int) -> Iterator[Drawn]:
-    """Valid plans without end, the same ones for the same seed."""
+    """Yield valid random plans without end, which depend only on the seed."""
     rng = random.Random(seed)
     while True:
         one = _draw(rng)
@@ -204,7 +210,7 @@ def drawn(seed: int) -> Iterator[Drawn]:
 
 
 def decoder(one: Drawn) -> Decoder:
-    """The model of a draw, with its batch."""
+    """Return the model of a draw, with its batch."""
     return replace(SMALL[one.model], batch=one.batch)
 
 

@@ -1,4 +1,4 @@
-"""The compiler's word on plans, kept in a cache: an hour of compiling is not done twice."""
+"""The compiler's results for plans, in a cache that saves an hour of compiling."""
 
 from __future__ import annotations
 
@@ -28,25 +28,29 @@ class Program:
 
 
 def programs(seed: int, count: int) -> Iterator[Program]:
-    """Yield the first draws of a seed, laid out."""
+    """Yield the first draws of a seed, with the memory of their programs."""
     for one in islice(drawn(seed), count):
         yield Program(one, kept_or_laid_out(one.settings(), one.plan, one.topology))
 
 
 def kept_or_laid_out(settings: list[str], plan: Plan, topology: str) -> Confirmed:
-    """Return a plan's memory as the compiler lays it out, or what was kept of it.
+    """Return the memory of a plan's program as the compiler lays it out, cached if possible.
 
     Args:
-      settings: over `bench/tpu/llama.yaml`, without the plan's.
+      settings: overrides of `benchmarks/tpu/llama.yaml`, without the plan's.
+      plan: the plan.
+      topology: the TPUs to compile for.
     """
     return _kept("laid_out", lay_out_one, settings, plan, topology)
 
 
 def kept_or_compiled(settings: list[str], plan: Plan, topology: str) -> Confirmed:
-    """Return what a plan's program says, or what was kept of it.
+    """Return the results of compiling a plan's program, cached if possible.
 
     Args:
-      settings: over `bench/tpu/llama.yaml`, without the plan's.
+      settings: overrides of `benchmarks/tpu/llama.yaml`, without the plan's.
+      plan: the plan.
+      topology: the TPUs to compile for.
     """
     apart = child.apart(compile_one, f"compiling {plan.words()} for {topology}")
     try:
@@ -56,12 +60,12 @@ def kept_or_compiled(settings: list[str], plan: Plan, topology: str) -> Confirme
 
 
 def lay_out_one(settings: list[str], plan: Plan, topology: str) -> list[Confirmed]:
-    """Lay the program of a plan out in memory."""
+    """Return the memory of a plan's program, as the compiler lays it out."""
     return [lay_out(CONFIG, settings, plan, parse_target(topology))]
 
 
 def compile_one(settings: list[str], plan: Plan, topology: str) -> list[Confirmed]:
-    """Compile a plan and return what its program says."""
+    """Compile a plan's program, and return its memory and cost."""
     return [confirm(CONFIG, settings, plan, parse_target(topology))]
 
 
@@ -72,7 +76,10 @@ def _kept(
     plan: Plan,
     topology: str,
 ) -> Confirmed:
-    """Return what was kept of a question, or ask it and keep that; each compiler has its own."""
+    """Return the cached result of `ask`, or call it and cache the result.
+
+    The key includes the versions of jax and libtpu.
+    """
     versions = [version(name) for name in ("jax", "libtpu")]
     text = json.dumps([what, settings, plan.settings(), topology, versions], sort_keys=True)
     name = sha256(text.encode()).hexdigest()[:16]

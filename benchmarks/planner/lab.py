@@ -1,11 +1,10 @@
-"""Plans on slow links, real time: six plans of one model on four hosts, beside their predictions.
+"""Plans on slow links in real time: six plans of one model on four hosts, and their predictions.
 
-A prediction plays the plan's own
-compiled program through (`jaxdist.hlo.timeline`, as for TPUs), with the speeds of the lab: links
-as `tc` shapes them, or slower where an all-reduce of 4 MiB finds that the machine's cores carry
-less; the latency of a message by an all-reduce of one number; and the work of a host by one step
-that sends nothing, taken by all hosts at once, since they share the cores. These three take turns
-with the steps that are predicted, and nothing is taken from those.
+A prediction simulates the plan's compiled program (`jaxdist.hlo.timeline`, as for TPUs) with the
+measured speeds of the lab. Collectives are timed for each kind and payload that the programs have.
+The work of a host is timed by a step that sends nothing, which all hosts take at once, since they
+share the cores. These measurements take turns with the predicted steps, but no time of a predicted
+step is used.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ VALUES: Mapping[str, object] = {
     "optim": {"type": "adamw", "learning_rate": 1e-3},
     "train": {"steps": 1, "batch_size": 4},
 }  # fmt: skip
-"""Many parameters and few tokens, so that the links count beside the hosts' work."""
+"""The config: many parameters and few tokens, so that links matter as much as computation."""
 PLANS = (
     Plan(data=4, zero=0, remat="minimal"),
     Plan(data=4, zero=1, remat="minimal"),
@@ -48,9 +47,9 @@ PLANS = (
 
 
 def bench(speeds: Sequence[LabLink] = SPEEDS) -> Report:
-    """Six plans at each speed of the links.
+    """Measure and predict six plans at each speed of the links.
 
-    Skipped, with the reason in the report, where the lab cannot be built.
+    The bench is skipped, with the reason in the report, where the lab cannot be built.
 
     Raises:
       RunError: a host fails.
@@ -85,7 +84,7 @@ def _where(hosts: Lab) -> str:
 
 
 def figures_of(hosts: Lab, found: Found) -> list[Figure]:
-    """The order of the plans, and how many times are near."""
+    """Return how well plans are ranked, and the share of them that is predicted within 25%."""
     timed = found.timed
     times = [statistics.median(one.seconds) for one in timed]
     tau = kendall_tau(times, [one.predicted for one in timed])
@@ -104,7 +103,7 @@ def figures_of(hosts: Lab, found: Found) -> list[Figure]:
 
 
 def listing(hosts: Lab, found: Found) -> Listing:
-    """Each plan's step, measured and predicted."""
+    """List each plan's step, measured and predicted."""
     sheet = Sheet[Timed](
         f"Plans on {_where(hosts)}",
         {
@@ -123,7 +122,7 @@ def _size(size_bytes: int) -> str:
 
 
 def probed(hosts: Lab, found: Found) -> Listing:
-    """List the seconds of collectives that are no plan's."""
+    """List the measured seconds of collectives by payload, outside of any plan."""
     columns = {"collective": "", **{_size(size): "s" for size in SIZES}}
     rows = [
         (f"{one.sort.kind} of {one.sort.group_size}", *map(one.at, SIZES)) for one in found.curves

@@ -35,12 +35,12 @@ PATIENCE_SECONDS = 900.0
 
 @dataclass(frozen=True)
 class Task:
-    """The task of all hosts.
+    """The task that every host runs.
 
     Attributes:
-      values: of the config, without the plans' settings.
-      plans: of a step.
-      warmup, repeats: rounds that are not counted, and those that are.
+      values: the values of the config, without the plans' settings.
+      plans: the plans whose steps are timed.
+      warmup, repeats: the number of rounds that are not counted, and of those that are.
     """
 
     values: dict[str, object]
@@ -51,12 +51,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Timed:
-    """One plan in one lab.
+    """The times of one plan in one lab.
 
     Attributes:
-      seconds: of a step, by round, of the slowest host.
-      predicted: seconds of a step.
-      waits: of these, for the network.
+      words: the plan in words.
+      seconds: by round, the time of a step on the slowest host.
+      predicted: the predicted seconds of a step.
+      waits: the part of `predicted` that waits for the network.
     """
 
     words: str
@@ -70,8 +71,9 @@ class Found:
     """The results of one lab.
 
     Attributes:
-      curves: what each sort of collective takes that the plans' programs have.
-      work_seconds: of the step that sends nothing.
+      curves: the time by payload of each sort of collective in the plans' programs.
+      work_seconds: the time of the step that sends nothing.
+      timed: the times of each plan.
     """
 
     curves: tuple[Curve, ...]
@@ -81,7 +83,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Step:
-    """A compiled step of a plan, with all that its prediction needs."""
+    """A compiled step of a plan, with the data for its prediction."""
 
     program: Program
     compiled: jax.stages.Compiled
@@ -90,14 +92,15 @@ class Step:
     ticks: Lockstep | None
 
     def predicted(self, rates: Rates, hosts_per_core: float = 1.0) -> tuple[float, float]:
-        """Seconds, and those of them that wait for the network.
+        """Return the predicted seconds of a step, and the part of them that waits for the network.
 
-        A host that waits in a pipeline's bubble leaves its share of a core to the others. So a step
-        takes the work of all at the speed of shared cores, or its longest path at the speed of a
-        core of one's own, whichever is longer.
+        A host that waits in a pipeline's bubble leaves its share of a core to the others. Thus a
+        step takes the time of all work on shared cores, or that of its longest path on unshared
+        cores, whichever is longer.
 
         Args:
-          hosts_per_core: hosts that share a core where `rates` were found, 1 at least.
+          rates: the measured speeds.
+          hosts_per_core: the hosts that shared a core when `rates` were measured, at least 1.
         """
         found = play(self.module, self.layout, rates, lockstep=self.ticks)
         waits, bubble = (
@@ -109,11 +112,11 @@ class Step:
         return max(found.seconds - bubble, path.seconds), waits
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return all that the program sends."""
+        """Return the collectives of the program."""
         return account(self.module, self.layout).collectives
 
     def turn(self) -> Callable[[], None]:
-        """Return a call that takes a step; a state of its own goes from one to the next."""
+        """Return a function that takes a step on its own training state, at each call the next."""
         state, batch = (
             self.program.init(),
             {name: _drawn(shape) for name, shape in self.program.batch.items()},
@@ -148,7 +151,7 @@ def step_of(values: Mapping[str, object], plan: Plan, devices: Sequence[Device])
 
 
 def measure(task: Task) -> list[Found]:
-    """Time all plans, interleaved, and predict them; the same on each host."""
+    """Time all plans, interleaved, and predict them; every host returns the same result."""
     steps = [step_of(task.values, plan, jax.devices()) for plan in task.plans]
     alone = _alone(task)
     _meet("compiled")
@@ -169,17 +172,17 @@ def measure(task: Task) -> list[Found]:
 
 
 def _meet(where: str) -> None:
-    """Wait for all hosts to compile: collectives give up on a host that is half a minute late."""
+    """Wait for all hosts, since collectives fail if a host is late by half a minute."""
     get_barrier_sync_fn()(key=where, timeout_ms=int(PATIENCE_SECONDS * 1e3))
 
 
 def _cores() -> int:
-    """Return the number of this machine's cores, for all hosts."""
+    """Return the number of this machine's cores, which all hosts share."""
     return len(os.sched_getaffinity(0))
 
 
 def _alone(task: Task) -> Step:
-    """The step of one host's share of the batch, which sends nothing: what a host's work takes."""
+    """Compile the step of one host's share of the batch, which sends nothing."""
     values = json.loads(json.dumps(task.values))
     values["train"]["batch_size"] //= jax.process_count()
     return step_of(values, Plan(zero=0), jax.local_devices())

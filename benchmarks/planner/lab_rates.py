@@ -1,9 +1,9 @@
-"""The time of a collective on the hosts of the lab, found by collectives alone, and a host's work.
+"""The measured times of collectives on the hosts of the lab, and the speed of a host's work.
 
-A message between processes that share a machine's cores costs more than its bytes: gloo's threads
-and the kernel take turns with all else, and each kind of collective sends its own number of
-messages. So each kind is timed, in the groups and at some sizes that programs have, and what lies
-between two sizes is taken from the straight line between them.
+A message between processes that share a machine's cores takes more time than its bytes need:
+gloo's threads and the kernel take turns with all other work, and each kind of collective sends its
+own number of messages. Therefore each kind is timed in the groups that programs have, at some
+sizes; other sizes are interpolated linearly.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from jaxdist.hlo.records import Collective
 from jaxdist.runtime.hardware import DEVICES
 
 SIZES = (4, 64, 2**15, 2**17, 2**19, 2**21)
-"""Payload bytes at which a collective is timed."""
+"""The payload bytes at which a collective is timed."""
 REPEATED = 5
-"""So many of them one after the other, each of what the one before gave."""
+"""The number of collectives of a probe, each of the previous one's result."""
 _CPU = DEVICES["cpu"]
 
 
 @dataclass(frozen=True, order=True)
 class Sort:
-    """Collectives of one kind among so many hosts, all groups at once."""
+    """A kind of collective and the size of its groups, which all run at the same time."""
 
     kind: str
     group_size: int
@@ -39,10 +39,12 @@ class Sort:
 
 @dataclass(frozen=True)
 class Curve:
-    """The seconds of such a collective.
+    """The measured seconds of one sort of collective.
 
     Attributes:
-      seconds: of one, by the payload bytes in `sizes`.
+      sort: the sort of collective.
+      sizes: the payload bytes at which it was timed.
+      seconds: the seconds of one collective at each size.
     """
 
     sort: Sort
@@ -50,7 +52,7 @@ class Curve:
     seconds: tuple[float, ...]
 
     def at(self, size_bytes: float) -> float:
-        """Seconds at any size; above the last one it goes on as before.
+        """Return the seconds at any size; above the last size the last slope is extrapolated.
 
         >>> curve = Curve(Sort("all-reduce", 4), (4, 100, 200), (1.0, 1.0, 2.0))
         >>> curve.at(4), curve.at(150), curve.at(400)
@@ -68,21 +70,21 @@ class Rates:
     """The speeds of a host of the lab, for `jaxdist.hlo.timeline`.
 
     Attributes:
-      curves: of each sort of collective that is asked for.
-      slower: a host's work over that of the CPU in `jaxdist.runtime.hardware`.
+      curves: the curve of each sort of collective in the simulated programs.
+      slower: the time of a host's work over that of the CPU in `jaxdist.runtime.hardware`.
     """
 
     curves: Mapping[Sort, Curve]
     slower: float = 1.0
 
     def cycles(self, count: int) -> float:
-        """CPU programs have no estimates."""
+        """Raise AssertionError, since programs for CPUs have no estimates in cycles."""
         raise AssertionError("a CPU program with cycles")
 
     def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
-        """Seconds of a collective.
+        """Return the seconds of a collective, and the resources that it takes.
 
-        XLA's programs for CPUs send each array of a combined collective by itself.
+        XLA's programs for CPUs send each array of a combined collective separately.
         """
         if collective.group_size == 1:
             return 0.0, frozenset()
@@ -90,11 +92,11 @@ class Rates:
         return sum(map(curve.at, collective.array_bytes)), frozenset({0})
 
     def copy(self, size_bytes: int, *, host: bool) -> float:
-        """Seconds of a copy."""
+        """Return the seconds of a copy."""
         return self.slower * size_bytes / _CPU.memory_bytes_per_second
 
     def work(self, effort: Effort) -> tuple[float, str]:
-        """Seconds of FLOPs or of bytes, whichever take longer."""
+        """Return the seconds of the FLOPs or of the bytes, whichever take longer."""
         compute = effort.flops / _CPU.flops_per_second["float32"]
         memory = effort.bytes / _CPU.memory_bytes_per_second
         return self.slower * max(compute, memory), effort.what
@@ -105,27 +107,28 @@ def sort_of(collective: Collective) -> Sort:
 
 
 def sorts_of(collectives: Iterable[Collective]) -> list[Sort]:
-    """All that have something to send."""
+    """Return the sorts of all collectives among at least two hosts, which thus send bytes."""
     return sorted({sort_of(one) for one in collectives if one.group_size > 1})
 
 
 def sizes_of(sort: Sort) -> tuple[int, ...]:
-    """Payload bytes that this sort can have: one number at least on each host that has a part."""
+    """Return the payload bytes to time; the least has one float32 for each host with a share."""
     least = 4 if sort.kind in ("all-reduce", "collective-permute") else 4 * sort.group_size
     return (least, *(size for size in SIZES if size > least))
 
 
 def probe(sort: Sort, size_bytes: int) -> Callable[[], None]:
-    """Takes the collectives of a `probe_program` once."""
+    """Return a function that runs a `probe_program` once."""
     run, x = probe_program(sort, size_bytes)
     return lambda: jax.block_until_ready(run(x))
 
 
 def probe_program(sort: Sort, size_bytes: int) -> tuple[jax.stages.Compiled, jax.Array]:
-    """`REPEATED` collectives among all hosts, and an array of ones that they are called with.
+    """Compile `REPEATED` collectives among all hosts; return them and an array of ones for them.
 
     Args:
-      size_bytes: of the payload, as `Collective.payload_bytes` counts it.
+      sort: the sort of collective.
+      size_bytes: the bytes of the payload, as `Collective.payload_bytes` counts it.
     """
     count = size_bytes // 4
     if sort.kind == "all-gather":
@@ -139,6 +142,7 @@ def probe_program(sort: Sort, size_bytes: int) -> tuple[jax.stages.Compiled, jax
 
 
 def _in_turn(sort: Sort, x: jax.Array) -> jax.Array:
+    # Each takes the previous result, so that XLA can neither combine nor drop any of them.
     for _ in range(REPEATED):
         x = _ONE[sort.kind](x, sort.group_size)
     return x
@@ -160,7 +164,7 @@ _ONE: Mapping[str, Callable[[jax.Array, int], jax.Array]] = {
 
 
 def curves_of(sorts: Sequence[Sort], seconds: Sequence[float]) -> dict[Sort, Curve]:
-    """Return the curves that probes of these sorts give, in the order of `sorts` and sizes."""
+    """Return the curve of each sort, from the probes' seconds in the order of sorts and sizes."""
     found, left = {}, iter(seconds)
     for sort in sorts:
         sizes = sizes_of(sort)

@@ -1,7 +1,7 @@
-"""The first plan of Llama-2, compiled, beside MaxText's own script for the same chips and batch.
+"""The planner's best plan of Llama-2, compiled, compared with MaxText's script for the same chips.
 
-MaxText needs a Python of its own: `scripts/maxtext` compiles its program there, whose dump is read
-and timed here in the same way as ours.
+MaxText needs another Python, with which `scripts/maxtext` compiles its program; the dump of that
+program is timed here in the same way as jaxdist's.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ CASES = {
     "7b": Case("Llama-2-7B", llama_7b(BATCH), TOPOLOGY, (*SIZES_7B, f"train.batch_size={BATCH}")),
     "70b": Case("Llama-2-70B", llama_70b(BATCH), TOPOLOGY, (f"train.batch_size={BATCH}",)),
 }
-"""By the name of a dump: what it is of."""
+"""The case of each dump, by the dump's name."""
 
 
 def figures(dumps: Path) -> Sequence[Figure]:
-    """Predicted steps of both, of each model.
+    """Compare the predicted steps of jaxdist and MaxText, for each model.
 
     Args:
-      dumps: holds a folder for each of `CASES` that `scripts/maxtext` has written.
+      dumps: a directory with a folder for each of `CASES`, written by `scripts/maxtext`.
 
     Raises:
-      RunError: one is missing.
+      RunError: a folder is missing.
     """
     for name in CASES:
         if not (dumps / name).is_dir():

@@ -1,4 +1,4 @@
-"""The best plans of one model by formula, each compiled: whether the order is the same."""
+"""The best plans of a model by formula, and their order by compiled programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class Case:
     """A model on a topology.
 
     Attributes:
-      settings: that make it of `bench/tpu/llama.yaml`.
+      name: the name of the case.
+      model: the model, with its batch.
+      topology: the TPUs.
+      settings: the overrides of `benchmarks/tpu/llama.yaml` that give this model.
     """
 
     name: str
@@ -43,14 +46,14 @@ RANKED = Case("Llama-2-7B on v5e:4x4", llama_7b(64), "v5e:4x4", (*SIZES_7B, "tra
 
 @dataclass(frozen=True)
 class Ranked:
-    """One of the best plans, by formula and compiled."""
+    """One of the best plans, with the results of the formulas and of the compiler."""
 
     judged: Judged
     compiled: Confirmed
 
 
 def ranked(case: Case) -> Sequence[Ranked]:
-    """The best plans, the fastest by formula first."""
+    """Compile the best plans of a case, in their order by formula, fastest first."""
     found = search(case.model, parse_target(case.topology))
     return [
         Ranked(one, kept_or_compiled(list(case.settings), one.plan, case.topology))
@@ -66,7 +69,7 @@ TOP_FIVE = (
 
 
 def laid_out(cases: Sequence[Case], count: int) -> Sequence[Ranked]:
-    """The best plans of each case, with the memory that the compiler lays out."""
+    """Return the best plans of each case, with the memory that the compiler lays out."""
     return [
         Ranked(one, kept_or_laid_out(list(case.settings), one.plan, case.topology))
         for case in cases
@@ -75,7 +78,7 @@ def laid_out(cases: Sequence[Case], count: int) -> Sequence[Ranked]:
 
 
 def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
-    """Pairs in the same order less pairs in the other, over all pairs (Kendall 1938).
+    """Return Kendall's tau: concordant minus discordant pairs, over all pairs (Kendall 1938).
 
     >>> kendall_tau([1, 2, 3], [1, 3, 2])
     0.3333333333333333

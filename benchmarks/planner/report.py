@@ -1,4 +1,4 @@
-"""`jaxdist bench plan`: what the planner's formulas say beside compilers and published runs."""
+"""The bench `jaxdist bench plan`: the planner's formulas against compilers and published runs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ from jaxdist.planner.target import Places, meshes, parse_target
 
 PROGRAMS = 60
 SEED = 3
-"""The seed of the draws; those of 1 and 2 were read for the factors of memory."""
+"""The seed of the draws, other than the seeds 1 and 2 that served to choose the factors of
+memory."""
 
 
 def bench(programs: int = PROGRAMS, maxtext: Path | None = None, lab: bool = False) -> Report:
-    """Hold memory, time, ranking and search against what is known.
+    """Compare the planner's memory, time, ranking and search with compilers and published runs.
 
     Args:
-      programs: drawn plans whose memory the compiler lays out, seconds each; with any, six plans
-        are compiled, minutes each. 0 asks the compiler for nothing.
-      maxtext: what `scripts/maxtext` has written, to compare with.
-      lab: instead of all this, time plans on slow links (see scripts/lab); ten minutes.
+      programs: the number of drawn plans whose memory the compiler lays out, in seconds each. If it
+        is not 0, six plans are also compiled, in minutes each.
+      maxtext: a directory that `scripts/maxtext` has written, to compare with.
+      lab: whether to time only plans on slow links (see scripts/lab), in ten minutes.
     """
     if lab:
         return plan_lab.bench()
@@ -59,7 +60,7 @@ def bench(programs: int = PROGRAMS, maxtext: Path | None = None, lab: bool = Fal
 
 
 def compiled(count: int) -> list[Program]:
-    """Drawn plans that the compiler takes, with their memory."""
+    """Return the drawn plans that the compiler accepts, with their memory."""
     found = []
     for one in programs(SEED, count):
         print(f"{one.drawn.plan.words()}, {one.drawn.topology}", file=sys.stderr)
@@ -73,14 +74,14 @@ def places_of(topology: str, sizes: tuple[int, int, int]) -> Places:
 
 
 def judged(row: Published) -> Judged:
-    """The formulas' word on a published plan."""
+    """Return the formulas' results for a published plan."""
     plan = row.plan
     places = places_of(row.topology, (plan.stage, plan.data, plan.tensor))
     return judge_plan(row.model, plan, places, parse_target(row.topology, row.slices))
 
 
 def published_figures() -> list[Figure]:
-    """MFU of each published run, and the median and the worst error."""
+    """Compare the MFU of each published run, and return the median and the worst error."""
     figures, errors = [], []
     for row in PUBLISHED:
         ours = judged(row).mfu(row.model, parse_target(row.topology), masked=row.whole)
@@ -97,7 +98,7 @@ def published_figures() -> list[Figure]:
 
 
 def search_figures() -> list[Figure]:
-    """Seconds of a search of 70B on 512 chips."""
+    """Time a search of plans for 70B on 512 chips."""
     begun = time.perf_counter()
     found = search(llama_70b(1024), parse_target("v5p:8x8x8"))
     spent = time.perf_counter() - begun
@@ -106,7 +107,7 @@ def search_figures() -> list[Figure]:
 
 
 def _waits(row: Published) -> float:
-    """The share of a step's seconds in which nothing is computed."""
+    """Return the fraction of a step's time in which nothing is computed."""
     seconds = judged(row).seconds
     return (seconds.data + seconds.slow + seconds.tensor + seconds.bubble) / seconds.total
 
@@ -121,15 +122,18 @@ published_listing = Sheet[Published](
         "waits": _waits,
     },
 )
-"""Where the published plans' time goes by the formulas."""
+"""The listing of the published plans, with the part of their time that waits, by formula."""
 
 
 @dataclass(frozen=True)
 class Against:
-    """A published plan beside ours.
+    """A published plan compared with the planner's.
 
     Attributes:
-      rank: of theirs among our five; None where it is not there.
+      row: the published run.
+      theirs: the formulas' results for the published plan.
+      ours: the planner's first plan.
+      rank: the rank of the published plan among the planner's five; None if it is not there.
     """
 
     row: Published
@@ -143,7 +147,7 @@ class Against:
         return self.ours.seconds.total / self.theirs.seconds.total
 
     def why(self) -> str:
-        """The verdict in a line."""
+        """Format the verdict in a line."""
         if self.rank is not None:
             return f"ours too, number {self.rank} of five"
         before, after = self.theirs.seconds.parts(), self.ours.seconds.parts()
@@ -156,7 +160,7 @@ class Against:
 
 
 def against_rows() -> list[Against]:
-    """Each published plan beside our five."""
+    """Compare each published plan with the planner's five best."""
     rows = []
     for row in PUBLISHED:
         top = best(search(row.model, parse_target(row.topology, row.slices)), 5)
@@ -166,7 +170,7 @@ def against_rows() -> list[Against]:
 
 
 def against_figure(rows: Sequence[Against]) -> Figure:
-    """The share of published plans that are among our five, or slower than ours by formula."""
+    """Return the share of published plans among the planner's five, or slower than its first."""
     good = sum(one.rank is not None or one.ratio < 1 for one in rows)
     note = "plans among our five, or predicted slower than our first; the table has the reasons"
     return Figure("published plans found or beaten", good, len(rows), ">= 1", "", note)
@@ -182,11 +186,11 @@ against_listing = Sheet[Against](
         "why": lambda one: one.why(),
     },
 )
-"""Our plan for each published one, and why it differs."""
+"""The listing of the planner's plan for each published plan, with the reason for differences."""
 
 
 def error_of(one: Program) -> float:
-    """Memory by formula over memory of the compiled program."""
+    """Return the ratio of the memory by formula to that of the compiled program."""
     given, plan = one.drawn, one.drawn.plan
     places = places_of(given.topology, (plan.stage, plan.data, plan.tensor))
     mine = judge_plan(decoder(given), plan, places, parse_target(given.topology))
@@ -194,7 +198,7 @@ def error_of(one: Program) -> float:
 
 
 def memory_figures(found: Sequence[Program]) -> list[Figure]:
-    """The median error and how many are near."""
+    """Return the median error of memory, and the share of plans with an error up to 15%."""
     if not found:
         return []
     errors = [abs(error_of(one) - 1) for one in found]
@@ -207,7 +211,7 @@ def memory_figures(found: Sequence[Program]) -> list[Figure]:
 
 
 def fits_figure(top: Sequence[Ranked]) -> Figure:
-    """How many of the best plans, which fit by formula, the compiler takes."""
+    """Count the best plans, which fit by formula, that the compiler accepts."""
     taken = sum(not one.compiled.refusal for one in top)
     note = f"the five best plans of {', '.join(one.name for one in TOP_FIVE)}; the compiler's word"
     return Figure("best plans that the compiler takes", taken, len(top), ">= 1", "", note)
@@ -224,11 +228,11 @@ memory_listing = Sheet[Program](
         "ratio": error_of,
     },
 )
-"""The memory of every program, by formula and compiled."""
+"""The listing of the memory of every program, by formula and compiled."""
 
 
 def ranking_figure(six: Sequence[Ranked]) -> Figure:
-    """How far formulas and compiled programs agree on the order of the six best plans."""
+    """Return how well formulas and compiled programs agree on the order of the six best plans."""
     taken = [one for one in six if not one.compiled.refusal]
     tau = kendall_tau(
         [one.judged.seconds.total for one in taken], [one.compiled.seconds for one in taken]

@@ -1,1 +1,1 @@
-"""How many planted faults `jaxdist prove` finds, and how many right plans it calls wrong."""
+"""The bench `jaxdist bench prove`: planted faults that are found, and false alarms."""

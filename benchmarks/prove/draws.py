@@ -1,6 +1,7 @@
-"""Right plans, drawn at random, whose types must hold no error.
+"""Random correct plans, for which the check of types must report no error.
 
-Only the types: `jaxdist parity --draw` compares the numbers of the same draws with one device.
+Only types are checked here: `jaxdist parity --draw` compares the numbers of the same draws with
+those of one device.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from jaxdist.proofs.types.program import types_of
 from jaxdist.types import Json
 
 ROWS = 4
-"""How many times larger the batches are than those of the draws: with a single row on each device
-and microbatch, the dim of the rows is not told from other dims of size 1."""
+"""The factor on the batches of the draws: with a single row on each device and microbatch, the dim
+of the rows could not be distinguished from other dims of size 1."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The types of a draw.
+    """The result of checking the types of a draw.
 
     Attributes:
-      refused: why the plan cannot be built; empty for others.
-      alarms: findings, each of which is a false alarm.
-      undecided: reasons, each once.
-      leaves, proved: number of outputs of the step's `shard_map`s, and of those that are proved.
+      seed: the seed of the draw.
+      refused: the reason why the plan cannot be built; empty if it can.
+      alarms: the findings, each of which is a false alarm.
+      undecided: the reasons why outputs are undecided, without duplicates.
+      leaves, proved: the number of outputs of the step's `shard_map`s, and of proved outputs.
     """
 
     seed: int
@@ -43,15 +45,16 @@ class Outcome:
 
 
 def outcomes(seeds: Iterable[int]) -> Iterator[Outcome]:
-    """Yield the types of each draw."""
+    """Yield the result for each draw."""
     for seed in seeds:
         yield judged(seed)
+        # Each draw traces other programs, which jax would keep in memory.
         if seed % 10 == 0:
             jax.clear_caches()
 
 
 def judged(seed: int) -> Outcome:
-    """Return the types of the step of a draw."""
+    """Check the types of the train step of a draw."""
     try:
         found = types_of(built(enlarged(draw(seed).sections)).program)
     except JaxdistError as error:

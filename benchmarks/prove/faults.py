@@ -1,7 +1,8 @@
-"""Faults of step code to plant: where, what becomes of the line, and which values they spoil.
+"""Faults to plant in the code of train steps: their place, their code, and the values they spoil.
 
-A fault is planted in the code of the plan alone: one device computes as before. Each stands for
-reports of other systems: sums that are missing or taken twice, norms and counts of a shard.
+A fault is planted only in the code of the plan: the reference on one device computes as before.
+Each represents bugs reported of other systems, such as sums that are missing or taken twice, or
+norms and counts of a single shard.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ class Fault:
 
     Attributes:
       family: the class of mistakes.
-      file: of the package.
-      was, becomes: text that is there once, and what takes its place.
-      spoils: an expression for the names of the leaves or values that come out wrong.
+      file: the file in the package.
+      was, becomes: a text that occurs once in the file, and its replacement.
+      spoils: a regular expression for the names of the leaves or values that become wrong.
       plans: the plans in which it is planted.
     """
 

@@ -1,4 +1,4 @@
-"""Plant faults in the step code of plans, and see which part of a proof reports each."""
+"""Plant faults in the step code of plans, and record the part of a proof that reports each."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ ROOT = Path(jaxdist.__file__).parent
 
 @dataclass(frozen=True)
 class Planted:
-    """A fault in a plan, and what reported it.
+    """A fault in a plan, and the reports of it.
 
     Attributes:
-      types, numbers: the right leaf or value that the part reported; numbers are compared where
-        types report none.
-      elsewhere: reports of other leaves or values alone.
-      changed: whether the program is another at all; without a change nothing is wrong.
+      fault, plan: the fault, and the name of the plan.
+      types, numbers: the spoiled leaf or value that this part of the proof reported; numbers are
+        compared only if types report none.
+      elsewhere: the reported leaves or values, if only others than the spoiled were reported.
+      changed: whether the fault changes the program; if not, nothing is wrong.
     """
 
     fault: Fault
@@ -48,12 +49,12 @@ class Planted:
 
     @property
     def found(self) -> bool:
-        """Whether a part reported the right leaf or value."""
+        """Whether a part reported a spoiled leaf or value."""
         return bool(self.types or self.numbers)
 
 
 def drawn(seed: int) -> list[tuple[Fault, str]]:
-    """Return all faults in plans in a random order, but each fault in one plan first."""
+    """Return all pairs of fault and plan in random order, after one pair for each fault."""
     chance = random.Random(seed)
     first, rest = [], []
     for fault in faults():
@@ -75,7 +76,10 @@ def codes(code: CodeType) -> dict[str, CodeType]:
 
 @contextmanager
 def planted(fault: Fault) -> Iterator[None]:
-    """Give each function of the file that the fault changes its changed code, for a while."""
+    """Replace the code of each function that the fault changes; restore it at the end.
+
+    Replacing code objects keeps the functions that other modules have imported.
+    """
     path = ROOT / fault.file
     text = path.read_text()
     assert text.count(fault.was) == 1, fault
@@ -102,14 +106,17 @@ def planted(fault: Fault) -> Iterator[None]:
 
 
 def _function(found: Any) -> Any:
-    """Return the function of a property, a jitted function, and the like."""
+    """Return the plain function inside a property, a cached property or a wrapped function."""
     found = getattr(found, "fget", None) or getattr(found, "func", None) or found
     return getattr(found, "__wrapped__", found)
 
 
 @cache
 def plan(name: str) -> tuple[JsonObject, Reference, Reference]:
-    """Return a plan's sections at reduced size, and the numbers of one device."""
+    """Return a plan's sections at reduced size, and the references of one device.
+
+    The first reference has data without weights, the second with weights.
+    """
     sections, _ = reduced(_built(PLANS[name]))
     references = Reference(sections, False, 0), Reference(sections, True, 0)
     for reference in references:
@@ -119,10 +126,10 @@ def plan(name: str) -> tuple[JsonObject, Reference, Reference]:
 
 
 def judged(fault: Fault, name: str) -> Planted:
-    """Plant a fault in a plan and prove it; one device computes without it.
+    """Plant a fault in a plan and prove the plan; the reference computes without the fault.
 
-    Numbers are compared where types report nothing right, and with weights where they do not show
-    it without: devices that disagree about a weight take different branches, and never end.
+    Numbers are compared if types do not report a spoiled leaf, and with weights only if they are
+    right without: devices that disagree about a weight take different branches, and never end.
     """
     sections, *references = plan(name)
     jax.clear_caches()
@@ -147,7 +154,7 @@ def judged(fault: Fault, name: str) -> Planted:
 
 
 def _lines(fault: Fault) -> set[str]:
-    """Return the lines of a fault, as findings name them."""
+    """Return the names of a fault's lines, in the form of findings."""
     text = (ROOT / fault.file).read_text()
     line = text[: text.index(fault.was)].count("\n") + 1
     last = line + fault.was.count("\n")
@@ -160,7 +167,7 @@ def _built(sections: Mapping[str, Any]) -> Experiment:
 
 
 def _text(experiment: Experiment) -> str:
-    """Return the programs of the step and of an evaluation, without addresses."""
+    """Return the text of the step and of an evaluation, without addresses, to compare programs."""
     program = experiment.program
     step = jax.make_jaxpr(program.train)(program.state_shapes, program.batch)
     rows = next(iter(program.batch.values())).shape[0]
@@ -172,9 +179,9 @@ def _text(experiment: Experiment) -> str:
 
 
 def mutations(count: int, seed: int) -> Iterator[Planted]:
-    """Yield what reported each of `count` faults that change a program, drawn by a seed.
+    """Plant `count` random faults that change a program, and yield the reports of each.
 
-    Plan by plan, since the numbers of one device are kept for each.
+    Faults are sorted by plan, since the reference of each plan is cached.
     """
     pairs = drawn(seed)
     for fault, name in sorted(pairs[:count], key=lambda pair: pair[1]):
@@ -182,7 +189,7 @@ def mutations(count: int, seed: int) -> Iterator[Planted]:
         if found.changed:
             yield found
             continue
-        # A fault that changes nothing in this plan is no fault; others are in reserve.
+        # A fault that does not change this plan's program is replaced by one of the other pairs.
         while len(pairs) > count:
             found = judged(*pairs.pop(count))
             if found.changed:

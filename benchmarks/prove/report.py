@@ -1,4 +1,4 @@
-"""`jaxdist bench prove`: planted faults that are reported, and right plans that are not."""
+"""The bench `jaxdist bench prove`: planted faults that are reported, and false alarms."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PLAN = ("mesh.data=8", "parallel.reduce.type=ring", "parallel.zero.stage=3")
 
 
 def bench(programs: int = DRAWS, faults: int = FAULTS) -> Report:
-    """Plant faults, draw right plans, and follow the types of 80 layers; an hour on two cores.
+    """Plant faults, draw correct plans, and check the types of 80 layers; an hour on two cores.
 
     Args:
-      programs: number of right plans, seconds each.
-      faults: number of faults, ten seconds each.
+      programs: the number of correct plans, which take seconds each.
+      faults: the number of faults, which take ten seconds each.
     """
     found = [_said(one) for one in mutations(faults, SEED)]
     draws = [one for one in outcomes(range(SEED, SEED + programs)) if not one.refused]
@@ -44,7 +44,7 @@ def _said(one: Planted) -> Planted:
 
 
 def types_figure() -> Figure:
-    """Return the seconds of the types of 80 layers at full size, of which nothing is computed."""
+    """Time the check of types of 80 layers at full size; the program is traced but not run."""
     document, config = load(CONFIG, PLAN)
     program = build(config, document, devices=jax.devices()[:8]).program
     shapes = program.state_shapes, program.batch
@@ -57,7 +57,7 @@ def types_figure() -> Figure:
 
 
 def alarms_figure(draws: Sequence[Outcome]) -> Figure:
-    """Return the number of right plans with an error."""
+    """Count the correct plans for which an error is reported."""
     alarms = [one.seed for one in draws if one.alarms]
     leaves, proved = sum(one.leaves for one in draws), sum(one.proved for one in draws)
     note = f"seeds with an alarm: {alarms}; {proved} of {leaves} leaves of shard_maps are proved"
@@ -65,7 +65,7 @@ def alarms_figure(draws: Sequence[Outcome]) -> Figure:
 
 
 def faults_figures(found: Sequence[Planted]) -> list[Figure]:
-    """Return how many faults are reported at the right leaf or value, and by which part."""
+    """Count the faults that are reported at a spoiled leaf or value, in all and by part."""
     named = {
         "planted faults reported": [one for one in found if one.found],
         "by types": [one for one in found if one.types],
@@ -87,4 +87,5 @@ faults_listing = Sheet[Planted](
         "numbers": "numbers",
     },
 )
-"""The leaf or value that each part reported; in rows without any, the fault was not found."""
+"""The listing of the leaf or value that each part reported; if both are empty, the fault was not
+found."""

@@ -1,1 +1,1 @@
-"""Steps compiled for TPU pods without a TPU, and the time that their compiler estimates."""
+"""Steps that are compiled for TPU pods without a TPU, and times from the compiler's estimates."""

@@ -1,13 +1,13 @@
-"""The train steps that `jaxdist bench tpu` compiles, and what is published of them."""
+"""The train steps that `jaxdist bench tpu` compiles, with their goals and published results."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 LLAMA_7B = "model.layers=32 model.embed=4096 model.heads=32 model.kv_heads=32 model.mlp=11008"
-"""Llama-2-7B (arXiv 2307.09288), without its vocabulary, which is that of the config."""
-# MaxText's own models: `global_parameter_scale` times its base of 16 layers, width 2048, 16 heads
-# of 128, mlp 7168 (configs/v5e/*.sh, configs/v5p/*.sh).
+"""Llama-2-7B (arXiv 2307.09288), except for its vocabulary, which the config has."""
+# MaxText's own models scale a base of 16 layers, width 2048, 16 heads of 128 and mlp 7168 by
+# `global_parameter_scale` (configs/v5e/*.sh, configs/v5p/*.sh).
 SCALE_16B = (
     "model.layers=32 model.embed=4096 model.heads=64 model.kv_heads=64 model.head_size=128 "
     "model.mlp=28672"
@@ -32,16 +32,16 @@ ALL_BUT_NONLINEAR = (
 
 @dataclass(frozen=True)
 class Case:
-    """One step.
+    """A train step to compile.
 
     Attributes:
-      name: model and plan.
-      topology: the chips.
-      settings: overrides of `llama.yaml`, separated by spaces outside braces.
-      most_seconds: the goal of the step, or None.
-      least_mfu: the goal of MFU with causal attention counted half, or None.
-      published_mfu: measured by MaxText on these chips, or None.
-      most_peak_gb: the goal of memory, or None.
+      name: the model and the plan.
+      topology: the TPUs.
+      settings: overrides of `llama.yaml`.
+      most_seconds: the goal for the seconds of the step, or None.
+      least_mfu: the goal for the MFU that counts causal attention half, or None.
+      published_mfu: the MFU that MaxText measured on these chips, or None.
+      most_peak_gb: the goal for the peak memory, or None.
     """
 
     name: str
@@ -113,4 +113,5 @@ CASES = (
         "parallel.pipeline.activations=stash",
     ),
 )  # fmt: skip
-"""Published: README files of MaxText's configs for v5e and v5p; 70B: its model table for v5p."""
+"""The steps to compile. Published MFUs are from the README files of MaxText's configs for v5e and
+v5p; that of 70B is from its table of models for v5p."""

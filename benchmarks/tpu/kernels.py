@@ -1,4 +1,4 @@
-"""The compiler's estimates of single kernels beside what the chip can do at best."""
+"""The compiler's estimates of single kernels, compared with the chip's limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operation: its predicted seconds, and the least that the chip's figures allow."""
+    """One operation: its predicted seconds, and the least seconds that the chip's limits allow."""
 
     name: str
     seconds: float
@@ -37,7 +37,7 @@ class Kernel:
 
 
 def figures(found: Sequence[Kernel]) -> list[Figure]:
-    """Predicted over least, each within 15%."""
+    """Compare the predicted seconds with the least; the goal is 15% more."""
     unit = "predicted ms"
     return [
         Figure(k.name, 1e3 * k.seconds, 1e3 * k.least_seconds, "<= 1.15", unit, NOTE * (not i))
@@ -46,7 +46,7 @@ def figures(found: Sequence[Kernel]) -> list[Figure]:
 
 
 def compiled_kernels() -> list[Kernel]:
-    """A product, a sum and a chain of element-wise operations on each kind of chip."""
+    """Compile matrix products and an element-wise sum for each kind of chip."""
     kernels = []
     for name, topology in TOPOLOGIES.items():
         chip, known = topology_devices(topology)[:1], device(name)
@@ -68,7 +68,7 @@ def predicted_seconds(
     *shapes: jax.ShapeDtypeStruct,
     options: Options | None = None,
 ) -> float:
-    """Compile a function for one chip and return the seconds that its estimates add up to."""
+    """Compile a function for one chip, and return the seconds of the compiler's estimates."""
     whole = NamedSharding(mesh, PartitionSpec())
     lowered = jax.jit(function, in_shardings=whole, out_shardings=whole).lower(*shapes)
     _, text = compile_with_text(lowered, options)

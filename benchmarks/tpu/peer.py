@@ -1,9 +1,10 @@
-"""Another framework's program, compiled for the same chips and timed the same way.
+"""The predicted time of another framework's program, compiled for the same chips.
 
-`python -m benchmarks.tpu.peer DUMP TOPOLOGY AXIS=SIZE...` reads what XLA dumped
-(`--xla_dump_to=DUMP --xla_dump_hlo_as_text=true`), such as of MaxText's ahead-of-time compilation
-(`maxtext.trainers.pre_train.train_compile`, `compile_xla_flags`), and prints its predicted time.
-The order of its devices is taken to be the topology's: exact where collectives span all chips.
+`python -m benchmarks.tpu.peer DUMP TOPOLOGY AXIS=SIZE...` reads a dump of XLA
+(`--xla_dump_to=DUMP --xla_dump_hlo_as_text=true`), such as that of MaxText's ahead-of-time
+compilation (`maxtext.trainers.pre_train.train_compile`, `compile_xla_flags`), and prints the
+predicted time. The devices are assumed to be in the topology's order, which makes no difference
+where collectives span all chips.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ WRITTEN = "*after_codegen.txt"
 
 
 def predicted(dump: Path, topology: str, axes: dict[str, int]) -> StepTime:
-    """The predicted time of the largest program in a dump.
+    """Return the predicted time of the largest program in a dump.
 
     Raises:
-      RunError: there is none.
+      RunError: the dump has no program.
     """
     files = sorted(dump.glob(WRITTEN), key=lambda path: path.stat().st_size)
     if not files:
@@ -39,7 +40,7 @@ def predicted(dump: Path, topology: str, axes: dict[str, int]) -> StepTime:
 
 
 def main(dump: str, topology: str, *axes: str) -> None:
-    """Print the split and the dearest operations."""
+    """Print the parts of the predicted time, and the operations that take most of it."""
     sizes = {name: int(size) for name, _, size in (axis.partition("=") for axis in axes)}
     found = predicted(Path(dump), topology, sizes)
     console = Console()

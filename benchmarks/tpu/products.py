@@ -1,10 +1,10 @@
 """Estimate how fast each TPU family multiplies matrices, one compiled product at a time.
 
-`python -m benchmarks.tpu.products [FAMILY...]` compiles bfloat16 products of `ROWS` x k by
-k x n for one chip, with the vector memory that libtpu gives them and with that of
-`parallel.xla.preset: default`, and writes the share of the peak that the compiler's own estimate
-leaves to `jaxdist/cost/products.json`. The planner reads that table; nothing in it is fitted to a
-whole step or to a published run.
+`python -m benchmarks.tpu.products [FAMILY...]` compiles bfloat16 products of `ROWS` x k by k x n
+for one chip, with libtpu's default limit of vector memory and with that of
+`parallel.xla.preset: default`. By the compiler's own estimates, each product reaches a share of
+the chip's peak, which is written to `jaxdist/cost/products.json`. The planner reads that table;
+nothing in it is fitted to a whole step or to a published run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOPOLOGIES = {
 }
 ROWS = 8192
 LENGTHS = (1024, 4096, 8192, 28672)
-"""The contracted dim and the columns of each product."""
+"""The sizes of the contracted dim, and of the columns, of products."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ class Product:
     """One product and the share of the peak that it reaches.
 
     Attributes:
-      table: `SCOPED` or `OWN_LIMIT`.
+      table: `SCOPED` or `OWN_LIMIT`, the limit of vector memory.
+      contracted: the size of the contracted dim.
+      columns: the number of columns.
+      share: the share of the chip's peak, from 0 to 1.
     """
 
     table: str
@@ -72,7 +75,7 @@ def compiled_products(family: str) -> list[Product]:
 
 
 def main(families: Sequence[str]) -> None:
-    """Measure the families and write them into the table; the others keep their rows."""
+    """Write the shares of these families into the table; other families keep their rows."""
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     for family in families or TOPOLOGIES:
         rows = child.apart(compiled_products, "compiling products for {}")(family)
@@ -85,7 +88,7 @@ def main(families: Sequence[str]) -> None:
 
 
 def _text(table: dict[str, dict[str, list[list[float]]]]) -> str:
-    """One row of a table a line, which keeps differences readable."""
+    """Format the table as JSON with a line for each row, which keeps diffs readable."""
     families = []
     for family, tables in sorted(table.items()):
         parts = []
@@ -97,5 +100,5 @@ def _text(table: dict[str, dict[str, list[list[float]]]]) -> str:
 
 
 if __name__ == "__main__":
-    # Under its own name, by which the child process finds `compiled_products`.
+    # Imported by name, since the child process could not find a function of `__main__`.
     importlib.import_module("benchmarks.tpu.products").main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""One step compiled for a pod, in a process of its own: what it is predicted to take."""
+"""The predicted time and memory of a step that is compiled for a pod, in a separate process."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ class Step:
     """A predicted step; bytes and seconds are of one device.
 
     Attributes:
-      fits: whether the compiler takes it; where not, `refusal` says why and all else is 0.
-      mfu, mfu_causal: attention counted whole, and half.
-      parts: seconds by what the device does or waits for.
-      overlapped_seconds: of collectives beside compute, by axes.
-      dearest: operations and their seconds.
-      estimate_seconds: what the prediction itself took.
-      compile_seconds: what the compiler took.
+      fits: whether the compiler accepts the program.
+      refusal: the compiler's reason to refuse, in which case all numbers are 0.
+      model, mesh: the model and the mesh, as text.
+      seconds: the predicted seconds of a step.
+      mfu, mfu_causal: the MFU that counts all of attention, and the MFU that counts half.
+      peak_bytes: the peak memory.
+      parts: the seconds of each kind of work or waiting.
+      overlapped_seconds: the seconds of collectives that run during compute, by axes.
+      dearest: the operations that take the most time, with their seconds.
+      estimate_seconds: the time that the prediction itself took.
+      compile_seconds: the time that the compiler took.
     """
 
     fits: bool
@@ -46,13 +50,13 @@ class Step:
 
 
 def measure(case: Case) -> Step:
-    """Compile a case in a process of its own."""
+    """Compile a case in a new process, and predict its step."""
     compile_one = child.apart(predicted, f"compiling {case.name} for {case.topology}")
     return compile_one(case.topology, case.settings)[0]
 
 
 def predicted(topology: str, settings: Sequence[str]) -> list[Step]:
-    """The step of `llama.yaml` with settings on top, compiled for a topology."""
+    """Compile the step of `llama.yaml` with these overrides for a topology, and predict it."""
     try:
         found = inspect_step(open_subject(CONFIG, settings, topology_devices(topology)))
     except RunError as error:

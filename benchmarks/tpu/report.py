@@ -1,6 +1,6 @@
-"""`jaxdist bench tpu`: predicted steps of pods, beside what is published of them.
+"""The bench `jaxdist bench tpu`: predicted steps of pods, compared with published results.
 
-Nothing runs on a TPU: libtpu compiles, its estimates are added up (`jaxdist.cost.step_time`).
+No TPU is used: libtpu compiles, and its estimates are added up (`jaxdist.cost.step_time`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from jaxdist.errors import RunError
 from jaxdist.runtime.environment import versions
 
 ESTIMATE_SECONDS = 5.0
-"""The longest time that the prediction of a program of 80 layers may take."""
+"""The goal for the time to predict a program of 80 layers."""
 
 
 PREDICTED = "predicted s"
-"""A unit that does not move with the machine, as measured seconds do."""
+"""The unit of predicted times; a figure in "s" would be recorded as one that varies by machine."""
 
 
 def bench() -> Report:
-    """Compile every case, one after another: minutes each."""
+    """Compile every case, one after another, in minutes each."""
     if reason := lacking("libtpu"):
         return Report("tpu", [Figure.skipped("programs", reason)])
     figures = kernels.figures(kernels.measure())
@@ -43,12 +43,12 @@ def bench() -> Report:
 
 
 def label(case: Case) -> str:
-    """A case with its chips."""
+    """Return the name of a case with its chips."""
     return f"{case.name}, {case.topology}"
 
 
 def step_figures(found: Sequence[tuple[Case, Step]]) -> list[Figure]:
-    """The goals that cases state, and the error against what is published."""
+    """Compare predictions with the cases' goals, and return the error of published MFUs."""
     figures: list[Figure] = []
     errors: list[float] = []
     for case, step in found:
@@ -94,11 +94,11 @@ listing = Sheet[tuple[Case, Step]](
         "peak": (lambda one: one[1].peak_bytes / 1e9, "GB"),
     },
 )
-"""Every step: chips, mesh, seconds, MFU by both definitions, memory."""
+"""The listing of every step: chips, mesh, seconds, MFU by both definitions, memory."""
 
 
 def parts(found: Sequence[tuple[Case, Step]]) -> Listing:
-    """Where the seconds of each step go."""
+    """List the seconds of each part of each step."""
     rows = [
         (label(case), name, seconds, seconds / step.seconds)
         for case, step in found

@@ -1,16 +1,17 @@
-"""How many cycles splash attention's kernels take for a block, by the schedule that libtpu prints.
+"""The cycles that splash attention's kernels take for a block, by the schedule that libtpu prints.
 
 `python -m benchmarks.tpu.splash [FAMILY...]` compiles jax's kernels alone, forward and backward,
-for one chip of each family, with the options of `parallel.xla.preset: default` and the low-level
-schedule written to a directory. A turn of a kernel's loop computes one block of queries by one of
-keys:
+for one chip of each family, with the options of `parallel.xla.preset: default`; libtpu writes the
+low-level schedule to a directory. A turn of a kernel's loop computes one block of queries by one
+block of keys:
 
-- its largest region holds the products: it takes its bundles, or the cycles of the matrix units;
-- regions that begin the loop or follow a branch start and await copies: in every turn;
-- the rest clears and writes the accumulators: once for each row of blocks, which is (n + 1) / 2
-  turns under a causal mask of n x n blocks.
+- The largest region has the products. It takes as many cycles as it has bundles, or as the matrix
+  units need, whichever is more.
+- Regions that begin the loop or follow a branch start and await copies, in every turn.
+- The other regions clear and write the accumulators, once for each row of blocks, which is
+  (n + 1) / 2 turns under a causal mask of n x n blocks.
 
-The share of the peak that follows stands in `jaxdist.cost.kernels`.
+The resulting share of the peak is copied to `jaxdist.cost.kernels`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from jaxdist.runtime.topology import topology_devices
 BLOCKS = (512, 1024, 2048)
 LENGTH, HEADS, WIDTH = 4096, 8, 128
 CORES = {"v4": 2, "v5p": 2}
-"""Cores of a device (megacore), where they are more than one; a kernel's schedule is of one."""
+"""The cores of a device (megacore), if more than 1; a kernel's schedule is for one core."""
 
 _LINE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s+((?:> ?)*)")
 _KERNEL = re.compile(r"splash_mqa_(fwd|dq|dkv)\w*\.\d+-\d+-final_bundles\.txt$")
@@ -55,7 +56,7 @@ _KERNEL = re.compile(r"splash_mqa_(fwd|dq|dkv)\w*\.\d+-\d+-final_bundles\.txt$")
 
 @dataclass(frozen=True)
 class Turn:
-    """Cycles of one block: what its products need, and what the schedule gives them."""
+    """The cycles of one block: the least that its products need, and those of the schedule."""
 
     family: str
     kernel: str
@@ -65,12 +66,12 @@ class Turn:
 
     @property
     def efficiency(self) -> float:
-        """Share of the matrix units' peak."""
+        """The share of the matrix units' peak."""
         return self.product_cycles / self.cycles
 
 
 def regions(lines: Iterable[str]) -> list[tuple[str, int]]:
-    """Label and bundles of each region in the loop of a listing."""
+    """Return the label and the number of bundles of each region in the loop of a listing."""
     found: list[tuple[str, int]] = []
     label, depth, count = "", 0, 0
     for line in lines:
@@ -94,12 +95,12 @@ def per_cycle(family: str) -> int:
     known = device(family)
     assert known.clock_hz is not None, family
     flops = known.flops_per_second["bfloat16"] / known.clock_hz / CORES.get(family, 1)
-    # Published peaks are rounded; units come in squares of 128.
+    # Published peaks are rounded, but matrix units have multiples of 128 x 128 cells.
     return round(flops / 2 / 128**2) * 128**2
 
 
 def turn(family: str, kernel: str, block: int, listing: str) -> Turn:
-    """The cycles of a turn, from the final bundles of a kernel."""
+    """Return the cycles of a turn, from the listing of a kernel's final bundles."""
     product_cycles = SPLASH[kernel].products * block * block * WIDTH // per_cycle(family)
     parts = sorted(regions(listing.splitlines()), key=lambda part: -part[1])
     each = sum(count for label, count in parts[1:] if label)
@@ -110,7 +111,10 @@ def turn(family: str, kernel: str, block: int, listing: str) -> Turn:
 
 
 def compile_kernels(family: str, block: int) -> list[Turn]:
-    """Compile forward and backward of causal attention on one chip."""
+    """Compile the forward and backward kernels of causal attention for one chip.
+
+    The list is empty: the result is in the files that libtpu writes.
+    """
     chip = topology_devices(TOPOLOGIES[family])[:1]
     mask = masks.MultiHeadMask([masks.CausalMask((LENGTH, LENGTH))] * HEADS)
     sides = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv",
@@ -119,7 +123,7 @@ def compile_kernels(family: str, block: int) -> list[Turn]:
     attend = kernels.make_splash_mqa_single_device(mask, block_sizes=sizes)
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        given: Any = attend(q, k, v)  # its type also has residuals, which are not asked for
+        given: Any = attend(q, k, v)  # the type includes residuals, which are not requested here
         return given.astype(jnp.float32).sum()
 
     whole = NamedSharding(Mesh(np.array(chip), ("data",)), PartitionSpec())
@@ -127,16 +131,16 @@ def compile_kernels(family: str, block: int) -> list[Turn]:
     key = jax.ShapeDtypeStruct((LENGTH, WIDTH), jnp.bfloat16)
     grad = jax.grad(loss, (0, 1, 2))
     lowered = jax.jit(grad, in_shardings=whole, out_shardings=whole).lower(query, key, key)
-    options: Any = preset_options("default", chip[0])  # jax's stub has None alone
+    options: Any = preset_options("default", chip[0])  # jax's type stub allows only None
     lowered.compile(compiler_options=options)
     return []
 
 
 def measure(family: str, block: int) -> list[Turn]:
-    """Compile in a process of its own, which reads its flags as it starts, and read what it wrote.
+    """Compile in a new process, since libtpu reads its flags at the start; read the schedules.
 
     Raises:
-      RunError: it fails or takes too long.
+      RunError: the process fails or takes too long.
     """
     with TemporaryDirectory() as directory:
         flags = f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true"
@@ -152,7 +156,7 @@ def measure(family: str, block: int) -> list[Turn]:
 
 
 def main(families: Sequence[str]) -> None:
-    """Print a table; blocks for which there is not enough vector memory have a line too."""
+    """Print a table, also with blocks that the compiler refuses for lack of vector memory."""
     for family in families or TOPOLOGIES:
         for block in BLOCKS:
             try:
@@ -169,5 +173,5 @@ def main(families: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, by which the child process finds `compile_kernels`.
+    # Imported by name, since the child process could not find a function of `__main__`.
     importlib.import_module("benchmarks.tpu.splash").main(sys.argv[1:])

@@ -1,1 +1,1 @@
-"""ZeRO: bytes, memory, the published table, and beside torch."""
+"""The bench `jaxdist bench zero`: bytes, memory, the paper's figure, and a race against torch."""

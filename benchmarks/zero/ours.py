@@ -1,11 +1,12 @@
-"""Our side of `benchmarks.zero.race`: one process that takes steps when told.
+"""A program with jaxdist's side of `benchmarks.zero.race`: a process that takes steps on request.
 
 `python -m benchmarks.zero.ours CONFIG DIRECTORY` joins the processes that
 `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` name; without them it is alone.
 Each process trains on its part of DIRECTORY/tokens.npy. A process alone writes its initial
-parameters, by torch's names, to DIRECTORY/weights.npz. First it prints the number of parameters and
-the cores that it may run on; then, for each number N on its input, it takes N steps and prints
-their seconds and the last loss. CONFIG is the experiment; it and all answers are lines of JSON.
+parameters, by torch's names, to DIRECTORY/weights.npz. First the program prints the number of
+parameters and the cores that it may run on; then, for each number N on its input, it takes N steps
+and prints their seconds and the last loss. CONFIG is the experiment; CONFIG and all answers are
+lines of JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jaxdist.types import Json, Params
 
 
 def serve(program: Program, directory: Path, answers: TextIO) -> None:
-    """Take steps when told, each with the same batch."""
+    """Take steps on request, each with the same batch."""
     state = program.init()
     if jax.process_count() == 1:
         np.savez(directory / "weights.npz", allow_pickle=False, **torch_weights(state.params))
@@ -48,7 +49,7 @@ def serve(program: Program, directory: Path, answers: TextIO) -> None:
 
 
 def load_batch(shapes: Mapping[str, jax.ShapeDtypeStruct], directory: Path) -> dict[str, jax.Array]:
-    """The first rows of the tokens, each device its own, as one document a row."""
+    """Return a batch of the first rows of the tokens, split over devices; a row is a document."""
     rows = np.load(directory / "tokens.npy")[: shapes["tokens"].shape[0]]
     given = {"tokens": rows.astype(np.int32)}
 
@@ -60,7 +61,7 @@ def load_batch(shapes: Mapping[str, jax.ShapeDtypeStruct], directory: Path) -> d
 
 
 def torch_weights(params: Params) -> dict[str, np.ndarray]:
-    """Parameters of our GPT by torch's names: a tensor a layer, kernels `[out, in]`."""
+    """Return a GPT's parameters by torch's names: a tensor for each layer, kernels `[out, in]`."""
     params = jax.tree.map(np.asarray, params)
     blocks, embed = params["blocks"], params["embedding"].shape[1]
     found = {"embedding": params["embedding"], "norm.weight": params["norm"]["scale"]}
@@ -76,9 +77,9 @@ def torch_weights(params: Params) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Join the peers and serve."""
+    """Join the other processes, and take steps on request."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # gloo prints to standard output; the answers must stay alone on theirs
+    os.dup2(2, 1)  # gloo prints to standard output, which must have nothing but answers
     config = ExperimentConfig.model_validate(json.loads(sys.argv[1]))
     with connected(find_processes(os.environ), _report):
         serve(build(config).program, Path(sys.argv[2]), answers)

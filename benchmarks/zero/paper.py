@@ -1,9 +1,8 @@
 """Figure 1 of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) from compiled programs.
 
-The paper computes what 7.5 billion parameters take on each of 64 devices. Here the whole train step
-of such a model is compiled for 64 TPU v5p, and XLA says what it takes, or that it does not fit.
-
-libtpu wants a process of its own.
+The paper computes the memory of 7.5 billion parameters on each of 64 devices. Here the whole train
+step of such a model is compiled for 64 TPU v5p, and XLA reports its memory, or that it does not
+fit. libtpu can be loaded by one process only, hence a separate process.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from jaxdist.types import JsonObject
 
 TOPOLOGY = "v5p:4x4x4"
 WINDOW = 128
-"""Tokens on a device. The paper counts states alone, so activations are kept small."""
+"""The tokens on a device: few, since the paper does not count activations."""
 MODEL: JsonObject = {
     "type": "gpt",
     "layers": 66,
@@ -32,12 +31,12 @@ MODEL: JsonObject = {
     "remat": "full",
     "compute_dtype": "bfloat16",
 }
-"""7.48 billion parameters, narrow and deep as the paper's own models."""
+"""A model of 7.48 billion parameters, narrow and deep as those of the paper."""
 
 
 @dataclass(frozen=True)
 class PaperRow:
-    """One stage; bytes are of one device."""
+    """The memory of one stage; bytes are of one device."""
 
     stage: int
     form: Form
@@ -54,7 +53,7 @@ class PaperRow:
 
 
 def row(stage: int, form: Form, devices: Sequence[Device], model: JsonObject) -> PaperRow:
-    """One stage compiled: its peak, or the compiler's refusal."""
+    """Compile one stage, and return its peak memory or the compiler's refusal."""
     optim: JsonObject = {"master_weights": "bfloat16"}
     program = experiment(stage, form, devices, model, WINDOW, optim).program
     params = tree_size(program.model.params)
@@ -64,7 +63,7 @@ def row(stage: int, form: Form, devices: Sequence[Device], model: JsonObject) ->
 
 
 def compiled_bytes(lowered: jax.stages.Lowered) -> tuple[float, float | None]:
-    """A program's peak; where XLA refuses it, what it would take and what a device has."""
+    """Return a program's peak; if XLA refuses it, the memory that it needs and that of a device."""
     try:
         return program_memory(lowered.compile()).peak_bytes, None
     except jax.errors.JaxRuntimeError as error:
@@ -75,7 +74,7 @@ def compiled_bytes(lowered: jax.stages.Lowered) -> tuple[float, float | None]:
 
 
 def rows() -> Iterator[PaperRow]:
-    """Every stage in the explicit form."""
+    """Yield every stage in the explicit form."""
     devices = topology_devices(TOPOLOGY)
     return (row(stage, "explicit", devices, MODEL) for stage in STAGES)
 

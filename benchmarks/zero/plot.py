@@ -1,4 +1,4 @@
-"""ZeRO's figure 1 from compiled programs, as a picture."""
+"""A plot of figure 1 of the ZeRO paper, from compiled programs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def plot_memory(rows: Sequence[PaperRow], directory: str | os.PathLike[str]) -> 
     """Draw the peak of each stage and the formula's, and return the SVG file.
 
     Args:
-      rows: at least one.
+      rows: the rows of the figure, at least one.
     """
     return save_figure(memory(rows), directory, NAME, formats=("svg",), what="bench zero")[0]
 
 
 def memory(rows: Sequence[PaperRow]) -> Figure:
-    """The figure that `plot_memory` writes, for a notebook or another format."""
+    """Return the figure that `plot_memory` writes, for a notebook or another format."""
     from matplotlib.patches import Patch
 
     figure = new_figure(_SIZE_INCHES)
@@ -63,7 +63,7 @@ def memory(rows: Sequence[PaperRow]) -> Figure:
     axes.set_ylabel("GB", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.14)
-    # Patches of their own: a legend takes its look from the first bar, which may be hatched.
+    # Separate patches, since a legend copies the style of the first bar, which may be hatched.
     handles = [Patch(color=_BARS[name], label=_LABELS[name]) for name in series]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
     return figure
@@ -77,7 +77,7 @@ def _draw(
     shift: float,
     width: float,
 ) -> None:
-    """One bar a stage, hatched where the compiler refuses it, each with its number."""
+    """Draw a labelled bar for each stage, hatched where the compiler refuses the program."""
     places = [stages.index(stage) + shift * width for stage in bars]
     heights = [size / 1e9 for size, _ in bars.values()]
     drawn = axes.bar(places, heights, 0.92 * width, color=_BARS[name])

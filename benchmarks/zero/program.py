@@ -1,6 +1,6 @@
-"""Train steps under each stage of ZeRO, compiled and read beside the formulas; nothing is run.
+"""Train steps under each stage of ZeRO, compiled but not run, to compare them with formulas.
 
-The rows are made in a process of their own, since the number of devices is fixed when jax starts.
+The rows are made in separate processes, since the number of devices is fixed when jax starts.
 """
 
 from __future__ import annotations
@@ -23,27 +23,30 @@ from jaxdist.types import JsonObject
 
 Form = Literal["explicit", "auto"]
 REDUCE: Mapping[Form, Any] = {"explicit": {"type": "xla"}, "auto": None}
-"""Explicit collectives on a manual axis, and XLA's own from sharding constraints alone."""
+"""The reduction of each form: explicit collectives on a manual axis, or those that XLA derives
+from sharding constraints."""
 STAGES = (0, 1, 2, 3)
 CPU_COUNTS = (8, 64)
 TOPOLOGY = "v5e:2x4"
 
 StateBytes = tuple[float, float, float]
-"""Bytes of a parameter, of its gradient and of its optimizer state."""
+"""The bytes of a parameter, of its gradient and of its optimizer state."""
 FLOAT32: StateBytes = (4, 4, 8)
-"""float32 and AdamW: 16 bytes a parameter."""
+"""The 16 bytes per parameter of float32 with AdamW."""
 MIXED: StateBytes = (2, 2, 12)
-"""bfloat16, and in the optimizer float32 master weights and moments: 16 bytes a parameter."""
+"""The 16 bytes per parameter of bfloat16, with master weights and moments of AdamW in float32."""
 
 MODEL = {"type": "gpt", "embed": 512, "heads": 8}
 DEEP, SHALLOW = 8, 4
-"""Layers: memory is measured by what the further ones add."""
+"""Two numbers of layers, whose difference in memory shows the memory of a layer."""
 WINDOW = 16
-"""Tokens on a device: few, so that little of the memory is activations."""
+"""The tokens on a device: few, so that activations take little memory."""
 
 
 def formula_bytes(kinds: StateBytes, stage: int, devices: int) -> float:
-    """Bytes a parameter on one device: stage 1 splits optimizer state, 2 gradients, 3 parameters.
+    """Return the bytes per parameter on one device.
+
+    Stage 1 splits the optimizer state, stage 2 also gradients, stage 3 also parameters.
 
     >>> [formula_bytes(FLOAT32, stage, 8) for stage in STAGES]
     [16, 9.0, 5.5, 2.0]
@@ -56,10 +59,11 @@ def formula_bytes(kinds: StateBytes, stage: int, devices: int) -> float:
 
 
 def bound_bytes(params_bytes: float, stage: int, devices: int) -> float:
-    """The least that a device sends in a step: 2(N-1)/N S, in stage 3 3(N-1)/N S.
+    """Return the least bytes that a device sends in a step: 2(N-1)/N S, or 3(N-1)/N S in stage 3.
 
-    A reduction is a reduce-scatter and an all-gather, (N-1)/N S each; stage 3 gathers parameters
-    for the forward and for the backward pass.
+    Here N is the number of devices, and S the bytes of the parameters. A reduction is a
+    reduce-scatter and an all-gather, (N-1)/N S each; stage 3 gathers parameters twice, for the
+    forward and for the backward pass.
 
     >>> bound_bytes(8.0, 2, 4), bound_bytes(8.0, 3, 4)
     (12.0, 18.0)
@@ -78,7 +82,7 @@ class ZeroRow:
     remat: str
     params: int
     peak_bytes: float
-    """All that the program holds at once."""
+    """The peak memory of the program."""
     bytes_per_param: float | None
     """The bytes that further layers add, over their parameters: see `added_bytes_per_param`."""
     sent_bytes: float
@@ -95,7 +99,7 @@ def experiment(
     window: int,
     optim: JsonObject | None = None,
 ) -> Experiment:
-    """Build a gpt with AdamW on all these devices, a window each."""
+    """Build a gpt with AdamW on all these devices, with a batch of one window per device."""
     parallel = {"reduce": REDUCE[form], "zero": {"stage": stage}}
     count = len(devices)
     sections = {"mesh": {"data": count}, "parallel": parallel, "optim": optim or {}}
@@ -104,7 +108,7 @@ def experiment(
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """One train step, and how large its model is."""
+    """The ledger of one compiled train step, and the size of its model."""
 
     layers: int
     params: int
@@ -114,7 +118,7 @@ class CompiledStep:
 def compile_step(
     stage: int, form: Form, devices: Sequence[Device], *, layers: int, remat: str = "full"
 ) -> CompiledStep:
-    """The train step of `experiment`, compiled."""
+    """Compile the train step of `experiment`."""
     model = {**MODEL, "layers": layers, "remat": remat}
     found = experiment(stage, form, devices, model, WINDOW)
     program = found.program
@@ -125,12 +129,12 @@ def compile_step(
 
 
 def added_bytes_per_param(deep: CompiledStep, shallow: CompiledStep) -> float:
-    """Peak memory that further layers add, over the number of their parameters.
+    """Return the peak memory that the additional layers take, over their parameters.
 
-    All that does not grow with depth cancels: what a layer computes, one gathered layer, logits,
-    and also the embedding's state. What grows is the state, every temporary as large as the model,
-    and the activations that full remat keeps, which are known: a layer's input, window x embed
-    float32. Those are subtracted.
+    Memory that does not grow with depth cancels out: a layer's activations, one gathered layer,
+    logits, and the embedding's state. The state grows, as do temporaries of the model's size and
+    the activations that full remat keeps. The latter are subtracted, since their size is known: a
+    layer's input, window x embed in float32.
     """
     layers, params = deep.layers - shallow.layers, deep.params - shallow.params
     peaks = deep.ledger.memory.peak_bytes - shallow.ledger.memory.peak_bytes
@@ -140,7 +144,7 @@ def added_bytes_per_param(deep: CompiledStep, shallow: CompiledStep) -> float:
 
 @cache
 def ideal_flops() -> float:
-    """FLOPs of one device's rows on a device of its own, nothing recomputed, as XLA compiles it."""
+    """Return the FLOPs of one device's rows, compiled for a single device without remat."""
     alone = compile_step(0, "auto", jax.devices()[:1], layers=DEEP, remat="none")
     return alone.ledger.flops_high
 
@@ -154,7 +158,7 @@ def row(
     remat: str = "full",
     memory: bool = False,
 ) -> ZeroRow:
-    """One step read from its program; `memory` compiles a second one, of fewer layers."""
+    """Compile one step and read its figures; `memory` compiles a second step with fewer layers."""
     deep = compile_step(stage, form, devices, layers=DEEP, remat=remat)
     added = None
     if memory:
@@ -182,7 +186,7 @@ def platform_rows(platform: str) -> Iterator[ZeroRow]:
 
 
 def cpu_rows(devices: Sequence[Device]) -> Iterator[ZeroRow]:
-    """Every stage in both forms with its memory; without remat the first and the last."""
+    """Yield every stage in both forms with its memory, and the first and last without remat."""
     for count in CPU_COUNTS:
         for stage in STAGES:
             for form in REDUCE:
@@ -192,7 +196,7 @@ def cpu_rows(devices: Sequence[Device]) -> Iterator[ZeroRow]:
 
 
 def tpu_rows(devices: Sequence[Device]) -> Iterator[ZeroRow]:
-    """Every stage in the explicit form."""
+    """Yield every stage in the explicit form."""
     for stage in STAGES:
         yield row("tpu", devices, stage, "explicit")
 
@@ -202,4 +206,4 @@ measure = child.apart(
     "compiling steps for {}",
     devices=lambda platform: max(CPU_COUNTS) if platform == "cpu" else None,
 )
-"""The rows of "cpu" or "tpu"."""
+"""A function that returns the rows of a platform, "cpu" or "tpu", made in another process."""

@@ -1,9 +1,9 @@
-"""Two processes of one core each: our data parallelism and ZeRO against torch's DDP and FSDP2.
+"""A race of jaxdist's data parallelism and ZeRO against torch's DDP and FSDP2.
 
-Both sides train one model from the same parameters on the same tokens. Efficiency is the time of
-one process alone over that of two together, each with the same work; what two take beyond one is
-communication, and waiting for the slower core. `python -m benchmarks.zero.race [REPEATS]` runs
-it by itself.
+There are two processes of one core each. Both sides train one model from the same parameters on the
+same tokens. Efficiency is the time of one process alone over that of two together, each with the
+same work; the additional time of two is communication, and waiting for the slower core.
+`python -m benchmarks.zero.race [REPEATS]` runs only this race.
 """
 
 from __future__ import annotations
@@ -21,27 +21,26 @@ from jaxdist.types import JsonObject
 
 TORCH = Path(__file__).with_name("torch_peer")
 BATCH, WINDOW = 8, 128
-"""Rows and tokens of one process."""
+"""The rows of one process, and the tokens of a row."""
 MICROBATCHES = 4
-"""Microbatches of ours where gradients are summed once: XLA:CPU computes few rows at a time faster,
-torch is as fast either way. Stage 3 would gather its parameters for each of them, and takes the
-batch whole."""
+"""The number of jaxdist's microbatches in stage 0: XLA:CPU is faster with few rows at a time, while
+torch is equally fast either way. Stage 3 would gather its parameters for each microbatch, so it
+takes the batch as a whole."""
 STEPS, REPEATS = 3, 12
 EFFICIENCY_GOAL, SPEED_GOAL = ">= 1", ">= 0.8"
 FORMS: Mapping[str, JsonObject] = {
     "ddp": {"reduce": {"type": "halving"}, "zero": {"stage": 0}},
     "fsdp": {"reduce": {"type": "auto"}, "zero": {"stage": 3}},
 }
-"""Our settings, by the form of torch that they race. The permutes behind `halving`, and behind
-`auto` for gathers, take half the time over gloo of its own all-reduce and gather, which are behind
-`xla`."""
+"""The settings of jaxdist for each form of torch. Over gloo, the permutes of `halving`, and of the
+gathers of `auto`, take half the time of gloo's own all-reduce and gather, which `xla` uses."""
 ALONE = {"ddp": "alone", "fsdp": "alone, whole"}
-"""Our contender in one process with the same work; torch's is "alone" for both."""
+"""The contender of jaxdist in one process with the same work; torch's is "alone" for both."""
 PAIRS = (("ddp", "stage 0", "DDP"), ("fsdp", "stage 3", "FSDP2"))
 
 
 def bench(repeats: int = REPEATS) -> Report:
-    """Efficiency and speed over torch's; where the race cannot be run, a figure that says why.
+    """Compare efficiency and speed with torch's; where the race cannot run, state the reason.
 
     Raises:
       RunError: a contender ends early, or the losses do not agree.
@@ -53,16 +52,16 @@ def bench(repeats: int = REPEATS) -> Report:
 
 
 def measure(repeats: int = REPEATS) -> dict[str, Sample]:
-    """Seconds a step of each contender, in turn; see `race.measure`."""
+    """Time each contender's steps, in turn; see `race.measure`."""
     rows = WORLD * BATCH
     return race.measure(contenders, rows, WINDOW, check_losses, steps=STEPS, repeats=repeats)
 
 
 def check_losses(losses: Mapping[str, float]) -> None:
-    """Hold our losses against torch's, by contender.
+    """Check that the losses of jaxdist's contenders agree with those of torch's.
 
     Raises:
-      RunError: two that should agree do not.
+      RunError: two losses that should agree do not.
     """
     for kind in (*ALONE.values(), *FORMS):
         ours, torch = f"ours {kind}", f"torch {'alone' if kind in ALONE.values() else kind}"
@@ -70,7 +69,7 @@ def check_losses(losses: Mapping[str, float]) -> None:
 
 
 def contenders(directory: Path) -> Iterator[RaceEntry]:
-    """Ours alone first; torch's "alone" is one for both of ours."""
+    """Yield the contenders: "ours alone" first, and torch's "alone" once for both of jaxdist's."""
     for kind in (*ALONE.values(), *FORMS):
         yield f"ours {kind}", _ours(kind, directory)
         if kind != ALONE["fsdp"]:
@@ -79,7 +78,7 @@ def contenders(directory: Path) -> Iterator[RaceEntry]:
 
 
 def ours_config(kind: str) -> JsonObject:
-    """Our experiment."""
+    """Return the settings of jaxdist's experiment."""
     world = 1 if kind in ALONE.values() else WORLD
     pieces = MICROBATCHES if kind in ("ddp", ALONE["ddp"]) else 1
     config = race.gpt_config(SIZES, WINDOW, BATCH * world, pieces)
@@ -92,7 +91,7 @@ def _ours(kind: str, directory: Path) -> list[Command]:
 
 
 def figures(samples: Mapping[str, Sample]) -> list[Figure]:
-    """Efficiency over torch's, and torch's time over ours."""
+    """Compare the efficiency and the steps per second with torch's."""
     found = []
     for kind, ours, torch in PAIRS:
         mine, theirs = samples[f"ours {kind}"], samples[f"torch {kind}"]
@@ -109,7 +108,7 @@ def figures(samples: Mapping[str, Sample]) -> list[Figure]:
 
 
 def listing(samples: Mapping[str, Sample]) -> Listing:
-    """How much of each step is compute, and how much communication."""
+    """List the time of each step, and its parts of compute and communication."""
     rows = []
     for kind, ours, torch in PAIRS:
         sides = (("ours", f"ours, {ours}", ALONE[kind]), ("torch", f"torch, {torch}", "alone"))

@@ -1,4 +1,4 @@
-"""ZeRO: what each stage holds, sends and computes, beside its formulas and plain sharding."""
+"""The bench of ZeRO: memory, bytes and FLOPs of each stage against formulas and plain sharding."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.zero.program import FLOAT32, ZeroRow, bound_bytes, formula_bytes
 from jaxdist.runtime.environment import versions
 
 STATE_GOALS = ("<= 1.10", "<= 1.10", "<= 1.10", "<= 1.20")
-"""By stage."""
+"""The goals for memory by stage."""
 AUTO_GOAL, SENT_GOAL = "<= 1.00", "<= 1.02"
 FLOPS_GOALS = {"none": "<= 1.03", "full": "<= 1.36"}
 PAPER_GOALS = {1: "<= 1.08", 2: "<= 1.08", 3: "<= 1.20"}
-"""By stage; stage 0 must be refused."""
+"""The goals for the paper's memory by stage; stage 0 must be refused by the compiler."""
 REFUSED_GOAL = ">= 1"
 BYTES_NOTE = (
     "bytes a parameter that further layers add, less their inputs kept by full remat: "
@@ -28,7 +28,7 @@ BYTES_NOTE = (
 
 
 def bench(plot: str | os.PathLike[str] | None = None) -> Report:
-    """Memory, bytes and FLOPs of compiled steps over the formulas, the paper's figure 1, and torch.
+    """Compare compiled steps with formulas, the paper's figure 1 and torch.
 
     Args:
       plot: a directory for the picture of figure 1, as SVG; None draws none.
@@ -52,7 +52,7 @@ def bench(plot: str | os.PathLike[str] | None = None) -> Report:
 
 
 def state_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
-    """Compare what each stage holds with the formula, by number of devices."""
+    """Compare the memory per parameter of each stage with the formula, by number of devices."""
     return [
         Figure(
             f"held a parameter, stage {row.stage}, {row.devices} devices",
@@ -68,7 +68,7 @@ def state_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
 
 
 def auto_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
-    """The whole peak over that of XLA's own program, at the stage where it is worst."""
+    """Compare the peak with that of plain sharding constraints, at the worst stage."""
     measured = [row for row in rows if row.bytes_per_param is not None]
     auto = {(row.devices, row.stage): row.peak_bytes for row in measured if row.form == "auto"}
     figures, note = [], "the whole peak; the worst of {} stages is {}"
@@ -84,7 +84,7 @@ def auto_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
 
 
 def sent_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
-    """Bytes sent over the bound, at the stage where it is worst."""
+    """Compare the bytes sent with the bound, at the stage with the worst ratio."""
     figures = []
     for platform, count in sorted({(row.platform, row.devices) for row in rows}):
         name = f"bytes sent, {platform}, {count} devices"
@@ -94,7 +94,7 @@ def sent_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
 
 
 def flops_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
-    """FLOPs of the program over the model's own, at the stage where it is worst."""
+    """Compare the FLOPs of the program with the model's, at the stage with the worst ratio."""
     figures = []
     for remat, goal in FLOPS_GOALS.items():
         name, found = f"FLOPs, remat {remat}", [row for row in rows if row.remat == remat]
@@ -110,7 +110,7 @@ def _worst(
     unit: str = "B",
     note: str = "the worst of {} programs is stage {}",
 ) -> Figure:
-    """The explicit program with the largest ratio; `pair` gives its figure and its reference."""
+    """Return the explicit program with the largest ratio of the two numbers of `pair`."""
     explicit = [row for row in rows if row.form == "explicit"]
 
     def said(row: ZeroRow) -> str:
@@ -120,7 +120,7 @@ def _worst(
 
 
 def paper_figures(rows: Sequence[PaperRow]) -> list[Figure]:
-    """The paper's figure 1: peak over formula, and stage 0 over what a device has."""
+    """Compare the peaks of the paper's figure 1 with the formula, or if refused, with a device."""
     figures = []
     for row in rows:
         if row.form != "explicit":
@@ -155,7 +155,7 @@ listing = Sheet[ZeroRow](
         "FLOPs": lambda row: f"{row.flops / row.ideal_flops:.3f}",
     },
 )
-"""Every program; the form auto is XLA's own from sharding constraints."""
+"""The listing of every program; the form auto has only sharding constraints."""
 
 paper_listing = Sheet[PaperRow](
     lambda rows: (
@@ -171,4 +171,4 @@ paper_listing = Sheet[PaperRow](
         "compiler": lambda row: "refused: out of memory" if row.refused else "compiled",
     },
 )
-"""The paper's figure 1; beside its state, a step takes what the release makes of it."""
+"""The listing of the paper's figure 1; a step needs temporary memory in addition to the state."""

@@ -1,1 +1,1 @@
-"""torch's side of `benchmarks.pipeline.race`; `__main__.py` is a program, nobody imports it."""
+"""The side of torch in `benchmarks.pipeline.race`; `__main__.py` is a program, not imported."""

@@ -1,12 +1,12 @@
-"""torch's side of `benchmarks.pipeline.race`: our GPT in stages, a program of its own.
+"""A program with torch's side of `benchmarks.pipeline.race`: jaxdist's GPT in stages.
 
-`python peer KIND RANK WORLD DIRECTORY SIZES` joins WORLD processes over gloo and runs a
-schedule of torch.distributed.pipelining (KIND "alone" joins none and takes the microbatches one
-after another). It starts from DIRECTORY/weights.npz and takes DIRECTORY/tokens.npy; then it answers
-as `ours.py` does, each process with its share of the loss times WORLD, so that their mean is the
-loss. SIZES is JSON: layers, embed, heads, mlp, vocab, microbatches, chunks (of a stage, where there
-are several). It imports torch, and of this package the model and optimizer of ZeRO's
-torch_peer alone.
+`python peer KIND RANK WORLD DIRECTORY SIZES` joins WORLD processes over gloo and runs a schedule of
+torch.distributed.pipelining; with KIND "alone" it joins none, and takes the microbatches one after
+another. It starts from DIRECTORY/weights.npz and trains on DIRECTORY/tokens.npy. It answers as
+`benchmarks.zero.ours` does, each process with its share of the loss times WORLD, so that the mean
+over processes is the loss. SIZES is JSON: layers, embed, heads, mlp, vocab, microbatches, and
+chunks of a stage. It imports torch, and of this package only the model and optimizer of
+`benchmarks/zero/torch_peer`.
 
 Dims: B batch, L sequence, D embed, V vocab.
 """
@@ -51,7 +51,10 @@ GPT = _gpt_program()
 
 
 class Chunk(nn.Module):
-    """Consecutive blocks; the first chunk embeds, the last ends in logits, both by one table."""
+    """Consecutive blocks of the model.
+
+    The first chunk begins with the embedding, and the last ends with the logits, tied to it.
+    """
 
     embedding: nn.Parameter
     norm: nn.Module
@@ -74,12 +77,12 @@ class Chunk(nn.Module):
 
 
 def mean_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     return nnf.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten())
 
 
 def alone(model: nn.Module, tokens: Tensor, microbatches: int) -> Step:
-    """Gradients of a batch, one microbatch after another; gives the loss."""
+    """Return a function that computes the gradients by microbatches, and returns the loss."""
 
     def step() -> Tensor:
         total = torch.zeros(())
@@ -95,7 +98,10 @@ def alone(model: nn.Module, tokens: Tensor, microbatches: int) -> Step:
 def in_stages(
     kind: str, model: Any, chunks: int, tokens: Tensor, microbatches: int
 ) -> tuple[nn.ModuleList, Step]:
-    """This process's chunks, and gradients of a batch by a schedule; gives WORLD x its share."""
+    """Return this process's chunks, and a function that computes their gradients by a schedule.
+
+    The function returns WORLD times this process's share of the loss.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     places = range(rank, world * chunks, world)
     own = nn.ModuleList(Chunk(model, place, world * chunks) for place in places)
@@ -112,17 +118,17 @@ def in_stages(
 
     def step() -> Tensor:
         losses: list[Tensor] = []
-        # Logits of all microbatches are asked for by nobody.
+        # By default the last stage would also concatenate the logits of all microbatches.
         schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
         if rank == 0 or is_last:
-            dist.all_reduce(table.grad)  # one process embeds with it, the other makes logits
+            dist.all_reduce(table.grad)  # of embedding on the first stage, and logits on the last
         return world * torch.stack(losses).mean() if is_last else torch.zeros(())
 
     return own, step
 
 
 def build(kind: str, sizes: dict[str, int], directory: Path) -> Step:
-    """One training step of this process."""
+    """Return a train step of this process."""
     microbatches, chunks = sizes.pop("microbatches"), sizes.pop("chunks")
     model = GPT.Gpt(**sizes)
     with np.load(directory / "weights.npz") as found:
@@ -146,7 +152,7 @@ def build(kind: str, sizes: dict[str, int], directory: Path) -> Step:
 
 
 def serve(kind: str, directory: Path, sizes: dict[str, int], answers: TextIO) -> None:
-    """Take steps when told, each with the same batch."""
+    """Take steps on request, each with the same batch."""
     step = build(kind, sizes, directory)
     with np.load(directory / "weights.npz") as found:
         params = sum(value.size for value in found.values())
@@ -154,7 +160,7 @@ def serve(kind: str, directory: Path, sizes: dict[str, int], answers: TextIO) ->
 
 
 def main(kind: str, rank: int, world: int, directory: Path, sizes: str) -> None:
-    """Join the peers and serve."""
+    """Join the other processes, and take steps on request."""
     with GPT.joined(kind, rank, world, directory) as answers:
         serve(kind, directory, json.loads(sizes), answers)
 

@@ -1,1 +1,1 @@
-"""torch's side of `jaxdist bench zero`; `__main__.py` is a program, which nothing imports."""
+"""The side of torch in `jaxdist bench zero`; `__main__.py` is a program, not imported."""

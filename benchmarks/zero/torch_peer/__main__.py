@@ -1,9 +1,9 @@
-"""torch's side of `benchmarks.zero.race`: our GPT under DDP or FSDP2, a program of its own.
+"""A program with torch's side of `benchmarks.zero.race`: jaxdist's GPT under DDP or FSDP2.
 
-`python torch_peer KIND RANK WORLD DIRECTORY SIZES` joins WORLD processes over gloo (KIND "alone"
-joins none). It starts from DIRECTORY/weights.npz and takes its rows of DIRECTORY/tokens.npy; then
-it answers as `ours.py` does. SIZES is JSON: layers, embed, heads, mlp, vocab, batch (of one
-process). It imports torch and nothing of ours.
+`python torch_peer KIND RANK WORLD DIRECTORY SIZES` joins WORLD processes over gloo, or none with
+KIND "alone". It starts from DIRECTORY/weights.npz and trains on its rows of DIRECTORY/tokens.npy.
+It answers as `ours.py` does. SIZES is JSON: layers, embed, heads, mlp, vocab, and the batch of one
+process. It imports torch and nothing of jaxdist.
 
 Dims: B batch, L sequence, D embed, H heads, d head_dim, F mlp, V vocab.
 """
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 def rotate(x_BHLd: Tensor) -> Tensor:
-    """Rotary positions, halves paired."""
+    """Apply rotary positions, which pair the two halves of the features."""
     length, half = x_BHLd.shape[2], x_BHLd.shape[-1] // 2
     frequency = 1e4 ** (-torch.arange(half, dtype=torch.float32) / half)
     angle = torch.arange(length, dtype=torch.float32)[:, None] * frequency
@@ -87,16 +87,16 @@ class Gpt(nn.Module):
 
 
 def next_token_loss(model: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """Mean cross-entropy of tokens `[B, L + 1]`."""
+    """Return the mean cross-entropy of tokens `[B, L + 1]`."""
     logits = model(tokens[:, :-1])
     return nnf.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def wrap(model: Gpt, kind: str) -> nn.Module:
-    """The model as DDP, as FSDP2 by block, or as it is.
+    """Return the model under DDP, under FSDP2 by block, or unchanged.
 
-    Blocks stay whole from the forward pass to the backward pass, as ours do without remat: both
-    sides send the same bytes.
+    Blocks stay gathered from the forward pass to the backward pass, as jaxdist's do without remat,
+    so that both sides send the same bytes.
     """
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
@@ -112,7 +112,7 @@ def wrap(model: Gpt, kind: str) -> nn.Module:
 
 
 def build(kind: str, sizes: dict[str, int], weights: Path) -> tuple[nn.Module, torch.optim.AdamW]:
-    """The model from `weights`, wrapped, and its optimizer in torch's fastest form."""
+    """Return the wrapped model with these weights, and its optimizer in torch's fastest form."""
     model = Gpt(**sizes)
     with np.load(weights) as found:
         model.load_state_dict({name: torch.tensor(value) for name, value in found.items()})
@@ -123,7 +123,7 @@ def build(kind: str, sizes: dict[str, int], weights: Path) -> tuple[nn.Module, t
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:
-    """One update; the loss before it."""
+    """Make one update, and return the loss before it."""
     optimizer.zero_grad()
     loss = next_token_loss(model, tokens)
     loss.backward()
@@ -132,7 +132,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> 
 
 
 def serve(kind: str, rank: int, directory: Path, sizes: dict[str, int], answers: TextIO) -> None:
-    """Take steps when told, each with the same rows."""
+    """Take steps on request, each with the same rows."""
     batch = sizes.pop("batch")
     model, optimizer = build(kind, sizes, directory / "weights.npz")
     rows = np.load(directory / "tokens.npy")[rank * batch : (rank + 1) * batch]
@@ -142,7 +142,7 @@ def serve(kind: str, rank: int, directory: Path, sizes: dict[str, int], answers:
 
 
 def answer(step: Callable[[], Tensor], params: int, answers: TextIO) -> None:
-    """Say that all is ready, and take so many steps for each line of the input."""
+    """Report that this process is ready; for each line N of the input, take N steps."""
     hello = {"params": params, "cores": sorted(os.sched_getaffinity(0))}
     print(json.dumps(hello), file=answers, flush=True)
     for line in sys.stdin:
@@ -156,9 +156,9 @@ def answer(step: Callable[[], Tensor], params: int, answers: TextIO) -> None:
 
 @contextmanager
 def joined(kind: str, rank: int, world: int, directory: Path) -> Iterator[TextIO]:
-    """Among the peers, on one thread, with a file for the answers."""
+    """Join the other processes, with one thread, and yield a file for the answers."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # gloo prints to standard output; the answers must stay alone on theirs
+    os.dup2(2, 1)  # gloo prints to standard output, which must have nothing but answers
     torch.set_num_threads(1)
     if kind != "alone":
         store = f"file://{directory / kind}"
@@ -169,7 +169,7 @@ def joined(kind: str, rank: int, world: int, directory: Path) -> Iterator[TextIO
 
 
 def main(kind: str, rank: int, world: int, directory: Path, sizes: str) -> None:
-    """Join the peers and serve."""
+    """Join the other processes, and take steps on request."""
     with joined(kind, rank, world, directory) as answers:
         serve(kind, rank, directory, json.loads(sizes), answers)
 
