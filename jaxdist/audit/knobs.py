@@ -1,4 +1,4 @@
-"""The knobs of a configuration, and the removal of a single knob."""
+"""The knobs (settings) of a configuration: their paths, their removal, and other values."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NOT_IN_THE_STEP: Mapping[str, str] = {
     "train.batch_ramp.ramp_examples": "says when, not what",
     "optim.max_skipped": "ends a run between steps",
 }
-"""Settings, or whole sections, that are not part of a train step, with their purpose."""
+"""The purpose of each setting, or whole section, that is not part of a train step."""
 
 
 def reason_not_in_the_step(path: KeyPath) -> str | None:
-    """Return a knob's purpose outside of the train step; None if it must change the step.
+    """Return a knob's purpose outside of the train step; None for a knob that must change the step.
 
     >>> reason_not_in_the_step(("eval", "every")), reason_not_in_the_step(("optim", "b2"))
     ('evaluates between steps', None)
@@ -38,7 +38,9 @@ def reason_not_in_the_step(path: KeyPath) -> str | None:
 
 
 def written_settings(values: Mapping[str, Json], path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Yield every path that a configuration sets, sections before their content; a list is a value.
+    """Yield every path that a configuration sets, a section before its content.
+
+    A list is a value, whose elements have no path.
 
     >>> list(written_settings({"train": {"steps": 3}, "seed": 1}))
     [('train',), ('train', 'steps'), ('seed',)]
@@ -50,7 +52,7 @@ def written_settings(values: Mapping[str, Json], path: KeyPath = ()) -> Iterator
 
 
 def value_at(values: Mapping[str, Json], path: KeyPath) -> Json:
-    """Return the value at a path; None where there is none.
+    """Return the value at a path; None for a path that is not set.
 
     >>> value_at({"a": {"b": 1}}, ("a", "b")), value_at({"a": None}, ("a", "b"))
     (1, None)
@@ -73,7 +75,7 @@ def without(document: Document, path: KeyPath) -> Document:
 
 
 def with_value(document: Document, path: KeyPath, value: Json) -> Document:
-    """Return the configuration with another value at `path`, which is set in it.
+    """Return the configuration with another value at `path`, which the configuration must set.
 
     >>> with_value(Document({"a": {"b": 1, "c": 2}}), ("a", "b"), 3).values
     {'a': {'b': 3, 'c': 2}}
@@ -84,7 +86,7 @@ def with_value(document: Document, path: KeyPath, value: Json) -> Document:
 
 
 def knob_neighbours(value: Json) -> tuple[Json, ...]:
-    """Return other possible values of a knob; none for text.
+    """Return values near that of a knob, to test whether the knob is read; none for text.
 
     >>> knob_neighbours(6), knob_neighbours(0.5), knob_neighbours(True), knob_neighbours("a")
     ((3, 12), (0.25, 1.0), (False,), ())
@@ -97,7 +99,7 @@ def knob_neighbours(value: Json) -> tuple[Json, ...]:
 
 
 def config_refusal(error: ConfigError) -> str:
-    """Return why a configuration is refused: its first problem, in a line, without its place.
+    """Return the first problem of a refused configuration in a line, without file and line.
 
     >>> config_refusal(ConfigError("1 problem in a.yaml:\\n  optim.b2 = 1 (a.yaml:3): below 1"))
     'below 1'

@@ -1,4 +1,4 @@
-"""`jaxdist audit --options`: the effect of compiler options on the train step."""
+"""`jaxdist audit --options`: the effect of each compiler option on the train step."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ ALL = "all of them"
 
 @dataclass(frozen=True)
 class OptionEffect:
-    """The effect of an option of a preset alone, or of all of them together.
+    """The effect of a single option of a preset, or of all options of a preset together.
 
     Attributes:
-      preset: name of the preset; `options` for the config's own.
-      option: XLA's name, or `ALL`.
+      preset: name of the preset; `options` for the options in the config.
+      option: XLA's name of the option; `ALL` for all options of the preset.
+      value: the option's value; None for `ALL`.
+      verdict: whether the program changes, is the same, or the compiler refuses the option.
       effect: the differences in the program, or the compiler's error about the option.
     """
 
@@ -61,13 +63,14 @@ def audit_options(
 ) -> tuple[OptionEffect, ...]:
     """Compile the train step with each option of each preset, and print the effects.
 
-    The config's own options (`parallel.xla.options`) are included. Each is compared with the step
-    without options.
+    The options of the config (`parallel.xla.options`) are included. Each program is compared with
+    the program that is compiled without any options.
 
     Args:
       path: the configuration file, with `overrides` on top.
       topology: TPUs to compile for, such as `v5e:2x4`; None is jax's devices.
-      json_file: where to write the findings as JSON.
+      json_file: a file for the effects as JSON.
+      console: the console for a line per option.
 
     Raises:
       JaxdistError: any error that the user can fix.

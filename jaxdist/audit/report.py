@@ -33,17 +33,19 @@ def audit(
     json_file: Path | None = None,
     console: Console,
 ) -> tuple[KnobEffect, ...]:
-    """Build the train step with and without each knob that is set, and print its effect.
+    """Build the train step with and without each knob that is set, and print the knob's effect.
 
-    Equal texts before compilation prove that a knob has no effect. Where they differ, the knobs of
-    `jaxdist.audit.step.LAYOUT` are judged by the compiled program, others by that difference: with
-    `full`, differences that the compiler optimizes away are detected too.
+    Equal texts before compilation prove that a knob has no effect. If the texts differ, a knob of
+    the sections `jaxdist.audit.step.LAYOUT` is judged by the compiled programs. Other knobs then
+    have an effect; with `full`, they are judged by the compiled programs too, which shows
+    differences that the compiler optimizes away.
 
     Args:
       path: the configuration file, with `overrides` on top.
       topology: TPUs to compile for, such as `v5e:2x4`; None is jax's devices.
       full: compile the step without each knob, and print the change in bytes, memory and FLOPs.
-      json_file: where to write the findings as JSON.
+      json_file: a file for the findings as JSON.
+      console: the console for a line per knob.
 
     Raises:
       JaxdistError: any error that the user can fix.
@@ -72,7 +74,7 @@ def has_no_effect(findings: Sequence[KnobEffect]) -> bool:
 
 
 def _print(finding: KnobEffect, console: Console) -> None:
-    """Print a line, cut at its end if the terminal is too narrow."""
+    """Print a knob's effect on a single line, cut off where the terminal is too narrow."""
     line = Text(f"{finding.verdict:<16}", style=_STYLES.get(finding.verdict, "dim"))
     line.append(f"{finding.knob:<31} ", style="default")
     line.append(finding.effect, style="default")

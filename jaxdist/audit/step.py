@@ -1,4 +1,4 @@
-"""The judgement of a knob: the train step with it, compared with the step without it."""
+"""The effect of a knob: a comparison of the train step with the step without the knob."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ from jaxdist.types import Json
 KnobVerdict = Literal["ok", "default", "required", "not in the step", "NO EFFECT"]
 
 LAYOUT = ("mesh", "parallel", "sharding")
-"""Sections that request a layout: the text before compilation repeats the request, and only the
-compiled program shows whether it has an effect."""
+"""The sections that request a layout. The text before compilation repeats such a request, and only
+the compiled program shows whether the request has an effect."""
 
 
 @dataclass(frozen=True)
 class KnobEffect:
-    """The effect of a knob.
+    """The effect of a knob on the train step.
 
     Attributes:
-      knob: its dotted path.
-      value: its value, as written.
-      origin: the place where it was written.
-      effect: its effect, or the reason why that was not examined.
+      knob: the knob's dotted path.
+      value: the knob's value as the config has it.
+      origin: the file and line, or the override, that sets the knob.
+      verdict: whether the knob has an effect, or the reason why it needs none.
+      effect: the effect in words, or the reason why it was not examined.
     """
 
     knob: str
@@ -56,7 +57,7 @@ class KnobEffect:
 
 
 class AuditedStep:
-    """A train step before and after compilation, each made when it is first asked for."""
+    """A train step before and after compilation; both are computed at first use."""
 
     def __init__(
         self, document: Document, config: ExperimentConfig, subject: InspectedExperiment
@@ -65,7 +66,7 @@ class AuditedStep:
 
     @cached_property
     def lowered(self) -> str:
-        """The StableHLO of the step, at each batch size of the run."""
+        """The StableHLO of the step for all batch sizes of the run, since a ramp has several."""
         stages = {stage.batch_size: stage.program for stage in self.subject.experiment.stages}
         programs = {self.config.train.batch_size: self.subject.experiment.program} | stages
         return "\n".join(
@@ -74,7 +75,7 @@ class AuditedStep:
 
     @cached_property
     def initial(self) -> str:
-        """The StableHLO of the initialization of the state."""
+        """The StableHLO of the function that initializes the state."""
         return jax.jit(self.subject.experiment.program.init).lower().as_text()
 
     @cached_property
@@ -84,29 +85,31 @@ class AuditedStep:
 
     @property
     def structure(self) -> str:
-        """The hash of the compiled step, and of all stages' large constants, which text elides."""
+        """The hash of the compiled step, and of large constants at all batch sizes."""
         return self.inspection.program_sha256 + program_digest("", self.lowered)
 
     @property
     def options(self) -> dict[str, OptionValue]:
-        """The compiler options, which no text before compilation shows."""
+        """The compiler options, which are not part of the text before compilation."""
         return dict(self.subject.experiment.program.options)
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The sizes of the axes that split anything."""
+        """The sizes of the mesh axes that are larger than 1."""
         shape = self.subject.experiment.layout.mesh.shape
         return {axis: size for axis, size in shape.items() if size > 1}
 
 
 def judge_knob(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | None:
-    """Judge whether the knob at `path` changes the step; None for a section that is not a knob.
+    """Return the effect of the knob at `path`; None for a section that is not a knob.
 
     Args:
+      step: the train step of the whole config.
+      path: the path of a setting, or of a section.
       full: compile both steps, even where the texts before compilation differ.
 
     Raises:
-      RunError: the step with the knob was compiled, and is too large for the device.
+      RunError: the compiled step of the whole config is too large for the device.
     """
 
     def found(verdict: KnobVerdict, effect: str) -> KnobEffect:
@@ -135,13 +138,14 @@ def judge_knob(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | 
     if default is None and _is_read(step, path):
         return found("default", "what null stands for here")
     if path[:2] == ("sharding", "params"):
-        # Where an axis splits parameters, a config without these names is refused.
+        # On a mesh that splits parameters, a config without these names is refused, and the knob
+        # is judged `required`. Here the mesh splits none.
         return found("not in the step", "names dims for meshes that split parameters")
     return found("NO EFFECT", "the same step without it")
 
 
 def _repeats_signature(document: Document, path: KeyPath) -> bool:
-    """Return whether a knob is an argument of the user's function, with that function's default."""
+    """Return whether a knob sets an argument of an imported function to the argument's default."""
     if len(path) != 3 or path[1] != "args":
         return False
     section, name = document.values[str(path[0])], str(path[2])
@@ -150,13 +154,13 @@ def _repeats_signature(document: Document, path: KeyPath) -> bool:
         # A module's class is called through its metaclass, whose signature is uninformative.
         made = made.__init__ if isinstance(made, type) else made
         parameter = signature(made).parameters.get(name)
-    except (TypeError, ValueError):  # compiled functions may have no signature
+    except (TypeError, ValueError):  # functions in C may have no signature
         return False
     return parameter is not None and repr(parameter.default) == repr(section["args"][name])
 
 
 def _is_read(step: AuditedStep, path: KeyPath) -> bool:
-    """Return whether another value of the knob makes another step."""
+    """Return whether the step changes with another value of the knob."""
     for value in knob_neighbours(value_at(step.document.values, path)):
         document = with_value(step.document, path, value)
         try:
@@ -170,7 +174,7 @@ def _is_read(step: AuditedStep, path: KeyPath) -> bool:
 
 
 def _explicit(config: ExperimentConfig) -> ExperimentConfig:
-    """Return the config with the model's own loss made explicit."""
+    """Return the config with an explicit loss: the model's default where the config has none."""
     return config.model_copy(update={"loss": config.loss or default_loss(config.model)})
 
 
@@ -189,7 +193,7 @@ def _step(
 
 
 def _effect(before: AuditedStep, after: AuditedStep, *, compile_both: bool) -> str:
-    """Describe the differences; empty where there are none."""
+    """Describe the differences between two steps; empty for equal steps."""
     if before.lowered == after.lowered and before.options == after.options:
         return "" if before.initial == after.initial else "initial state"
     if not compile_both:
@@ -216,7 +220,7 @@ def _sent_bytes(inspection: Inspection) -> float:
 
 
 def _seconds(inspection: Inspection) -> float:
-    """Return the predicted seconds of a step; 0 without a prediction."""
+    """Return the predicted seconds of a step; 0 where no time is predicted."""
     return inspection.step_time.seconds if inspection.step_time else 0.0
 
 
@@ -225,7 +229,7 @@ def _messages(inspection: Inspection) -> int:
 
 
 def change(name: str, before: float, after: float, unit: str = "") -> str:
-    """Format a change as `bytes -50%`, or absolutely if the first value is 0.
+    """Format a change in percent, as `bytes -50%`; in units if the first value is 0.
 
     >>> change("bytes", 200, 100), change("bytes", 0, 1500, "B"), change("bytes", 3, 3)
     ('bytes -50%', 'bytes +1.5 kB', '')

@@ -1,12 +1,13 @@
-"""Energy and carbon: the power of chips, and joules as kWh and grams of CO2 equivalent.
+"""Energy and carbon: the power of chips, and the conversion of joules to kWh and to grams of CO2.
 
-A chip draws `idle + (most - idle) u` watts, where u is the fraction of the time that it is busy: a
-straight line between two published points, an estimate and not a measurement. Power drawn outside
-the chips (hosts, network, cooling) is covered by the site's power usage effectiveness (PUE).
+A chip is estimated to draw `idle + (most - idle) u` watts, where u is the fraction of the time for
+which the chip is busy: a straight line between two published points. The site's power usage
+effectiveness (PUE) covers the power of hosts, network and cooling.
 
-Sources. TPU v4: Jouppi et al. 2023 (arXiv 2304.01433, table 4: idle 90 W, most 192 W, at MLPerf's
-busy 170 W on average). GPUs: the board power of the SXM data sheets. Google has published no power
-figures for v5e, v5p, v6e and tpu7x: none is assumed here, the config must set it (`energy.watts`).
+The figures of TPU v4 are from Jouppi et al. 2023 (arXiv 2304.01433, table 4: 90 W when idle, 192 W
+at most; MLPerf draws 170 W on average). Those of GPUs are the board power in the SXM data sheets.
+Google has published no power figures for v5e, v5p, v6e and tpu7x: for these chips the config must
+set `energy.watts`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ JOULES_PER_KWH = 3.6e6
 
 @dataclass(frozen=True)
 class Power:
-    """The power of a device.
+    """The power of a chip.
 
     Attributes:
-      most: watts when always busy.
-      idle: watts when idle; None where it is unknown, and then `most` counts all the time.
-      source: source of the figures.
+      most: watts of a chip that is always busy.
+      idle: watts of an idle chip; None if unknown, so that `most` counts for idle time too.
+      source: publication of the figures.
     """
 
     most: float
@@ -50,16 +51,16 @@ POWERS: Mapping[str, Power] = MappingProxyType(
         "h200": Power(700.0, None, "data sheet, board power"),
     }
 )
-"""Power by the short names in `jaxdist.runtime.hardware.DEVICES`; missing figures are
-unpublished."""
+"""The power of chips by their names in `jaxdist.runtime.hardware.DEVICES`. No figures are published
+for chips that are missing."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """The place where the energy is drawn.
+    """The data center in which the chips run.
 
     Attributes:
-      pue: power of the site divided by that of its machines, at least 1.
+      pue: power of the whole site divided by that of its chips, at least 1.
       grid: grams of CO2 equivalent for each kWh.
     """
 
@@ -67,7 +68,7 @@ class Site:
     grid: float
 
     def kwh(self, joules: float) -> float:
-        """Return the energy of the site while its machines draw `joules`.
+        """Return the kWh that the site draws while its chips draw `joules`.
 
         >>> Site(pue=1.5, grid=400.0).kwh(7.2e6)
         3.0
@@ -75,7 +76,7 @@ class Site:
         return joules / JOULES_PER_KWH * self.pue
 
     def grams(self, joules: float) -> float:
-        """Return the grams of CO2 equivalent.
+        """Return the grams of CO2 equivalent that the site emits while its chips draw `joules`.
 
         >>> Site(pue=1.5, grid=400.0).grams(7.2e6)
         1200.0

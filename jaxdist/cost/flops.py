@@ -1,4 +1,4 @@
-"""FLOPs of a jaxpr: the only place that counts them before XLA compiles."""
+"""The FLOPs of a jaxpr, and the bytes of its products: figures of a program before compilation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 
 def jaxpr_flops(jaxpr: Jaxpr | ClosedJaxpr, *, elementwise: bool = False) -> float:
-    """FLOPs of all `dot_general` and `conv_general_dilated` in a jaxpr, 2 per multiply-add.
+    """Return the FLOPs of all `dot_general` and `conv_general_dilated`, 2 per multiply-add.
 
-    A scan counts times its length, a `cond` as its most expensive branch.
+    The body of a scan is multiplied by the scan's length, and a `cond` counts as its most expensive
+    branch.
 
     Args:
-      elementwise: whether each result element of another operation counts as 1.
+      jaxpr: the program.
+      elementwise: whether each element of the results of other operations counts as a FLOP.
 
     >>> import jax
     >>> jaxpr_flops(jax.make_jaxpr(lambda a, b: a @ b)(*[np.ones((4, 4))] * 2))
@@ -27,9 +29,10 @@ def jaxpr_flops(jaxpr: Jaxpr | ClosedJaxpr, *, elementwise: bool = False) -> flo
 
 
 def product_bytes(jaxpr: Jaxpr | ClosedJaxpr) -> float:
-    """Bytes of all factors and results of matrix products and convolutions, each array once.
+    """Return the bytes of the factors and results of all products and convolutions.
 
-    A scan counts times its length, a `cond` as its most expensive branch.
+    An array counts once, even if several products use it. The body of a scan is multiplied by the
+    scan's length, and a `cond` counts as its most expensive branch.
 
     >>> import jax
     >>> product_bytes(jax.make_jaxpr(lambda a, b: a @ b)(*[np.ones((4, 4), np.float32)] * 2))
@@ -68,7 +71,7 @@ def _flops(equation: JaxprEqn, elementwise: bool) -> float:
 
 
 def _inner(params: Mapping[str, object]) -> Iterator[Jaxpr | ClosedJaxpr]:
-    """Yield the jaxprs among the parameters of an equation."""
+    """Yield the jaxprs in an equation's parameters, such as the body of a scan."""
     for value in params.values():
         for part in value if isinstance(value, tuple | list) else (value,):
             if hasattr(part, "eqns"):
@@ -119,7 +122,10 @@ def _window_pairs(
     left_dilation: int,
     kernel_dilation: int,
 ) -> int:
-    """Pairs (output, kernel position) that meet a real input: neither padding nor dilation."""
+    """Count the pairs of an output and a kernel position along a dim that meet an input element.
+
+    Padding, and the zeros between the elements of a dilated input, do not count.
+    """
     position = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * kernel_dilation - low
     inside = (position >= 0) & (position <= (left - 1) * left_dilation)
     return int(np.count_nonzero(inside & (position % left_dilation == 0)))

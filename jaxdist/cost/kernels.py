@@ -1,13 +1,13 @@
-"""Work and speed of kernels for which the TPU compiler gives no estimate.
+"""The work and speed of kernels for which the TPU compiler gives no estimate.
 
-XLA knows nothing about a Pallas kernel except its schedule: libtpu prints, for each core, the
-bundles (VLIW instructions, one per cycle) of the kernel's loop over blocks. An iteration takes at
-least as many cycles as it has bundles, and as its products take in the matrix units. `python -m
-benchmarks.tpu.splash` compiles the kernels alone and prints those cycles, from which the
-efficiencies below are derived. Waits for memory are left out: the operands of an iteration are
-fetched during the previous iteration.
+Of a Pallas kernel, libtpu prints only the schedule: for each core, the bundles (VLIW instructions,
+one per cycle) of the kernel's loop over blocks. An iteration takes at least as many cycles as it
+has bundles, and at least as many as its products take in the matrix units. `python -m
+benchmarks.tpu.splash` compiles the kernels alone and prints the larger number, from which the
+efficiencies below are derived. Waits for memory are left out, since the operands of an iteration
+are fetched during the previous iteration.
 
-All other kernels are assumed to run at `OTHERS`, the same for every program.
+All kernels other than splash attention are assumed to run at the fraction `OTHERS` of the peak.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from jaxdist.hlo.estimates import Effort
 
 OTHERS = 0.5
-"""Fraction of the peak at which the stated FLOPs of an unknown kernel are assumed to run."""
+"""The assumed fraction of the peak for the FLOPs that a kernel without an entry here states."""
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 
@@ -30,9 +30,9 @@ class _Kernel:
     """A kernel of splash attention.
 
     Attributes:
-      products: matrix products of a block of queries with a block of keys.
-      side: the block size in its metadata that is that of the queries.
-      efficiency: for each family, block size to the fraction of the peak on the computed blocks.
+      products: number of matrix products for a block of queries and a block of keys.
+      side: name in the kernel's metadata of the block size along queries.
+      efficiency: for each family, the fraction of the peak on computed blocks, by block size.
     """
 
     products: int
@@ -75,30 +75,34 @@ SPLASH = {
         },
     ),
 }
-"""jax's own splash attention, for heads of 128, by libtpu 0.0.52. Heads of 128 fill half of a
-matrix unit of 256 x 256 (v6e, tpu7x)."""
+"""The kernels of jax's own splash attention with heads of `HEAD`, compiled by libtpu 0.0.52. Heads
+of 128 fill half of a matrix unit of 256 x 256 (v6e, tpu7x)."""
 HEAD = 128
+"""The size of a head in the compiled kernels of `SPLASH`."""
 LANES = 128
-"""Lanes of a TPU's vector unit; the length of a block is a multiple of this."""
+"""The number of lanes of a TPU's vector unit; the length of a block is a multiple of it."""
 LARGEST = {"v6e": 2048, "tpu7x": 2048}
-"""Length of a kernel's largest block on families where it is not `LARGEST_ELSEWHERE`. Blocks of
-2,048 need more vector memory than libtpu gives a kernel by default on v5e and v5p, and more than v4
-has (libtpu 0.0.52)."""
+"""The largest length of a kernel's block by family, where it differs from `LARGEST_ELSEWHERE`.
+Blocks of 2,048 need more vector memory than libtpu 0.0.52 gives a kernel by default on v5e and v5p,
+and more than v4 has."""
 LARGEST_ELSEWHERE = 1024
+"""The largest length of a kernel's block on families without an entry in `LARGEST`."""
 
 
 def splash_block(
     kernel: str, family: str, length: int, *, window: int | None = None, narrow: bool = True
 ) -> int:
-    """Return the length of block at which a kernel of splash attention is fastest.
+    """Return the block length with which a kernel of splash attention is fastest.
 
     Larger blocks fill the matrix units better, but compute more values that the mask discards. If
-    no block of the table divides the length, it is the largest multiple of `LANES` that does.
+    no block in the table divides the length, the result is the largest multiple of `LANES` that
+    divides it.
 
     Args:
       kernel: a key of `SPLASH`.
-      family: family of the chip; a family that was not compiled is treated as v5p.
-      window: number of positions before itself that a query sees; None is all.
+      family: family of the chip; a family without an entry is treated as v5p.
+      length: length of the sequence.
+      window: number of earlier positions that a query attends to; None for all of them.
       narrow: whether numbers have two bytes; wider numbers have blocks of at most 1,024.
 
     >>> splash_block("dq", "v5p", 4096), splash_block("dq", "v6e", 4096)
@@ -115,7 +119,12 @@ def splash_block(
 
 
 def computed_share(length: int, block: int, window: int | None = None) -> float:
-    """Return the fraction of attention's products in blocks with any unmasked element.
+    """Return the fraction of blocks that have an unmasked element, and are therefore computed.
+
+    Args:
+      length: length of the sequence.
+      block: length of a block.
+      window: number of earlier positions that a query attends to; None for all of them.
 
     >>> computed_share(4096, 1024), computed_share(4096, 1024, window=1023)
     (0.625, 0.4375)
@@ -126,11 +135,13 @@ def computed_share(length: int, block: int, window: int | None = None) -> float:
 
 
 def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
-    """Return the FLOPs of a call, its fraction of the peak, and a description of the assumption.
+    """Return the FLOPs of a kernel's call, its fraction of the peak, and the assumption as text.
 
-    The mask is assumed to be causal: of n x n blocks, n (n + 1) / 2 are computed.
+    The mask of splash attention is assumed to be causal: of n x n blocks, n (n + 1) / 2 are
+    computed.
 
     Args:
+      effort: the call, as the program shows it.
       family: family of the chip, for example "v5e".
     """
     found = _SPLASH.match(effort.kernel)
@@ -139,7 +150,7 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
     kernel = SPLASH[found[1]]
     block = effort.blocks.get(kernel.side, 512)
     query = max(effort.operands, key=lambda shape: shape.elements)
-    # A fused backward kernel also computes the queries' gradient.
+    # A fused backward kernel has a result of the queries' shape: their gradient, a further product.
     fused = found[1] == "dkv" and any(r.dims[-3:] == query.dims[-3:] for r in effort.results)
     products = kernel.products + int(fused)
     share_computed = computed_share(query.dims[-2], block)
@@ -150,14 +161,16 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
 
 
 def splash_share(kernel: str, family: str, block: int, head_dim: int) -> float:
-    """Return the fraction of the peak of a splash attention kernel on the blocks that it computes.
+    """Return the fraction of the peak at which a splash attention kernel computes its blocks.
 
-    The nearest compiled block size is used. Narrower heads fill proportionally less of the matrix
-    units.
+    The figure of the nearest compiled block length is used. Heads smaller than `HEAD` fill
+    proportionally less of the matrix units.
 
     Args:
       kernel: a key of `SPLASH`.
-      family: family of the chip; a family that was not compiled is treated as v5p.
+      family: family of the chip; a family without an entry is treated as v5p.
+      block: length of a block.
+      head_dim: size of a head.
     """
     by_block = _rates(kernel, family)
     nearest = min(by_block, key=lambda size: abs(size - block))
@@ -165,6 +178,6 @@ def splash_share(kernel: str, family: str, block: int, head_dim: int) -> float:
 
 
 def _rates(kernel: str, family: str) -> Mapping[int, float]:
-    """Return the fraction of the peak by block size."""
+    """Return a kernel's fraction of the peak for each compiled block length."""
     by_family = SPLASH[kernel].efficiency
     return by_family.get(family, by_family["v5p"])

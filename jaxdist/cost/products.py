@@ -1,8 +1,8 @@
 """The fraction of the peak that a matrix product reaches on each TPU family.
 
-The fractions are in `products.json`, which `python -m benchmarks.tpu.products` writes from single
-compiled products: with the vector memory that `parallel.xla.preset: default` gives them ("scoped"),
-and with libtpu's default ("own limit").
+The fractions are in `products.json`, which `python -m benchmarks.tpu.products` writes from products
+that are compiled alone: with the vector memory of `parallel.xla.preset: default` ("scoped"), and
+with libtpu's default ("own limit").
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from pathlib import Path
 
 TABLE = Path(__file__).with_name("products.json")
 Shares = Mapping[tuple[int, int], float]
-"""Fraction of the peak by (contracted, columns)."""
+"""The fraction of the peak for each pair of sizes (contracted dim, columns)."""
 
 
 OWN_LIMIT, SCOPED = "own limit", "scoped"
-"""Tables of a family; there is only the first where the preset keeps libtpu's default."""
+"""The names of a family's tables. A family on which the preset keeps libtpu's default has only the
+first."""
 
 
 @cache
 def shares(family: str, *, scoped: bool = True) -> Shares | None:
-    """Return the rows of a family; None for a device that the table does not have."""
+    """Return the fractions of a family; None for a device that `products.json` does not have."""
     tables = json.loads(TABLE.read_text()).get(family)
     if tables is None:
         return None
@@ -39,11 +40,14 @@ def product_share(
 ) -> float | None:
     """Return the fraction of the peak of a product with many rows, interpolated in the table.
 
-    Lengths outside the table are clamped to its edge. The fraction is linear in the logarithms of
-    both lengths.
+    Sizes outside the table are clamped to its edge. Between entries, the fraction is linear in the
+    logarithms of both sizes.
 
     Args:
-      scoped: whether it has the vector memory of the preset `default`.
+      family: family of the chip.
+      contracted: size of the contracted dim.
+      columns: number of columns of the result.
+      scoped: whether the product has the vector memory of the preset `default`.
 
     >>> product_share("h100", 8192, 8192) is None
     True
@@ -59,8 +63,12 @@ def product_share(
 
 
 def _between(lengths: list[int], length: int) -> tuple[int, int, float]:
-    """Return the neighbours of a length, and its relative position between their logarithms."""
+    """Return the entries below and above a length, and its place between them, from 0 to 1.
+
+    The place is relative to the logarithms of both entries.
+    """
     length = min(max(length, lengths[0]), lengths[-1])
+    # At least 1: the first entry itself has no entry below.
     index = max(1, bisect.bisect_left(lengths, length))
     low, high = lengths[index - 1], lengths[index]
     return low, high, math.log(length / low) / math.log(high / low)

@@ -1,8 +1,9 @@
 """The time of a step on a TPU, read from the compiled program.
 
-Compute is the compiler's own estimate, collectives are bytes over links, and the schedule
-determines how long the device waits for them. Work without an estimate is timed at an assumed rate
-and listed. There is no such prediction for a CPU or a GPU: their compilers write no estimates.
+The time of compute is the compiler's own estimate, that of collectives is their bytes divided by
+the rate of the links, and the schedule determines how long the device waits for collectives. Work
+without an estimate is timed at an assumed rate and listed. No time is predicted for a CPU or a GPU,
+whose compilers write no estimates.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ class StepTime:
     """The predicted time of a run of a program on each device, with its parts.
 
     Attributes:
-      seconds: total; where branches decide, with the most expensive branches.
-      seconds_low: total with the cheapest branches.
+      seconds: total, with the most expensive branch of conditionals whose branch is unknown.
+      seconds_low: total with the cheapest branch of these conditionals.
       compute_seconds: time in which the device computes, including kernels of an assumed rate.
-      assumed_seconds: the part of these at an assumed rate.
+      assumed_seconds: the part of `compute_seconds` at an assumed rate.
       copy_seconds: waits for copies between memories.
       exposed_seconds: waits for collectives, by the mesh axes that they span.
-      overlapped_seconds: collectives that run while the device computes, by axes.
+      overlapped_seconds: time of collectives that run while the device computes, by mesh axes.
       entries: every instruction that takes time, the most expensive first.
       unknown_loops: loops of unknown length, counted as a single iteration: the step takes longer.
-      bubble_seconds: time that a pipeline's mean stage waits for the longest stage, over all ticks;
-        the other times (`compute_seconds` etc.) are means over stages.
-      schedule: the schedule whose ticks are timed; empty where there are none.
-      unmatched: why the ticks of a pipeline's schedule were not found in the program, so that every
-        tick takes its most expensive branches; empty where they were, or without a pipeline.
+      bubble_seconds: time for which a pipeline's mean stage waits for the longest stage, over all
+        ticks; all other times are means over stages.
+      schedule: the pipeline's schedule whose ticks are timed; empty if no ticks are.
+      unmatched: the reason why the schedule's ticks were not found in the program, so that every
+        tick takes its most expensive branches; empty if they were found, or without a pipeline.
     """
 
     seconds: float
@@ -68,7 +69,7 @@ class StepTime:
 
 @dataclasses.dataclass(frozen=True)
 class TpuRates:
-    """The speeds of a TPU: its clock, its memory, its links."""
+    """The speeds of a TPU's clock, memory and links, for `jaxdist.hlo.timeline`."""
 
     device: Device
     torus: Torus
@@ -79,18 +80,18 @@ class TpuRates:
         return count / self.device.clock_hz
 
     def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
-        """Return the seconds of a collective alone on its links, and these links."""
+        """Return the seconds of a collective that is alone on its links, and the links."""
         found = self.torus.transfer(collective)
         return found.seconds, frozenset(found.links)
 
     def copy(self, size_bytes: int, *, host: bool) -> float:
-        """Return the seconds of a copy at the bandwidth of memory, or of the link to the host."""
+        """Return the seconds of a copy within the device's memory, or to or from the host."""
         host_rate = self.device.host_bytes_per_second
         rate = host_rate if host and host_rate else self.device.memory_bytes_per_second
         return size_bytes / rate
 
     def work(self, effort: Effort) -> tuple[float, str]:
-        """Return the seconds of FLOPs or of bytes, whichever take longer."""
+        """Return the longer of the seconds for FLOPs and for bytes, and the assumption as text."""
         flops, share, assumption = kernel_work(effort, self.device.name)
         compute = flops / (self.device.flops_per_second["bfloat16"] * share)
         memory = effort.bytes / self.device.memory_bytes_per_second
@@ -100,7 +101,7 @@ class TpuRates:
 
 
 def can_predict(devices: Sequence[Any]) -> bool:
-    """Return whether these devices' compiler writes estimates, and their clock is known."""
+    """Return whether these are devices of a known clock, whose compiler writes estimates."""
     known = find_device(devices[0].device_kind)
     return known is not None and known.clock_hz is not None
 
@@ -114,9 +115,9 @@ def step_time(
     """Predict the time of a run of a program.
 
     Args:
-      module: the program as the TPU's compiler scheduled it, with its estimates.
-      layout: layout of the mesh that it was compiled for.
-      devices: the mesh's devices, flattened; `can_predict` must hold for them.
+      module: the scheduled program with the compiler's estimates.
+      layout: layout of the mesh that the program was compiled for.
+      devices: the mesh's devices, flattened; `can_predict` must be true for them.
       lockstep: the branches that a pipeline's stages take in each tick.
     """
     rates = _rates(devices, layout)
@@ -137,12 +138,13 @@ def _rates(devices: Sequence[Any], layout: MeshLayout) -> TpuRates:
     device = find_device(devices[0].device_kind)
     assert device is not None, devices[0].device_kind
     assert device.clock_hz, f"{device.name} has no clock"
+    # Collectives name positions in the program's device assignment, not places on the mesh.
     assigned = [devices[index] for index in layout.order]
     return TpuRates(device, torus_of(assigned, device.name, device.fast, device.slow))
 
 
 def _split(timeline: ProgramTimeline, seconds_low: float) -> StepTime:
-    """The seconds of a timeline by what the device does or waits for."""
+    """Split the seconds of a timeline into compute and the different kinds of waits."""
     entries = sorted(timeline.entries.values(), key=lambda entry: -entry.waited_seconds)
     links = [entry for entry in entries if entry.basis == "links"]
     return StepTime(

@@ -1,16 +1,18 @@
 """The time of a collective on the torus of a TPU slice, from its bytes and its links.
 
 Chips are joined to their neighbours along two or three dims. A collective over a box of chips uses
-the links of each dim in which the box is longer than one, all at once: both directions where the
-dim is a ring, one where it is a line (on a line, an end receives everything through one link). An
-all-gather of V bytes then takes V (n-1)/n over the sum of these links, a reduce-scatter as long, an
-all-reduce twice that, an all-to-all a quarter of the all-gather (Austin et al., "How to Scale Your
-Model", chapter "Sharded matrices"). The hops of the first byte are added.
+the links of each dim in which the box is longer than one, all at once: links of both directions
+where the dim is a ring, and of one direction where it is a line (the end of a line receives
+everything through one link). An all-gather of V bytes among n devices then takes the time of
+V (n-1)/n bytes at the rate of all these links together. A reduce-scatter takes as long, an
+all-reduce twice as long, and an all-to-all a quarter of it (Austin et al., "How to Scale Your
+Model", chapter "Sharded matrices"). The latency of each hop to the farthest chip is added.
 
 A group that is not a box (scattered chips) is assumed to use a single link of a single dim.
 
-The two devices of a chip form a further dim, without links of the torus. A collective that spans it
-sends each byte into the chip once; if it does not, two run at once and share the links.
+The two devices of a chip form a further dim, without links of the torus. A collective that spans
+this dim sends each byte into the chip once. Otherwise the collectives of the chip's two devices run
+at once, and share the links.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class Transfer:
 
     Attributes:
       seconds: time if the collective is alone on its links.
-      links: the busy links: d and -d are the two directions along dim d of the torus, counted from
-        1; 0 is the network between slices.
+      links: numbers of the busy links: d and -d are the two directions along dim d of the torus,
+        counted from 1; 0 is the network between slices.
     """
 
     seconds: float
@@ -46,12 +48,13 @@ class Torus:
     """The chips of a slice, or of several slices joined by a slower network.
 
     Attributes:
-      places: for each position in the program's device assignment, the chip's coordinates, with the
-        slice in front.
-      rings: for each dim of the torus, whether its ends are joined; may be longer than the dims.
+      places: for each position in the program's device assignment, the number of the slice,
+        followed by the coordinates of the chip.
+      rings: for each dim of the torus, whether its ends are joined; further elements are ignored.
       fast: the link between neighbours.
       slow: the link between slices.
-      cores: devices of a chip; where there are several, the last coordinate distinguishes them.
+      cores: number of devices of a chip; if there are several, the last coordinate in `places` is
+        that of the device within the chip.
     """
 
     places: np.ndarray
@@ -61,7 +64,7 @@ class Torus:
     cores: int = 1
 
     def transfer(self, collective: Collective) -> Transfer:
-        """Time an execution of a collective with no other traffic on its links."""
+        """Return the time of a collective that is alone on its links, and the links."""
         if not collective.sent_bytes:
             return Transfer(0.0, frozenset())
         if collective.kind == "collective-permute":
@@ -83,7 +86,7 @@ class Torus:
         return Transfer(rounds * hops * self.fast.latency_seconds + wire, both_ways(dims))
 
     def _permute(self, collective: Collective) -> Transfer:
-        """Time messages between two chips; messages of several hops share the links between."""
+        """Return the time of a permute, in which messages of several hops share links."""
         ends = self.places[np.array(collective.groups)]
         way = ends[:, 1] - ends[:, 0]
         if way[:, 0].any():
@@ -94,7 +97,7 @@ class Torus:
         for dim in range(1, way.shape[1]):
             if self.rings[dim - 1]:
                 size = self.places[:, dim].max() + 1
-                # Around a ring a message takes the shorter way.
+                # Around a ring a message takes the shorter way, at most half of the ring.
                 way[:, dim] = (way[:, dim] + (size - 1) // 2) % size - (size - 1) // 2
         hops = int(np.abs(way).sum(axis=1).max())
         links = {sign * dim for sign in (1, -1) for dim in np.flatnonzero((sign * way > 0).any(0))}
@@ -104,20 +107,21 @@ class Torus:
 
     @property
     def _inside(self) -> frozenset[int]:
-        """The dim inside a chip, where it exists."""
+        """The number of the dim of a chip's devices, if a chip has several; else empty."""
         return frozenset({self.places.shape[1] - 1} if self.cores > 1 else ())
 
     def _link_rate(self, dims: frozenset[int]) -> float:
-        """Return a device's bytes per second on a link, for a collective over these dims."""
+        """Return a device's bytes per second on a link, in a collective over these dims."""
         if dims and dims <= self._inside:
             return CHIPLET_LINKS * self.fast.bytes_per_second
         return self.fast.bytes_per_second / (1 if dims & self._inside else self.cores)
 
     def _extents(self, groups: Sequence[Sequence[int]]) -> list[int]:
-        """Count the different coordinates of a group in each dim, as a maximum over the groups."""
+        """Return the extent of the groups in each dim: the largest number of different places."""
         if len({len(group) for group in groups}) > 1:
             return [max(sizes) for sizes in zip(*(self._extents([g]) for g in groups), strict=True)]
-        places = np.sort(self.places[np.array(groups)], axis=1)  # [group, member, dim]
+        # Of shape [group, member, dim]; sorted, so that changes between members count places.
+        places = np.sort(self.places[np.array(groups)], axis=1)
         return [int(n) for n in 1 + (np.diff(places, axis=1) != 0).sum(axis=1).max(axis=0)]
 
     def _ports(self, dim: int, extent: int) -> int:
@@ -129,7 +133,7 @@ class Torus:
 
 
 def both_ways(dims: Iterable[int]) -> frozenset[int]:
-    """Return the links of both directions along dims.
+    """Return the numbers of the links in both directions along dims.
 
     >>> sorted(both_ways({1, 3}))
     [-3, -1, 1, 3]
@@ -141,8 +145,8 @@ def torus_of(devices: Sequence[Any], family: str, fast: Link, slow: Link) -> Tor
     """Return the torus that TPU devices form.
 
     Args:
-      devices: in the order of the program's device assignment, with jax's `coords`.
-      family: "v5e", "v5p", ..., which determines the lengths that close to a ring.
+      devices: TPU devices of jax, in the order of the program's device assignment.
+      family: the family, such as "v5e", which determines the lengths that close to a ring.
       fast, slow: the links between neighbours, and between slices.
     """
     places = np.array([(getattr(d, "slice_index", 0) or 0, *d.coords) for d in devices])
@@ -151,6 +155,6 @@ def torus_of(devices: Sequence[Any], family: str, fast: Link, slow: Link) -> Tor
     cores = int(on_chip.max()) + 1
     if cores > 1:
         places = np.column_stack([places, on_chip])
-    # A family with two dims has length 1 in the third, and no ring there.
+    # The coordinates of a family with two dims have a third dim of length 1, which is no ring.
     joined = rings(family, sizes[: FAMILIES[family].dims]) + (False,) * 3
     return Torus(places, joined, fast, slow, cores)

@@ -1,4 +1,4 @@
-"""The differences between two compiled train steps: in numbers, and in the programs."""
+"""The differences between two compiled train steps, in their numbers and in their programs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from jaxdist.metrics.columns import table
 from jaxdist.types import JsonObject
 
 DiffVerdict = Literal["same program", "same numbers", "different"]
+"""Whether two steps are one program, have equal numbers only, or have different numbers."""
 Value = float | str | None
 
 
 @dataclass(frozen=True)
 class LedgerChange:
-    """A number that differs.
+    """A number that differs between two inspections.
 
     Attributes:
-      of: the object of the number: mesh axes and a kind of collective, "FLOPs" or "memory".
+      of: the group of the number: mesh axes and a kind of collective, "FLOPs" or "memory".
       what: the number's name with its unit, such as "sent_bytes".
-      before, after: the values; None where a program has no such number.
+      before, after: the two values; None where a program has no such number.
     """
 
     of: str
@@ -36,7 +37,7 @@ class LedgerChange:
 
 @dataclass(frozen=True)
 class Difference:
-    """All changes from an inspection to another."""
+    """All changes from one inspection to another."""
 
     before: Inspection
     after: Inspection
@@ -44,7 +45,7 @@ class Difference:
 
     @property
     def verdict(self) -> DiffVerdict:
-        """Whether the two are the same program, have the same numbers, or differ."""
+        """Whether the programs are equal, have only equal numbers, or have different numbers."""
         if self.changes:
             return "different"
         same = self.before.program_sha256 == self.after.program_sha256
@@ -103,7 +104,7 @@ def _seconds(step_time: StepTime) -> dict[tuple[str, str], Value]:
 
 
 def print_difference(difference: Difference, console: Console) -> None:
-    """Print the changes, or that there are none."""
+    """Print a table of the changes, or a sentence if there are none."""
     console.print(f"before {difference.before.config}", soft_wrap=True, markup=False)
     console.print(f"after  {difference.after.config}", soft_wrap=True, markup=False)
     console.print()

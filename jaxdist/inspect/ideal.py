@@ -1,4 +1,4 @@
-"""Bounds of a train step: products that a mask discards, and the least bytes sent."""
+"""Bounds for a train step: FLOPs of products that a mask discards, and the least bytes sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from jaxdist.sharding import param_shardings
 
 
 def masked_flops(experiment: Experiment) -> float:
-    """Count FLOPs of attention's products in a step that its mask discards; 0 for other models."""
+    """Return the FLOPs of a step in products that attention's mask discards.
+
+    The result is 0 for models without a method `masked_flops`.
+    """
     model: Any = experiment.config.model
     count = getattr(model, "masked_flops", None)
     if count is None:
@@ -25,12 +28,12 @@ def masked_flops(experiment: Experiment) -> float:
 
 
 def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | None:
-    """Return the axes that share the batch, and the least bytes that a device must send over them.
+    """Return the mesh axes that share the batch, and the least bytes sent along these axes.
 
-    An all-reduce of S bytes over N devices takes 2(N-1)/N S from each, by any algorithm; S is the
-    gradient of the parameters on one device, in the model's compute dtype. Parameters that are
-    themselves split over these axes count whole, since gathering and reduce-scattering them takes
-    as much. The result is None when no axis shares the batch.
+    In an all-reduce of S bytes over N devices, each device sends at least 2(N-1)/N S bytes, by any
+    algorithm; S is the size of the gradients on one device, in the model's compute dtype.
+    Parameters that are split along these axes count whole, since a gather and a reduce-scatter
+    together send as many bytes as an all-reduce. The result is None when no axis shares the batch.
     """
     layout = experiment.layout
     axis = layout.axis_of("batch")
@@ -55,7 +58,10 @@ def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | No
 
 
 def bound_notes(experiment: Experiment) -> tuple[str, ...]:
-    """List the assumptions of `gradient_bound`, and the settings that send more, a phrase each."""
+    """Return phrases for the assumption of `gradient_bound` and for settings that send more.
+
+    The assumption is the first phrase.
+    """
     parallel, program = experiment.config.parallel, experiment.program
     computed = getattr(experiment.config.model, "compute_dtype", None)
     dtype = f"in {computed}, the model's compute dtype" if computed else "in the parameters' dtype"

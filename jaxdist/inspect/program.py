@@ -1,4 +1,4 @@
-"""The train step of an experiment, compiled ahead of time, with its actual and ideal cost."""
+"""The train step of an experiment: compiled ahead of time, with its actual and its ideal cost."""
 
 from __future__ import annotations
 
@@ -45,24 +45,25 @@ class Inspection:
 
     Attributes:
       config: the file, and the settings that override it.
-      model: type and number of parameters, without duplicates (a tied head counts once).
-      step: the data of a step.
-      device_kind: the devices that it is compiled for.
+      model: the model's type and number of parameters; a tied head counts once.
+      step: the amount of data in a step, as text.
+      device_kind: the kind of device that the program is compiled for.
       ledger: the ledger of the compiled program.
       program_sha256: digest of the program without names and order; equal for equal programs.
       model_flops: FLOPs of the whole step, without recomputation: see `jaxdist.experiment.flops`.
-      update_flops: FLOPs of its update, once: a rule of matrices (Newton-Schulz) has some.
+      update_flops: FLOPs of the optimizer's update in a step; only an optimizer that multiplies
+        matrices, such as Muon, has any.
       gradient_axes: mesh axes that share the batch.
-      gradient_bound_bytes: the least bytes that a device must send over them.
-      bound_notes: the assumptions of that bound, and what it leaves out.
+      gradient_bound_bytes: the least bytes that a device must send along `gradient_axes`.
+      bound_notes: the assumption of `gradient_bound_bytes`, and the settings that send more.
       step_time: the predicted time, where the compiler writes estimates (on TPUs); otherwise None.
       masked_flops: the part of `model_flops` in products that attention's mask discards.
-      tokens: number of tokens in a step, or examples.
+      tokens: number of tokens in a step, or of examples.
       estimate_seconds: time to read the program and predict its time.
       arguments: bytes of each kind of argument.
-      worker: the part of a step with parameter servers that was compiled; None: the whole step.
+      worker: with parameter servers, the worker whose step was compiled; None for a whole step.
       memory_bytes: memory of the device; None when it is unknown.
-      compile_seconds: XLA's time, without tracing.
+      compile_seconds: time of XLA's compilation, without tracing.
     """
 
     config: str
@@ -94,8 +95,8 @@ class Inspection:
         """Return the model FLOPs utilization: the model's FLOPs over those of the devices' peak.
 
         Args:
-          masked: whether products that attention's mask discards count (as in PaLM, arXiv
-            2204.02311, appendix B), or not (causal attention counts half).
+          masked: true to count products that attention's mask discards (as in PaLM, arXiv
+            2204.02311, appendix B); false to leave them out (causal attention counts half).
         """
         known = find_device(self.device_kind)
         if self.step_time is None or known is None or not self.step_time.seconds:
@@ -111,6 +112,7 @@ class InspectedExperiment:
 
     Attributes:
       name: the file, and the settings that override it.
+      experiment: the experiment, built for `devices`.
       devices: the devices to compile for.
     """
 
@@ -120,17 +122,22 @@ class InspectedExperiment:
 
     @property
     def device_kind(self) -> str:
-        """The kind of the devices in jax's terms."""
+        """The kind of the devices, as jax names it."""
         return self.devices[0].device_kind
 
 
 def open_subject(
     path: Path, overrides: Sequence[str], devices: Sequence[Device] | None
 ) -> InspectedExperiment:
-    """Build an experiment for `devices`; None is the config's fake devices, else all real devices.
+    """Build the experiment of a config.
+
+    Args:
+      path: the configuration file, with `overrides` on top.
+      devices: the devices to compile for; None takes the config's number of fake devices, or all
+        devices of jax.
 
     Raises:
-      JaxdistError: a configuration that cannot be read, or that does not fit the devices.
+      JaxdistError: the configuration cannot be read, or does not fit the devices.
     """
     document, config = load(path, overrides)
     chosen = list(jax.devices()[: config.mesh.fake_devices] if devices is None else devices)
@@ -139,10 +146,10 @@ def open_subject(
 
 
 def inspect_step(subject: InspectedExperiment) -> Inspection:
-    """Compile the train step of an experiment, without a state or a device to run on.
+    """Compile the train step of an experiment, which needs neither a state nor the devices.
 
     Raises:
-      RunError: a program that is too large for the device.
+      RunError: the program is too large for the device.
     """
     experiment, config = subject.experiment, subject.experiment.config
     program, mesh, worker = experiment.program, experiment.layout.mesh, worker_part(experiment)
@@ -170,7 +177,7 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
         ledger=ledger(compiled, mesh, module),
         program_sha256=program_digest(text, lowered.as_text()),
         model_flops=flops.model * share,
-        # Servers update the parameters, not the worker's program.
+        # With parameter servers the update is not part of the worker's program.
         update_flops=0.0 if worker else flops.update,
         gradient_axes=axes,
         gradient_bound_bytes=bound_bytes,
@@ -195,8 +202,9 @@ def _step(experiment: Experiment, worker: WorkerPart | None, units: int) -> str:
 def _compiled(
     subject: InspectedExperiment, lowered: jax.stages.Lowered, arguments: Mapping[str, int]
 ) -> tuple[jax.stages.Compiled, str]:
-    """Compile, and return the program and its text."""
+    """Compile a program, and return it with its text."""
     try:
+        # XLA cannot print every compiled program of a TPU, and its dump has estimates of time.
         if subject.devices[0].platform == "tpu":
             return compile_with_text(lowered)
         compiled = lowered.compile()
@@ -213,6 +221,8 @@ def predicted_step_time(
     """Predict the time of a step; None where the compiler writes no estimates.
 
     Args:
+      subject: the experiment.
+      compiled: the compiled program.
       module: the parsed text of the compiled program.
     """
     if not can_predict(subject.devices):
@@ -224,7 +234,7 @@ def predicted_step_time(
 
 
 def branch_ticks(program: Program) -> Lockstep | None:
-    """Return the branches that a pipeline's stages take; None for a program without a pipeline."""
+    """Return the branches of a pipeline's stages in each tick; None without a pipeline."""
     compute = program.compute
     if not isinstance(compute, Pipeline):
         return None
@@ -249,7 +259,7 @@ def _memory_bytes(devices: Sequence[Device]) -> int | None:
 
 
 def _refusal(subject: InspectedExperiment, arguments: Mapping[str, int], text: str) -> RunError:
-    """Describe a program that XLA finds too large for the device."""
+    """Return the error for a program that XLA refuses as too large for the device."""
     name, kind = subject.name, subject.device_kind
     sizes = refused_bytes(text)
     if sizes is None:

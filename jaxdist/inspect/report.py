@@ -1,4 +1,4 @@
-"""`jaxdist inspect`: the cost of a train step, read from the compiled program before launch."""
+"""`jaxdist inspect`: the cost of a train step, read from the compiled program before any run."""
 
 from __future__ import annotations
 
@@ -35,15 +35,17 @@ def inspect(
     plot: Path | None = None,
     console: Console,
 ) -> Inspection | Difference:
-    """Compile an experiment's train step and print its cost; with a second step, the differences.
+    """Compile a train step and print its cost; with a second step, print the differences.
 
     Args:
       path: the configuration file, with `overrides` on top.
       topology: TPUs to compile for, such as `v5e:2x4`; None is jax's devices.
-      other: a second file (None: the same), with `overrides` and then `changes` on top.
-      changes: settings of the second program; without them and `other`, nothing is compared.
+      other: the file of a second step, with `overrides` and then `changes` on top; by default
+        `path`.
+      changes: settings of the second step. Without `changes` and `other`, nothing is compared.
       json_file: a file for the same facts as JSON.
       plot: a directory for a picture of the predicted step; only for TPUs and a single program.
+      console: the console for the tables.
 
     Raises:
       JaxdistError: any error that the user can fix.
@@ -68,7 +70,7 @@ def inspect(
         _print(result, plot, console)
         report = inspection_json(result)
     else:
-        # Both are checked before either is compiled, which may take minutes.
+        # The second config is checked before the first is compiled, which may take minutes.
         second = open_subject(other or path, [*overrides, *changes], devices)
         result = difference(inspect_step(first), inspect_step(second))
         print_difference(result, console)

@@ -1,4 +1,4 @@
-"""A ledger's collectives, summed to the rows of a table."""
+"""The rows of tables of collectives, and the format of numbers in tables."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ class CollectiveRow:
     """The collectives of a kind over the same mesh axes, in a step on a device.
 
     Attributes:
-      axes: mesh axes that the groups span; None when they are not a product of axes.
+      axes: mesh axes that the groups span; None for groups that are not a product of axes.
       kind: the kind of collective, or "" for all kinds together.
-      times_low, times_high: executions; they differ where a conditional decides.
-      bounded: whether `times_high` is a bound; a loop of unknown length counts as one iteration.
+      times_low, times_high: the least and the largest number of executions; they differ where a
+        conditional decides.
+      bounded: false if a loop of unknown length counts as one iteration in `times_high`.
       dtypes: dtypes sent, sorted.
-      payload_bytes: whole tensors, summed over the executions.
+      payload_bytes: bytes of the whole tensors, summed over the executions.
       sent_bytes: bytes that the busiest device sends.
-      overlapped_bytes: the part of these that is sent while the device computes.
+      overlapped_bytes: the part of `sent_bytes` that is sent while the device computes.
     """
 
     axes: tuple[str, ...] | None
@@ -41,12 +42,12 @@ class CollectiveRow:
 
     @property
     def label(self) -> str:
-        """The axes as text."""
+        """The mesh axes as text."""
         return "other groups" if self.axes is None else " x ".join(self.axes) or "one device"
 
     @property
     def times(self) -> str:
-        """The executions as text."""
+        """The number of executions as text, a range in a conditional."""
         if not self.bounded:
             return f"{self.times_low:,} or more"
         return show_range(self.times_low, self.times_high)
@@ -67,7 +68,7 @@ def _sum(axes: tuple[str, ...] | None, kind: str, found: Sequence[Collective]) -
 
 
 def _order(axes: tuple[str, ...] | None, ledger: Ledger) -> tuple[bool, int, list[int]]:
-    """Order single axes as in the mesh, then several together, then groups without axes."""
+    """Return a sort key: single axes in mesh order, then several axes, then groups without axes."""
     names = list(ledger.axes)
     return axes is None, len(axes or ()), [names.index(axis) for axis in axes or ()]
 
@@ -75,8 +76,8 @@ def _order(axes: tuple[str, ...] | None, ledger: Ledger) -> tuple[bool, int, lis
 def by_axes(ledger: Ledger, together: tuple[str, ...] = ()) -> list[CollectiveRow]:
     """Return a row for each set of mesh axes that collectives span.
 
-    Collectives over some of the axes in `together` share a row: a reduction inside the fast network
-    and then across the slow network is, as a whole, a reduction over both.
+    Collectives over any of the axes in `together` share a row: a reduction inside the fast network,
+    followed by a reduction across the slow network, is as a whole a reduction over both.
     """
 
     def span(collective: Collective) -> tuple[str, ...] | None:
@@ -88,7 +89,7 @@ def by_axes(ledger: Ledger, together: tuple[str, ...] = ()) -> list[CollectiveRo
 
 
 def by_kind(ledger: Ledger) -> list[CollectiveRow]:
-    """Return a row for each set of mesh axes and kind, most bytes first within a set."""
+    """Return a row for each set of mesh axes and each kind, sorted by bytes within a set."""
     rows: list[CollectiveRow] = []
     for whole in by_axes(ledger):
         mine = [c for c in ledger.collectives if c.axes == whole.axes]
@@ -125,7 +126,7 @@ def show_number(value: float, unit: str = "") -> str:
 
 
 def show_range(low: float, high: float) -> str:
-    """Format a number, or two with a dash where they differ.
+    """Format two numbers as a range with a dash, or as a single number if they are equal.
 
     >>> show_range(4, 4), show_range(0, 4)
     ('4', '0-4')
@@ -134,7 +135,7 @@ def show_range(low: float, high: float) -> str:
 
 
 def show_ratio(value: float, reference: float | None) -> str:
-    """Format `value` over `reference` as a factor; a dash without a reference.
+    """Format `value` divided by `reference`; a dash without a reference, or if it is 0.
 
     >>> show_ratio(3, 2), show_ratio(3, 0), show_ratio(3, None)
     ('1.500', '-', '-')

@@ -1,4 +1,5 @@
-"""An inspection of parameter servers: a worker's program, and each server's state and traffic."""
+"""The parameter servers in an inspection: a worker's program, and each server's state and traffic.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ from jaxdist.types import JsonObject
 
 @dataclass(frozen=True)
 class ServerCost:
-    """A server's state and traffic.
+    """A parameter server's state and traffic.
 
     Attributes:
-      received_bytes, sent_bytes: bytes in a clock of all its clients: a push of each, and the
-        parameters to each.
+      number: the server's number.
+      parameter_bytes: bytes of the server's parameters.
+      optimizer_bytes: bytes of the optimizer's state on the server.
+      received_bytes: bytes of a push by each client.
+      sent_bytes: bytes of the parameters, sent to each client once.
     """
 
     number: int
@@ -34,11 +38,14 @@ class ServerCost:
 
 @dataclass(frozen=True)
 class WorkerPart:
-    """The program that is compiled in place of the whole step, where servers hold the parameters.
+    """The worker's part of a step with parameter servers, which is compiled as a program.
 
     Attributes:
-      share: the largest share of the batch.
-      state: shapes of the program's state; with the optimizer's only where workers have it.
+      program: the worker's program.
+      share: the worker's fraction of the batch, the largest of all workers.
+      compiled: the function of the worker's step.
+      state: shapes of the program's state; without the optimizer's if the servers keep it.
+      servers: the cost of each server.
     """
 
     program: Program
@@ -49,7 +56,7 @@ class WorkerPart:
 
 
 def worker_part(experiment: Experiment) -> WorkerPart | None:
-    """Return the worker with the largest share, and all servers; None without servers."""
+    """Return the worker with the largest share of the batch; None without parameter servers."""
     if not isinstance(experiment.config.strategy, ParameterServer):
         return None
     sharded = sharded_of(experiment)
@@ -58,6 +65,7 @@ def worker_part(experiment: Experiment) -> WorkerPart | None:
     _, program = part_of(experiment, sharded, shares.index(max(shares)))
     servers = tuple(_server(sharded, at) for at in range(len(sharded.layouts)))
     state, compiled = program.state_shapes, program.train
+    # Servers with the optimizer's state update parameters: workers compute only gradients.
     if sharded.keeps_moments:
         state, compiled = replace(state, opt_state=(), loss_scale=None), program.gradients
     return WorkerPart(program, max(shares) / size, compiled, state, servers)
@@ -73,5 +81,5 @@ def _server(sharded: Sharded, at: int) -> ServerCost:
 
 
 def servers_json(part: WorkerPart) -> list[JsonObject]:
-    """Convert to plain data."""
+    """Convert the servers' costs to plain data."""
     return [dict(vars(one)) for one in part.servers]

@@ -1,4 +1,4 @@
-"""An inspection as tables that fit 80 columns."""
+"""The tables of an inspection, which fit into 80 columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxdist.metrics.columns import table
 
 
 def print_inspection(inspection: Inspection, console: Console) -> None:
-    """Print everything: collectives, bytes against their bound, FLOPs, memory."""
+    """Print tables of collectives, of bytes and their bound, of FLOPs, memory and servers."""
     _print_head(inspection, console)
     _print_collectives(inspection, console)
     _print_flops(inspection, console)
@@ -93,7 +93,7 @@ def _bound_notes(inspection: Inspection, unbounded: list[str]) -> list[str]:
 
 
 def bound_bytes(inspection: Inspection, row: CollectiveRow) -> float | None:
-    """Return the least bytes that a device must send over a row's axes; None if unknown."""
+    """Return the least bytes that a device must send along a row's axes; None if unknown."""
     if row.axes == inspection.gradient_axes and inspection.gradient_bound_bytes:
         return inspection.gradient_bound_bytes
     return None
@@ -131,7 +131,7 @@ def _print_memory(inspection: Inspection, console: Console) -> None:
 
 
 def _print_servers(part: WorkerPart, console: Console) -> None:
-    """Print each server's state, and its traffic."""
+    """Print the state and the traffic of each parameter server."""
     made = table(
         "Servers, and their bytes in a clock of all who push", "server", "parameters", "optimizer",
         "received", "sent",

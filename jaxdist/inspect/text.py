@@ -1,4 +1,4 @@
-"""The text of a compiled program without its names, so that programs can be compared."""
+"""The comparison of compiled programs by their text, without regard to names and order."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _COMPUTATION = re.compile(r"((?:ENTRY )?)(%\d+) \{$")
 
 
 def canonical_text(text: str) -> str:
-    """Normalize HLO text: remove source positions, names and channel numbers.
+    """Remove source positions, names and channel numbers from HLO text.
 
-    Instructions and computations are numbered in the order of their names' occurrence.
+    Names of instructions and computations are replaced by numbers, in order of first occurrence.
 
     >>> canonical_text('%add.7 = f32[] add(%x, %x), metadata={op_name="a{b}"}')
     '%0 = f32[] add(%1, %1)'
@@ -32,10 +32,10 @@ def canonical_text(text: str) -> str:
 
 
 def structure(text: str) -> str:
-    """Hash a program, ignoring names and the schedule, with SHA-256.
+    """Return a SHA-256 hash of a program that does not depend on names or on the schedule.
 
     Each instruction is hashed with the hashes of its operands and of the computations that it
-    calls, which HLO text defines before their use.
+    calls, which HLO text defines before their use. Hashes within a computation are sorted.
 
     >>> one, two = "  %a = f32[] parameter(0)", "  %b = f32[] parameter(1)"
     >>> root = "  ROOT %c = f32[] subtract(%a, %b)"
@@ -63,11 +63,11 @@ def structure(text: str) -> str:
 
 
 def program_digest(text: str, lowered: str) -> str:
-    """Hash a program like `structure`, with its large constants.
+    """Return a hash of a program as `structure` does, but including large constants.
 
     Args:
-      text: HLO of the compiled program, where large constants are elided.
-      lowered: the StableHLO that it was compiled from, which has them in hexadecimal.
+      text: HLO of the compiled program, in which XLA elides large constants.
+      lowered: the StableHLO before compilation, in which large constants are in hexadecimal.
     """
     return _hash(structure(text), *sorted(_LARGE_CONSTANT.findall(lowered)))
 

@@ -1,4 +1,4 @@
-"""The predicted time of a step, as tables, as plain data and as a picture."""
+"""The output of the predicted time of a step: tables, plain data and a picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxdist.metrics.figure import new_figure, save_figure
 from jaxdist.types import JsonObject
 
 DEAREST = 10
-"""The number of sources in the table of the most expensive."""
+"""The number of rows in the table of the most expensive operations."""
 _WRAPPERS = re.compile(
     r"jit\([^)]*\)|while|body|checkpoint|closed_call|shard_map|pjit|cond|branch(?:_\d+_fun)?"
 )
@@ -25,13 +25,13 @@ NO_PREDICTION = "No time is predicted: compilers for {kind} write no estimates, 
 
 @dataclass(frozen=True)
 class OperationEntry:
-    """The instructions of a jax operation together.
+    """The cost of all instructions of a jax operation.
 
     Attributes:
       name: the operation with its enclosing scopes: `backward/attention/dot_general`.
-      times: number of executions of its instructions.
-      seconds: seconds that the device waits for them.
-      assumed: whether a rate is assumed for any of them.
+      times: number of executions of the instructions.
+      seconds: seconds of the step that the instructions take.
+      assumed: whether a rate is assumed for any of the instructions.
     """
 
     name: str
@@ -41,7 +41,7 @@ class OperationEntry:
 
 
 def show_seconds(seconds: float) -> str:
-    """Format seconds with three digits in a readable unit.
+    """Format seconds with three digits, as seconds, milliseconds or microseconds.
 
     >>> show_seconds(23.0771), show_seconds(0.0123), show_seconds(2e-6)
     ('23.1 s', '12.3 ms', '2 us')
@@ -53,7 +53,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def source_name(entry: Entry) -> str:
-    """Return a readable name of the operation behind an instruction.
+    """Return a short name of the jax operation that an instruction comes from.
 
     >>> op = "jit(train)/transpose(jvp(attention))/while/body/checkpoint/dot_general"
     >>> source_name(Entry("f.1", op, "compiler", (), "fusion", 1, 0.0, 0.0))
@@ -77,7 +77,7 @@ def source_name(entry: Entry) -> str:
 
 
 def dearest(found: StepTime) -> list[OperationEntry]:
-    """Return the operations on which a device spends most time, the most expensive first.
+    """Return the operations that take the most time of a step, the most expensive first.
 
     Collectives, kernels and copies of an operation have separate entries.
     """
@@ -91,7 +91,7 @@ def dearest(found: StepTime) -> list[OperationEntry]:
         elif entry.basis == "assumed":
             name = f"kernel: {name}"
         elif entry.what.startswith("copy"):
-            # XLA names a layout copy after the operation whose operand or result it copies.
+            # XLA names a copy into another layout after the operation that uses or makes the array.
             name = f"copy: {name}"
         old = grouped.get(name, OperationEntry(name, 0, 0.0, assumed=False))
         grouped[name] = OperationEntry(
@@ -104,7 +104,7 @@ def dearest(found: StepTime) -> list[OperationEntry]:
 
 
 def parts_of(found: StepTime) -> dict[str, float]:
-    """Split the seconds of the step by work and waiting; they add up to the step."""
+    """Return the seconds of each kind of work and of waiting, which add up to the step's time."""
     parts = {
         "compute": found.compute_seconds - found.assumed_seconds,
         "compute at an assumed rate": found.assumed_seconds,
@@ -116,7 +116,7 @@ def parts_of(found: StepTime) -> dict[str, float]:
 
 
 def print_times(inspection: Inspection, console: Console) -> None:
-    """Print the split of the predicted step, and its ten most expensive sources."""
+    """Print the parts of the predicted step, and its `DEAREST` most expensive operations."""
     console.print()
     found = inspection.step_time
     if found is None:
@@ -170,7 +170,7 @@ def _notes(inspection: Inspection, found: StepTime) -> list[str]:
 
 
 def _schedule_notes(found: StepTime) -> list[str]:
-    """Describe the branches that are counted, in a pipeline's ticks and elsewhere."""
+    """Return sentences on the branches of conditionals for which the prediction counts time."""
     notes: list[str] = []
     if found.schedule:
         notes.append(
@@ -188,7 +188,7 @@ def _schedule_notes(found: StepTime) -> list[str]:
 
 
 def times_json(inspection: Inspection) -> JsonObject | None:
-    """Convert the prediction to plain data; None where there is none."""
+    """Convert the predicted time to plain data; None where no time is predicted."""
     found = inspection.step_time
     if found is None:
         return None
@@ -206,7 +206,7 @@ def times_json(inspection: Inspection) -> JsonObject | None:
 
 
 def draw_times(inspection: Inspection, directory: Path) -> Path:
-    """Draw the split of the step as a stacked bar, `step_time.svg`."""
+    """Draw the parts of the predicted step as a stacked bar, `step_time.svg`."""
     found = inspection.step_time
     assert found is not None, "there is a prediction"
     figure = new_figure((7.5, 2.2))
