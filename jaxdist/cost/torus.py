@@ -155,6 +155,6 @@ def torus_of(devices: Sequence[Any], family: str, fast: Link, slow: Link) -> Tor
     cores = int(on_chip.max()) + 1
     if cores > 1:
         places = np.column_stack([places, on_chip])
-    # The coordinates of a family with two dims have a third dim of length 1, which is no ring.
+    # The coordinates of a family with two dims have a third dim of length 1, which never is a ring.
     joined = rings(family, sizes[: FAMILIES[family].dims]) + (False,) * 3
     return Torus(places, joined, fast, slow, cores)

@@ -1,5 +1,4 @@
-"""The parameter servers in an inspection: a worker's program, and each server's state and traffic.
-"""
+"""The parameter servers in an inspection: a worker's program, and each server's traffic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exact combinations of a plan's settings, and a selection that covers every pair."""
+"""The combinations of settings that give exact results, and a selection that covers every pair."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from jaxdist.validity.features import Facts
 from jaxdist.validity.table import violations
 
 DEVICES = 8
+"""The number of fake devices of every mesh."""
 MESHES: Mapping[str, Mapping[str, Json]] = {
     "data 8": {"data": 8},
     "data 4, tensor 2": {"data": 4, "tensor": 2},
@@ -40,25 +41,26 @@ REDUCTIONS: tuple[str | None, ...] = (
     None,
     *(algorithm.model_fields["type"].default for algorithm in get_args(get_args(ReduceConfig)[0])),
 )
-"""The reductions: None leaves the axis to XLA; every algorithm of ours, by type."""
+"""The types of reductions: every algorithm of jaxdist, and None, which leaves the axis to XLA."""
 SCHEDULES: Mapping[str, type[Any]] = {
     schedule.model_fields["type"].default: schedule
     for schedule in get_args(get_args(PipelineScheduleConfig)[0])
     if schedule is not Csv
 }
-"""Every generated schedule of a pipeline, by type."""
+"""The config class of every generated pipeline schedule, by the schedule's type."""
 Scope = Literal["all", "ici"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 REMATS: Mapping[str, ByKind | tuple[ByKind, ...]] = {
     **{policy: policy for policy in get_args(ByKind)},
     "some": ("full", "none"),
 }
-"""The policies of a model's `remat` by the name in the tables; "some" is every other layer."""
+"""The values of a model's `remat` by the name in the tables; "some" is `full` in every other
+layer."""
 Residual = Literal["whole", "split"]
 SEQUENCES: tuple[Residual, ...] = get_args(Residual)
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 CHUNKS = 2
-"""Number of chunks on each stage, where a schedule leaves the choice; others have 1 or 2."""
+"""The number of chunks on each stage, for schedules with a setting `chunks`."""
 _REDUCE: TypeAdapter[Any] = TypeAdapter(ReduceConfig)
 _COMPRESSION = TypeAdapter[Compression](CompressionConfig)
 _PIPELINES: list[tuple[str | None, Activations | None]] = [
@@ -68,11 +70,12 @@ _NO_PIPELINE: list[tuple[str | None, Activations | None]] = [(None, None)]
 
 
 def cuts_of(*, tensor: bool, sequence: bool, microbatches: bool) -> tuple[str, ...]:
-    """Return which sums are added up in another order than on a single device.
+    """Return the names of the sums whose terms are added in another order than on a single device.
 
     Args:
       tensor: whether an axis splits the dims of layers.
       sequence: whether an axis splits the sequence between the layers.
+      microbatches: whether the batch is computed in several microbatches.
     """
     found = {"in matmuls": tensor, "over the sequence": sequence, "over microbatches": microbatches}
     return "over devices", *(name for name, cut in found.items() if cut)
@@ -80,17 +83,18 @@ def cuts_of(*, tensor: bool, sequence: bool, microbatches: bool) -> tuple[str, .
 
 @dataclass(frozen=True)
 class Combination:
-    """A combination of settings.
+    """A combination of the settings of a plan.
 
     Attributes:
       mesh: a key of `MESHES`.
       stage, scope: stage and scope of ZeRO.
       reduce: one of `REDUCTIONS`.
-      microbatches: number of pieces in which the batch is computed.
+      microbatches: number of microbatches.
       remat: a key of `REMATS`.
-      sequence: "split" over the tensor axis between layers, or "whole".
-      schedule: a key of `SCHEDULES`; None where the mesh has no stages.
-      activations: input of a pipeline's backward pass; None as for `schedule`.
+      sequence: "split" if the tensor axis splits the sequence between layers, otherwise "whole".
+      schedule: a key of `SCHEDULES`; None where the mesh has no axis stage.
+      activations: whether a pipeline's backward pass recomputes activations or reads them from a
+        stash; None where the mesh has no axis stage.
     """
 
     mesh: str
@@ -105,7 +109,7 @@ class Combination:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """Return the result of `cuts_of`."""
+        """Return the names of the sums whose terms are added in another order: see `cuts_of`."""
         return cuts_of(
             tensor="tensor" in self.mesh,
             sequence=self.sequence == "split",
@@ -114,7 +118,7 @@ class Combination:
 
     @property
     def parallel(self) -> JsonObject:
-        """Return the section of a config; small tensors are split too."""
+        """Return the section `parallel` of a config, in which ZeRO also splits small tensors."""
         section: JsonObject = {
             "reduce": None if self.reduce is None else {"type": self.reduce},
             "zero": {"stage": self.stage, "scope": self.scope, "whole_below": 64},
@@ -127,13 +131,15 @@ class Combination:
 
     @property
     def rules(self) -> dict[str, str]:
-        """Return sharding rules in addition to those of the config."""
+        """Return the sharding rules that are added to those of the config."""
         return {"residual_seq": "tensor"} if self.sequence == "split" else {}
 
 
 @cache
 def placement_kind(schedule: str) -> str:
-    """Return where the chunks of a schedule are, the only property that other parts of a plan see.
+    """Return a name for the placement of a schedule's chunks on stages.
+
+    Other settings of a plan depend on no other property of a schedule.
 
     >>> placement_kind("1f1b"), placement_kind("interleaved"), placement_kind("zb_v")
     ('one chunk a stage', 'chunks in a loop', 'chunks in a V')
@@ -148,7 +154,7 @@ def placement_kind(schedule: str) -> str:
 
 @cache
 def combination_facts(cell: Combination) -> Facts:
-    """Return the facts of a combination for the table of validity."""
+    """Return the facts about a combination that the table of validity reads."""
     reduce = None if cell.reduce is None else {"type": cell.reduce}
     return facts(MESHES[cell.mesh], reduce, ZeroConfig(stage=cell.stage, scope=cell.scope))
 
@@ -159,7 +165,7 @@ def facts(
     zero: ZeroConfig,
     compression: JsonObject | None = None,
 ) -> Facts:
-    """Return the facts of a config's sections for the table of validity."""
+    """Return the facts about sections of a config that the table of validity reads."""
     sizes: dict[str, int] = {}
     for axis, size in MeshConfig.model_validate(mesh).sizes().items():
         if isinstance(size, Split):
@@ -185,7 +191,7 @@ def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Combinatio
     """
     plans = itertools.product(MESHES, STAGES, SCOPES, REDUCTIONS)
     for mesh, stage, scope, reduce in plans:
-        # The scope without ZeRO would be the same program again.
+        # Without ZeRO the scope has no effect, and would repeat the same program.
         if scope != "all" and not stage:
             continue
         if violations(combination_facts(Combination(mesh, stage, scope, reduce, 1, "none"))):
@@ -206,9 +212,9 @@ def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Combinatio
 def valid_cells(remats: Sequence[str] = tuple(REMATS)) -> list[Combination]:
     """Return the combinations of a full run, in a fixed order.
 
-    They are all of `possible_cells` without stages and with a whole sequence; all schedules,
-    meshes, activations and ZeRO stages of pipelines; and of the rest enough to cover every pair of
-    settings.
+    The run has all of `possible_cells` without a pipeline and with a whole sequence; every
+    schedule, mesh, `activations` and ZeRO stage of pipelines; and enough of the other combinations
+    to cover every pair of settings.
     """
     cells = list(possible_cells(remats))
     full = {cell for cell in cells if _crossed(cell)}
@@ -225,9 +231,10 @@ SettingPairs = frozenset[tuple[Any, ...]]
 
 
 def pairs(cell: Combination) -> SettingPairs:
-    """Return every pair of settings of a combination; pipelines are separate from other cells.
+    """Return every pair of settings of a combination; pairs of pipelines are separate from others.
 
-    A reduction is paired with a schedule's kind: it depends only on where the chunks are.
+    A reduction is paired with the schedule's `placement_kind` instead of the schedule, since the
+    reduction depends only on the placement of chunks.
     """
     found = set(itertools.combinations(vars(cell).items(), 2))
     if cell.schedule is None:
@@ -243,14 +250,15 @@ def cover(
     given: Iterable[Combination] = (),
     settings: Callable[[Combination], SettingPairs] = pairs,
 ) -> list[Combination]:
-    """Choose few cells that together cover every pair of settings of all cells.
+    """Choose few combinations that together cover every pair of settings in `cells`.
 
-    The choice is greedy: the cell with the most missing pairs, of equals the first, so that equal
-    arguments give equal results.
+    The choice is greedy: each time the combination with the most missing pairs is taken, the first
+    of several, so that equal arguments give equal results.
 
     Args:
-      given: cells whose pairs need not be covered again.
-      settings: function from a cell to the items to cover, `pairs` or another.
+      cells: the combinations to choose from.
+      given: combinations whose pairs are covered already.
+      settings: a function from a combination to the items to cover.
 
     >>> cells = [Combination("data 8", 0, "all", None, m, r) for m in (1, 2) for r in REMATS]
     >>> len(cells), len(cover(cells)), cover(cells[:1], cells)
@@ -258,7 +266,8 @@ def cover(
     """
     having = [settings(cell) for cell in cells]
     missing = set().union(*having) - set().union(*map(settings, given))
-    # The contribution of a cell only decreases, so an old figure bounds the present one.
+    # The contribution of a cell only decreases, so that its earlier contribution is a bound: only
+    # the cell at the top of the heap needs to be counted again.
     bounds = [(-len(own), index) for index, own in enumerate(having)]
     heapq.heapify(bounds)
     chosen: list[Combination] = []

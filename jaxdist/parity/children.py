@@ -1,4 +1,4 @@
-"""Calls of a function that may crash, in child processes; a crash is reported as its answer."""
+"""Calls in child processes of a function that may crash; a crash is returned as the answer."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from typing import Any
 from jaxdist.runtime.children import how_ended
 
 LIMIT_SECONDS = 600.0
-"""CPU time for an answer; a child that takes more, or that idles as long, is ended."""
+"""The CPU time after which a child without an answer is killed; also the time for which a child
+may be idle."""
 BUSY_SHARE = 0.01
-"""The least fraction of a CPU that a working child gets, however busy the machine is."""
+"""The fraction of a CPU below which a child counts as idle: on a busy machine a working child still
+gets more."""
 LOOK_SECONDS = 0.5
-# Spawned, not forked: a fork copies the locks of jax's device threads, but not the threads.
+"""The time between two looks at a child's CPU time."""
+# Children are spawned: a fork would copy the locks of jax's device threads without the threads.
 _CONTEXT = multiprocessing.get_context("spawn")
 _FATAL = re.compile(r"^F\d+ .*?\] (.*)|^.*?(\w+\.cc:\d+\] Check failed.*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A child without an answer, and the reason."""
+    """The result of a call whose child process gave no answer, with the reason."""
 
     reason: str
 
@@ -43,12 +46,14 @@ def answers(
     jobs: int,
     limit_seconds: float | None = LIMIT_SECONDS,
 ) -> Generator[Any, None, None]:
-    """Yield the function's values in the order of `items`, or `Ended`, from `jobs` processes.
+    """Yield the function's value for each item in order, or `Ended` where its process crashed.
 
     Args:
       function: a function that can be imported by its name, or a partial of such a function.
-      limit_seconds: CPU time for an answer, which does not depend on the machine's load; None waits
-        for ever.
+      items: the arguments, one for each call.
+      jobs: number of processes.
+      limit_seconds: limit on a call's CPU time, which depends little on the machine's load; None
+        for no limit.
     """
     idle: SimpleQueue[_Child] = SimpleQueue()
     children = [_Child(function, limit_seconds) for _ in range(jobs)]
@@ -73,18 +78,21 @@ def answers(
 
 
 class _Child:
-    """A process at a time, started on demand; its output goes to a file."""
+    """A child process that is started on demand, and again after a crash.
+
+    Its standard error goes to a file, from which a reason is read.
+    """
 
     def __init__(self, function: Callable[[Any], Any], limit_seconds: float | None):
         self._function, self._limit_seconds = function, limit_seconds
         self._process: Any = None
         self._pipe: Connection | None = None
         self._said = Path()
-        # A child may be ended by another thread than the thread that is just starting it.
+        # `answers` may call `end` in its own thread while a thread of the pool is in `_begun`.
         self._changing = threading.Lock()
 
     def ask(self, item: Any) -> Any:
-        """Return the function's value, or `Ended`."""
+        """Return the function's value for an item, or `Ended` where the process gave none."""
         pipe = self._begun()
         try:
             pipe.send(item)
@@ -99,7 +107,7 @@ class _Child:
         return Ended(f"{how}: {said}" if said else how)
 
     def _waited(self, pipe: Connection) -> str | None:
-        """Wait for an answer; return why there is none, or None once there is an answer."""
+        """Wait for an answer, and return None; or return the reason why the wait was given up."""
         limit = self._limit_seconds
         if limit is None:
             pipe.poll(None)
@@ -117,7 +125,7 @@ class _Child:
         return None
 
     def end(self) -> None:
-        """End the process, if there is one."""
+        """Kill the child process, if there is one."""
         with self._changing:
             process, self._process = self._process, None
         if process is not None:
@@ -136,25 +144,27 @@ class _Child:
                     target=_serve, args=(self._function, theirs, name), daemon=True
                 )
                 self._process.start()
+            # Closed here, so that the pipe reports the end of the child, its only other holder.
             theirs.close()
         return self._pipe
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Return CPU time of all threads of a process; elapsed time where the system lacks it."""
+    """Return the CPU time of all threads of a process; on other systems than Linux elapsed time."""
     if not sys.platform.startswith("linux"):
         return time.monotonic()
     try:
         # The clock of another process, in the encoding of glibc's clock_getcpuclockid.
         return time.clock_gettime((~pid << 3) | 2)
-    except OSError:  # it has ended, which the pipe reports
+    except OSError:  # the process has ended, which the reader of the pipe finds out
         return 0.0
 
 
 def _serve(function: Callable[[Any], Any], pipe: Connection, said: str) -> None:
-    """Answer until the pipe closes."""
+    """Send the function's value for each item that arrives, until the pipe is closed."""
     os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), 2)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
+    # Ctrl-C reaches the whole process group, and the parent kills its children itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:
             item = pipe.recv()
@@ -164,7 +174,7 @@ def _serve(function: Callable[[Any], Any], pipe: Connection, said: str) -> None:
 
 
 def _last_words(said: Path) -> str:
-    """Return the check that failed in C++, or the last line."""
+    """Return the last failed check of C++ in a child's standard error, or else the last line."""
     text = said.read_text(encoding="utf-8", errors="replace")
     fatal = [match.group() for match in _FATAL.finditer(text)]
     return (fatal or text.strip().splitlines() or [""])[-1].strip()

@@ -1,4 +1,4 @@
-"""`jaxdist parity`: checks that every exact way to train gives the numbers of a single device."""
+"""`jaxdist parity`: a check that every exact way to train gives the numbers of a single device."""
 
 from __future__ import annotations
 
@@ -51,10 +51,12 @@ def parity(
 
     Args:
       path: a config whose model and data are used; None is a small language model.
-      full: every combination, not only enough to cover every pair of settings.
-      jobs: number of processes that compare, each with a combination at a time.
+      overrides: settings on top of the config.
+      full: compare the combinations of a full run, not only enough to cover every pair of settings.
+      jobs: number of processes, each of which compares one combination at a time.
       json_file: a file for the results as JSON, updated after each combination.
       resume: skip the combinations that `json_file` already has, if it exists.
+      console: the console for the lines.
 
     Raises:
       JaxdistError: a config that cannot be read, or cannot be built on a single device; a file that
@@ -97,14 +99,15 @@ def parity(
 
 
 def _earlier(file: Path, empty: Mapping[str, Json]) -> list[ParityResult]:
-    """Return the results of an interrupted run in its file.
+    """Return the results of an interrupted run, from its file.
 
     Args:
-      empty: the report of this run before its first result.
+      file: the file of the interrupted run.
+      empty: the report of this run without results, with which the file must agree. The report
+        includes the losses on a single device, which differ between models of the same name.
 
     Raises:
-      ConfigError: the report of another run, or not a report: the losses on a single device
-        distinguish models and batches with the same name.
+      ConfigError: the file is not a report, or is that of another run.
     """
 
     def parse(report: JsonObject) -> tuple[list[ParityResult], JsonObject]:
@@ -142,7 +145,7 @@ def _compared(
 
 
 def _verdict(results: Sequence[ParityResult]) -> str:
-    """Count how many are equal, differ, were skipped.
+    """Return the number of combinations that are equal, differ or were skipped, as text.
 
     >>> _verdict([ParityResult(cell, "skipped") for cell in valid_cells()[:2]])
     '0 equal, 0 differ, 2 skipped'

@@ -1,4 +1,4 @@
-"""The results of a parity run as lines for a console, as JSON, and as a page of the docs."""
+"""The output of a parity run: lines for a console, JSON, and a page of the docs."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ HEADER = (
     f"{'mesh':<26}{'zero':<6}{'reduce':<13}{'parts':<6}{'remat':<5}"
     f"{'loss':>8}{'grad':>8}{'update':>8}"
 )
-"""The heading of `combination_line`."""
+"""The line of column names above the lines of `combination_line`."""
 
 
 def combination_line(result: ParityResult, told: dict[str, int] | None = None) -> str:
-    """Format a combination in 80 columns, in more lines for a pipeline or a reason.
+    """Format a result in 80 columns, with further lines for a pipeline or a reason.
 
     Args:
-      told: numbers of the reasons in earlier lines, which are repeated by number only; a new
-        reason is added.
+      result: the result of a combination.
+      told: the reasons of earlier lines and their numbers. A reason in `told` is printed by number
+        only; a new reason is added.
 
     >>> from jaxdist.parity.trace import Differences
     >>> cell = Combination("data 8", 2, "all", None, 1, "full")
@@ -97,8 +98,11 @@ def results_to_json(
     """Convert all results to plain data.
 
     Args:
-      planned: number of combinations to compare, of which fewer may be done.
-      losses: losses of each step on a single device.
+      subject: the config's name.
+      results: the results until now.
+      planned: number of combinations of the whole run.
+      full: whether the run is that of option `--full`.
+      losses: the loss of each step on a single device.
     """
     return {
         "subject": subject,
@@ -121,7 +125,7 @@ def results_to_json(
 
 
 def from_json(report: Mapping[str, Json]) -> list[ParityResult]:
-    """Convert back the results of `results_to_json`.
+    """Return the results in a report of `results_to_json`.
 
     Raises:
       ValueError, KeyError, TypeError: the data are not such a report.
@@ -137,7 +141,7 @@ T = TypeVar("T")
 
 
 def read_earlier(file: Path, parse: Callable[[JsonObject], T]) -> T | None:
-    """Return the results of an interrupted run in its file; None where there is no file.
+    """Return the parsed report of an interrupted run; None where there is no file.
 
     Raises:
       ConfigError: the file cannot be read or parsed.
@@ -158,11 +162,11 @@ EXTENTS = {
     "activations and ZeRO stage; of the rest every two settings",
     "every two settings": "every two settings",
 }
-"""Descriptions of the sets of combinations, by the name in the report."""
+"""The description of each set of combinations, by the set's name in the report."""
 
 
 def parity_page(report: Mapping[str, Json]) -> str:
-    """Format a run as a page: the comparisons, the worst by settings, and the limits."""
+    """Format a report as a page: the largest difference for each setting, and the limits."""
     results = from_json(report)
     versions = report["versions"]
     full = " --full" if report["cells"] == "all" else ""
@@ -251,7 +255,7 @@ def _summary(results: Sequence[ParityResult]) -> str:
 
 
 def _limits(results: Sequence[ParityResult]) -> list[str]:
-    """List the largest differences next to their limits."""
+    """Return a section of the page on the limits, with the largest differences found."""
     judged = [result for result in results if result.differences and result.limit]
     lines = [
         "What differs is the order in which floats are summed. The limits are k times",

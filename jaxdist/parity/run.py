@@ -1,9 +1,10 @@
 """Training of a combination, and its comparison with training on a single device.
 
 The optimizer is AdamW with weight decay and clipping, so that every tensor and the global norm
-across shards matter. Its `eps` is large: Adam divides by the size of a gradient, so an element that
-is rounding noise would step at full length in a random direction; with eps far above the noise the
-update is a smooth function of the gradient, with a similar bound.
+across shards matter. AdamW's `eps` is large, because Adam divides by the size of a gradient. With a
+small `eps`, an element whose gradient is only rounding noise would move by a full step in a random
+direction. With `eps` far above the noise, the update is a smooth function of the gradient, and has
+a similar bound.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ BUILT_IN: Mapping[str, Json] = {
     },
     "train": {"batch_size": 32},
 }  # fmt: skip
-"""Sections of the small language model that is used where no config is given."""
+"""The config of the small language model that is compared where no config is given."""
 OPTIM: Mapping[str, Json] = {
     "type": "adamw",
     "learning_rate": 1e-3,
@@ -54,9 +55,10 @@ OPTIM: Mapping[str, Json] = {
 
 @dataclass(frozen=True)
 class ParityResult:
-    """The outcome of a combination: "equal", "differs", or "skipped" with the reason.
+    """The result of a comparison: its verdict is "equal", "differs" or "skipped".
 
-    A combination that XLA refuses to compile differs too: it has a reason and no differences.
+    The verdict on a combination that XLA refuses to compile is "differs" too; the result then has a
+    reason instead of differences.
     """
 
     cell: Combination
@@ -72,7 +74,7 @@ class ParitySubject:
 
     Attributes:
       sections: sections in the form of a config file.
-      reference: three steps on a single device.
+      reference: the results of three steps on a single device.
       terms: number of tokens or examples in a batch.
     """
 
@@ -82,7 +84,7 @@ class ParitySubject:
 
 
 def open_reference(sections: Mapping[str, Json]) -> ParitySubject:
-    """Train on a single device, the reference of all combinations.
+    """Train on a single device, with which all combinations are compared.
 
     Raises:
       JaxdistError: the config cannot be built on a single device.
@@ -92,7 +94,7 @@ def open_reference(sections: Mapping[str, Json]) -> ParitySubject:
 
 
 def sections_of(document: Document, config: ExperimentConfig) -> JsonObject:
-    """Return a user's config, in float32, without the settings that combinations set."""
+    """Return the sections of a user's config that no combination changes, in float32."""
     kept = ("data", "loss", "sharding", "seed")
     values = {name: document.values[name] for name in kept if name in document.values}
     fields = type(config.model).model_fields
@@ -113,7 +115,14 @@ def remats_of(sections: Mapping[str, Json]) -> tuple[str, ...]:
 def _experiment(
     sections: Mapping[str, Json], mesh: Mapping[str, Json], remat: str, **others: Any
 ) -> Experiment:
-    """Build the config of `sections`; `others` are sections too, or replace fields of them."""
+    """Build an experiment from sections of a config.
+
+    Args:
+      sections: the sections that no combination changes.
+      mesh: the section `mesh`.
+      remat: a key of `REMATS`.
+      others: fields of further sections, which replace those in `sections`.
+    """
     model, train = sections["model"], {**sections["train"], "steps": STEPS}
     if len(remats_of(sections)) > 1:
         model = {**model, "remat": REMATS[remat]}
@@ -126,7 +135,7 @@ def _experiment(
 
 
 def experiment_of(sections: Mapping[str, Json], cell: Combination) -> Experiment:
-    """Build the config of a combination; nothing is compiled.
+    """Build the experiment of a combination, without compiling it.
 
     Raises:
       JaxdistError: the model or the batch does not fit the combination.
@@ -143,10 +152,12 @@ def experiment_of(sections: Mapping[str, Json], cell: Combination) -> Experiment
 
 
 def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:
-    """Return why a plan computes other numbers than a single device, or nothing.
+    """Return why a model computes other numbers in parts of a batch; empty if it does not.
 
     Args:
-      reduce: whether gradients are reduced explicitly, each device computing its own part.
+      model: the model.
+      reduce: whether gradients are reduced explicitly, so that each device computes its own part.
+      microbatches: number of microbatches.
     """
     if not reduce and microbatches == 1:
         return ""
@@ -162,11 +173,11 @@ def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:
 
 
 def compare_combination(subject: ParitySubject, cell: Combination) -> ParityResult:
-    """Train a combination and judge it.
+    """Train a combination, and compare the results with those of a single device.
 
-    A combination for which the model cannot be built (its heads do not divide over the mesh, for
-    example), or that changes what its layers compute, is skipped with the reason. A combination
-    that XLA refuses differs, with the first line of its message.
+    A combination is skipped, with the reason, if the model cannot be built (because its heads do
+    not divide over the mesh, for example) or if the model's layers compute other numbers in parts
+    of a batch. A combination that XLA refuses differs, with the first line of XLA's message.
     """
     try:
         experiment = experiment_of(subject.sections, cell)
@@ -176,6 +187,7 @@ def compare_combination(subject: ParitySubject, cell: Combination) -> ParityResu
     reason = inexact(experiment.program.model, **parts)
     if reason:
         return ParityResult(cell, "skipped", reason=reason)
+    # Both begin with the same state, which the reference drew on a single device.
     begun = subject.reference.initial
     try:
         found = trace_differences(trace(experiment, begun), subject.reference)

@@ -1,4 +1,4 @@
-"""A model like a user's own: blocks with biases, which stages can share, and BatchNorm."""
+"""An imported model, as a user would write it: blocks with biases for stages, and BatchNorm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxdist.models.layers import Linear, scan_blocks, stack
 
 
 class TowerBlock(nnx.Module):
-    """A block x + down(tanh(up(x))), with biases in both layers."""
+    """A residual block that computes x + down(tanh(up(x))), with biases in both layers."""
 
     def __init__(self, embed: int, mlp: int, rngs: nnx.Rngs):
         self.up = Linear((embed, mlp), ("embed", "mlp"), rngs)
@@ -21,7 +21,7 @@ class TowerBlock(nnx.Module):
 
 
 class Tower(nnx.Module):
-    """A model from images to logits of classes, through a stack of blocks."""
+    """A classifier of images, with a stack of residual blocks."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Tower(nnx.Module):
     ):
         self.first = Linear((features, embed), ("features", "embed"), rngs)
         self.blocks = stack(lambda rngs: TowerBlock(embed, mlp, rngs), layers, rngs)
-        # The fast variance, a difference of two means, rounds by more than parity allows.
+        # The fast variance is a difference of two means, whose rounding exceeds the limits.
         norm = nnx.BatchNorm(embed, use_fast_variance=False, rngs=rngs) if batch_norm else None
         self.norm = norm
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
@@ -50,14 +50,15 @@ class Tower(nnx.Module):
     def embed(self, image: jax.Array) -> jax.Array:
         """Return the input of the first block: `[B, embed]`."""
         x = self.first(image.reshape(image.shape[0], -1))
-        # The gradient of a bias directly before a BatchNorm would be nothing but rounding.
+        # BatchNorm removes the mean: a bias directly before it would have a gradient of 0, of which
+        # only rounding would be left. The product with tanh makes its gradient meaningful.
         return x if self.norm is None else self.norm(x * jax.numpy.tanh(x))
 
     def trunk(self, x: jax.Array, image: jax.Array) -> jax.Array:
-        """Run all blocks, or those of a pipeline's chunk; the image itself is not read."""
+        """Compute all blocks, or those of a pipeline's chunk; the image is not used."""
         del image
         return scan_blocks(self.blocks, x, remat="full")
 
     def head(self, x: jax.Array) -> jax.Array:
-        """Return the logits."""
+        """Map the output of the last block to logits `[B, classes]`."""
         return self.last(x if self.dropout is None else self.dropout(x))

@@ -1,14 +1,16 @@
-"""Three steps of training, and their differences from those of another plan.
+"""Three steps of training under a plan, and their differences from those on a single device.
 
-Exact plans differ only in the order in which floats are summed. Three differences are measured,
-each relative, so that a single bound serves any model:
+Exact plans differ only in the order in which floats are summed. Three relative differences are
+measured, so that the same limits are suited to any model:
 
-- loss: of each step, relative to its value on a single device;
-- gradient: of the first step, as the optimizer receives it: for each parameter the norm of the
+- the loss of each step, relative to its value on a single device;
+- the gradient of the first step, as the optimizer receives it: for each parameter, the norm of the
   difference relative to the norm on a single device;
-- update: parameters after the last step minus the initial parameters, in the same way.
+- the update, which is the parameters after the last step minus the initial parameters, in the same
+  way.
 
-All begin with the state that a single device drew: tests check that every mesh draws the same.
+All plans begin with the state that a single device initialized. Tests check that every mesh
+initializes the same state.
 """
 
 from __future__ import annotations
@@ -34,37 +36,42 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Grads, Json, JsonObject, OptState, Params, PyTree, Updates
 
 STEPS = 3
+"""The number of steps of a comparison."""
 LAYER_TERMS = 512
-"""Terms in the sums within a layer, which even a small batch has."""
+"""The least number of terms that a bound assumes, since a layer's own sums have as many even for a
+small batch."""
 COMPILE: Mapping[str, Json] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
 }
-"""Options under which XLA plans the same program, but compiles its loops faster; they run 3
-times."""
+"""Options with which XLA makes the same plan of a program, but optimizes its loops less. This saves
+time, since each program only runs for `STEPS` steps."""
 
 
 @dataclass(frozen=True)
 class Differences:
-    """Differences relative to a single device; the worst of all steps and parameters."""
+    """The largest relative differences from a single device, over all steps and parameters."""
 
     loss: float
     gradient: float
     update: float
 
     def within(self, limit: Differences) -> bool:
-        """Return whether none exceeds its limit; NaN does."""
+        """Return whether no difference exceeds its limit; NaN always exceeds it."""
         pairs = zip(astuple(self), astuple(limit), strict=True)
         return all(found <= bound for found, bound in pairs)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The results of a run to compare: arrays on the host, parameters by name.
+    """The results of a run, as arrays on the host, to be compared with those of another run.
 
     Attributes:
       initial: the initial training state.
-      evaluation: the held-out loss after the last step; empty where there are no such examples.
+      losses: the loss of each step.
+      gradients: the gradients of the first step, by the parameter's name.
+      updates: the changes of parameters and buffers over all steps, by name.
+      evaluation: the held-out loss after the last step; empty without held-out examples.
     """
 
     initial: TrainState
@@ -75,19 +82,19 @@ class Trace:
 
     @property
     def loss_of_step(self) -> dict[str, np.ndarray]:
-        """The losses, step by step."""
+        """The loss of each step and of the evaluation, by the step's number and "evaluation"."""
         return {**{str(step): loss for step, loss in enumerate(self.losses)}, **self.evaluation}
 
 
 class Noted(NamedTuple):
-    """An optimizer's state, with the last gradients that it received."""
+    """An optimizer's state, together with the last gradients that the optimizer received."""
 
     gradients: Grads
     inner: OptState
 
 
 def noted(experiment: Experiment) -> Experiment:
-    """Return the same experiment, with an optimizer whose state also holds the last gradients."""
+    """Return the same experiment, with an optimizer whose state also has the last gradients."""
     inner = experiment.program.optimizer.transform
 
     def init(params: Params) -> Noted:
@@ -97,7 +104,8 @@ def noted(experiment: Experiment) -> Experiment:
         updates: Updates, state: OptState, params: Params = None, **extra: object
     ) -> tuple[Updates, Noted]:
         found, own = inner.update(updates, state.inner, params, **extra)
-        # With master weights gradients are narrower than the parameters that `init` receives.
+        # With master weights, gradients are narrower than the parameters that `init` receives; a
+        # state whose dtypes change from step to step could not be an argument of one program.
         kept = jax.tree.map(lambda g, old: g.astype(old.dtype), updates, state.gradients)
         return found, Noted(kept, own)
 
@@ -115,7 +123,7 @@ def noted(experiment: Experiment) -> Experiment:
 
 @cache
 def compile_options() -> JsonObject:
-    """Return the options of `COMPILE` that this XLA has; that of jax 0.12 lost some."""
+    """Return the options of `COMPILE` that this version of XLA has; jax 0.12 dropped some."""
     program = jax.jit(jnp.negative).lower(0)
 
     def known(name: str) -> bool:
@@ -129,20 +137,20 @@ def compile_options() -> JsonObject:
 
 
 def compiled_at() -> str:
-    """Describe XLA's optimization level here, for a heading."""
+    """Return a phrase on XLA's optimization level in comparisons, for a heading."""
     level = compile_options().get("xla_backend_optimization_level", "its own")
     return f"XLA compiles at optimization level {level}"
 
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """The first steps of an experiment that is `noted`, from any state, compiled once."""
+    """The compiled first steps of a `noted` experiment, which can begin with any state."""
 
     experiment: Experiment
 
     @cached_property
     def _steps(self) -> list[tuple[TrainStage, Any]]:
-        """Return each stage with its compiled step."""
+        """Return pairs of a stage of training and its compiled step."""
         compiled: dict[int, Any] = {}
         for stage in self.experiment.stages:
             if stage.batch_size not in compiled:
@@ -152,7 +160,7 @@ class FirstSteps:
         return [(stage, compiled[stage.batch_size]) for stage in self.experiment.stages]
 
     def _batches(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the compiled step and the batch of each of the first steps."""
+        """Yield the compiled step and the batch for each step of training."""
         for stage, step in self._steps:
             with stage.loader.batches() as batches:
                 for batch in itertools.islice(batches, stage.last_step - stage.first_step):
@@ -167,11 +175,13 @@ class FirstSteps:
         return {"evaluation": np.asarray(means["loss"])}
 
     def begin(self) -> TrainState:
-        """Return the experiment's own initial state, on the host."""
+        """Return the state that the experiment initializes, on the host."""
         return own_initial_state(self.experiment.program)
 
     def run(self, initial: TrainState) -> tuple[Trace, TrainState]:
-        """Train for three steps; return the results to compare, and the last stored state.
+        """Train for three steps, and return the results to compare and the last state.
+
+        The last state is in the form in which the plan stores it, on the devices.
 
         Args:
           initial: the initial state on the host.
@@ -188,7 +198,7 @@ class FirstSteps:
                 gradients = leaves_by_name(program.home.used(state).opt_state.gradients)
             if outer is not None and outer.due(count):
                 state = program.between(state)
-        # Evaluated before the state is read: a step may reuse its arguments' memory.
+        # The evaluation is before the state is copied to the host below.
         evaluation = self._evaluation(state)
         first, last = moving(initial), moving(program.home.used(state))
         updates = {name: last[name] - first[name] for name in last}
@@ -196,16 +206,16 @@ class FirstSteps:
 
 
 def own_initial_state(program: Program) -> TrainState:
-    """Return a program's own initial state, on the host."""
+    """Return the state that a program initializes, on the host."""
     state = jax.jit(program.init, compiler_options=compile_options())()
     return jax.device_get(program.home.used(state))
 
 
 def place_state(program: Program, initial: TrainState) -> TrainState:
-    """Place a state on the host on a program's devices, in its stored form."""
+    """Copy a state from the host to a program's devices, in the form in which the plan stores it."""
     shapes = replace(program.state_shapes, exchange=())
     shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
-    # Copied, since the step may reuse the memory of its state.
+    # `np.array` copies: the step donates its state, and may overwrite memory shared with the host.
     stored = program.home.stored(jax.tree.map(np.array, replace(initial, exchange=())))
     state = jax.device_put(stored, shardings)
     return replace(state, exchange=fresh_exchange(program))
@@ -216,14 +226,15 @@ def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
 
     Args:
       experiment: an experiment that is `noted`.
-      initial: the state to begin with, on the host; None is the experiment's own.
+      initial: the state to begin with, on the host; None for the state that the experiment
+        initializes.
     """
     steps = FirstSteps(experiment)
     return steps.run(steps.begin() if initial is None else initial)[0]
 
 
 def moving(state: TrainState) -> dict[str, np.ndarray]:
-    """Return the parameters, and the buffers that hold numbers, by name."""
+    """Return the parameters and the floating-point buffers of a state, by name."""
     buffers = {
         f"buffer {name}": leaf
         for name, leaf in leaves_by_name(state.buffers).items()
@@ -233,27 +244,29 @@ def moving(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def leaves_by_name(tree: PyTree) -> dict[str, np.ndarray]:
-    """Return the leaves of a tree in float64, by name."""
+    """Return the leaves of a tree as arrays in float64, by name."""
     return {name: np.asarray(leaf, np.float64) for name, leaf in flatten_with_names(tree)}
 
 
 def trace_distances(
     found: Trace, reference: Trace, least: NormFloors | None = None
 ) -> dict[str, dict[str, float]]:
-    """Compute the relative difference of each tensor, by field of a `Trace` and name.
+    """Compute the relative difference of each tensor, by field of a `Trace` and by name.
 
     Args:
-      least: divisors of differences where they exceed the norm on a single device.
+      found: the results of a plan.
+      reference: the results of a single device.
+      least: the least norms by which differences are divided.
     """
 
     def measured(field: str) -> dict[str, float]:
-        """Return the differences; a value that is 0 on a single device must be 0."""
+        """Return a field's differences, which are infinite if only the reference is 0."""
         ours, theirs = getattr(found, field), getattr(reference, field)
         leasts = getattr(least, field, {})
         return {
             name: _distance(ours[name], expected, leasts.get(name, 0.0))
             for name, expected in theirs.items()
-            # The loss of a batch without weight is NaN, and must be so on both.
+            # The loss of a batch in which nothing has weight is NaN, on a single device as well.
             if not (field == "loss_of_step" and np.isnan(expected) and np.isnan(ours[name]))
         }
 
@@ -263,10 +276,12 @@ def trace_distances(
 def trace_differences(
     found: Trace, reference: Trace, least: NormFloors | None = None
 ) -> Differences:
-    """Compute the three differences; NaN or infinite where a number is.
+    """Compute the three differences; each is NaN or infinite if a value that it compares is.
 
     Args:
-      least: divisors of differences where they exceed the norm on a single device.
+      found: the results of a plan.
+      reference: the results of a single device.
+      least: the least norms by which differences are divided.
     """
     worst = (
         math.nan if any(map(math.isnan, of.values())) else max(of.values(), default=0.0)
@@ -294,30 +309,34 @@ class NormFloors:
 
 
 SMALL = 1e-2
-"""Fraction of the norm of all gradients from which a tensor is judged by its own norm."""
+"""The least norm by which a gradient's difference is divided, as a fraction of the norm of all
+gradients together."""
 
 
 def norms_at_least(
     reference: Trace, limit: Differences, *moved: Trace, times: float = 1.0
 ) -> NormFloors:
-    """Scale differences in ill-conditioned tensors, so that a single limit serves all tensors.
+    """Return the least norms by which differences of ill-conditioned tensors are divided.
 
-    A gradient whose terms nearly cancel has the rounding error of its terms, not of its sum: a
-    gradient that is small compared with all gradients is measured relative to a fraction of those,
-    and the optimizer's update of it may differ correspondingly more. A value that moves by more
-    than the limit when the initial parameters change in their last digits, or when everything is
-    computed in float32, is measured relative to that movement.
+    A gradient whose terms nearly cancel has the rounding error of the terms, not of their sum. The
+    difference of a gradient that is small compared with all gradients is therefore divided by
+    `SMALL` of the norm of all gradients, and the update of its parameter may differ correspondingly
+    more. Some values change by more than the limit when the initial parameters change in their last
+    digits, or when everything is computed in float32. Their difference is divided by this change.
 
     Args:
-      moved: the reference from `nudged` parameters, and that in float32 if it is narrower.
-      times: how often that distance is allowed: two plans that round differently to bfloat16 both
-        have the error of a single plan.
+      reference: the results of a single device.
+      limit: the limits on differences.
+      moved: results of a single device that begin with `nudged` parameters, and, if `reference` is
+        in half precision, the results in float32.
+      times: the allowed multiple of a change in `moved`: 2 for two plans that round differently to
+        bfloat16, since both have the error of a single plan.
     """
     total = math.hypot(*map(_norm, reference.gradients.values()))
     gradients = dict.fromkeys(reference.gradients, SMALL * total)
 
     def growth(name: str) -> float:
-        """Return how much more an update may differ than its gradient; 1 for a buffer."""
+        """Return the factor by which an update may differ more than its gradient; 1 for buffers."""
         gradient = reference.gradients.get(name)
         return 1.0 if gradient is None else gradients[name] / (_norm(gradient) or 1.0)
 
@@ -343,18 +362,19 @@ def norms_at_least(
 
 
 FULL, HALF = 2**-20, 2**-8
-"""Relative sizes of the nudge: the effect of rounding in float32, and in bfloat16."""
+"""The relative size of a nudge, of the size of rounding in float32 and in bfloat16."""
 NUDGES = range(3)
-"""Seeds of nudges. A single nudge may happen to move a gradient by a fiftieth of the others."""
+"""The seeds of nudges. There are several, because a single nudge may by chance change a gradient by
+only a fiftieth of the change by others."""
 
 
 def nudged(state: TrainState, size: float = FULL, seed: int = 0) -> TrainState:
-    """Return a state on the host with each parameter changed by at most this fraction."""
+    """Return a state on the host with each parameter changed by at most the fraction `size`."""
     return replace(state, params=nudged_tree(state.params, size, seed))
 
 
 def nudged_tree(tree: PyTree, size: float, seed: int) -> PyTree:
-    """Return arrays on the host, with each floating-point element changed by at most `size`."""
+    """Return a tree on the host with each float changed by at most the fraction `size`."""
     random = np.random.default_rng(seed)
 
     def nudge(leaf: np.ndarray) -> np.ndarray:
@@ -367,16 +387,15 @@ def nudged_tree(tree: PyTree, size: float, seed: int) -> PyTree:
 
 
 def limit_of(cuts: Sequence[str], terms: int) -> Differences:
-    """Bound the effect of another order of summation, in float32.
+    """Return the limits on differences that another order of summation causes in float32.
 
-    A sum of n terms rounds n times, at random: its relative error is about sqrt(n) 2**-24. Two such
-    sums are compared, for each way in which the combination cuts them. The update may differ ten
-    times as
-    much: Adam divides by the gradient's size, and an update of 1e-3 added to a parameter of 1 is
-    rounded by up to 6e-5 of itself.
+    A sum of n terms is rounded n times, at random, so that its relative error is about
+    sqrt(n) 2**-24. Two such sums are compared, for each of `cuts`. The update may differ ten times
+    as much, because Adam divides by the gradient's size, and because an update of 1e-3 that is
+    added to a parameter of 1 is rounded by up to 6e-5 of itself.
 
     Args:
-      cuts: the result of `cuts_of`.
+      cuts: the names of the sums that are added in another order, from `cuts_of`.
       terms: number of terms in a gradient's sum: the tokens or examples of a batch.
 
     >>> limit_of(["over devices"], 512).gradient
