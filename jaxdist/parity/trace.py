@@ -198,7 +198,7 @@ class FirstSteps:
                 gradients = leaves_by_name(program.home.used(state).opt_state.gradients)
             if outer is not None and outer.due(count):
                 state = program.between(state)
-        # The evaluation is before the state is copied to the host below.
+        # The evaluation precedes the reading of the state, whose memory a step may reuse.
         evaluation = self._evaluation(state)
         first, last = moving(initial), moving(program.home.used(state))
         updates = {name: last[name] - first[name] for name in last}
@@ -212,7 +212,7 @@ def own_initial_state(program: Program) -> TrainState:
 
 
 def place_state(program: Program, initial: TrainState) -> TrainState:
-    """Copy a state from the host to a program's devices, in the form in which the plan stores it."""
+    """Copy a state from the host to a program's devices, in the form that the plan stores."""
     shapes = replace(program.state_shapes, exchange=())
     shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
     # `np.array` copies: the step donates its state, and may overwrite memory shared with the host.

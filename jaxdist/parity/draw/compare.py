@@ -1,4 +1,7 @@
-"""`jaxdist parity --draw`: random configs against a single device, each in a child process."""
+"""`jaxdist parity --draw`: the comparison of random configs with a single device.
+
+Each config is trained in a child process.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,17 @@ def parity_draws(
     resume: bool = False,
     console: Console,
 ) -> list[DrawOutcome]:
-    """Judge `count` draws, print each, and write the configs of those that differ or fail.
+    """Compare `count` draws with a single device, and print the outcome of each.
+
+    The configs of draws that differ or fail are written to the directory `WRONG`.
 
     Args:
-      seed: seed of the first draw; each next draw has the next seed.
-      jobs: number of processes that judge, each with a draw at a time.
+      count: number of draws.
+      seed: seed of the first draw; each further draw has the next seed.
+      jobs: number of processes, each of which trains one draw at a time.
       json_file: a file for the results as JSON, updated after each draw.
       resume: skip the draws that `json_file` already has, if it exists.
+      console: the console for the lines.
 
     Raises:
       ConfigError: a file that cannot be resumed.
@@ -77,10 +84,10 @@ def parity_draws(
 
 
 def _earlier(file: Path, seeds: Sequence[int]) -> list[DrawOutcome]:
-    """Return the results of an interrupted run for these draws, from its file.
+    """Return the outcomes of these seeds that an interrupted run wrote to its file.
 
     Raises:
-      ConfigError: a file that is not a report of draws, or whose draws have changed since.
+      ConfigError: the file is not a report of draws, or a seed gives another draw now.
     """
     found = read_earlier(file, outcomes_from_json) or []
     own = [outcome for outcome in found if outcome.seed in seeds]
@@ -101,7 +108,7 @@ def _ended(seed: int, answer: Ended) -> DrawOutcome:
 
 
 def _written(outcome: DrawOutcome) -> Path:
-    """Return the file for the config of a draw.
+    """Write the config of a draw to a file, and return the file's path.
 
     Raises:
       RunError: the file cannot be written.

@@ -1,8 +1,9 @@
-"""Random configs: a model, its optimizer, and two of the plans on which it can be trained.
+"""Random configs: a model, its optimizer, and two of the plans under which it can be trained.
 
-A draw is a function of its seed only, and plain data: sections in the form of a config file. Every
-dim is drawn so that the axes that split it divide it, and nothing that the table of validity
-refuses is drawn; remaining refusals have reasons that only the whole config shows.
+A draw depends on its seed only, and is plain data: sections in the form of a config file. The size
+of every dim is drawn as a multiple of the axes that split the dim, and nothing is drawn that the
+table of validity refuses. The whole config may still be refused, for reasons that depend on several
+sections.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from jaxdist.validity.table import violations
 
 DEVICES = 8
 STAGES = 4
-"""The most stages: a program for more takes long to compile, and tests nothing new."""
+"""The largest number of stages. Programs with more take long to compile, and test nothing new."""
 WIDEST = 8
-"""The most parts into which the tensor axes of a draw's two meshes together split a dim."""
+"""The largest number that the sizes of axis tensor in both plans of a draw must divide."""
 SINGLE_DEVICE: Mapping[str, Json] = {"data": 1, "fake_devices": 1}
 LOSSLESS: tuple[Sections, ...] = (
     {"type": "whole"},
@@ -47,19 +48,22 @@ LOSSLESS: tuple[Sections, ...] = (
     {"type": "topk", "fraction": 1.0, "method": "exact"},
     {"type": "randomk", "fraction": 1.0, "error_feedback": False},
 )
+"""The codecs of `parallel.compression` that lose nothing, so that results remain exact."""
 VECTORS = ("whole", "otherwise")
 COMMON = ("data", "loss", "optim", "strategy", "seed")
-"""Sections that both plans of a draw share."""
+"""The sections of a config that both plans of a draw share."""
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The part of a config that is not the model, its data or its optimizer.
+    """The settings of a config that decide how a model is trained on devices.
 
     Attributes:
-      mesh: the section `mesh`; an axis may be split over two networks.
-      tensor, stages: sizes of these axes, 1 where there is none.
+      mesh: the section `mesh`, whose axis data may span two networks.
+      data, tensor, stages: sizes of the axes data, tensor and stage; 1 for an absent axis.
       chunks: number of chunks of the pipeline; 1 without a pipeline.
+      parallel: the section `parallel`.
+      microbatches: number of microbatches.
     """
 
     mesh: Mapping[str, Json]
@@ -73,7 +77,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Draw:
-    """A config, and the same model and optimizer under a second plan.
+    """Two random configs that train the same model with the same optimizer, under two plans.
 
     Attributes:
       seed: the argument of `draw` that gives this draw.
@@ -87,17 +91,18 @@ class Draw:
 
 
 def draw(seed: int) -> Draw:
-    """Draw two random configs, equal for equal seeds.
+    """Return the two random configs of a seed.
 
     >>> draw(7) == draw(7), draw(7).sections == draw(8).sections
     (True, False)
     """
     random = Random(seed)
-    kind = random.choice(["gpt", "gpt", *MODELS])  # gpt has the most settings
+    kind = random.choice(["gpt", "gpt", *MODELS])  # more often a gpt, which has the most settings
     first = second = _plan(random, kind)
     while second is first or math.lcm(first.tensor, second.tensor) > WIDEST:
         second = _plan(random, kind)
-    # A separate random stream, so that the rest of a seed's draw is as before messages existed.
+    # Later kinds of settings have random streams of their own: the rest of a seed's draw must stay
+    # the same when a kind is added.
     apart = Random(f"messages {seed}")
     first, second = (_with_messages(apart, plan) for plan in (first, second))
     needs = ModelNeeds(
@@ -106,19 +111,20 @@ def draw(seed: int) -> Draw:
         whole=first.stages == second.stages == first.microbatches == 1,
     )
     common = MODELS[kind](random, needs)
-    apart = Random(f"other model {seed}")  # again, the rest of a seed's draw stays as it was
+    apart = Random(f"other model {seed}")  # a stream of its own for the same reason
     if kind == "cnn" and apart.random() < 0.5:
         common |= {"model": resnet(apart, needs)}
     if kind == "gpt" and apart.random() < 0.2:
         common |= bert(apart, common)
     common |= {"optim": optimizer(random), "seed": random.randrange(100)}
     if any("compression" in plan.parallel for plan in (first, second)):
-        common["optim"] |= {"skip_nonfinite": True}  # as messages set it by themselves
+        # Compression turns this on by itself, and all plans must have the same optimizer.
+        common["optim"] |= {"skip_nonfinite": True}
     return Draw(seed, *with_settings(seed, *(_config(random, common, p) for p in (first, second))))
 
 
 def single_device(sections: Mapping[str, Json]) -> Sections:
-    """Return the same training on a single device: the reference of a draw."""
+    """Return the config that trains the same model on a single device, for comparison."""
     plain = {name: sections[name] for name in COMMON if name in sections}
     model = {name: value for name, value in sections["model"].items() if name != "remat"}
     if "attention" in model:
@@ -136,11 +142,11 @@ def single_device(sections: Mapping[str, Json]) -> Sections:
 
 
 def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
-    """Build the whole config of a plan; choices that depend on the model's sizes come last."""
+    """Draw the settings of a plan that depend on the model's sizes, and return the whole config."""
     model, parallel = dict(common["model"]), dict(plan.parallel)
     layers = layers_of(model)
     if model["type"] == "gpt":
-        # Gathering ahead keeps only the inputs of layers.
+        # `zero.prefetch` keeps only the inputs of layers, as `remat: full` does.
         policies = ["full"] if parallel["zero"].get("prefetch") else [*REMATS]
         model["remat"] = REMATS[random.choice(policies)]
         if isinstance(model["remat"], tuple):
@@ -152,7 +158,7 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
         parallel["pipeline"] = {**parallel["pipeline"], "layers": counts}
     rows = random.choice((1, 1, 2, 3)) * plan.data * plan.microbatches
     if has_batch_norm(model):
-        rows *= 8  # With two rows, batch statistics leave little but rounding.
+        rows *= 8  # normalized over only two rows, values are +-1 except for rounding
     return {
         **common,
         "model": model,
@@ -164,7 +170,7 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
 
 
 def axis_sizes(mesh: Mapping[str, Json]) -> dict[str, int]:
-    """Return the sizes of the axes of a mesh section, 1 where there is none.
+    """Return the sizes of the axes of a section `mesh`; 1 for an absent axis.
 
     >>> axis_sizes({"data": {"dcn": 2, "ici": 3}, "tensor": 2})
     {'data': 6, 'stage': 1, 'tensor': 2}
@@ -174,14 +180,14 @@ def axis_sizes(mesh: Mapping[str, Json]) -> dict[str, int]:
 
 
 def _composition(random: Random, total: int, parts: int) -> list[int]:
-    """Draw counts of 1 or more that add up to a total."""
+    """Draw `parts` numbers of at least 1 that add up to `total`."""
     cuts = sorted(random.sample(range(1, total), parts - 1))
     return [high - low for low, high in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
 @cache
 def _meshes() -> tuple[tuple[int, int, int], ...]:
-    """Return the sizes of data, stage and tensor on 1 to 8 devices."""
+    """Return all sizes of the axes data, stage and tensor with a product of at most `DEVICES`."""
     sizes = range(1, DEVICES + 1)
     return tuple(
         (data, stage, tensor)
@@ -193,10 +199,10 @@ def _meshes() -> tuple[tuple[int, int, int], ...]:
 
 
 def _fits(kind: str, data: int, stage: int, tensor: int) -> bool:
-    """Return whether a model can be split over these axes.
+    """Return whether a kind of model can be trained on axes of these sizes.
 
-    No pipeline accepts an mlp, no pipeline of a cnn has a tensor axis, and `WHOLE_MODELS` name no
-    dims.
+    An mlp has no pipeline, a cnn's pipeline excludes axis tensor, and `WHOLE_MODELS` have only
+    axis data, since no dim of their parameters has a name.
     """
     if kind in WHOLE_MODELS:
         return stage == tensor == 1
@@ -204,7 +210,7 @@ def _fits(kind: str, data: int, stage: int, tensor: int) -> bool:
 
 
 def _plan(random: Random, kind: str) -> TrainingPlan:
-    """Draw a mesh, the settings on it, and a number of microbatches."""
+    """Draw a plan for a kind of model: a mesh, the section `parallel`, and microbatches."""
     fitting = [sizes for sizes in _meshes() if _fits(kind, *sizes)]
     weights = [_weight(*sizes) for sizes in fitting]
     ((data, stages, tensor),) = random.choices(fitting, weights)
@@ -226,13 +232,16 @@ def _plan(random: Random, kind: str) -> TrainingPlan:
 
 
 def _weight(data: int, stage: int, tensor: int) -> float:
-    """Weight a mesh: there are few with many axes, and most settings need data."""
+    """Return the probability of a mesh, relative to others.
+
+    Meshes with several axes are rare among all sizes, and most settings need axis data.
+    """
     axes = sum(size > 1 for size in (data, stage, tensor))
     return (0.5, 1, 3, 9)[axes] * (2 if data > 1 else 1)
 
 
 def _mesh(random: Random, sizes: Mapping[str, int]) -> Sections:
-    """Order axes at random; some of size 1 are named, and data may span two networks."""
+    """Draw a section `mesh`: the order of axes, some of size 1, and data over two networks."""
     names = [name for name, size in sizes.items() if size > 1 or random.random() < 0.1]
     random.shuffle(names)
     mesh: Sections = {name: sizes[name] for name in names}
@@ -260,7 +269,7 @@ def _zero_and_reduce(random: Random, mesh: Mapping[str, Json]) -> tuple[Sections
 
 
 def _with_messages(random: Random, plan: TrainingPlan) -> TrainingPlan:
-    """Let some plans send messages instead of gradients, with lossless codecs."""
+    """Return the plan, in some draws with `parallel.compression` by a lossless codec."""
     if random.random() < 0.6:
         return plan
     codec = random.choice(LOSSLESS)
@@ -271,14 +280,14 @@ def _with_messages(random: Random, plan: TrainingPlan) -> TrainingPlan:
     parallel = {**plan.parallel, "compression": found}
     zero = ZeroConfig.model_validate(parallel["zero"])
     if zero.stage >= 2 and found["axis"] == "data":
-        return plan  # Layers are summed one by one there, which only lossy codecs support.
+        return plan  # ZeRO 2 and 3 reduce layer by layer, which only lossy codecs support
     if violations(facts(plan.mesh, parallel["reduce"], zero, found)):
         return plan
     return replace(plan, parallel=parallel)
 
 
 def _options(random: Random, kind: str) -> Sections:
-    """Draw settings of an algorithm that change only the order of its sums."""
+    """Draw settings of a reduction algorithm, which change only the order of its sums."""
     found: Sections = {}
     if random.random() < 0.4:
         found["bucket_bytes"] = random.choice((64, 1000, 4096))
@@ -291,7 +300,7 @@ def _options(random: Random, kind: str) -> Sections:
 
 
 def _schedule(random: Random, stages: int) -> tuple[Sections, int, int]:
-    """Draw a schedule, a valid number of microbatches, and its chunks."""
+    """Draw a schedule and a number of microbatches that it accepts; return its chunks too."""
     kind = random.choice([*SCHEDULES])
     settings: Sections = {"type": kind}
     if "chunks" in SCHEDULES[kind].model_fields:
@@ -306,7 +315,7 @@ def _schedule(random: Random, stages: int) -> tuple[Sections, int, int]:
 
 
 def _can_be_kept(pipeline: Sections, stages: int, microbatches: int) -> bool:
-    """Return whether stages that run ahead do not wait for each other."""
+    """Return whether a pipeline's tasks can be executed without a deadlock between stages."""
     config = PipelineConfig.model_validate(pipeline)
     try:
         lowered(config, config.schedule.build(stages, microbatches))
@@ -316,7 +325,7 @@ def _can_be_kept(pipeline: Sections, stages: int, microbatches: int) -> bool:
 
 
 def _rules(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
-    """Draw sharding rules in addition to the defaults."""
+    """Draw the sharding rules that a config adds to the default rules."""
     model, found = common["model"], {}
     if plan.tensor > 1 and random.random() < 0.5:
         found = _tensor_rules(random, model, common["data"], plan)
@@ -331,7 +340,7 @@ def _rules(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
 def _tensor_rules(
     random: Random, model: Mapping[str, Json], data: Mapping[str, Json], plan: TrainingPlan
 ) -> Sections:
-    """Draw a dim that is not split, or a sequence that is split."""
+    """Draw a rule for axis tensor: a dim that it does not split, or that it splits the sequence."""
     if model["type"] not in ("gpt", "bert"):
         return {"channels_out" if model["type"] == "resnet" else "mlp": None}
     if plan.stages == 1 and data["window"] % plan.tensor == 0 and random.random() < 0.5:
@@ -340,5 +349,5 @@ def _tensor_rules(
 
 
 def seeds_of(count: int, seed: int) -> Sequence[int]:
-    """Return the seeds of `count` draws, so that a draw does not depend on their number."""
+    """Return the seeds of `count` draws: consecutive numbers, of which `seed` is the first."""
     return range(seed, seed + count)

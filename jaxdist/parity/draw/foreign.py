@@ -1,4 +1,4 @@
-"""Models and data as a user would import them: flax linen, equinox, and weighted examples."""
+"""Imported models and data of draws: models of flax linen and equinox, and weighted examples."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from jaxdist.models.adapters import from_equinox, from_linen
 from jaxdist.types import Json
 
 WEIGHTS = np.array([0, 0, 0, 0.5, 1, 1, 2, 3], np.float32)
+"""The weights of examples, among which a hash of the example's index chooses."""
 
 
 class LinenNet(linen.Module):
-    """Two convolutions and a classifier, with an optional batch norm between them."""
+    """A classifier of images with two convolutions, and an optional batch norm between them."""
 
     channels: int
     classes: int
@@ -41,14 +42,14 @@ class LinenNet(linen.Module):
 def linen_net(
     rngs: nnx.Rngs, *, shape: list[int], channels: int, classes: int, batch_norm: bool
 ) -> nnx.Module:
-    """Make a `LinenNet` for images of `shape`, for `model: {type: import}`."""
+    """Make a `LinenNet` for images of a shape; the function that `model: {type: import}` names."""
     net = LinenNet(channels, classes, batch_norm)
     return from_linen(net, jax.numpy.zeros((1, *shape)))(rngs)
 
 
 def equinox_net(rngs: nnx.Rngs, *, features: int, width: int, classes: int) -> nnx.Module:
-    """Make an equinox MLP, for `model: {type: import}`."""
-    import equinox  # an extra
+    """Make an MLP of equinox; the function that `model: {type: import}` names."""
+    import equinox  # imported here, since equinox is an optional dependency
 
     class Net(equinox.Module):
         mlp: Any
@@ -64,7 +65,7 @@ def equinox_net(rngs: nnx.Rngs, *, features: int, width: int, classes: int) -> n
 
 @dataclass(frozen=True)
 class Weighted:
-    """A source whose examples have weights 0 to 3, by their index; three of eight have weight 0."""
+    """A source that adds a weight to each example; about three examples of eight have weight 0."""
 
     source: Source
 
@@ -75,13 +76,13 @@ class Weighted:
         return take_one(self, index)
 
     def take(self, indices: np.ndarray) -> Example:
-        """Return the examples at `indices` with their weights, float32 `[N]`."""
+        """Return the examples at `indices`, with their weights as a float32 array `[N]`."""
         weights = WEIGHTS[mix(indices.astype(np.uint64)) % len(WEIGHTS)]
         return {**take(self.source, indices), "weight": weights}
 
 
 def weighted_synthetic(**config: Mapping[str, Json]) -> Dataset:
-    """Make synthetic data, with the settings of `data: {type: synthetic}` and unequal weights."""
+    """Make the data of `data: {type: synthetic}`, with unequal weights of examples."""
     made = SyntheticConfig.model_validate(config).build()
     heldout = None if made.heldout is None else Weighted(made.heldout)
     return replace(made, train=Weighted(made.train), heldout=heldout)

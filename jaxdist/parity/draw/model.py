@@ -1,7 +1,7 @@
 """Random models with their data, and random optimizers, as sections of a config.
 
-Learning rates move parameters by far more than their last digits, and optimizers that divide by the
-size of a gradient have a large `eps`, as `jaxdist.parity.run` explains.
+Learning rates are so large that parameters change by far more than their last digits. Optimizers
+that divide by the size of a gradient have a large `eps`, for the reason in `jaxdist.parity.run`.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from jaxdist.types import Json, JsonObject
 
 Sections = JsonObject
 WHOLE_MODELS = ("linen", "equinox")
-"""Models of other libraries, whose parameters no rule splits."""
+"""The keys of `MODELS` for models of other libraries, whose parameters no axis splits."""
 PATHS: Mapping[str, str] = {
     f"{Tower.__module__}:Tower": "tower",
     f"{linen_net.__module__}:linen_net": "linen",
     f"{equinox_net.__module__}:equinox_net": "equinox",
 }
-"""The key of `MODELS` for the import path of a user's model."""
+"""The key of `MODELS` for each import path in a section `model`."""
 NARROWEST = 6
 """The smallest width of a gpt."""
 
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """The requirements of two plans on their model.
+    """The requirements of a draw's two plans on their model.
 
     Attributes:
-      tensor: number of parts into which a tensor axis splits dims.
-      chunks: number of chunks of a pipeline, each with a layer; 1 without a pipeline.
-      whole: whether all rows of a batch are computed together.
+      tensor: a multiple of the size of axis tensor in both plans, which dims must be divisible by.
+      chunks: the least number of layers: a layer for each chunk of a pipeline.
+      whole: whether both plans compute all rows of a batch together, so that batch statistics are
+        exact.
     """
 
     tensor: int
@@ -47,19 +48,19 @@ class ModelNeeds:
 
 
 def model_key(model: Mapping[str, Json]) -> str:
-    """Return the key of `MODELS` for a model's section."""
+    """Return the key of `MODELS` for a section `model`; its type if it is not imported."""
     return PATHS[model["path"]] if model["type"] == "import" else model["type"]
 
 
 def has_batch_norm(model: Mapping[str, Json]) -> bool:
-    """Return whether a model takes statistics over the rows of a batch."""
+    """Return whether a model has batch norm, which computes statistics over the rows of a batch."""
     if model["type"] == "resnet":
         return model["norm"] == "batch"
     return bool(model.get("args", {}).get("batch_norm"))
 
 
 def layers_of(model: Mapping[str, Json]) -> int:
-    """Return the number of layers, or parts, that a pipeline can distribute.
+    """Return the number of layers (for a cnn and a resnet, parts) that a pipeline distributes.
 
     >>> layers_of({"type": "cnn", "channels": [4, 4]}), layers_of({"type": "gpt", "layers": 3})
     (4, 3)
@@ -74,7 +75,7 @@ def layers_of(model: Mapping[str, Json]) -> int:
 
 
 def embeds_of(model: Mapping[str, Json]) -> list[int]:
-    """Return the lengths of its dims "embed", which no default rule splits.
+    """Return the sizes of a model's dims named "embed", which no default rule splits.
 
     >>> embeds_of({"type": "mlp", "hidden": [4, 3, 2, 5]})
     [3, 5]
@@ -86,10 +87,10 @@ def embeds_of(model: Mapping[str, Json]) -> list[int]:
 
 
 def _gpt(random: Random, needs: ModelNeeds) -> Sections:
-    """Draw odd widths, grouped heads, uneven layers: everything that the tensor axis allows."""
+    """Draw a gpt with odd widths, grouped heads and numbers of layers that need not divide."""
     groups, head_dim = random.choice((1, 1, 2)), random.choice((2, 4, 6))
     kv_heads = needs.tensor * random.choice((1, 1, 2) if needs.tensor < 4 else (1,))
-    # With two features a norm leaves little but a sign, and the rest is chaotic.
+    # Normalized over only two features, values are +-1, and small changes flip their sign.
     head_dim = max(head_dim, 2 * -(-NARROWEST // (2 * kv_heads * groups)))
     layers = random.randint(needs.chunks, needs.chunks + 3)
     model = {
@@ -114,7 +115,7 @@ def _gpt(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def _mlp(random: Random, needs: ModelNeeds) -> Sections:
-    """Draw an MLP in which every other width is split."""
+    """Draw an MLP in which axis tensor splits every other width."""
     widths = [
         (needs.tensor, 1)[i % 2] * random.choice((2, 3, 5, 8)) for i in range(random.randint(1, 4))
     ]
@@ -122,7 +123,7 @@ def _mlp(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def _cnn(random: Random, needs: ModelNeeds) -> Sections:
-    """Draw a CNN; each convolution is a part of a pipeline, as are two further layers."""
+    """Draw a CNN, in which each convolution and two further layers are parts for a pipeline."""
     count = max(random.randint(1, 3), needs.chunks - 2)
     model = {
         "type": "cnn",
@@ -133,9 +134,9 @@ def _cnn(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def resnet(random: Random, needs: ModelNeeds) -> Sections:
-    """Draw a ResNet with one or two stages, whose batch norm is kept where rows stay together."""
+    """Draw a ResNet of one or two stages, with batch norm if all rows are computed together."""
+    # Further stages would leave one or two pixels, too few values for the statistics of a norm.
     stages = random.randint(1, 2)
-    # One pixel or two leave little of what a batch norm normalises.
     blocks = [max(1, -(-(needs.chunks - 2) // stages))] * stages
     return {
         "type": "resnet",
@@ -149,7 +150,7 @@ def resnet(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def bert(random: Random, common: Sections) -> Sections:
-    """Draw an encoder of the sizes of a gpt that was drawn, on the same data with hidden tokens."""
+    """Draw an encoder with the sizes and the data of a drawn gpt, with masked tokens."""
     own = common["model"]
     data = common["data"]
     model = {name: own[name] for name in ("layers", "embed", "heads", "vocab_multiple")}
@@ -162,7 +163,7 @@ def bert(random: Random, common: Sections) -> Sections:
 
 
 def _tower(random: Random, needs: ModelNeeds) -> Sections:
-    """Draw a user's model with blocks and biases, and batch statistics where they are allowed."""
+    """Draw a `Tower`, with batch norm only if all rows of a batch are computed together."""
     data = _images(random)
     norm = needs.whole and random.random() < 0.8
     args = {
@@ -182,7 +183,7 @@ def _tower(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def _linen(random: Random, needs: ModelNeeds) -> Sections:
-    """Draw a network of flax linen, which jaxdist knows only by its trace."""
+    """Draw a model of flax linen, whose parameters have no named dims."""
     data = _images(random)
     args = {
         "shape": [data["height"], data["width"], data["channels"]],
@@ -194,7 +195,7 @@ def _linen(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def _equinox(random: Random, needs: ModelNeeds) -> Sections:
-    """Draw a network of equinox, which sees a single example at a time."""
+    """Draw a model of equinox, which maps a single example and not a batch."""
     del needs
     data = _images(random)
     args = {
@@ -239,11 +240,11 @@ MODELS: Mapping[str, Callable[[Random, ModelNeeds], Sections]] = {
     "linen": _linen,
     "equinox": _equinox,
 }
-"""Functions that draw the sections `model` and `data`, and others that the model needs."""
+"""The functions that draw the sections `model` and `data`, and further sections where needed."""
 
 
 def optimizer(random: Random) -> Sections:
-    """Draw a random optimizer with clipping, skipped steps, a loss scale and a schedule."""
+    """Draw a section `optim`, with clipping, skipped steps or a loss scale in some draws."""
     kind = random.choice([*OPTIMIZERS])
     found = {"type": kind, **OPTIMIZERS[kind](random)}
     if random.random() < 0.5:

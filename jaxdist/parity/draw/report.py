@@ -1,4 +1,4 @@
-"""The outcomes of draws as lines for a console, as JSON, and as a page of the docs."""
+"""The output of a run of draws: lines for a console, JSON, and a page of the docs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from jaxdist.runtime import environment
 from jaxdist.types import Json, JsonObject
 
 HEADER = f"{'seed':>6} {'verdict':<9}{'loss':>8}{'grad':>8}{'update':>8}  {'loaded':<8} what"
-"""The heading of `draw_line`."""
+"""The line of column names above the lines of `draw_line`."""
 
 
 def draw_line(outcome: DrawOutcome) -> str:
-    """Format a draw in lines of 80 columns, except for reasons."""
+    """Format an outcome in several lines: the verdict, both plans, and the reason, if any."""
     sections, found = outcome.sections, outcome.differences
     values = asdict(found).values() if found else ()
     numbers = "".join(f"{value:>8.1e}" for value in values) or " " * 24
@@ -37,7 +37,7 @@ def draw_line(outcome: DrawOutcome) -> str:
 
 
 def mesh_text(mesh: Mapping[str, Json]) -> str:
-    """Format axes and sizes in order.
+    """Format the axes of a section `mesh` and their sizes, in the section's order.
 
     >>> mesh_text({"tensor": 2, "data": {"dcn": 2, "ici": 1}, "fake_devices": 4})
     'tensor 2, data 2 dcn x 1 ici'
@@ -52,7 +52,7 @@ def mesh_text(mesh: Mapping[str, Json]) -> str:
 
 
 def plan_text(sections: Sections) -> str:
-    """Format the mesh, and the settings that are not at their default."""
+    """Format a config's mesh, and the drawn settings that are not at their default."""
     features = features_of(sections)
     shown = ("ZeRO", "reduce", "messages", "microbatches", "schedule")
     plan = [f"{name} {features[name]}" for name in shown if features[name] not in ("none", "1")]
@@ -66,7 +66,7 @@ def plan_text(sections: Sections) -> str:
 
 
 def features_of(sections: Sections) -> dict[str, str]:
-    """Return the features of a config that the page counts, by name."""
+    """Return the value of each drawn feature of a config, by the feature's name on the page."""
     parallel, mesh = sections["parallel"], sections["mesh"]
     zero, pipeline = parallel["zero"], parallel.get("pipeline")
     scope = ", ici" if zero["scope"] == "ici" else ""
@@ -103,10 +103,11 @@ def _messages(compression: Mapping[str, Json] | None) -> str:
 
 
 def failure_text(outcome: DrawOutcome, file: Path) -> str:
-    """Format commands and configs that reproduce a failure.
+    """Format the commands and configs that reproduce a failed or different draw.
 
     Args:
-      file: the file of the config.
+      outcome: the outcome of the draw.
+      file: the file to which the draw's config was written.
     """
     again = [f"jaxdist parity --draw 1 --seed {outcome.seed}", f"jaxdist train {file}"]
     text = [*(f"  {command}" for command in again), "", plain_yaml(outcome.sections)]
@@ -116,7 +117,7 @@ def failure_text(outcome: DrawOutcome, file: Path) -> str:
 
 
 def draw_verdict(outcomes: Sequence[DrawOutcome]) -> str:
-    """Count how many are equal, were refused, differ or failed; each reason of a refusal once."""
+    """Format the number of draws with each verdict, and of checkpoints that were loaded."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     kinds = ("equal", "refused", "differs", "failed")
     loaded = Counter(outcome.checkpoint for outcome in outcomes)
@@ -132,7 +133,8 @@ def outcomes_to_json(outcomes: Sequence[DrawOutcome], *, count: int, seed: int) 
     """Convert all outcomes to plain data.
 
     Args:
-      count, seed: number and first seed of the planned draws, of which fewer may be done.
+      outcomes: the outcomes until now.
+      count, seed: number and first seed of the draws of the whole run.
     """
     return {
         "count": count,
@@ -144,14 +146,14 @@ def outcomes_to_json(outcomes: Sequence[DrawOutcome], *, count: int, seed: int) 
 
 
 def _row(outcome: DrawOutcome) -> JsonObject:
-    """Convert an outcome; sections that both configs share are included once."""
+    """Convert an outcome to plain data, without the sections that `reader` shares."""
     row = asdict(outcome)
     row["reader"] = {name: row["reader"][name] for name in row["reader"] if name not in COMMON}
     return row
 
 
 def outcomes_from_json(report: Mapping[str, Json]) -> list[DrawOutcome]:
-    """Convert back the outcomes of `outcomes_to_json`."""
+    """Return the outcomes in a report of `outcomes_to_json`."""
 
     def outcome(row: Mapping[str, Json]) -> DrawOutcome:
         common: Sections = {
@@ -168,7 +170,7 @@ PAGE = "python -m jaxdist.parity.draw.report docs/parity_draw.json > docs/parity
 
 
 def draw_page(report: Mapping[str, Json]) -> str:
-    """Format a run as a page: the verdicts, by every drawn feature."""
+    """Format a report as a page: the verdicts, and the largest difference for each feature."""
     outcomes = outcomes_from_json(report)
     count, seed, versions = report["count"], report["seed"], report["versions"]
     lines = [
@@ -193,7 +195,7 @@ def draw_page(report: Mapping[str, Json]) -> str:
 
 
 def _replicas(outcomes: Sequence[DrawOutcome]) -> str:
-    """Describe in how many draws XLA rounded replicas of a tensor differently, and by how much."""
+    """Return a sentence on draws in which replicas of a tensor differ, and by how much."""
     apart = [outcome.replicas for outcome in outcomes if outcome.replicas]
     known = sum(outcome.replicas is not None for outcome in outcomes)
     most = f", by {max(apart):.1e} of the largest element at most" if apart else ""

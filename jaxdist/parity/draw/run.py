@@ -1,4 +1,4 @@
-"""The comparison of a draw with a single device, and of its checkpoint in a second plan."""
+"""The comparison of a draw with a single device, and of its checkpoint under another plan."""
 
 from __future__ import annotations
 
@@ -45,11 +45,18 @@ class DrawOutcome:
     """The outcome of a draw.
 
     Attributes:
-      verdict: "equal"; "differs"; "refused", by our own error; or "failed", by any other.
-      reason: why it was refused or failed, or the differences of a checkpoint.
-      checkpoint: "equal", "differs", "refused" (by the second plan) or "" (not tried).
-      replicas: largest difference between replicas of a tensor after the last step, relative to its
-        largest element. None where nothing was trained.
+      seed: the seed of the draw.
+      verdict: "equal"; "differs"; "refused", for an error of jaxdist; "failed", for another error.
+      differences: the differences from a single device; None where nothing was trained.
+      limit: the limits on the differences.
+      checkpoint: "equal" or "differs" for a checkpoint that the second plan loaded, "refused" if
+        the second plan cannot be built, "" if nothing was loaded.
+      replicas: largest difference between replicas of a tensor after the last step, relative to the
+        tensor's largest element; None where nothing was trained.
+      reason: why the draw was refused or failed, or which tensors differ.
+      seconds: time of the whole comparison.
+      sections: the config that was trained.
+      reader: the config that loaded the checkpoint.
     """
 
     seed: int
@@ -65,28 +72,31 @@ class DrawOutcome:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the draw neither differs nor failed."""
         return self.verdict in ("equal", "refused")
 
 
 def judge_draw(seed: int) -> DrawOutcome:
-    """Train a draw and its reference, save and load; errors are part of the outcome."""
+    """Train a draw and its reference, save a checkpoint, and load it under the second plan.
+
+    An error of the draw is not raised, but becomes part of the outcome.
+    """
     drawn, begun = draw(seed), time.perf_counter()
     found: JsonObject = {}
     try:
         found = _compare(drawn)
     except Exception as error:
         found = {"verdict": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
-    jax.clear_caches()  # its programs are used by no other draw
+    jax.clear_caches()  # no other draw uses these programs, which would fill the child's memory
     seconds = round(time.perf_counter() - begun, 1)
     return DrawOutcome(seed, **found, seconds=seconds, sections=drawn.sections, reader=drawn.reader)
 
 
 def _compare(drawn: Draw) -> JsonObject:
-    """Return the fields of an `DrawOutcome` that come from running a draw.
+    """Train and compare a draw, and return the fields of its `DrawOutcome` that this determines.
 
     Raises:
-      Exception: any error of the draw other than our own refusal.
+      Exception: any error of the draw, except a refusal by jaxdist.
     """
     plain = single_device(drawn.sections)
     reference = _built(plain)
@@ -129,11 +139,11 @@ def _compare(drawn: Draw) -> JsonObject:
 
 
 def _reason(error: JaxdistError) -> str:
-    """Return why we refuse a config.
+    """Return the text of jaxdist's error for a refused config.
 
     Raises:
-      BaseException: the cause of the error, if it is not ours: then it is not a refusal, but a
-        defect that is mistaken for an error of the user's code.
+      BaseException: the cause of the error, if it is not an error of jaxdist. The config is then
+        not refused: jaxdist has taken a defect of its own for an error in the user's code.
     """
     cause = error.__cause__
     while cause is not None:
@@ -175,10 +185,10 @@ def replicas_apart(state: PyTree) -> tuple[float, str]:
 
 
 def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
-    """Name the tensors that a second plan loads differently from the saved; empty if none."""
+    """Return a sentence on the tensors that a second plan did not load as saved; empty if none."""
     saved, target = writer.program, reader.program
     loaded = reloaded(saved, state, target)
-    # Residuals of messages belong to the plan that sent them.
+    # Residuals of compression depend on the plan, and are not loaded by another.
     ours, theirs = (
         replace(program.home.used(held), exchange=())
         for program, held in ((target, loaded), (saved, state))
@@ -189,7 +199,7 @@ def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
 
 
 def reloaded(saved: Program, state: TrainState, target: Program) -> TrainState:
-    """Save a program's state as a checkpoint, and load that as another program's state."""
+    """Save a program's state as a checkpoint, and load the checkpoint into another program."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoints"
         with CheckpointStore(path, keep=1, keep_best=False, on_event=lambda _: None) as store:
@@ -199,6 +209,7 @@ def reloaded(saved: Program, state: TrainState, target: Program) -> TrainState:
 
 
 def _same(ours: Leaf, theirs: Leaf) -> bool:
+    # Bytes are compared, since NaN does not equal itself and -0.0 equals 0.0.
     one, other = np.asarray(ours), np.asarray(theirs)
     return (
         one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()

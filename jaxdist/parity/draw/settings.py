@@ -1,9 +1,9 @@
-"""Settings that are drawn in addition to a mesh, a model and an optimizer.
+"""The settings that are drawn in addition to a mesh, a model and an optimizer.
 
-Each function takes the sections of a whole config and returns the sections that the setting
-changes, or nothing where the setting does not combine with the rest. A setting that both plans of a
-draw must share, because it changes the numbers of a single device too, is *shared*; all others
-belong to one plan.
+Each function takes the sections of a whole config, and returns the sections that the setting
+changes, or None where the setting does not combine with the other settings. A setting that also
+changes the numbers on a single device is *shared* by both plans of a draw; every other setting
+belongs to a single plan.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Setting:
     """A setting, with the probability of drawing it.
 
     Attributes:
-      chance: the fraction of the draws that try it.
-      shared: whether a single device and the second plan have it too.
-      add: maps a random stream and a config to the sections that change; None where the setting
-        does not combine with the config.
-      shown: maps a config to what the page counts, "no" where the config lacks the setting.
+      chance: the fraction of draws in which adding the setting is tried.
+      shared: whether a single device and the second plan have the setting too.
+      add: a function from a random stream and a config to the sections that change; its result is
+        None where the setting does not combine with the config.
+      shown: a function from a config to the setting's value on the page, "no" without the setting.
     """
 
     chance: float
@@ -39,9 +39,9 @@ class Setting:
 
 
 def with_settings(seed: int, first: Sections, second: Sections) -> tuple[Sections, Sections]:
-    """Add the settings of the seed to both plans of a draw.
+    """Add the settings of a seed to both plans of a draw.
 
-    Each setting has its own random stream, so that a new setting does not change others.
+    Each setting has its own random stream, so that a new setting does not change other settings.
     """
     for name, setting in SETTINGS.items():
         if Random(f"{name} {seed} chance").random() >= setting.chance:
@@ -54,7 +54,7 @@ def with_settings(seed: int, first: Sections, second: Sections) -> tuple[Section
         first = _added(setting, f"{name} {seed} first", first) or first
         second = _added(setting, f"{name} {seed} second", second) or second
     if first["optim"]["type"] == "muon" and (in_half_precision(first) or in_half_precision(second)):
-        # Each step of Newton-Schulz magnifies the rounding of small singular values 3.4 times.
+        # Each step of Newton-Schulz multiplies the rounding of small singular values by 3.4.
         first, second = (
             {**plan, "optim": {**plan["optim"], "ns_steps": 1}} for plan in (first, second)
         )
@@ -67,7 +67,7 @@ def _added(setting: Setting, stream: str, config: Sections) -> Sections | None:
 
 
 def in_half_precision(config: Sections) -> bool:
-    """Return whether a config trains with some values in bfloat16 or float16."""
+    """Return whether a config has a dtype of half precision for any of its values."""
     parallel = config.get("parallel", {})
     dtypes = (
         config["model"].get("compute_dtype"),
@@ -79,14 +79,14 @@ def in_half_precision(config: Sections) -> bool:
 
 
 def in_full_precision(config: Sections) -> Sections:
-    """Return the config of a single device, with everything in float32."""
+    """Return a single device's config with all values in float32."""
     model = {name: value for name, value in config["model"].items() if name != "compute_dtype"}
     optim = {name: value for name, value in config["optim"].items() if name != "master_weights"}
     return {**config, "model": model, "optim": optim}
 
 
 def data_size(config: Sections) -> int:
-    """The number of devices that split the batch."""
+    """Return the number of devices that share the batch."""
     data = config["mesh"].get("data", 1)
     return data if isinstance(data, int) else math.prod(data.values())
 
@@ -111,7 +111,7 @@ def _compute_dtype(random: Random, config: Sections) -> Sections | None:
 
 def _master_weights(random: Random, config: Sections) -> Sections | None:
     if "strategy" in config:
-        return None  # Lookahead refuses master weights.
+        return None  # Lookahead, which has a section `strategy`, refuses master weights
     return _with(config, "optim", master_weights="bfloat16")
 
 
@@ -122,7 +122,7 @@ def _lookahead(random: Random, config: Sections) -> Sections | None:
 
 
 def _skip_spikes(random: Random, config: Sections) -> Sections | None:
-    """Skip steps whose gradient is larger than the previous: about every other step."""
+    """Skip steps whose gradient is larger than that of the step before, about every other step."""
     spikes = {"factor": 1.0001, "window": 1}
     optim = {name: value for name, value in config["optim"].items() if name != "skip_nonfinite"}
     return {"optim": {**optim, "skip_spikes": spikes}}
@@ -171,14 +171,14 @@ def _collective_matmul(random: Random, config: Sections) -> Sections | None:
 
 
 def _weights(random: Random, config: Sections) -> Sections | None:
-    """Give rows unequal weights, many of them zero."""
+    """Give examples unequal weights, many of which are zero."""
     data = {name: value for name, value in config["data"].items() if name != "type"}
     path = "jaxdist.parity.draw.foreign:weighted_synthetic"
     return {"data": {"type": "import", "path": path, "args": data}}
 
 
 def _dropout(random: Random, config: Sections) -> Sections | None:
-    """Add random layers, which equal a single device's only where just XLA splits the batch."""
+    """Add dropout, which is equal on all plans only where XLA alone splits the batch."""
     model = config["model"]
     if _stages(config) > 1 or model["type"] != "import" or model["path"] != TOWER:
         return None
@@ -190,13 +190,13 @@ def _dropout(random: Random, config: Sections) -> Sections | None:
 
 
 def _left_to_xla(config: Sections) -> Sections:
-    """Return a config's section `parallel` without communication by jaxdist itself."""
+    """Return a config's section `parallel` in which XLA places all communication."""
     zero = {name: config["parallel"]["zero"][name] for name in ("stage", "whole_below")}
     return {"reduce": None, "zero": {**zero, "scope": "all"}}
 
 
 def _evaluation(random: Random, config: Sections) -> Sections | None:
-    """Add held-out examples that rarely fill the last batch."""
+    """Add a held-out split, whose number of examples is rarely a multiple of the batch."""
     data, count = config["data"], random.randint(9, 40)
     if data["type"] == "import":
         return _with(config, "data", args={**data["args"], "heldout_examples": count})
@@ -204,7 +204,7 @@ def _evaluation(random: Random, config: Sections) -> Sections | None:
 
 
 def _ramp(random: Random, config: Sections) -> Sections | None:
-    """Add a first step with a smaller batch."""
+    """Add a ramp of the batch size, in which only the first step has a smaller batch."""
     train, parts = config["train"], data_size(config)
     size, pieces = 2 * train["batch_size"], train["microbatches"]
     fitting = [
@@ -220,12 +220,12 @@ def _ramp(random: Random, config: Sections) -> Sections | None:
 
 
 def _pieces(config: Sections, size: int, microbatches: int, full: int) -> int:
-    """Return the microbatches of a batch of another size; a pipeline keeps their number."""
+    """Return the number of microbatches of a smaller batch; a pipeline's number is constant."""
     return math.ceil(size * microbatches / full) if _stages(config) == 1 else microbatches
 
 
 def _phases(random: Random, config: Sections) -> Sections | None:
-    """Draw two learning rates, and two batch sizes where the plan divides both."""
+    """Draw two phases of training, of which the second has half the learning rate."""
     if "batch_ramp" in config["train"]:
         return None
     size = config["train"]["batch_size"]
@@ -239,7 +239,7 @@ def _phases(random: Random, config: Sections) -> Sections | None:
 
 
 def _strict(random: Random, config: Sections) -> Sections | None:
-    """Ask for the same bits on any number of devices, which excludes a reduction of ours."""
+    """Add `deterministic: strict`, equal bits on any number of devices, in place of reductions."""
     size, pieces = config["train"]["batch_size"], config["train"]["microbatches"]
     combines = (
         "data" in config["mesh"]
@@ -256,7 +256,8 @@ def _strict(random: Random, config: Sections) -> Sections | None:
     shards = data_size(config) * random.choice(fitting)
     parallel = _left_to_xla(config)
     layerwise = config["optim"]["type"] in ("lamb", "lars") or "skip_spikes" in config["optim"]
-    # Norms of tensors that ZeRO splits, or two axes, would be summed in an order of devices.
+    # With ZeRO, the order in which a tensor's norm is summed would depend on the number of devices;
+    # so would sums over two axes.
     if layerwise or config["mesh"].get("tensor", 1) > 1:
         parallel = {**parallel, "zero": {**parallel["zero"], "stage": 0}}
     return {"parallel": {**parallel, "deterministic": {"type": "strict", "shards": shards}}}
@@ -299,7 +300,7 @@ def _secondary(random: Random, config: Sections) -> Sections | None:
     if not fits or {"compression", "deterministic"} & {*config["parallel"]}:
         return None
     if (config["parallel"]["reduce"] or {}).get("type") == "hierarchical":
-        return None  # The second copy requires two networks.
+        return None  # a hierarchical reduction does not combine with `zero.secondary`
     return _of_zero(config, secondary=True)
 
 
@@ -342,14 +343,15 @@ FREEZABLE: Mapping[str, tuple[str, ...]] = {
     "resnet": ("*bias", "stem/*", "blocks/*"),
     "import": ("*bias",),
 }
-"""Patterns of parameters that models of each type have, and not alone."""
+"""The patterns of parameters to freeze for each type of model, each of some but not all
+parameters."""
 ADAPTED: Mapping[str, tuple[str, ...]] = {
     "gpt": ("blocks/*", "*", "blocks/attention/*"),
     "mlp": ("*kernel",),
     "cnn": ("*kernel",),
     "import": ("*",),
 }
-"""Patterns of kernels that models of each type have."""
+"""The patterns of kernels to adapt by LoRA for each type of model."""
 TOWER = "jaxdist.parity.tower:Tower"
 SETTINGS: Mapping[str, Setting] = {
     "compute dtype": Setting(0.25, True, _compute_dtype, _value("model", "compute_dtype")),
@@ -375,5 +377,5 @@ SETTINGS: Mapping[str, Setting] = {
     "gather dtype": Setting(0.3, False, _gather_dtype, _value("parallel.zero", "gather_dtype")),
     "second copy of shards": Setting(0.5, False, _secondary, _value("parallel.zero", "secondary")),
 }
-"""Settings by their name on the page, in the order in which they are added."""
+"""The settings by their name on the page, in the order in which `with_settings` adds them."""
 assert STEPS == 3, "phases divide the steps of a draw in thirds"
