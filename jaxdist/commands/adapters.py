@@ -52,6 +52,7 @@ def import_adapters(
         raise RunError(f"--base {base} is no run directory: import the base model first")
     document, config = load(RunDirectory(base).config)
     rows = _rows(config.model, base)
+    # A deep copy, since the document of the base run must not change.
     values: Any = json.loads(json.dumps(document.values))
     values["model"] |= {"lora": settings_of(files, rows)}
     section = {**(values.get("checkpoint") or {}), "begin_with": {"run": str(directory.path)}}
@@ -61,6 +62,7 @@ def import_adapters(
     read = read_adapters(files, program.model.adapters, rows)
     state, _ = begin_with(program, BeginWith(run=str(base)), say=console.print)
     given = {f"params/{name}": array for name, array in read.items()}
+    # The arrays of PEFT have the model's form, so that the state is converted to it and back.
     own = program.home.used(state)
     leaves = [given.get(name, leaf) for name, leaf in flatten_with_names(own)]
     shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)

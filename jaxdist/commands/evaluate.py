@@ -49,6 +49,7 @@ def open_run(
     def say(text: str) -> None:
         console.print(f"[bold red]checkpoint:[/] {text}", soft_wrap=True)
 
+    # Checkpoints of a part, and of an imported model, lack states that a resumed run would need.
     if config.checkpoint.parts is not None or holds_parameters_only(directory, step):
         parts = evaluated_parts(experiment.program)
         names = taken(parts, [n for n, _ in flatten_with_names(experiment.program.own_shapes)])

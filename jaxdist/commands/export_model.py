@@ -56,6 +56,7 @@ def export_model(
     held = dtype or str(config.get("dtype", config.get("torch_dtype", "float32")))
     if held not in DTYPES:
         raise ConfigError(f"--dtype {held}: there are {', '.join(DTYPES)}")
+    # Adapters are added to their kernels, since these files have no place for adapters.
     params = program.model.merged(program.home.used_params(program.evaluated(state)))
     values = dict(flatten_with_names(params))
     shapes = _shapes(params, program.model.dims, vocab_size)

@@ -62,7 +62,7 @@ def import_model(
     texts = _texts(source)
     own = path / TOKENIZER
     if not source.is_gguf and own.is_file():
-        tokenizer_section(source, own)  # an error comes before any file
+        tokenizer_section(source, own)  # checked before any file is written
     try:
         folder.mkdir(parents=True)
         for file in source.besides:
@@ -72,6 +72,7 @@ def import_model(
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error.strerror or error}") from error
+    # A run of the written config begins with the parameters that are imported here.
     values = config_values(source, folder, begin_with=directory.path)
     document, _ = load(values, overrides)
     metadata: JsonObject = {"imported": str(path)}

@@ -30,6 +30,7 @@ def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
     """
     asked = _asked(name)
     needed = sorted({file for path in asked for file in _with_includes(path)})
+    # All targets are checked first, so that an error leaves the folder as before.
     for source in needed:
         target = _target(source, folder)
         if os.path.exists(target) and (

@@ -108,6 +108,7 @@ def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
     ]
     if problems:
         raise problems_error(document, problems)
+    # JSON, since strict validation of Python values refuses a list in place of a tuple.
     costs = CostsConfig.model_validate_json(json.dumps(times))
     config = TypeAdapter(PipelineScheduleConfig).validate_json(json.dumps(settings))
     return Request(with_costs(config, costs), costs)

@@ -78,8 +78,9 @@ def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Eval
         hooks.append(CompareReplicas(*compared, writer, parts.account))
     measured = _evaluate(parts, best)
     hooks.extend([measured] if measured is not None else [])
-    # After a failure that an agent records, a run with snapshots in memory continues from them. Its
-    # checkpoints then protect from the loss of the machine, which the journal does not record.
+    # After a failure that an agent records, a run with snapshots in memory continues from them. The
+    # checkpoints of such a run protect from the loss of the machine, which the journal does not
+    # record.
     seen = parts.files.agent.sees_failures and config.checkpoint.memory_every is None
     cadence = _cadence(config.checkpoint.every, Activity.CHECKPOINT_BLOCKED, parts, seen=seen)
     hooks.append(Save(cadence, _saving(parts), measured))

@@ -134,6 +134,7 @@ class RunJob:
             given = experiment, self.files.directory, tiers, say
             state, metadata = beginning(*given, resume=resume)
             start = int(state.step)
+            # Later snapshots are of steps that will be repeated, and must not be loaded any more.
             tiers.forget(start if resume else -1)
             if self.config.elastic.batch == "rescale":
                 self._rescale(life, start, metadata, devices)
@@ -168,6 +169,7 @@ class RunJob:
     def finish(self, step: int) -> Ending:
         """Report the end of the run after `step` and the use of its time, and draw its curve."""
         life, ending = self.lives[-1], self._ending(step)
+        # A generation that has been replaced must not report an end or draw the curve.
         self.files.agent.admit()
         seconds = sum(life.seconds for life in self.lives)
         tell_end(

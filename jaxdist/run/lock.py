@@ -127,8 +127,7 @@ class RunLock:
         descriptor, new = _open(self.path)
         try:
             locked = _flock(descriptor)
-            # Another process may lock the new file for a moment, before it leaves it to the
-            # creator.
+            # Another process may lock the new file for a moment, and then leave it to its creator.
             while new and locked is False and time.monotonic() < young_until:
                 locked = _flock(descriptor)
             holder = {} if new else _read(descriptor)

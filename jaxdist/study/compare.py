@@ -88,6 +88,7 @@ def compare_variants(
             "--variant NAME='section.key=value'"
         )
     trainer = VariantTrainer(path, overrides, (*found.variants, *given), range(seeds))
+    # The baseline is required, while other variants of a shipped set may not suit the config.
     experiments, refused = trainer.check(optional=taken[1:])
     check_writable(plot, json_file)
     name = study.of or "variants"
@@ -114,7 +115,7 @@ def _found(path: Path, overrides: Sequence[str], of: str | None) -> VariantSet:
 
 
 class VariantTrainer(ConfigTrainer[VariantTrial]):
-    """A trainer of trials of the variants of a config.
+    """A trainer that runs a variant of a config with a seed.
 
     Args:
       overrides: settings of all variants.

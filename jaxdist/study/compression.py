@@ -18,8 +18,8 @@ from jaxdist.train.step import Program
 from jaxdist.types import Json, JsonObject
 
 WARM_UP = 0.2
-"""Fraction of a run that is a warm-up, in which gradients are sent uncompressed, or top-k lowers
-the share of the entries that it sends."""
+"""Fraction of a run that is warm-up: gradients are sent uncompressed, or top-k gradually lowers the
+share of entries that it sends."""
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,7 @@ def run_plan(plan: StudyPlan, run: Runner) -> Iterator[tuple[StudyCell, ...]]:
     The rule scales the best learning rate at the base batch. At other batch sizes, the search
     starts from the scaled rate.
     """
+    # The base batch size comes first, since its best rate is the reference for all others.
     references: dict[str, float] = {}
     for batch_size in plan.steps:
         for name in plan.optimizers:

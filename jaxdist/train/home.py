@@ -231,6 +231,7 @@ class Home:
             state = self._changed(view.store, state, params=view.params)
         return state
 
+    # Views are inverted in the reverse of the order in which `_store` applies them.
     def _use(self, views: Sequence[View], state: TrainState) -> TrainState:
         for view in reversed(views):
             state = self._changed(view.use, state, params=view.params)

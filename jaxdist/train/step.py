@@ -187,6 +187,7 @@ class Program:
         if self.optimizer.max_skipped is not None:
             new, more = self._after_skips(state, new, norm, found.sums["loss"].weight)
             values |= more
+        # A single vector, so that all metrics of a step are copied to the host at once.
         return self.home.from_step(new), jnp.stack(
             [jnp.asarray(values[name], jnp.float32) for name in self.metrics]
         )

@@ -50,7 +50,7 @@ def contents_of(experiment: Experiment, *, held: bool, keeps_data: bool) -> File
         add(facts, experiment)
     measured = held or "pipeline" not in facts.pieces
     facts.flag(heldout=held, measured=measured, limited=experiment.config.eval.batches)
-    facts.flags -= set() if measured else {"unroll"}  # a pipeline's stages do not unroll
+    facts.flags -= set() if measured else {"unroll"}  # a stage's scan is not unrolled
     facts.pieces += ["evaluation", "loop"] if held else ["loop"]
     return facts
 

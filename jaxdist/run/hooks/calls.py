@@ -103,6 +103,7 @@ class HookCalls:
         if jax.process_index() == 0:
             outcome = _with_metrics(outcome, self._runs[0].directory)
         failed = None
+        # Every hook may clean up, even after another hook has raised.
         for hook, run in zip(self.hooks, self._runs, strict=True):
             try:
                 self._call_one(hook, run, "end", outcome)

@@ -108,5 +108,6 @@ def _read(path: Path) -> JsonObject:
 
 def _write(path: Path, values: JsonObject) -> None:
     staging = path.with_suffix(f".{os.getpid()}")
+    # The file is replaced as a whole, since a kill must not leave half of the ids.
     staging.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     staging.replace(path)

@@ -40,8 +40,8 @@ class GoodputHook(LoopHook):
       life: number of this life of the run, counted from 1.
       step: last step taken.
       tally: tally of energy, if it is measured.
-      seconds_between: upper limit of the least time between two records at log steps. Below the
-        limit, that time is a hundredth of the elapsed time, and at least 0.1 s.
+      seconds_between: longest pause, in seconds, between a record and the next record at a log
+        step. The pause is a hundredth of the elapsed time, but at least 0.1 s.
     """
 
     cadence: Cadence

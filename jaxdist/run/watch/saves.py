@@ -26,7 +26,7 @@ WARM_STEPS, LEAST_STEPS = 3, 20
 """Number of a process's first steps, which are not measured; least number of steps from which a
 mean step time is computed."""
 LAST_COSTS = 8
-"""Number of the latest saves whose median cost counts."""
+"""Number of the latest saves of which the median cost is taken."""
 OFTEN = 64
 """The interval is chosen at saves 1, 2, 4, 8 and so on, and at each multiple of this number of
 saves."""

@@ -17,7 +17,7 @@ def load_data() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         if {"site-packages", "dist-packages", "__pycache__"} & {*name.split("/")}:
             continue
         content = (root / name).read_bytes().removeprefix(b"\xef\xbb\xbf")
-        # A few files are deliberately no valid text, as tests of Python's errors.
+        # A few files are deliberately not valid text, since they test Python's errors.
         if content and content.decode(errors="ignore").encode() == content:
             # The split depends only on a file's name; of files with equal content the first counts.
             digest = hashlib.blake2b(os.fsencode(name), digest_size=6).digest()
