@@ -1,4 +1,4 @@
-"""The loading of global arrays on the mesh from a source, at any step, in the order of a seed.
+"""The loading of a source's batches as global arrays, from any step on, in an order by seed.
 
 The content of a batch depends only on the source, the seed and the step, not on the number of
 processes or devices. Each process reads only the rows that its own devices need.
@@ -50,7 +50,7 @@ class Loader:
     A batch maps the source's names to arrays with the leading dim `batch_size`. Evaluation batches
     also have a `weight` (float32): 1 for a real row, 0 for padding. Training batches have no weight
     of this kind, because all their rows are real: the compiled step then knows the sum of weights,
-    and no device waits for another device's sum. A source may have its own `weight` in both kinds.
+    and no device waits for another device's sum. A source may have its own `weight` too.
 
     Attributes:
       batch_shapes: shapes, dtypes and shardings of a training batch.
@@ -78,8 +78,7 @@ class Loader:
           sharding: the sharding of each name's array, by name or as a function (name, shape).
           seed: seed of the order of the examples, any integer >= 0.
           shuffle: whether each epoch has a new order, or the source's own.
-          start_example: place of step 0 in that order: number of examples that were used before, in
-            batches of any size.
+          start_example: number of examples that were used before step 0, in batches of any size.
           prefetch: number of batches that wait on the devices, besides the batch in use.
           threads: number of readers that work on different batches at once.
           allowed: allowed values, checked when a batch is read.

@@ -15,7 +15,7 @@ def permuted_examples(positions: np.ndarray, *, length: int, seed: int) -> np.nd
     Position p is in epoch p // length; every epoch visits each example once, in a different order.
     A generalised Feistel network over Z_a x Z_a with a = ceil(sqrt(length)) is a bijection on a**2
     >= length numbers; a result that is too large is sent through again until it is in range (cycle
-    walking), which preserves the bijection. Its cost is O(1) memory and about 20 vector operations.
+    walking), which preserves the bijection. The cost is O(1) memory and about 20 vector operations.
 
     Source: Black and Rogaway, "Ciphers with arbitrary finite domains", section 4 and 5 (2002).
 
@@ -29,7 +29,7 @@ def permuted_examples(positions: np.ndarray, *, length: int, seed: int) -> np.nd
     """
     epochs, inside = np.divmod(positions.astype(np.uint64), np.uint64(length))
     keys = mix(epochs ^ np.uint64(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
-    # The root is of integers: a float's square root is not exact for large lengths, and the square
+    # The root is computed in integers: a float's square root is not exact for large lengths, and the square
     # of `side` must not be below `length`.
     side = np.uint64(math.isqrt(length - 1) + 1)
     result = _feistel(inside, keys, side)

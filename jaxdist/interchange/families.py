@@ -22,7 +22,7 @@ RUN_ONLY = (
 
 
 class Row(NamedTuple):
-    """The tensor of a parameter, the layout, and the part of the tensor if others have the rest."""
+    """The tensor of a parameter, its layout, and its index in a tensor of several parameters."""
 
     tensor: str
     layout: str
@@ -101,7 +101,7 @@ class Family:
     Attributes:
       keys: options of `gpt` by key of config.json.
       options: options that all models of the family have.
-      fixed: values of other keys that `gpt` computes, the value to write first; others are refused.
+      fixed: allowed values of other keys; a config.json is written with the first value.
       missing: values of keys that a config.json may leave out.
       ignored: suffixes of the names of tensors that hold no parameter.
       prefix: prefix of names that is absent in files of the model without its head.

@@ -347,7 +347,8 @@ _DECODERS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 
 def _by_package(path: Path, kind: int, name: str, raw: np.ndarray) -> np.ndarray:
     try:
-        gguf: Any = importlib.import_module("gguf")  # An optional dependency.
+        # Imported here, because gguf is an optional dependency.
+        gguf: Any = importlib.import_module("gguf")
     except ImportError as error:
         raise DataError(
             f"{path} has tensors of {name}, which the package gguf decodes: pip install "

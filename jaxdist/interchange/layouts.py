@@ -17,7 +17,7 @@ import numpy as np
 from jaxdist.errors import ConfigError
 
 Side = tuple[tuple[str, ...], ...]
-"""The dims of an array, each of which is the names that it joins."""
+"""The dims of an array; a dim is the tuple of the names that it joins."""
 
 
 def _parsed(text: str) -> Side:
@@ -79,7 +79,7 @@ class Layout:
         return _parsed(right if arrow else left)
 
     def file_shape(self, own: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the file's tensor for a parameter of a shape.
+        """Return the shape of the file's tensor for the shape of a parameter.
 
         Raises:
           ConfigError: the parameter has another number of dims, or sizes that do not divide.

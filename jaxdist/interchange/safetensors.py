@@ -121,5 +121,5 @@ def write(
         for name, shape, dtype in tensors:
             array = np.asarray(value(name), dtype, order="C")
             assert array.shape == shape, (name, array.shape, shape)
-            # A view of bytes, because bfloat16 has no buffer that a file could write.
+            # The view has bytes, because a file cannot write NumPy's buffer of bfloat16.
             opened.write(array.reshape(-1).view(np.uint8).data)

@@ -88,7 +88,7 @@ def from_gguf(path: Path, metadata: Mapping[str, Any]) -> str:
 
 
 def pre_of(content: Mapping[str, Any]) -> str | None:
-    """Return the name in `SPLITS` of the pattern of a tokenizer.json; None if it is not there."""
+    """Return the name in `SPLITS` of a tokenizer.json's pattern; None for another pattern."""
     given = content.get("pre_tokenizer") or {}
     steps = given.get("pretokenizers", [given])
     kinds = [step.get("type") for step in steps]

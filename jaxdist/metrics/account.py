@@ -33,7 +33,7 @@ class Activity(StrEnum):
     several processes the time lasts until the end of the first step, which waits for the longest
     compilation."""
     START = "start"
-    """From the process's start to its first step, and the preparation of each stage's batches."""
+    """Starting a process, until its first step, and preparing each stage's batches."""
     RECOVERY = "recovery"
     """Starting again from a checkpoint, including the load of the checkpoint."""
     LOST_WORK = "lost_work"

@@ -191,7 +191,7 @@ def _set_range(axes: Axes, heights: list[float]) -> None:
     margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
     axes.set_ylim(low - margin, high + margin)
     first, last = axes.dataLim.intervalx
-    if 0 <= last - first < 2:  # The axis of a few steps would have fractions of a step.
+    if 0 <= last - first < 2:  # Otherwise a short axis would have fractions of a step.
         axes.set_xlim(first - 1, last + 1)
 
 

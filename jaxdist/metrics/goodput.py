@@ -120,8 +120,8 @@ class Goodput:
     def kept(self) -> float:
         """The fraction of the time not lost to failures and saves, 0 to 1; 1 for no time.
 
-        The whole is the time without the first start, its compilation, and the end of the run.
-        Closed forms predict this fraction for a run that fails.
+        The time does not include the first start, its compilation, and the end of the run. Closed
+        forms predict this fraction for a run that fails.
         """
         seconds, first = self.seconds, self.lives[0].seconds
         useful = sum(seconds[kind] for kind in WORK if kind not in _SAVES)
@@ -158,7 +158,7 @@ class Goodput:
 
 
 def joined_lives(records: Iterable[Record]) -> Goodput | None:
-    """Join all lives of a run, from its records in order; None if no record is of time.
+    """Join all lives of a run, from its records in order; None if no record has times.
 
     The time that a life spent after the step from which a later life resumed is lost work: the
     steps, and everything between them.
@@ -216,7 +216,7 @@ def predicted(records: Iterable[Record]) -> float | None:
 
 
 def goodput_table(found: Goodput) -> str:
-    """Format as lines of at most 80 columns: seconds and fraction of each kind that occurred.
+    """Format seconds and fraction of each kind that occurred, in lines of at most 80 columns.
 
     >>> seconds = {k: 0.0 for k in Activity} | {Activity.STEP: 8.0, Activity.IDLE: 2.0}
     >>> print(goodput_table(Goodput((Life(1, 0.0, 0, 9, 9, seconds),))))

@@ -202,7 +202,7 @@ class MetricsWriter(Records):
             self.close()
 
     def _rewind(self, resume_step: int) -> None:
-        """Drop the records after `resume_step`, by a rename, so that no kill can lose more."""
+        """Drop the records after `resume_step` by a rename, so that a kill cannot lose the rest."""
         if not self.path.exists():
             return
         kept = [

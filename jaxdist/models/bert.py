@@ -29,7 +29,7 @@ _INIT = nnx.initializers.normal(0.02)
 class BertConfig(PartConfig):
     """An encoder for masked tokens: norms after each residual sum, learned positions, exact gelu.
 
-    BERT-base has layers 12, embed 768, heads 12; BERT-large 24, 1024, 16.
+    BERT-base has layers 12, embed 768, heads 12; BERT-large has layers 24, embed 1024, heads 16.
     """
 
     type: Literal["bert"]

@@ -1,4 +1,4 @@
-"""Fences: identities that XLA does not fuse across.
+"""Fences: identities that keep XLA from fusing the operations on their two sides.
 
 XLA:TPU fuses element-wise work and reductions into the kernel of a neighbouring matrix product. In
 a decoder's block such a fusion costs more than it saves: by libtpu's own estimates a product fused

@@ -95,7 +95,7 @@ class Functional:
         return divide(params, self.frozen)
 
     def init(self, key: jax.Array) -> tuple[NestedDict, NestedDict]:
-        """Create parameters and buffers; jit it with out_shardings to create them in place."""
+        """Create parameters and buffers, under `jax.jit` with out_shardings directly as shards."""
         with nnx.use_eager_sharding(False):
             module = self.make(nnx.Rngs(key))
         _, params, _, buffers = nnx.split(module, nnx.Param, nnx.RngState, ...)

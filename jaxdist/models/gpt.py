@@ -1,6 +1,6 @@
 """A modern decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention, scan over layers.
 
-With its options it is also the decoder of published families (`jaxdist.interchange.families`).
+Options turn the model into the decoders of published families (`jaxdist.interchange.families`).
 
 Dims: B batch, L sequence, D embed, H heads, K kv_heads, d head_dim, F mlp, V vocab.
 """
@@ -85,8 +85,8 @@ class GptConfig(PartConfig):
     """MLP: swiglu, geglu (gated by the tanh form of gelu), gelu (that form without a gate), or
     gelu_erf (the exact form without a gate)."""
     biases: Biases = "none"
-    """Products with a bias: none, qkv (query, key and value), attention (its output too), or all
-    (the MLP's too)."""
+    """Products with a bias: none, qkv (query, key and value), attention (also attention's output),
+    or all (also the MLP's products)."""
     qk_norm: bool = False
     """Normalize the features of each head of queries and keys, before the rotation."""
     scale_embeddings: bool = False
@@ -96,7 +96,7 @@ class GptConfig(PartConfig):
     attention: KernelName = "auto"
     """Kernel: plain (XLA's, whose memory grows with the square of the sequence), blockwise (in
     blocks, linear, on any device), splash (fused, TPU) or cudnn (fused, GPU, bfloat16); auto is a
-    fused one where it runs, else blockwise from 2048 positions, else plain."""
+    fused kernel where one runs, else blockwise from 2048 positions, else plain."""
     attention_window: Count | None = None
     """Number of positions before itself that each position attends to; null is all."""
     compute_dtype: ComputeDtype = "float32"

@@ -51,7 +51,7 @@ class Hint(Protocol):
 
     @property
     def ring(self) -> SequenceRing | None:
-        """The ring that runs an MLP's collectives during its matmuls; None runs each as a whole."""
+        """The ring that overlaps an MLP's collectives with its matmuls; None overlaps nothing."""
         ...
 
     def on_blocks(
@@ -62,7 +62,8 @@ class Hint(Protocol):
     ) -> Callable[..., jax.Array]:
         """Map `function` over each device's blocks of arrays with these dims, without collectives.
 
-        Operations that XLA cannot partition need it. The result has the layout of the first array.
+        XLA cannot partition some operations otherwise. The result has the layout of the first
+        array.
 
         Args:
           axes: the mesh axes whose blocks the function sees; None is all.

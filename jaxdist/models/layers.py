@@ -33,7 +33,7 @@ _LECUN = nnx.initializers.lecun_normal()
 class Deferred(ABC):
     """A placeholder for a parameter that is gathered where it is used; a pytree.
 
-    ZeRO 3 uses it: a device holds a shard, and gathers the parameter when a layer needs it. The
+    ZeRO 3 uses placeholders: a device holds a shard, and a layer gathers its parameters. The
     gradient with respect to a `Deferred` is a `Deferred` of the same class.
     """
 
@@ -242,7 +242,7 @@ def _run(
     block: Any = nnx.merge(graph, layer)
     given = _kept(block)
     y = block(x, *operands)
-    # Compared by identity: the values are tracers, and a block that sets a state replaces them.
+    # The values are unknown while the block is traced, but a state that was set is another array.
     changed = [
         name
         for name, leaves in _kept(block).items()

@@ -1,8 +1,8 @@
 """The activations of a block that the backward pass keeps or recomputes: `model.remat`.
 
-A word selects them by kind of operation; a preset or a mapping selects them by the names that a
-block gives to some activations (`named`). All other activations are recomputed from the block's
-input, which is always kept.
+A word selects activations by kind of operation; a preset or a mapping selects activations by the
+names that a block gives to some of them (`named`). All other activations are recomputed from the
+block's input, which is always kept.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PRESETS: Mapping[str, tuple[ActivationName, ...]] = {
     "save_qkv": ("query", "key", "value"),
     "save_attention": ("attention",),
 }
-"""The presets of MaxText `minimal`, `save_dot_except_mlp` and `save_qkv_proj`, and a fourth preset
+"""The presets `minimal`, `save_dot_except_mlp` and `save_qkv_proj` of MaxText, and a fourth preset
 that keeps the result of attention alone.
 
 `minimal` keeps the result of every matmul of parameters, but nothing inside attention.

@@ -75,8 +75,8 @@ def rotate(
         bfloat16. On a TPU each half of a head fills half a tile, which is slow to cut and to join.
     """
     length, half = x_BLHd.shape[1], x_BLHd.shape[-1] // 2
-    # XLA would recompute angles that are an expression for each row and head, but only reads
-    # constants.
+    # Angles are constants unless they are too many: XLA would recompute an expression for each row
+    # and head.
     xp = np if length * half <= MOST_ANGLES else jnp
     frequency = theta ** (-xp.arange(half, dtype=jnp.float32) / half)
     if scaling is not None:

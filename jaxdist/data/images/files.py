@@ -144,7 +144,8 @@ def image_files(
       and a note on the broken files that were left out, or "".
 
     Raises:
-      DataError: no images; classes that differ between the splits; broken files.
+      DataError: the folder has no images, held-out images have classes that training lacks, or a
+        tar or all images are broken.
     """
     if not folder.is_dir():
         raise DataError(f"data.directory: {folder} is not a folder")

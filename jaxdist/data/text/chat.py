@@ -187,7 +187,7 @@ def pack(conversations: Sequence[Conversation], *, window: int, filler: int) -> 
         for number, one in enumerate(held, 1):
             here = slice(start, start + len(one.tokens))
             tokens[row, here], segments[row, here] = one.tokens, number
-            # The first token of a conversation has no input of its own.
+            # No input of the conversation precedes its first token, which therefore does not count.
             answer[row, here] = one.answer & (np.arange(len(one.tokens)) > 0)
             start = here.stop
     return ArraySource(tokens=tokens, segments=segments[:, :-1], answer=answer[:, 1:])

@@ -41,7 +41,7 @@ def python_stdlib() -> list[TextFile]:
     """List the Python files of the running interpreter's own standard library, sorted by name.
 
     Packages installed with the library (site-packages) are left out, and so are files that are
-    not UTF-8: the library contains some on purpose, to test its own errors.
+    not UTF-8: the library contains a few such files on purpose, to test its own errors.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []

@@ -59,7 +59,7 @@ class MaskedWindows:
 
     Attributes:
       mask: the token that replaces hidden tokens.
-      vocab_size: random tokens are below it.
+      vocab_size: number of tokens from which random tokens are drawn.
       special: tokens that are never predicted, such as the end of a document.
     """
 

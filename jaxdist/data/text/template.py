@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: Jinja text that writes out a conversation for a model."""
+"""The chat template of a tokenizer: Jinja text that turns a conversation into a model's input."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class ChatTemplate:
         """Read chat_template.jinja, or else the template in tokenizer_config.json.
 
         Raises:
-          DataError: no template, one that cannot be read or compiled; jinja2 is not installed.
+          DataError: the folder has no template, the template cannot be read or compiled, or jinja2
+            is not installed.
         """
         try:
             from jinja2 import TemplateError, TemplateSyntaxError

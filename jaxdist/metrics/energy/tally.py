@@ -112,7 +112,7 @@ def joined_energy(records: Iterable[Mapping[str, Json]]) -> Energy | None:
 
 
 def energy_table(energy: Energy) -> str:
-    """Format as lines of at most 80 columns.
+    """Format the energy of a run as lines of at most 80 columns.
 
     >>> print(energy_table(Energy(7.2e3, 100.0, "tokens", 2e6, 0.002, 1.9)))
     energy 7.2 kJ (72.0 W), 3.6 kJ a million tokens

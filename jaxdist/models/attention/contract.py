@@ -66,9 +66,9 @@ class Kernel(Protocol):
         ...
 
     def fits(self, ask: AttentionRequest) -> str | None:
-        """Explain why the kernel does not support a request, in a clause without subject, or None.
+        """Return a clause without subject that explains why the kernel does not support a request.
 
-        None means that the kernel supports it.
+        None means that the kernel supports the request.
         """
         ...
 

@@ -88,7 +88,7 @@ class Splash:
     def _kernel(
         self, length: int, heads: int, window: int | None, *, causal: bool, narrow: bool
     ) -> Callable[..., Any]:
-        """Return the kernel: scaled q `[H, L, d]`, k, v `[K, L, d]` and segments to `[H, L, d]`."""
+        """Return the map of scaled q `[H, L, d]`, k, v `[K, L, d]` and segments to `[H, L, d]`."""
         # Imported here, because the import takes a third of a second and most runs do not need it.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 

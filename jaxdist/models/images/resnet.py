@@ -109,7 +109,7 @@ def _norm(config: ResnetConfig, channels: int, rngs: nnx.Rngs, *, scale: float =
 
 
 class Block(nnx.Module):
-    """A residual block: two 3x3 convolutions, or a 3x3 one between two of 1x1 (a bottleneck)."""
+    """A residual block of two 3x3 convolutions, or of 1x1, 3x3 and 1x1 (a bottleneck)."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class Dpo:
     takes_base: ClassVar[bool] = True
 
     def __call__(self, module: Any, batch: Any, base: Any = None) -> Sums:
-        """Compute the mean loss of pairs with weight, and how many prefer the right answer.
+        """Compute the mean loss of pairs with weight, and the fraction of pairs in right order.
 
         Args:
           batch: tokens int32 `[B, 2, L + 1]`, segments int32 and answer float32 `[B, 2, L]`, weight
