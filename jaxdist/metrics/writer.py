@@ -215,7 +215,7 @@ class MetricsWriter(Records):
         with temporary.open("wb") as file:
             file.writelines(line + b"\n" for line, _ in kept)
             file.flush()
-            # Otherwise the rename could reach the disk before the content.
+            # Without fsync, the rename could reach the disk before the content.
             os.fsync(file.fileno())
         temporary.replace(self.path)
 
