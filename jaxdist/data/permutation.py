@@ -29,8 +29,8 @@ def permuted_examples(positions: np.ndarray, *, length: int, seed: int) -> np.nd
     """
     epochs, inside = np.divmod(positions.astype(np.uint64), np.uint64(length))
     keys = mix(epochs ^ np.uint64(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
-    # The root is computed in integers: a float's square root is not exact for large lengths, and the
-    # square of `side` must not be below `length`.
+    # The root is of integers alone: the square of `side` must not be below `length`, and a float's
+    # square root is not exact for large lengths.
     side = np.uint64(math.isqrt(length - 1) + 1)
     result = _feistel(inside, keys, side)
     while (outside := result >= length).any():

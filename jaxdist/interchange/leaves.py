@@ -48,6 +48,7 @@ class Leaf:
         inner = ranges[1:] if self.stacked else ranges
         filled = self.filled[1:] if self.stacked else self.filled
         held = [(b, min(e, n)) for (b, e), n in zip(inner, filled, strict=True)]
+        # A device may hold padding alone.
         if any(end <= begin for begin, end in held):
             return out
         given = tuple(slice(begin, end) for begin, end in held)

@@ -95,7 +95,8 @@ class Functional:
         return divide(params, self.frozen)
 
     def init(self, key: jax.Array) -> tuple[NestedDict, NestedDict]:
-        """Create parameters and buffers, under `jax.jit` with out_shardings directly as shards."""
+        """Create parameters and buffers; `jax.jit` with out_shardings creates them as shards."""
+        # With eager sharding, flax needs a mesh to create a parameter with sharding metadata.
         with nnx.use_eager_sharding(False):
             module = self.make(nnx.Rngs(key))
         _, params, _, buffers = nnx.split(module, nnx.Param, nnx.RngState, ...)

@@ -180,6 +180,7 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
     """
     keys = jax.random.split(rngs.params(), count)
     stacked = jax.vmap(lambda key: nnx.split(make(nnx.Rngs(key)))[1])(keys)
+    # `vmap` can return only arrays, so the structure is that of a module that is only traced.
     module = nnx.merge(nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))[0], stacked)
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Param):

@@ -59,6 +59,7 @@ class Rapl:
         """Return the joules, as in `Meter`."""
         now = [_number(zone / "energy_uj") for zone in self._zones]
         for was, is_, most in zip(self._last, now, self._ranges, strict=True):
+            # A smaller value means that the counter has wrapped, at most once.
             self._total += is_ - was if is_ >= was else is_ + most - was
         self._last = now
         return 1e-6 * self._total
