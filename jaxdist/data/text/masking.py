@@ -60,7 +60,8 @@ class MaskedWindows:
     Attributes:
       mask: the token that replaces hidden tokens.
       vocab_size: number of tokens from which random tokens are drawn.
-      special: tokens that are never predicted, such as the end of a document.
+      special: tokens that are predicted only in windows that lack other tokens, such as the end of
+        a document.
     """
 
     source: Source
