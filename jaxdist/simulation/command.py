@@ -81,8 +81,8 @@ def run_simulation(
       variants: as for `jaxdist.study.variants.parse_variants`; without any, CONFIG itself.
       seeds: number of runs of each variant, with seed, seed + 1, ... of the config and of the
         script.
-      target: held-out loss; the time to reach it is measured. By default, for each seed, 1% above
-        the last loss of the first variant.
+      target: held-out loss to reach, for which the time is measured; by default, for each seed, 1%
+        above the last loss of the first variant.
       json_file, plot: a file for the results, and a directory for the pictures.
 
     Raises:
@@ -91,6 +91,7 @@ def run_simulation(
     found = parse_variants(variants, taken=[]) or (AS_GIVEN,)
     experiments = {variant: _experiment(path, overrides, variant, 0) for variant in found}
     check_alike(experiments)
+    # A simulation may take long, and its results would be lost.
     check_writable(plot, json_file)
     compilation_cache.enable(cache_directory() / "compiled")
     first = experiments[found[0]]

@@ -36,10 +36,10 @@ class FleetConfig(Config):
     """Number of devices, which all work together. The default is that of Llama 3 405B (arXiv
     2407.21783, section 3.3.4)."""
     failures_per_1000_device_days: PositiveFloat = 0.5267
-    """Interruptions per 1,000 devices and day. Llama 3 405B had 466 in 54 days of 16,384 devices
-    (same source)."""
+    """Number of interruptions per 1,000 devices and day. Llama 3 405B had 466 interruptions in 54
+    days on 16,384 devices (arXiv 2407.21783)."""
     days: PositiveFloat = 54.0
-    """Number of days that the fleet runs. The default is from the same source."""
+    """Number of days that the fleet runs. The default is from arXiv 2407.21783."""
     detect_seconds: NonNegativeFloat = 100.0
     """Time from a failure until it is detected: JAX's default timeout for a missed heartbeat."""
     restart_seconds: NonNegativeFloat = 380.0

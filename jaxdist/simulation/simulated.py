@@ -17,6 +17,7 @@ from jaxdist.train.strategy.config import ParameterServer
 POINTS = 20
 """Number of points of a loss curve where `eval.every` is not set."""
 _NOT_IN_GRADIENTS = {"strategy", "optim", "run", "checkpoint"}
+"""Sections of a config that do not affect gradients, given the shares of the workers."""
 
 
 def cluster_of(config: ExperimentConfig) -> ParameterServer:

@@ -145,7 +145,7 @@ class Client:
         with self._changed:
             self._wait(lambda: all(link.state.room for link in self._links), "room for a push")
             written = [self._written(at, one, tokens) for at, one in enumerate(changes)]
-            # `_written` marked a push with such a weight as unusable; servers refuse the weight.
+            # Servers refuse a weight that is not finite; `_written` marked the push as unusable.
             tokens = tokens if math.isfinite(tokens) else 1.0
             given = zip(self._links, self._read, written, strict=True)
             for link, read, (change, usable) in given:

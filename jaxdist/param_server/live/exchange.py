@@ -226,5 +226,5 @@ class Sessions:
         with self.changed:
             if link.idle:  # the last worker left while the session was opened
                 self._left.append(session)
-            elif not over.is_set():
+            elif not over.is_set():  # the session may have ended before this thread got the lock
                 link.opened(session, over)

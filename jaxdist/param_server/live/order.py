@@ -91,6 +91,7 @@ def read_order(path: Path) -> Iterator[ProtocolCall]:
         lines = read_regular(path).decode("utf-8", "replace").split("\n")
     except OSError as error:
         raise RunError(f"order log {path} cannot be read: {error.strerror}") from error
+    # The text after the last line break is empty, or a line that a crash cut off.
     for number, line in enumerate(lines[:-1], 1):
         try:
             yield _taken(parse_json(line))

@@ -177,6 +177,7 @@ class Reception(ABC):
         elif client not in self._range.clocks.clocks:
             reason = f"client {client} has left: take a number that nobody had"
             return self._refuse(peer, envelope, reason)
+        # A client may return before the server has noticed the end of its earlier session.
         before = self._peers.get(client)
         if before is not None and before is not peer:
             self._clients.pop(before, None)

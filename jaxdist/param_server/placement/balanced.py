@@ -27,6 +27,7 @@ class Balanced(PlacementRule):
         loads = [(0, server) for server in servers]
         heapify(loads)
         found = [servers[0]] * len(ranges)
+        # Ties are broken by position, since each process computes the placement for itself.
         for at in sorted(range(len(ranges)), key=lambda at: (-ranges[at].size_bytes, at)):
             taken, found[at] = loads[0]
             heapreplace(loads, (taken + ranges[at].size_bytes, found[at]))

@@ -43,7 +43,7 @@ class Inbox:
         sequence = message.stamp.sequence
         if sequence < self.expected:
             return self, ()
-        early = {sequence: message, **self.early}
+        early = {sequence: message, **self.early}  # the first copy of a message is kept
         ready, expected = [], self.expected
         while expected in early:
             ready.append(early.pop(expected))

@@ -102,6 +102,7 @@ class ClockReports:
         """
         self._last_sums = self._sums.pop(clock, self._last_sums)
         totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        # A worker's loss that is not finite would spoil the mean over workers.
         finite = [sums for sums in self._last_sums.values() if _is_finite(sums)]
         for sums in finite:
             for name, (total, weight) in sums.items():

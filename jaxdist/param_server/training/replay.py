@@ -172,7 +172,7 @@ class _Server:
         self.reached: ShardState | None = None
 
     def used(self, version: int) -> None:
-        """Record that a change was computed from a version; drop the version after the last."""
+        """Record a use of a version, and delete the version after its last use."""
         self._wanted[version] -= 1
         if not self._wanted[version] and version < self._newest:
             del self.versions[version]

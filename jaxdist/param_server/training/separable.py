@@ -25,6 +25,7 @@ def server_transform(
       params: parameters of a model, all or some, or their shapes.
       dims: logical dims of each parameter, by name.
     """
+    # The guard reads the gradients of all parameters, and a server has only its own.
     plain = optim.model_copy(update={"skip_nonfinite": False, "max_skipped": None})
     rate = Rate(schedule)
     return build_optimizer(plain, total_steps=1, params=params, dims=dims, rate=rate).transform

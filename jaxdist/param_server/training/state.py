@@ -159,6 +159,7 @@ class Sharded:
                 continue
             part = pieces[key].range
             whole = np.atleast_1d(saved[path.replace(key, part.name)])
+            # A leaf in the shape of the range has its rows; any other leaf is of a whole parameter.
             rows = whole[part.start : part.stop] if leaf.shape == pieces[key].shape else whole
             leaves.append(np.ascontiguousarray(rows.reshape(leaf.shape)))
         return jax.tree.unflatten(jax.tree.structure(begun), leaves)
@@ -198,6 +199,7 @@ class Sharded:
         found: dict[str, np.ndarray] = {}
         for path, leaf in flatten_with_names(self.program.own_shapes.opt_state):
             parts = [array for _, array in sorted(rows[path], key=lambda row: row[0])]
+            # Parts that do not add up to the leaf are counts, which all servers have.
             if sum(part.size for part in parts) == leaf.size:
                 found[path] = np.concatenate([np.ravel(p) for p in parts]).reshape(leaf.shape)
             else:
@@ -238,6 +240,7 @@ def _by_own_names(
 
 def _key_in(path: str, keys: Mapping[str, object]) -> str | None:
     """Return the range that a leaf belongs to: the longest key in the leaf's path."""
+    # A key can be the end of another key, as `w[0:2]` is of `layer/w[0:2]`.
     found = [key for key in keys if f"/{key}/" in f"/{path}/"]
     return max(found, key=len, default=None)
 

@@ -35,7 +35,8 @@ LOGS = "logs"
 POLL_SECONDS = 0.2
 SIGNS_OF_LIFE = frozenset({"listening", "measured", "clock", "saved"})
 AHEAD_SECONDS = 1.0
-"""Time from the order to stop to the clock of the stop, which no worker may have passed."""
+"""Time from the order to stop until the clock at which all stop, so that no worker has passed
+it."""
 STOP_SECONDS = 20.0
 """Silence after which a stopping run is killed; if clocks are long, the duration of two clocks is
 added. Schedulers kill a process 30 s after their signal."""
@@ -104,6 +105,7 @@ class Supervisor:
         """Write each server's initial state, unless all servers have saved the first clock."""
         clear(self.directory)
         try:
+            # The shards are read to check that the checkpoint of every server is intact.
             for layout in self.sharded.layouts:
                 read_shard(self.directory, self.sharded, layout, self.first)
         except CheckpointError as error:
@@ -278,7 +280,7 @@ class Supervisor:
                     "step; its loss is that of the step before. Said once; metrics.jsonl counts "
                     "such steps (empty_steps)"
                 )
-            # Until the first clock has ended, processes start and compile: no time of steps.
+            # Until the first clock has ended, processes start and compile; steps take the time after it.
             self.prepared.account.switch(Activity.STEP)
             hooks.metrics(step, jnp.asarray(values, jnp.float32), seconds)
             clock += 1

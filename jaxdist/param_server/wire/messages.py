@@ -53,6 +53,7 @@ def of_reply(reply: Reply, tensor: int, epoch: int, payload: np.ndarray | None =
     """
     match reply:
         case Acknowledge(client, sequence, version):
+            # The flag distinguishes a dropped push from a push that is part of version 0.
             return Envelope(
                 Op.ACKNOWLEDGE, epoch, client, sequence,
                 version=version or 0, flag=version is not None, tensor=tensor,

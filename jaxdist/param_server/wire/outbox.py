@@ -10,7 +10,8 @@ from jaxdist.param_server.wire.contract import CARRY_SHARD, Envelope, Op
 MOST_WAITING = 512
 """Number of queued envelopes at which a peer that reads nothing is disconnected."""
 MOST_SHARDS = 16
-"""Number of queued payloads at which a worker is disconnected; each may be a version."""
+"""Number of queued payloads at which a worker is disconnected; each payload may keep another
+version of the parameters in memory."""
 
 
 class Outbox:

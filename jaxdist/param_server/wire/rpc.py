@@ -41,6 +41,7 @@ COMMON: Sequence[tuple[str, int]] = (
 OF_SERVER: Sequence[tuple[str, int]] = (
     *COMMON,
     ("grpc.so_reuseport", 0),  # a second process cannot listen on the same port
+    # Shorter than the workers' keepalive time: too frequent pings would end their connections.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 OF_CLIENT: Sequence[tuple[str, int]] = (
@@ -103,7 +104,7 @@ class RpcServer:
         self._server = grpc.server(
             ThreadPoolExecutor(sessions + 1),
             options=[*OF_SERVER],
-            maximum_concurrent_rpcs=sessions + 1,  # gRPC refuses more, and queues none
+            maximum_concurrent_rpcs=sessions + 1,  # gRPC refuses further calls, not queues them
         )
         handler = grpc.stream_stream_rpc_method_handler(self._session)
         generic = grpc.method_handlers_generic_handler(SERVICE, {"Session": handler})
@@ -233,7 +234,7 @@ class _RpcSession:
         metadata: tuple[tuple[str, str], ...] = ((TOKEN_KEY, wire.token),)
         if self._memory is not None:
             metadata += ((SHARED_KEY, self._memory.place),)
-        self._to_server: shared.Direction | None = None  # until the server reports success
+        self._to_server: shared.Direction | None = None  # None until the server reports success
         call = self._channel.stream_stream(METHOD)
         self._call: _Call = call(self._frames(), metadata=metadata)
         self._reader = threading.Thread(target=self._read, name="session", daemon=True)
@@ -258,7 +259,7 @@ class _RpcSession:
         memory, answer = self._memory, dict(self._call.initial_metadata() or ())
         if memory is None:
             return None
-        memory.close()  # the mapping remains; only the server needed the descriptor
+        memory.close()  # the mapping remains, and only the server needed the descriptor
         if answer.get(SHARED_KEY) != "yes":
             return None
         self._to_server = memory.to_server

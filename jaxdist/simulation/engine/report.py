@@ -60,7 +60,7 @@ class Report:
         empty without racks.
       lost: number of lost messages.
       reads: number of reads that were checked against the model's bound.
-      largest_lead: age of the oldest of these reads, in clocks.
+      largest_lead: age of the oldest checked read, in clocks.
       bound: the most clocks that a read may be old; None where the model has no bound.
       largest_value: the largest change of a parameter that was under way; 0 without a value bound.
     """

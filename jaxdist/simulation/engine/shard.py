@@ -42,7 +42,7 @@ class Served:
       staleness: number of changes for each staleness.
       dropped: number of dropped changes by reason.
       floors: for each version a clock; the version contains all changes of all members from
-        earlier clocks. Counted from the applied changes, independently of the protocol.
+        earlier clocks, by a count of applied changes that is independent of the protocol.
     """
 
     staleness: Counter[int]
@@ -96,7 +96,7 @@ class ShardNode:
             assert payload is not None
             key = message.stamp.client, message.stamp.sequence
             inbox = self.state.inboxes.get(key[0])
-            # A copy of a delivered message has no effect that would free its payload.
+            # A copy of a delivered message has no effect, so its payload would never be freed.
             if inbox is not None and message.stamp.sequence >= inbox.expected:
                 self._payloads[key] = payload
         self.do(server.receive(self.model, self.state, message, now))
