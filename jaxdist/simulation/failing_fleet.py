@@ -5,8 +5,8 @@ rate. Work is saved in up to two tiers: often in the memory of hosts, each with 
 host, and occasionally on disk. A failure loses the work since the last save; with a given
 probability it destroys both copies in memory, and the fleet goes back to the last save on disk.
 
-Not simulated: waiting for a spare host, failures that are correlated or more frequent in new
-hardware, and steps, because work is continuous.
+The simulation leaves out waiting for a spare host, failures that are correlated or more frequent in
+new hardware, and steps, because work is continuous.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class Clocks:
         return replace(self, clocks=clocks, pushed=pushed)
 
     def arrived(self, arrival: Arrival) -> Clocks:
-        """Return the clocks with one more change, and its client's clock advanced."""
+        """Return the clocks after the arrival of a change, which advances its client's clock."""
         times = (*self.pushed.get(arrival.client, ()), arrival.seconds)[-2:]
         return replace(
             self,

@@ -280,7 +280,7 @@ class Supervisor:
                     "step; its loss is that of the step before. Said once; metrics.jsonl counts "
                     "such steps (empty_steps)"
                 )
-            # Until the first clock has ended, processes start and compile; steps take the time after it.
+            # Processes start and compile until the first clock has ended; then steps take the time.
             self.prepared.account.switch(Activity.STEP)
             hooks.metrics(step, jnp.asarray(values, jnp.float32), seconds)
             clock += 1

@@ -35,7 +35,7 @@ class WorkerNode:
         self.number, self.step_seconds, self.run = number, step_seconds, run
         self.busy_seconds = self.idle_seconds = 0.0
         self.gradients = self.crashes = 0
-        # A generator of its own, so that events elsewhere do not change the worker's draws.
+        # Each worker has its own generator, so that other events do not change its draws.
         self._random = random.Random(f"worker {number} {run.config.seed}")
         self.client = -1
         self.begin(number)
