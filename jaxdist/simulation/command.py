@@ -91,7 +91,7 @@ def run_simulation(
     found = parse_variants(variants, taken=[]) or (AS_GIVEN,)
     experiments = {variant: _experiment(path, overrides, variant, 0) for variant in found}
     check_alike(experiments)
-    # A simulation may take long, and its results would be lost.
+    # An unwritable file is refused here, before a simulation that may take long.
     check_writable(plot, json_file)
     compilation_cache.enable(cache_directory() / "compiled")
     first = experiments[found[0]]

@@ -46,7 +46,7 @@ class OnArrival(Consistency):
     """Divide the learning rate by the staleness to this power, if the staleness is above 1; 0 does
     not divide. Staleness counts clocks with gradient_weight share, and updates with whole."""
     delay_compensation: DelayCompensation | None = None
-    """Correction of gradients for the parameters' movement since the read; null corrects nothing."""
+    """Correction of gradients for the parameters' movement since the read; null turns it off."""
     value_bound: PositiveFloat | None = None
     """A worker pauses while any element of its unapplied changes exceeds this bound divided by the
     number of workers; null sets no bound."""

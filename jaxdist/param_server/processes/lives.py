@@ -120,7 +120,7 @@ def shard_differences(found: ShardState, wanted: ShardState) -> list[str]:
         strict=True,
     )
     for (name, one), (_, other) in pairs:
-        # Bytes, since a NaN is not equal to itself, and -0.0 is equal to 0.0.
+        # Bytes are compared, since a NaN is not equal to itself, and -0.0 is equal to 0.0.
         if np.asarray(one).tobytes() != np.asarray(other).tobytes():
             differs.append(name)
     return differs
