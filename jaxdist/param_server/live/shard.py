@@ -112,7 +112,7 @@ class ServerShard:
         if not merge.parts:
             return
         change = combined(merge, partial(self._compensated, change_of))
-        # This uses numpy's BLAS: XLA's sum of squares on a CPU takes ten times as long as the update.
+        # numpy's BLAS is used, since XLA's sum of squares takes ten times as long as the update.
         wide = change.astype(np.float32, copy=False)
         self.square = float(np.dot(wide, wide))
         if self.model.payload == "elastic":

@@ -104,7 +104,8 @@ class RpcServer:
         self._server = grpc.server(
             ThreadPoolExecutor(sessions + 1),
             options=[*OF_SERVER],
-            maximum_concurrent_rpcs=sessions + 1,  # gRPC refuses further calls, not queues them
+            # gRPC would queue further calls without this limit, and with it refuses them.
+            maximum_concurrent_rpcs=sessions + 1,
         )
         handler = grpc.stream_stream_rpc_method_handler(self._session)
         generic = grpc.method_handlers_generic_handler(SERVICE, {"Session": handler})
