@@ -1,1 +1,1 @@
-"""Pipelines: splitting a model into stages, lowering a schedule to ticks, running one program."""
+"""Pipelines: a model is split into stages, and a schedule is lowered to ticks of one program."""

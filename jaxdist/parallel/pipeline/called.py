@@ -1,4 +1,4 @@
-"""The arguments of a loss's call of its model, which a pipeline needs without a whole model."""
+"""The arguments with which a loss calls its model, found without a whole model."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from jaxdist.types import PyTree
 
 
 class _CalledError(Exception):
-    """An exception that carries the arguments of a loss's call of its module."""
+    """An exception that carries the arguments with which a loss called its model."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         self.inputs = inputs
 
 
 class _Asked(StandIn):
-    """A model that returns its call's arguments."""
+    """A stand-in for a model that reports the arguments of its call."""
 
+    # An exception ends the loss here, which could not compute with a stand-in's result.
     def hidden(self, *inputs: PyTree) -> Any:
         raise _CalledError(inputs)
 
@@ -27,10 +28,10 @@ class _Asked(StandIn):
 
 
 def inputs_of(loss: Loss, batch: Batch) -> tuple[Any, ...]:
-    """Return the arguments of a loss's call of its module.
+    """Return the arguments with which a loss calls its model.
 
     Raises:
-      ConfigError: the loss does not call its module.
+      ConfigError: the loss does not call its model.
 
     >>> inputs_of(lambda module, batch: module(batch["x"] + 1), {"x": 1})
     (2,)

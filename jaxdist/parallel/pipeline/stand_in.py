@@ -1,4 +1,4 @@
-"""Stand-ins: the objects that a loss receives in place of a model on several stages."""
+"""Stand-ins: the objects that a loss receives in place of a model that is on several stages."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from jaxdist.types import PyTree
 class StandIn:
     """An object that a loss may call like its model, but whose attributes it cannot read.
 
-    No stage has all parameters. A loss that adds a penalty on them would see none, and its penalty
-    would be lost silently, so reading any attribute is refused by name.
+    No stage has all parameters. A loss that adds a penalty on the parameters would see none, and
+    the penalty would be lost silently. Reading any attribute is therefore an error that names the
+    attribute.
     """
 
-    # The only attribute that built-in losses read from every model.
+    # This is the only attribute that built-in losses read from every model.
     padded_head: Callable[[jax.Array], jax.Array] | None = None
 
     def __init_subclass__(cls) -> None:
-        # flax and jax find parameters by flattening, which would not fail for an unregistered
-        # object.
+        # flax and jax find parameters by flattening, which must fail too: an unregistered object
+        # would count as a leaf.
         jax.tree_util.register_pytree_node(cls, _refused, _refused)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python's own protocols, such as copying
+        if name.startswith("__"):  # Python's own protocols, such as copying, expect this error.
             raise AttributeError(name)
         _refuse(f"{name} of its model")
 
@@ -47,7 +48,7 @@ def _refuse(what: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class HeadOnly(StandIn):
-    """The last part of a `Stacked`, with a given input; a loss calls it like the whole model."""
+    """The head of a `Stacked` with the input `x`, which a loss calls like the whole model."""
 
     head: Callable[[jax.Array], PyTree]
     x: jax.Array
@@ -55,26 +56,26 @@ class HeadOnly(StandIn):
 
     @classmethod
     def of(cls, module: Any, x: jax.Array) -> HeadOnly:
-        """Return the heads of a `Stacked` for this input."""
+        """Return a `HeadOnly` with the heads of a `Stacked` and the input `x`."""
         return cls(module.head, x, getattr(module, "padded_head", None))
 
     def hidden(self, *inputs: PyTree) -> jax.Array:
-        """Return x, whatever the model's inputs."""
+        """Return the input of the head, and ignore the model's inputs."""
         del inputs
         return self.x
 
     def __call__(self, *inputs: PyTree) -> PyTree:
-        """Return `head(x)`."""
+        """Return the output of the head for `x`, and ignore the model's inputs."""
         return self.head(self.hidden(*inputs))
 
 
 @dataclass(frozen=True)
 class Output(StandIn):
-    """The result of a model, which a loss receives whatever it calls the model with."""
+    """An object that returns a model's output, with whatever arguments a loss calls it."""
 
     x: jax.Array
 
     def __call__(self, *inputs: PyTree) -> jax.Array:
-        """Return x, whatever the model's inputs."""
+        """Return the model's output, and ignore the model's inputs."""
         del inputs
         return self.x

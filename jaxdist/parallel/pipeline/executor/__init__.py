@@ -1,1 +1,1 @@
-"""The executor, which runs a schedule inside a compiled program."""
+"""The executor, which runs a pipeline schedule inside a compiled program."""

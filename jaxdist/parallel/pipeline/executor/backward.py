@@ -1,4 +1,4 @@
-"""The backward tasks of a stage: FULL, or in two halves, INPUT and WEIGHT."""
+"""The backward tasks of a stage: FULL tasks, or pairs of INPUT and WEIGHT tasks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxdist.pipeline_schedules.schedule import TaskKind
 from jaxdist.types import Grads
 
 BackwardTask = Callable[[StageContext, StageState, TickTasks], tuple[StageState, Activation]]
-"""Function from a stage and its state to the next state and the gradient of the chunk's input."""
+"""A function from a stage and its state to the next state and the gradient of the chunk's input."""
 
 
 def backward(
@@ -34,14 +34,14 @@ def backward(
     """Run the stage's backward task in a tick, if it has one.
 
     Args:
-      y: the output of the tick's forward task, or None. It only passes through (`execute._train`
-        explains why): a stage without a backward task returns it, a stage with one returns zeros.
+      y: the output of the tick's forward task, or None. `execute._train` explains why `y` passes
+        through: a stage without a backward task returns `y`, other stages return zeros.
 
     Returns:
-      The next state, y, and the gradient of the chunk's input (zeros without a task).
+      The next state, `y` or zeros, and the gradient of the chunk's input (zeros without a task).
     """
-    # These buffers are only read. They are closed over rather than passed through the conditional,
-    # since XLA may copy the results of a conditional.
+    # Backward tasks only read these buffers. They are closed over instead of passed through the
+    # conditional, since XLA may copy the results of a conditional.
     unchanged = {name: getattr(state, name) for name in ("inputs", "gradients", "residuals")}
 
     def branch(
@@ -67,7 +67,7 @@ def backward(
 
 
 def _full(stage: StageContext, state: StageState, work: TickTasks) -> tuple[StageState, Activation]:
-    """Compute all gradients of a chunk, from residuals or from its input."""
+    """Compute the gradients of a chunk's input and weights, from residuals or from the input."""
     visit, params = stage.visit(work), stage.params(work)
     if stage.stashes:
         y, residuals = _stashed(state, work)
@@ -83,7 +83,7 @@ def _full(stage: StageContext, state: StageState, work: TickTasks) -> tuple[Stag
 def _input(
     stage: StageContext, state: StageState, work: TickTasks
 ) -> tuple[StageState, Activation]:
-    """Compute the gradient of a chunk's input; keep what those of its weights need."""
+    """Compute the gradient of a chunk's input, and keep the values that the WEIGHT task needs."""
     visit, params = stage.visit(work), stage.params(work)
     if stage.stashes:
         y, residuals = _stashed(state, work)
@@ -99,7 +99,7 @@ def _input(
 def _weight(
     stage: StageContext, state: StageState, work: TickTasks
 ) -> tuple[StageState, Activation]:
-    """Compute the gradients of a chunk's weights from its INPUT task's values; send nothing."""
+    """Compute the gradients of a chunk's weights from the values that its INPUT task kept."""
     at_hand = (stage.params(work), stage.visit(work))
     grads = stage.split_backward.w(at_hand, read_slot(state.kept, work.kept))
     return _add(state, work, grads), zeros(stage.x_shapes)
@@ -113,9 +113,9 @@ _TASKS: dict[TaskKind, BackwardTask] = {
 
 
 def _stashed(state: StageState, work: TickTasks) -> tuple[Activation, list[jax.Array]]:
-    """Return the chunk's output and its residuals; the output is stored only for the last chunk.
+    """Return a chunk's output and its residuals.
 
-    `_loss` reads the output for no other chunk.
+    The output is valid only for the last chunk, the only chunk for which `_loss` reads it.
     """
     return read_slot(state.inputs, work.input), read_slot(state.residuals, work.residual)
 
@@ -123,7 +123,10 @@ def _stashed(state: StageState, work: TickTasks) -> tuple[Activation, list[jax.A
 def _loss(
     stage: StageContext, state: StageState, work: TickTasks, visit: Visit, y: Activation
 ) -> tuple[StageState, Activation]:
-    """Return the gradient of a chunk's output: the loss's at the last chunk, else received."""
+    """Return the gradient of a chunk's output: of the loss at the last chunk, else as received.
+
+    At the last chunk the gradients and sums of the head are added to the state.
+    """
 
     def last(grads: Grads, sums: Sums) -> tuple[Grads, Sums, Activation]:
         gradient = jax.grad(stage.head, argnums=(0, 1), has_aux=True)
@@ -141,7 +144,7 @@ def _loss(
 
 
 def _embedding(stage: StageContext, state: StageState, visit: Visit, dx: Activation) -> StageState:
-    """Add the gradient of the embedding at the first chunk."""
+    """Add the gradient of the embedding's parameters to the state, if the chunk is the first."""
 
     def first(grads: Grads) -> Grads:
         pull = jax.vjp(lambda shared: stage.embed(shared, visit), stage.shared)[1]
@@ -154,7 +157,7 @@ def _embedding(stage: StageContext, state: StageState, visit: Visit, dx: Activat
 
 def _add(state: StageState, work: TickTasks, grads: Grads) -> StageState:
     def leaf(total: jax.Array, grad: jax.Array) -> jax.Array:
-        # As in `read_slot`: a dynamic index into a single chunk could copy it.
+        # A dynamic index into an array with a single chunk could copy the array.
         if len(total) == 1:
             return total + grad.astype(total.dtype)[None]
         # The index is from the schedule's table, so XLA need not clamp it.

@@ -1,7 +1,8 @@
-"""The branch of each conditional in each tick, for the executor and for predictions.
+"""The branch that each conditional takes in each tick, for the executor and for predictions.
 
-A conditional that depends on the tick is in a named scope, such as `tick_scope(FORWARD)`. The
-enclosing scopes are its name in the compiled program: "forward", "backward/last".
+A conditional that depends on the tick is in a named scope, such as `tick_scope(FORWARD)`. The names
+of the enclosing scopes identify the conditional in the compiled program: "forward",
+"backward/last".
 """
 
 from __future__ import annotations
@@ -27,38 +28,42 @@ def tick_scope(name: str) -> AbstractContextManager[object]:
 
 
 def goes_forward(ticks: Ticks, work: TickTasks) -> Entries:
-    """Return whether a forward task computes anything.
+    """Return whether a tick's forward task computes anything.
 
-    With recomputation the last chunk's task does not: only the loss uses its output, and the
-    backward task recomputes that output.
+    With recomputation the forward task of the last chunk computes nothing: only the loss uses the
+    chunk's output, and the backward task recomputes that output.
     """
     runs = work.kind != NONE
     return runs if ticks.activations == "stash" else runs & (work.chunk != ticks.chunks - 1)
 
 
 def backward_kinds(ticks: Ticks) -> tuple[TaskKind, ...]:
-    """Return the kinds of backward tasks in a schedule: the branches, after the idle branch."""
+    """Return the kinds of backward tasks in a schedule, in the order of their branches.
+
+    The branch of an idle stage comes before these branches.
+    """
     return tuple(kind for kind in KINDS[1:] if (ticks.backward.kind == KINDS.index(kind)).any())
 
 
 def backward_branches(ticks: Ticks) -> np.ndarray:
-    """Return int32 `[kinds + 1]`: the branch of each of `KINDS`, and last that of no task."""
+    """Return int32 `[kinds + 1]`: the branch of each of `KINDS`, then the branch of no task."""
+    # `NONE` is -1, so a lookup of no task finds the last entry.
     kinds = backward_kinds(ticks)
     found = [kinds.index(kind) + 1 if kind in kinds else 0 for kind in KINDS]
     return np.array([*found, 0], np.int32)
 
 
 def channel_scope(channels: str, channel: Channel) -> str:
-    """Return the scope of a rare channel: "outputs_-1"."""
+    """Return the name of the scope of a rare channel, such as "outputs_-1"."""
     return f"{channels}_{channel.offset}"
 
 
 def lockstep(ticks: Ticks, layers: Sequence[int]) -> Lockstep:
-    """Return the branches of each stage in each tick, by the names of their conditionals.
+    """Return the branch that each stage takes in each tick, by the name of the conditional.
 
     Args:
-      layers: layers of each chunk; all loop over the largest number, and skip those beyond their
-        own.
+      layers: number of layers of each chunk; a smaller chunk skips the iterations beyond its own
+        number in a loop over the largest number.
     """
     ahead, back = ticks.forward, ticks.backward
     shares = np.array(layers) / max(layers)

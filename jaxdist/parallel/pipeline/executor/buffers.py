@@ -1,4 +1,4 @@
-"""Pytrees of arrays `[slots, ...]`, and sums of gradients, inside a jitted function."""
+"""Buffers, which are pytrees of arrays `[slots, ...]`, and sums of gradients, under jit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jaxdist.types import Grads, Params, PyTree, Specs, TreeT
 
 
 def buffer(shapes: PyTree, slots: int) -> PyTree:
-    """Create a buffer of zeros: `slots` values of these shapes, but at least one slot."""
+    """Create a buffer of zeros for `slots` values of these shapes, with at least one slot."""
     # A buffer without slots would not compile, even in branches that are never taken.
     return jax.tree.map(lambda s: jnp.zeros((max(slots, 1), *s.shape), s.dtype), shapes)
 
 
 def read_slot(held: PyTree, slot: jax.Array) -> PyTree:
-    """Read the value in a slot; an arbitrary value if `slot` is negative, that is NONE."""
+    """Read the value in a slot; if `slot` is NONE, which is negative, the value is arbitrary."""
     at = jnp.maximum(slot, 0)
 
     def leaf(held: jax.Array) -> jax.Array:
@@ -28,12 +28,12 @@ def read_slot(held: PyTree, slot: jax.Array) -> PyTree:
 
 
 def put(held: TreeT, slot: jax.Array, value: PyTree) -> TreeT:
-    """Write a value to a slot; a negative `slot`, that is NONE, changes nothing."""
+    """Write a value to a slot; if `slot` is NONE, which is negative, nothing changes."""
     at = jnp.maximum(slot, 0)
 
     def leaf(old: jax.Array, new: jax.Array) -> jax.Array:
-        # Chooses between two values for slot `at`, and always writes: a choice between two buffers
-        # would copy a buffer. For NONE, slot 0 is overwritten with its own content.
+        # This always writes, and chooses between two values for slot `at`, because a choice between
+        # two buffers would copy a buffer. For NONE, slot 0 is overwritten with its own content.
         kept = lax.dynamic_index_in_dim(old, at, keepdims=False)
         return lax.dynamic_update_index_in_dim(old, jnp.where(slot >= 0, new, kept), at, 0)
 
@@ -41,7 +41,7 @@ def put(held: TreeT, slot: jax.Array, value: PyTree) -> TreeT:
 
 
 def put_one(held: TreeT, slot: jax.Array, value: PyTree) -> TreeT:
-    """Call `put` for a slot that is known not to be NONE."""
+    """Write a value to a slot that is known not to be NONE."""
     return jax.tree.map(
         lambda old, new: lax.dynamic_update_index_in_dim(old, new, slot, 0), held, value
     )
@@ -53,19 +53,19 @@ def zeros(shapes: PyTree) -> PyTree:
 
 
 def no_gradients(params: Params) -> Grads:
-    """Create zeros of the parameters' shapes, to sum gradients in: float32 or wider."""
+    """Create zeros for sums of gradients: the parameters' shapes, in float32 or wider."""
     return jax.tree.map(
         lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params
     )
 
 
 def add(total: TreeT, more: PyTree) -> TreeT:
-    """Add two trees, in the dtypes of `total`."""
+    """Add two trees leaf by leaf, in the dtypes of `total`."""
     return jax.tree.map(lambda t, m: t + m.astype(t.dtype), total, more)
 
 
 def constrain(tree: TreeT, specs: Specs, lead: int) -> TreeT:
-    """Constrain the sharding of each leaf: its spec, after `lead` leading dims."""
+    """Constrain each leaf to its partition spec, after `lead` leading dims that are not split."""
     mesh = jax.sharding.get_abstract_mesh()
 
     def leaf(spec: PartitionSpec, x: PyTree) -> PyTree:

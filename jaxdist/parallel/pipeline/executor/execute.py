@@ -1,8 +1,9 @@
 """The executor of every schedule: a scan over its ticks, on every device of the stage axis.
 
-It runs inside a `jax.shard_map` that is manual on the axis of the stages. All stages run the same
-program, in which conditionals choose a tick's tasks: a stage without a task computes nothing and
-waits. Devices of a stage take the same branches, so that a layer may communicate over other axes.
+The executor runs inside a `jax.shard_map` that is manual on the axis of the stages. All stages run
+the same program, in which conditionals choose a tick's tasks: a stage without a task computes
+nothing and waits. The devices of a stage take the same branches, so that a layer may communicate
+over other axes.
 """
 
 from __future__ import annotations
@@ -51,24 +52,27 @@ def run_pipeline(
 ) -> GradientsAndSums:
     """Compute loss and gradients of a batch, by a schedule; for use inside `jax.shard_map`.
 
-    It sends the activations between chunks, once for each microbatch and direction, and finally an
-    all-reduce of the gradients of `shared` over the stages. With the same key, all schedules draw
-    the same dropout masks.
+    Each microbatch's activations are sent once between consecutive chunks, and so are their
+    gradients. The gradients of `shared` are finally all-reduced over the stages. With the same key,
+    all schedules draw the same dropout masks.
 
     Args:
-      chunk_params: this stage's chunks, leaves `[chunks per stage, ...]` (`chunks.to_stages`).
+      chunk_params: parameters of this stage's chunks, leaves `[chunks per stage, ...]`
+        (`chunks.to_stages`).
       shared: parameters of embedding and head, the same on all stages.
       microbatches: leaves `[microbatches, ...]`, the same on all stages.
       axis: the mesh axis of the stages.
       key: random key of dropout and the like.
-      specs: needed if an automatic axis splits parameters, to split sums of gradients in the same
-        way.
-      frozen: further parameters as `chunk_params` and `shared`, without gradients.
+      specs: partition specs over automatic axes, which sums of gradients get too; None if no
+        automatic axis splits parameters.
+      frozen: the frozen parameters of chunks, and of embedding and head, like `chunk_params` and
+        `shared`.
     """
     assert ticks.trains, ticks.name
     stage = StageContext(ticks, model, chunk_params, shared, microbatches, axis, key, specs, frozen)
     state = _scan(stage, _train)
-    # Only the stages of the first and the last chunk have added to these; the others have zeros.
+    # Only the stages of the first and the last chunk have added to these sums; other stages have
+    # zeros.
     shared_grads, sums = lax.psum((state.shared_grads, state.sums), axis)
     return GradientsAndSums(state.chunk_grads, shared_grads, sums)
 
@@ -84,7 +88,7 @@ def evaluate_pipeline(
     specs: StageSpecs | None = None,
     frozen: tuple[Params, Params] = ((), ()),
 ) -> Sums:
-    """Compute the sums of a batch by forward tasks only; arguments as in `run_pipeline`."""
+    """Compute the sums of a batch by forward tasks only; the arguments are as in `run_pipeline`."""
     assert not ticks.trains, ticks.name
     stage = StageContext(
         ticks, model, chunk_params, shared, microbatches, axis, None, specs, frozen
@@ -95,7 +99,7 @@ def evaluate_pipeline(
 def _scan(
     stage: StageContext, tick: Callable[[StageContext, StageState, PyTree], StageState]
 ) -> StageState:
-    """Scan over all ticks, each with this stage's entries of the tables."""
+    """Scan `tick` over all ticks, each with this stage's entries of the tables."""
     ticks, here = stage.ticks, lax.axis_index(stage.axis)
 
     def mine(table: np.ndarray) -> jax.Array:
@@ -114,16 +118,16 @@ def _scan(
 
 
 def _train(stage: StageContext, state: StageState, tables: PyTree) -> StageState:
-    """Run a tick of training: a forward task, a backward task, transfers."""
+    """Run a tick of training: a forward task, a backward task, then transfers."""
     ahead, back, outputs, cotangents = tables
     state, y = _forward(stage, state, ahead)
     if stage.ticks.paired:
         state, _, dx = backward(stage, state, back, None)
     else:
-        # y takes a detour through the backward task, which returns it unchanged or as zeros. So all
-        # transfers come after both tasks: a transfer of y before the backward task would make a
-        # stage that has one wait for the forward tasks of the others. Nothing is lost, since here
-        # no stage has both tasks in one tick: with a backward task, y is already zeros.
+        # `y` passes through the backward task, which returns `y` or zeros, so that all transfers
+        # come after both tasks. A transfer of `y` before the backward task would make a stage with
+        # a backward task wait for the forward tasks of other stages. Nothing is lost, since here no
+        # stage has both tasks in one tick: with a backward task, `y` is already zeros.
         state, y, dx = backward(stage, state, back, y)
     return state._replace(
         inputs=_send(stage, state.inputs, y, stage.ticks.outputs, outputs, OUTPUTS),
@@ -132,7 +136,7 @@ def _train(stage: StageContext, state: StageState, tables: PyTree) -> StageState
 
 
 def _evaluate(stage: StageContext, state: StageState, tables: PyTree) -> StageState:
-    """Run a tick of evaluation: a forward task, the loss after the last chunk, transfers."""
+    """Run a tick of evaluation: a forward task, the loss after the last chunk, then transfers."""
     work, _, outputs, _ = tables
 
     def forward(sums: Sums) -> tuple[Activation, Sums]:
@@ -153,7 +157,7 @@ def _evaluate(stage: StageContext, state: StageState, tables: PyTree) -> StageSt
 
 
 def _forward(stage: StageContext, state: StageState, work: TickTasks) -> tuple[StageState, PyTree]:
-    """Return the state after a forward task, if the tick has one, and the chunk's output."""
+    """Run a tick's forward task, if any; return the next state and the chunk's output or zeros."""
 
     def recompute() -> Activation:
         visit = stage.visit(work)
@@ -163,6 +167,7 @@ def _forward(stage: StageContext, state: StageState, work: TickTasks) -> tuple[S
         visit = stage.visit(work)
         x = stage.x(inputs, work, visit)
         y, leaves = stage.residuals.forward(stage.params(work), visit, x)
+        # Only the loss reads an output again: see `backward._stashed`.
         slot = jnp.where(work.chunk == stage.last, work.input, NONE)
         return put(inputs, slot, y), put_one(residuals, work.residual, leaves), y
 
@@ -185,7 +190,7 @@ def _send(
     now: list[tuple[jax.Array, jax.Array]],
     name: str,
 ) -> TreeT:
-    """Return the buffer with the values received on each channel: `[stage] -> [stage + offset]`."""
+    """Send `value` on each channel, and return the buffer with the values received."""
     for channel, (slot, used) in zip(channels, now, strict=True):
 
         def along(x: Activation, channel: Channel = channel) -> Activation:
@@ -193,9 +198,9 @@ def _send(
                 return x
             return jax.tree.map(lambda leaf: permute(leaf, stage.axis, channel.pairs), x)
 
-        # A collective under a conditional is safe here, since all devices agree on `used`. Outside
-        # of a conditional the transfer can overlap with the tick's other task, so it is sent in
-        # every tick unless most of them send nothing.
+        # A collective under a conditional is safe here, since all devices agree on `used`. But only
+        # outside of a conditional can the transfer overlap with the tick's other task, so it runs
+        # in every tick unless most ticks send nothing.
         with tick_scope(channel_scope(name, channel)):
             moved = lax.cond(used, along, zeros, value) if channel.rare else along(value)
         held = put(held, slot, moved)

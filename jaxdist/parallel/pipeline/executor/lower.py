@@ -1,7 +1,7 @@
 """The lowering of a schedule to lock-step ticks: each task's tick, and each value's buffer slot.
 
-Each task runs in the first tick in which its stage's order and its inputs allow it. That gives the
-fewest ticks for these orders: delaying a task would make no other task earlier.
+Each task runs in the first tick in which the order of its stage and its inputs allow it. The number
+of ticks is therefore minimal for these orders: delaying a task would make no other task earlier.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, needs
 Clock = Mapping[Task, int]
 """The tick in which each task runs."""
 VisitId = tuple[int, int]
-"""A chunk and a microbatch."""
+"""The indices of a chunk and of a microbatch."""
 
 
 def lower(
@@ -37,9 +37,10 @@ def lower(
     """Lower a schedule to ticks.
 
     Args:
-      activations: input of the backward pass, which decides how long values are kept.
-      paired: whether a stage may run a forward and a backward task in one tick; None is whichever
-        takes less time by `typical_seconds`.
+      activations: the policy for the input of the backward pass, which decides how long values are
+        kept.
+      paired: whether a stage may run a forward and a backward task in one tick; None chooses the
+        alternative that takes less time by `typical_seconds`.
 
     Raises:
       ConfigError: a stage waits for a task that never runs.
@@ -52,14 +53,16 @@ def lower(
 
 
 def typical_seconds(activations: Activations) -> dict[TaskKind, float]:
-    """Time of each kind of task, in units of a forward task: backward takes two, a half of it one.
+    """Return the typical time of each kind of task, in units of a forward task.
 
-    Recomputation adds a forward task to the task that does it.
+    A FULL backward task takes 2 units, an INPUT or WEIGHT task 1. With recomputation, FULL and
+    INPUT tasks take a further unit.
 
     >>> typical_seconds("recompute")[TaskKind.FULL]
     3.0
     """
-    again = 1.0 if activations == "recompute" else 0.0  # the forward pass within a backward task
+    # The backward task repeats the forward pass.
+    again = 1.0 if activations == "recompute" else 0.0
     return {
         TaskKind.FORWARD: 1.0,
         TaskKind.FULL: 2.0 + again,
@@ -75,7 +78,7 @@ def _clock(schedule: Schedule, *, paired: bool) -> dict[Task, int]:
 
     def ready(task: Task, tick: int, before: Task | None) -> bool:
         wanted = (need for need in needs(task, schedule.chunks) if need in present)
-        # A task that has not run counts as of this tick, which is not earlier.
+        # For a task that has not run, `get` returns this tick, which is not earlier than itself.
         return all(clock.get(need, tick) < tick or need == before for need in wanted)
 
     tick = 0
@@ -114,8 +117,8 @@ def _stuck(
     )
 
 
-# A tick has three moments: forward tasks run, then backward tasks, then values arrive. The lifetime
-# of a value, from written to last read, is counted in these moments.
+# A tick has three moments: forward tasks run, then backward tasks run, then values arrive. The
+# lifetime of a value, from the write to the last read, is counted in these moments.
 def _in_forward(tick: int) -> int:
     return 3 * tick
 
@@ -130,16 +133,16 @@ def _arriving(tick: int) -> int:
 
 @dataclass
 class _Lives:
-    """Lifetimes of the values of a buffer: when each is written, and when it is last read."""
+    """The lifetimes of the values of a buffer: the moments of each value's write and last read."""
 
     placement: tuple[int, ...]
     found: dict[VisitId, tuple[int, int]]
 
     def slots(self) -> tuple[dict[VisitId, int], int]:
-        """Assign a slot to each value, and return the number of slots.
+        """Assign a slot to each value; return the assignment and the number of slots per stage.
 
-        This is greedy colouring of intervals in the order of their starts, which needs the fewest
-        slots: as many as values are alive at once.
+        The algorithm is greedy colouring of intervals in the order of their starts, which needs the
+        fewest slots: as many as values are alive at once.
         """
         taken: dict[VisitId, int] = {}
         free: dict[int, list[int]] = defaultdict(list)
@@ -147,7 +150,8 @@ class _Lives:
         count: dict[int, int] = defaultdict(int)
         for visit, (written, read) in sorted(self.found.items(), key=lambda item: item[1]):
             stage = self.placement[visit[0]]
-            # Strictly earlier: a value that is read while another is written still needs its slot.
+            # The read must be strictly earlier than the write: a value that is read at the moment
+            # in which another value is written still needs its slot.
             while busy[stage] and busy[stage][0][0] < written:
                 heapq.heappush(free[stage], heapq.heappop(busy[stage])[1])
             if not free[stage]:
@@ -159,7 +163,7 @@ class _Lives:
 
 
 def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[_Lives, ...]:
-    """Return the lifetimes of inputs, gradients, residuals, and values for WEIGHT tasks."""
+    """Return the lifetimes of inputs, of gradients, of residuals, of values for WEIGHT tasks."""
     inputs, gradients, residuals, kept = ({} for _ in range(4))
     last, stash = schedule.chunks - 1, activations == "stash"
     at = {(task.kind, task.chunk, task.microbatch): tick for task, tick in clock.items()}
@@ -167,8 +171,9 @@ def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[
         visit = (chunk, microbatch)
         if kind is TaskKind.FORWARD:
             back = at.get((TaskKind.FULL, *visit), at.get((TaskKind.INPUT, *visit)))
-            # A backward task that recomputes reads the chunk's input again. A task with residuals
-            # does not, but that of the last chunk reads its output, from the same slot.
+            # A backward task that recomputes reads the chunk's input again. A backward task with
+            # residuals does not, except for the last chunk, where it reads the chunk's output from
+            # the same slot.
             needed_back = back is not None and (not stash or chunk == last)
             until = _in_backward(back) if back is not None and needed_back else _in_forward(tick)
             if chunk > 0:
@@ -236,14 +241,15 @@ def _channels(
     kinds: tuple[TaskKind, ...],
     towards: int,
 ) -> tuple[Channel, ...]:
-    """Return the channels from each chunk to the next (`towards` 1) or previous (-1) chunk."""
+    """Return the channels that carry values to the next (`towards` 1) or previous (-1) chunk."""
     tables: dict[int, np.ndarray] = {}
     for task, tick in clock.items():
         chunk = task.chunk + towards
         if task.kind not in kinds or not 0 <= chunk < schedule.chunks:
             continue
         stage = schedule.placement[chunk]
-        # The shorter way round, so that the left neighbour is -1 rather than stages - 1.
+        # The offset is that of the shorter way round the ring: the left neighbour is -1, not
+        # stages - 1.
         offset = (stage - schedule.placement[task.chunk]) % schedule.stages
         offset -= schedule.stages * (2 * offset > schedule.stages)
         table = tables.setdefault(offset, np.full(size, NONE, np.int32))

@@ -1,4 +1,4 @@
-"""The interface of a pipeline's executor: a model as three functions; gradients."""
+"""The types that a pipeline's executor takes and returns: a model as three functions, gradients."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from jax.sharding import PartitionSpec
 from jaxdist.types import Grads, Params, PyTree, Specs
 
 Activation: TypeAlias = Any
-"""A chunk's input and output: a pytree of floating arrays, of the same shapes everywhere."""
+"""A chunk's input or output: a pytree of floating arrays, with the same shapes for all chunks."""
 Sums: TypeAlias = Any
-"""The sums of the head besides the loss, over a batch, as `jaxdist.models.loss.Sums`."""
+"""The sums that the head returns besides the loss, in the form of `jaxdist.models.loss.Sums`."""
 
 
 class Visit(NamedTuple):
-    """A microbatch at a chunk.
+    """The visit of a microbatch to a chunk.
 
     Attributes:
-      rows: the microbatch; every stage has all of its rows.
+      rows: the microbatch, with all of its rows on every stage.
       chunk: index of the chunk in the model, int32 scalar.
       key: random key for dropout and the like, different for every visit; None in evaluation.
-      frozen: parameters without gradients, of the chunk, and of embedding and head.
+      frozen: the frozen parameters of the chunk, and those of embedding and head.
     """
 
     rows: PyTree
@@ -37,12 +37,12 @@ class Visit(NamedTuple):
 class ModelFns:
     """A model as three functions. The first stage runs `embed`, the last stage runs `head`.
 
-    `shared` are the parameters of embedding and head, which may have some in common.
+    The argument `shared` has the parameters of embedding and head, which may share parameters.
 
     Attributes:
       embed: function from (shared, visit) to the first chunk's input.
-      blocks: function from (parameters of a chunk, x, visit) to the next x, with equal shapes and
-        dtypes.
+      blocks: function from (parameters of a chunk, its input x, visit) to the chunk's output, with
+        the shapes and dtypes of x.
       head: function from (shared, x, visit) to (the scalar to minimise, sums).
     """
 
@@ -53,12 +53,12 @@ class ModelFns:
 
 @dataclass(frozen=True)
 class StageSpecs:
-    """Partition specs of a stage's values over automatic mesh axes.
+    """The partition specs of a stage's values over automatic mesh axes.
 
     Attributes:
       chunk: specs of a chunk's parameters, without the leading dim that counts a stage's chunks.
       shared: specs of the parameters of embedding and head.
-      x: spec of the activations between chunks that have dims (rows, sequence, embed).
+      x: spec of those activations between chunks that have dims (rows, sequence, embed).
     """
 
     chunk: Specs
@@ -67,12 +67,12 @@ class StageSpecs:
 
 
 class GradientsAndSums(NamedTuple):
-    """Gradients of the minimised scalar, and sums, each over all microbatches.
+    """The gradients of the minimised scalar, and the head's sums, over all microbatches.
 
     Attributes:
       chunk_grads: gradients of this stage's chunks, in float32 or wider.
       shared_grads: gradients of embedding and head, in float32 or wider; equal on all stages.
-      sums: equal on all stages.
+      sums: sums of the head; equal on all stages.
     """
 
     chunk_grads: Grads

@@ -1,8 +1,8 @@
-"""Residuals: the values that a forward pass leaves to its backward pass, as arrays for a buffer.
+"""Residuals: the values that a forward pass stores for its backward pass, as arrays for a buffer.
 
-`jax.vjp` keeps more than must be stored for every microbatch. Only what depends on the chunk's
-input is stored; parameters, what follows from them alone, masks and random keys are still there, or
-are computed again, in the backward pass.
+`jax.vjp` keeps more values than must be stored for every microbatch. Only values that depend on the
+chunk's input are stored. The backward pass still has the parameters and random keys, and recomputes
+masks and other values that depend only on these.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
 from jaxdist.types import Grads, Params, PyTree, TreeDef
 
 ChunkFn = Callable[[Params, Activation, Visit], Activation]
-"""Function from (parameters of a chunk, x, visit) to a new x of the same structure."""
+"""A function from (parameters of a chunk, x, visit) to a new x of the same structure."""
 BackwardFn = Callable[[Activation], tuple[Grads, Activation]]
-"""Function from the gradient of the output to those of (parameters, input)."""
+"""A function from the gradient of the output to the gradients of (parameters, input)."""
 
 
 @dataclass(frozen=True)
 class Residuals:
-    """The residuals of a function, the same for all chunks.
+    """The residuals of a chunk's function, which is the same for all chunks.
 
     Attributes:
       x: shapes of the input.
-      traced: function from (params, visit, x) to the output and the leaves of the backward function
-        that `jax.vjp` returns (it is a pytree), flat. Both passes run this same trace: a second
-        trace might have other leaves, since jax merges some equal leaves, but not always the same.
+      traced: function from (params, visit, x) to the output and the backward function of `jax.vjp`,
+        which is a pytree, both as flat leaves. Both passes run this same trace: a second trace
+        might have other leaves, since jax merges some equal leaves, but not always the same leaves.
       y: structure of the output.
       pull: structure of the backward function.
-      listed: for each leaf of the backward function, whether it is stored.
-      shapes: shapes of the stored leaves.
+      listed: for each leaf of the backward function, whether it is a residual to store.
+      shapes: shapes of the stored residuals.
     """
 
     x: PyTree
@@ -56,8 +56,9 @@ class Residuals:
 
     def backward(self, params: Params, visit: Visit, residuals: Sequence[jax.Array]) -> BackwardFn:
         """Return the backward function with the stored residuals inserted."""
-        # This looks like a forward pass of zeros, but XLA removes it: every leaf that depends on
-        # the input is replaced by its residual. What remains computes leaves from the parameters.
+        # This looks like a forward pass on zeros, but XLA removes most of it: every leaf that
+        # depends on the input is replaced by its residual. Only the computation of other leaves,
+        # from parameters and visit, remains.
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.x)
         leaves, found = self._run(params, visit, zeros)[1], iter(residuals)
         return jax.tree.unflatten(
@@ -68,17 +69,17 @@ class Residuals:
     def _run(
         self, params: Params, visit: Visit, x: Activation
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the leaves of the output, and those of the backward function."""
+        """Run the trace; return the leaves of the output, then those of the backward function."""
         found = jaxpr_as_fun(self.traced)(*jax.tree.leaves((params, visit, x)))
         count = self.y.num_leaves
         return found[:count], found[count:]
 
 
 def find_residuals(blocks: ChunkFn, params: Params, visit: Visit, x: Activation) -> Residuals:
-    """Find the residuals of `blocks`, by tracing it once.
+    """Find the residuals of the function `blocks` in a single trace.
 
     Args:
-      params, visit, x: arguments, or their shapes.
+      params, visit, x: arguments of `blocks`, or their shapes.
     """
 
     def vjp(params: Params, visit: Visit, x: Activation) -> tuple[Activation, BackwardFn]:

@@ -39,11 +39,12 @@ class StageState(NamedTuple):
     Attributes:
       inputs: buffer of the inputs of chunks.
       gradients: buffer of the gradients of chunks' outputs.
-      residuals: buffer of values from forward tasks to backward tasks; None with recomputation.
-      kept: buffer of values from INPUT tasks to WEIGHT tasks; None without such tasks.
+      residuals: buffer of values that forward tasks store for backward tasks; None with
+        recomputation.
+      kept: buffer of values that INPUT tasks store for WEIGHT tasks; None without such tasks.
       chunk_grads: sums of gradients `[chunks per stage, ...]`.
       shared_grads: sums of gradients of embedding and head, from this stage's tasks only.
-      sums: sums of the head, zero on all stages but the last chunk's.
+      sums: sums of the head, zero except on the stage of the last chunk.
     """
 
     inputs: Activation
@@ -57,7 +58,7 @@ class StageState(NamedTuple):
 
 @dataclass(frozen=True)
 class StageContext:
-    """A stage, inside `jax.shard_map`; attributes as the arguments of `execute.run`."""
+    """A stage inside `jax.shard_map`; its attributes are the arguments of `run_pipeline`."""
 
     ticks: Ticks
     model: ModelFns
@@ -71,18 +72,18 @@ class StageContext:
 
     @property
     def last(self) -> int:
-        """The last chunk of the model."""
+        """The index of the last chunk of the model."""
         return self.ticks.chunks - 1
 
     @property
     def stashes(self) -> bool:
-        """Whether the backward pass starts from residuals."""
+        """Whether backward tasks use stored residuals instead of recomputing the forward pass."""
         return self.ticks.activations == "stash"
 
     def visit(self, work: TickTasks) -> Visit:
-        """Return the microbatch and chunk of a task, with a random key of their own.
+        """Return the microbatch and chunk of a task, with a random key.
 
-        The key depends on nothing else, so all schedules draw the same masks.
+        The key depends only on microbatch and chunk, so all schedules draw the same masks.
         """
         key = self.key
         if key is not None:
@@ -96,15 +97,15 @@ class StageContext:
         return read_slot(self.chunk_params, work.local)
 
     def embed(self, shared: Params, visit: Visit) -> Activation:
-        """Return the first chunk's input."""
+        """Compute the first chunk's input."""
         return self.model.embed(shared, _with_key(visit, 0))
 
     def blocks(self, params: Params, x: Activation, visit: Visit) -> Activation:
-        """Return a chunk's output."""
+        """Compute a chunk's output from its input."""
         return self.model.blocks(params, x, _with_key(visit, 1))
 
     def head(self, shared: Params, x: Activation, visit: Visit) -> tuple[jax.Array, Sums]:
-        """Return the scalar to minimise, and the sums."""
+        """Compute the scalar to minimise, and the sums, from the last chunk's output."""
         return self.model.head(shared, x, _with_key(visit, 2))
 
     def x(self, inputs: Activation, work: TickTasks, visit: Visit) -> Activation:
@@ -117,15 +118,15 @@ class StageContext:
             )
 
     def laid_out(self, x: Activation) -> Activation:
-        """Constrain `x` to the layout of activations between chunks over automatic axes.
+        """Constrain `x` to the layout, over automatic axes, of activations between chunks.
 
-        Both branches of a conditional must return the same layout.
+        The constraint gives both branches of a conditional the same layout, which XLA needs.
         """
         return x if self.specs is None else constrain(x, self.x_specs, 0)
 
     @cached_property
     def _shapes(self) -> tuple[Params, Visit]:
-        """The shapes of the parameters of a chunk, and of a visit."""
+        """The shapes of a chunk's parameters, and the shapes of a `Visit`."""
         work = TickTasks(*(jnp.int32(0) for _ in TickTasks._fields))
         return jax.eval_shape(lambda: (self.params(work), self.visit(work)))
 
@@ -136,9 +137,10 @@ class StageContext:
 
     @cached_property
     def x_specs(self) -> Specs:
-        """The partition specs of the activations between chunks over automatic axes.
+        """The partition specs, over automatic axes, of the activations between chunks.
 
-        `StageSpecs.x` applies to leaves with as many dims as it has; other leaves are not split.
+        Leaves with as many dims as the spec `StageSpecs.x` get this spec; other leaves are not
+        split.
         """
         assert self.specs is not None
         spec = self.specs.x
@@ -148,15 +150,15 @@ class StageContext:
 
     @cached_property
     def residuals(self) -> Residuals:
-        """The residuals of a chunk, from its forward task to its backward task."""
+        """The residuals of a chunk, which its forward task stores for its backward task."""
         return find_residuals(self.blocks, *self._shapes, self.x_shapes)
 
     @cached_property
     def split_backward(self) -> SplitFunction:
-        """The backward pass in halves.
+        """The backward pass of a chunk in two halves, for INPUT and WEIGHT tasks.
 
-        Both halves receive (parameters, visit), only the first half (residuals, gradient of the
-        output).
+        Both halves receive (parameters, visit); only the first half receives (residuals, gradient
+        of the output).
         """
 
         def backward(at_hand: PyTree, given: PyTree) -> tuple[Activation, Grads]:
@@ -167,7 +169,7 @@ class StageContext:
         return split_function(backward, self._shapes, ([*self.residuals.shapes], self.x_shapes))
 
     def initial(self) -> StageState:
-        """Return empty buffers and sums."""
+        """Return the state before the first tick: buffers and sums of zeros."""
         slots, x = self.ticks.slots, self.x_shapes
         state = StageState(*(None for _ in StageState._fields))._replace(
             inputs=buffer(x, slots.inputs),
@@ -184,9 +186,9 @@ class StageContext:
         )
 
     def split(self, state: StageState) -> StageState:
-        """Lay out the state over automatic axes like parameters and activations.
+        """Constrain the state to the layouts of parameters and activations over automatic axes.
 
-        Without this, XLA would gather each microbatch's gradients to add them up.
+        Without these constraints, XLA would gather each microbatch's gradients to add them up.
         """
         specs = self.specs
         if specs is None:
@@ -202,7 +204,7 @@ class StageContext:
 
 
 def _with_key(visit: Visit, part: int) -> Visit:
-    """Give a visit a different key for each of embed (0), blocks (1) and head (2)."""
+    """Return a visit whose key differs between the parts embed (0), blocks (1) and head (2)."""
     if visit.key is None:
         return visit
     return visit._replace(key=jax.random.fold_in(visit.key, part))

@@ -1,8 +1,8 @@
 """A schedule in lock step, as tables of integers: each stage's tasks and slots in each tick.
 
-In a tick each stage runs at most one forward task, then at most one backward task; then transfers
+In a tick each stage runs at most one forward task, then at most one backward task. Then transfers
 run, and the values sent can be read from the next tick on. Values that a stage needs later wait in
-buffers. The tables contain their slots; another value takes over a slot after its last read.
+the slots of buffers. A slot is used again after the last read of its value.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ import numpy as np
 from jaxdist.pipeline_schedules.schedule import TaskKind
 
 Activations = Literal["recompute", "stash"]
-"""Input of the backward pass: a chunk's input, or all that its forward pass left."""
+"""The input of the backward pass: a chunk's input (recompute), or the residuals that the chunk's
+forward pass stored (stash)."""
 
 NONE = -1
-"""No task, or no slot."""
+"""The entry of a table for no task or no slot."""
 KINDS = (TaskKind.FORWARD, TaskKind.FULL, TaskKind.INPUT, TaskKind.WEIGHT)
-"""The kinds of tasks; tables hold their indices here."""
+"""The kinds of tasks; tables contain indices into this tuple."""
 
 
 Entries: TypeAlias = Any
-"""An int32 table `[ticks, stages]`; inside the traced program its entry for a tick and stage."""
+"""An int32 table `[ticks, stages]`; inside the traced program, the entry for a tick and stage."""
 
 
 class TickTasks(NamedTuple):
-    """A task per tick and stage; `NONE` where there is none.
+    """The task of each tick and stage; all entries are `NONE` where there is no task.
 
     Attributes:
       kind: index into `KINDS`.
       microbatch: index of the microbatch.
       chunk: index of the chunk in the model.
-      local: its index among the chunks of its stage.
-      input: slot of the chunk's input. With stashed residuals the last chunk's output is there, for
-        the loss, since its input is no longer needed.
+      local: index of the chunk among the chunks of its stage.
+      input: slot of the chunk's input. With stashed residuals, the slot then has the output of the
+        last chunk, for the loss, since the input is no longer needed.
       gradient: slot of the gradient of the chunk's output.
-      residual: slot of the residuals from a forward task to its backward task.
-      kept: slot of the values from an INPUT task to its WEIGHT task.
+      residual: slot of the residuals that a forward task stores for its backward task.
+      kept: slot of the values that an INPUT task stores for its WEIGHT task.
     """
 
     kind: Entries
@@ -55,10 +56,11 @@ class TickTasks(NamedTuple):
 
 @dataclass(frozen=True)
 class Channel:
-    """A transfer that every stage takes part in, at the end of each tick.
+    """A transfer between stages at the end of each tick, in which every stage takes part.
 
     Attributes:
-      offset: stage s sends to stage (s + offset) mod stages; with 0 the value stays on its stage.
+      offset: distance of the transfer: stage s sends to stage (s + offset) mod stages. With 0 the
+        value stays on its stage.
       slot: int32 `[ticks, stages]`: the slot of the value that a stage receives, or NONE.
     """
 
@@ -72,7 +74,7 @@ class Channel:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """The pairs (sender, receiver) of all stages that ever receive."""
+        """The pairs (sender, receiver) of all stages that receive a value in some tick."""
         receives = (self.slot != NONE).any(axis=0)
         stages = len(receives)
         return tuple(((s - self.offset) % stages, s) for s in range(stages) if receives[s])
@@ -85,7 +87,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class Slots:
-    """The number of slots of each buffer: the maximum over stages, as all run one program."""
+    """The number of slots of each buffer: the maximum over stages, which all run one program."""
 
     inputs: int
     gradients: int
@@ -99,10 +101,10 @@ class Ticks:
 
     Attributes:
       placement: the stage of each chunk.
-      forward, backward: the tasks.
+      forward, backward: tables of the forward and of the backward tasks.
       outputs: channels that carry activations to the next chunk.
       cotangents: channels that carry gradients to the previous chunk.
-      activations: the policy that the slots were laid out for.
+      activations: the policy for the input of the backward pass, which determined the slots.
     """
 
     name: str
@@ -128,7 +130,7 @@ class Ticks:
 
     @property
     def trains(self) -> bool:
-        """Whether there are backward tasks."""
+        """Whether the schedule has backward tasks."""
         return bool((self.backward.kind != NONE).any())
 
     @property
@@ -137,7 +139,7 @@ class Ticks:
         return bool(((self.forward.kind != NONE) & (self.backward.kind != NONE)).any())
 
     def seconds(self, task_seconds: Mapping[TaskKind, float]) -> float:
-        """Add up the time of all ticks, each as long as its busiest stage, without transfers."""
+        """Add up the times of all ticks, each as long as its busiest stage, without transfers."""
         seconds = np.array([*(task_seconds[kind] for kind in KINDS), 0.0])
-        # The index for no task is -1: the zero at the end.
+        # `NONE` is -1, so a lookup of no task finds the zero at the end.
         return float((seconds[self.forward.kind] + seconds[self.backward.kind]).max(axis=1).sum())
