@@ -286,7 +286,7 @@ FAMILIES: Mapping[str, Family] = {
             "qwen2",
             "Qwen2ForCausalLM",
             LLAMA_ROWS,
-            # A qwen2 always derives the head size from its width.
+            # The head size of a qwen2 is embed / heads, since its config.json has no head_dim.
             {key: own for key, own in KEYS.items() if key != "head_dim"},
             {"norm": "rms", "biases": "qkv"},
             _SILU,
