@@ -161,7 +161,7 @@ def _entry(
 
 
 def _choices(chunks: int) -> str:
-    """Describe the settings that were chosen for schedules that have a choice."""
+    """Describe the settings with which the comparison builds schedules that have such settings."""
     found = {
         field: [name for name, kind in ALTERNATIVES.items() if field in kind.model_fields]
         for field in ("chunks", "memory_limit")

@@ -1,1 +1,1 @@
-"""A run: its directory and identity, its hooks, what it saves and loads, its report."""
+"""A run: its directory, its hooks, the states that it saves and loads, and its report."""

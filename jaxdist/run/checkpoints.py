@@ -185,7 +185,7 @@ def _finished(
     Args:
       remake: function from the loaded state of the exchange to its new state; None leaves it.
       begins: whether the state of the strategy starts again from the parameters.
-      skips: conversion of the optimizer's state to the program's.
+      skips: conversion of the optimizer's state to the form of the program.
     """
     state = replace(state, opt_state=skips.as_own(state.opt_state))
     if remake is not None:

@@ -121,7 +121,7 @@ def take_directory(
     A new run takes the first free name of `base`, `base-2`, `base-3` ..., so that nothing is
     overwritten. With `resume` the run that has begun under these names continues; if several have
     begun, only the user knows which is meant. Later processes of a run pass `run`, and take that
-    run, whatever others have begun under these names.
+    run, whatever other runs have begun under these names.
 
     Args:
       named: whether the user named the directory; then another run in it is an error, rather than a
@@ -129,8 +129,8 @@ def take_directory(
       resume: whether to continue the run that has begun; a new run begins if there is none.
       say: called with a line about another run.
       exact: whether `resume` means only `base` itself, and not the numbered names.
-      run: the run to take. Its path may be unknown, because it has not begun: then the directory
-        with its id is taken, or else a directory as described above, which receives that id.
+      run: the run to take. If its path is unknown, because the run has not begun, the directory
+        with its id is taken, or else a directory as described above, which receives the id.
 
     Raises:
       RunError: a live run holds the directory, and `named`, `resume` or `run` is set; several runs

@@ -88,12 +88,12 @@ def fit(
 
     The run has a directory, a lock, checkpoints, metrics, evaluation and a report of its time, and
     continues from its newest checkpoint with `resume`. The function may be called again, for the
-    same or another run. When it returns, it restores signal handlers, jax's compilation cache and
-    standard output. Outside the main thread the function handles no signals.
+    same or another run. On return, the function restores signal handlers, jax's compilation cache
+    and standard output. Outside the main thread the function handles no signals.
 
     If a launcher's environment variables name other processes that this process has not joined, the
-    function joins them and stays joined. An error then ends this process, since the other processes
-    would wait for it.
+    function joins them and stays joined. After that, an error ends this process, since the other
+    processes would wait for it.
 
     Args:
       config: path of a YAML file; or nested dicts, in which a class or a function may replace its
@@ -139,7 +139,7 @@ def fit(
 def _prepare(config: Any, overrides: Sequence[str]) -> None:
     """Prepare the environment as a command does, unless jax is already imported.
 
-    With fake devices it is always prepared, since that raises an error if it comes too late.
+    Fake devices are always prepared, which raises an error if jax was imported before.
     """
     if not isinstance(config, str | os.PathLike | Mapping):
         config = config.model_dump(mode="json")

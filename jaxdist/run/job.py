@@ -246,7 +246,7 @@ class RunJob:
         return writer, stack.enter_context(progress)
 
     def _new_account(self, *, resume: bool) -> Account:
-        """Return an account of time, which begins at `begun` in the first life, else now."""
+        """Return an account of time that begins at `begun` in the first life, otherwise now."""
         agent = self.files.agent
         restores = resume and bool(
             steps_present(self.files.directory.checkpoints)

@@ -49,7 +49,7 @@ class HeldError(RunError):
 
 
 def this_process() -> dict[str, Any]:
-    """Return the description of this process as a holder."""
+    """Return the description of this process that a lock contains."""
     run_folder = run_folder_of(os.environ)
     fenced = {}
     if run_folder is not None and run_folder.fence is not None:

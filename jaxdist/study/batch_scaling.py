@@ -88,7 +88,7 @@ def batch_scaling(
     Finished runs are stored next to the output (or under runs/), and the same command reuses them.
 
     Args:
-      overrides: settings that override those of the study.
+      overrides: settings of all runs, which override those of the study.
       json_file, plot: output file, and output directory of the plot.
 
     Raises:
@@ -107,7 +107,8 @@ def batch_scaling(
     plan = StudyPlan(
         optimizers=study.contenders,
         steps={size: e.total_steps for size, e in zip(study.batches, experiments, strict=True)},
-        # Other seeds than those of tuning, whose best result is biased by its choice.
+        # The reported runs have other seeds than the search, whose best result is biased by the
+        # choice.
         seeds=tuple(seeds_of[TUNING_SEEDS:]),
         tuning_seeds=tuple(seeds_of[:TUNING_SEEDS]),
         tune=study.tune,

@@ -46,7 +46,7 @@ class VariantsStudy(_Study):
 
     type: Literal["variants"] = "variants"
     of: str | None = None
-    """Name of a shipped set of variants: compression."""
+    """Name of a shipped set of variants, of which there is one: compression."""
     variants: dict[str, Settings] = Field(default_factory=dict)
     """Settings of each variant, by name."""
 

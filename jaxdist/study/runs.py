@@ -1,4 +1,4 @@
-"""The runs of a study, each of which runs only once, even if the study is interrupted."""
+"""The runs of a study, each of which is made only once, even if the study is interrupted."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ class Home:
         return jax.tree.map(change, params, of_params(params))
 
     def _changed(self, change: Change, state: TrainState, *, params: bool) -> TrainState:
-        """Convert the optimizer's leaves that belong to parameters; with `params`, these too."""
+        """Convert the optimizer's leaves of parameters, and if `params` the parameters too."""
         opt_state = _owned(change, state.opt_state, self.owners)
         held = self._each(change, state.params) if params else state.params
         return replace(state, params=held, opt_state=opt_state)

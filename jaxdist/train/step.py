@@ -141,7 +141,7 @@ class Program:
         )
 
     def init(self) -> TrainState:
-        """Create an initial state in its shards, so that no device ever holds more than these."""
+        """Create an initial state in shards, so that no device ever holds more than its own."""
 
         def init() -> TrainState:
             return self.home.stored(self._init())
@@ -262,7 +262,7 @@ class Program:
     def train(self) -> Compiled:
         """A compiled function from (state, batch) to (state, float32 `[len(metrics)]`).
 
-        The function donates the state. It contains `gradients` and `update` in a single program.
+        The function donates the state, and contains `gradients` and `update` in a single program.
         """
         return self._jitted.updating(self._train, (self._stored_shardings, self.layout.replicated))
 
@@ -270,7 +270,7 @@ class Program:
     def gradients(self) -> Compiled:
         """A compiled function from (state, batch) to `StepGradients`, for a loop of the user's own.
 
-        The gradients of the mean loss have the form of the optimizer's state: with ZeRO, shards.
+        The gradients of the mean loss have the optimizer's form: with ZeRO they are shards.
         """
 
         def gradients(stored: TrainState, batch: Batch) -> StepGradients:
@@ -319,7 +319,7 @@ class Program:
 
     @cached_property
     def evaluate(self) -> Compiled:
-        """A compiled function from (stored parameters, buffers, batch) to sums, not random."""
+        """A compiled function from (stored parameters, buffers, batch) to sums, for evaluation."""
 
         def evaluate(params: Params, buffers: Buffers, batch: Batch) -> Sums:
             own = self.home.params_to_step(params)

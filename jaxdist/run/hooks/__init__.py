@@ -1,1 +1,1 @@
-"""The work of a run besides its steps: its own hooks, and those of its user."""
+"""The hooks of a run: the work between its steps, and the user's own hooks."""

@@ -23,7 +23,7 @@ class Run:
 
     Attributes:
       id: identity of the run, which does not change when it is resumed.
-      directory: directory of its files.
+      directory: directory of the run's files.
       experiment: its config, data, program and plan.
       first_step: number of steps that were taken before this process began.
       total_steps: the step at which the run ends.

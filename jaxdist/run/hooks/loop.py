@@ -36,7 +36,7 @@ class Cadence:
         return step == self.last or (self.every is not None and step % self.every == 0)
 
     def saved(self, step: int, seconds: float) -> None:
-        """Receive the seconds that a save took which was due; called on every process."""
+        """Receive the time, in seconds, that a due save took; called on every process."""
 
 
 @dataclass
@@ -297,7 +297,8 @@ class RunHooks:
 
     def due(self, step: int) -> bool:
         """Return whether any hook needs the loop to wait for `step`."""
-        asked = [hook.due(step) for hook in self.hooks]  # not lazily: some communicate
+        # Every hook is asked, even after a True, since `due` may communicate or measure.
+        asked = [hook.due(step) for hook in self.hooks]
         return any(asked)
 
     @property

@@ -138,7 +138,7 @@ def _begun(program: Program, names: frozenset[str], loaded: PyTree) -> TrainStat
     """Return an initial state with the loaded arrays, which have the form of checkpoints."""
     home = program.home
     state = home.from_files(_merged(home.to_files(program.init()), loaded))
-    # The restart replaces the optimizer's state, of which loaded arrays may be a part.
+    # The restart initializes the optimizer's state, so that its loaded arrays must be set again.
     return _merged(_restarted(program, state), only(state, names))
 
 

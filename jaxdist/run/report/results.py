@@ -17,7 +17,7 @@ def print_results(
     """Print held-out means, and the losses of simpler models on the same data.
 
     Args:
-      means: means by the names that the loss gives them.
+      means: held-out means by name, where the loss gives the names.
       baselines: held-out losses of simpler models, in nats, by name.
       loss_unit: unit of "loss"; None if it is unknown.
     """

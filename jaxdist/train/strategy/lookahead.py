@@ -94,7 +94,7 @@ class SlowWeights:
     optimizer: optax.GradientTransformation
 
     def begin(self, params: Params) -> SlowState:
-        # Without a copy, both fields of the state would share memory, which a step may reuse.
+        # Without a copy, slow weights and parameters would share memory, which a step may reuse.
         copied = jax.tree.map(lambda p: jnp.array(p, copy=True), params)
         return SlowState(copied, self.optimizer.init(copied))
 

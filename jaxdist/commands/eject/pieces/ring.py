@@ -30,7 +30,7 @@ def ring_sum(x: jax.Array) -> jax.Array:
         pairs = [(i, (i + way) % DEVICES) for i in range(DEVICES)]
         return jax.lax.ppermute(x, "data", pairs)
 
-    # Reduce-scatter: the sum of each block accumulates on its way to the device with its number.
+    # Reduce-scatter: the sum of block i accumulates on the way to device i.
     total = blocks[me]
     for way, hops in WAYS:
         growing = blocks[(me + way * hops) % DEVICES]

@@ -53,7 +53,7 @@ def _embedded(data: JsonObject) -> str:
     >>> _embedded({"name": "</script><b>"})
     '{"name":"\\\\u003c/script\\\\u003e\\\\u003cb\\\\u003e"}'
     """
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # only ASCII
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # in ASCII only
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -130,7 +130,8 @@ def report_page(
     compiled = [program_data(run, compile_step) for run in runs]
     while True:
         begun = clock()
-        beats = [pulse.beats() for pulse in pulses]  # not lazily: each call updates its pulse
+        # Every pulse is asked, even after a True, since `beats` notes changes of the lock file.
+        beats = [pulse.beats() for pulse in pulses]
         going = live_seconds is not None and any(beats)
         reload_seconds = live_seconds if going else None
         size = write_page(runs, file, compiled, reload_seconds=reload_seconds)
