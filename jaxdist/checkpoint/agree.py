@@ -1,6 +1,7 @@
-"""Agreement between the processes of a run; with a single process these are identities.
+"""Agreement between the processes of a run on values of any of them.
 
-All of them are collectives: every process calls them, on its main thread, in the same order.
+All functions are collectives: every process calls them, on its main thread, in the same order. With
+a single process they communicate nothing.
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ def broadcast_json(value: Json) -> Json:
         return value
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
-    # All processes must pass arrays of the same shape, whatever they hold.
+    # All processes must pass arrays of the same shape, although only that of process 0 counts.
     padded = np.resize(data, size)
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
 
 
 def broadcast_int(value: int) -> int:
-    """Return the integer below 2**31 that process 0 passed, on every process; compiled once."""
+    """Return the integer below 2**31 that process 0 passed, on every process.
+
+    Unlike `broadcast_json`, whose arrays vary in length, it compiles a single program.
+    """
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def gather_json(value: Json) -> list[Json]:
-    """Return the values that all processes passed (JSON types only), in order, on every process.
+    """Return the values (JSON types only) that all processes passed, in the order of processes.
 
     >>> gather_json("a host")
     ['a host']
@@ -42,7 +46,7 @@ def gather_json(value: Json) -> list[Json]:
         return [value]
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(data.size))).tolist()
-    # All processes must pass arrays of the same shape; what fills them up is cut off below.
+    # All processes must pass arrays of the same shape; the padding is cut off below.
     padded = np.resize(data, max(sizes))
     rows = np.asarray(multihost_utils.process_allgather(padded))
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]

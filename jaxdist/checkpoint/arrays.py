@@ -1,8 +1,8 @@
 """The writing and reading of a tree's arrays, in any sharding, exact to the bit.
 
-Large arrays have files of their own (`pieces`), the others are written by orbax, which sees only a
-flat mapping from the leaf's number to its array. The structure (None, empty containers,
-namedtuples) comes from the target when loading; the names are in the manifest.
+Large arrays have files of their own (`pieces`). Orbax writes the small arrays, and sees them only
+as a flat mapping from a leaf's number to its array. The names of the leaves are in the manifest,
+and the structure (None, empty containers, namedtuples) comes from the target of a load.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from jaxdist.types import Leaf, PyTree
 
 WRITE_TIMEOUT_SECONDS = 1200
 MOST_FAILURES = 100
-"""The most errors to fetch after a save: more than orbax has files of its own."""
+"""Upper bound of the errors to fetch after a save: more than orbax writes files."""
 
 
 @cache
 def _orbax() -> Any:
-    """Import orbax on first use (it takes longer than jax), without its log lines.
+    """Import orbax on first use, since that takes longer than to import jax, and mute its log.
 
-    Orbax logs the errors that it raises with a traceback; the store reports them in a line.
+    Orbax logs the errors that it raises with a traceback; the store reports each in a line.
     """
     import orbax.checkpoint
 
@@ -44,14 +44,16 @@ def _orbax() -> Any:
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    # asyncio logs failed writes that are not awaited, with their origin only in the text, if any.
+    # asyncio logs failed writes that are not awaited; only the text, if anything, shows that they
+    # come from orbax or tensorstore.
     text = f"{record.pathname} {record.getMessage()}"
     full = record.exc_info is not None and is_disk_full(record.exc_info[1])
     return not (full or "orbax" in text or "tensorstore" in text)
 
 
 def _unless_too_late(say: Callable[[Any], None], unraisable: Any) -> None:
-    # After the first failed write orbax leaves the loop in which tensorstore reports the others.
+    # After the first failed write orbax closes the event loop, in which tensorstore still tries to
+    # report further failed writes.
     if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
         say(unraisable)
 
@@ -61,7 +63,10 @@ def _number(index: int) -> str:
 
 
 def _pack(tree: PyTree) -> dict[str, tuple[str, jax.Array]]:
-    """Return number and array by name, in storable form: random keys as integers, no empties."""
+    """Return the number and the array of each leaf by name, in the form that is stored.
+
+    Random keys become integers, and arrays without elements are left out.
+    """
     return {
         name: (_number(index), jax.random.key_data(leaf) if is_key(leaf) else leaf)
         for index, (name, leaf) in enumerate(named_leaves(tree).items())
@@ -73,7 +78,7 @@ class LargeArrayFiles(NamedTuple):
     """The files that all processes together write for the large arrays of a tree.
 
     Attributes:
-      cuts: see `Manifest`.
+      cuts: the cuts of each large array; see `Manifest`.
       bytes: length of every file by its path inside the checkpoint.
     """
 
@@ -82,10 +87,13 @@ class LargeArrayFiles(NamedTuple):
 
 
 class ArrayWriter:
-    """A writer of trees, one at a time, in the background; every process calls each method.
+    """A writer that saves one tree of arrays at a time, in the background.
+
+    Every process calls each method.
 
     Args:
-      chunk_bytes: arrays of at least this size have files of their own, of at most this size.
+      chunk_bytes: an array of at least this size is stored in files of its own, of at most this
+        size.
     """
 
     def __init__(self, chunk_bytes: int = pieces.CHUNK_BYTES) -> None:
@@ -121,13 +129,14 @@ class ArrayWriter:
         if packed:
             try:
                 self._orbax.save(path, args=self._tree_args(packed))
-            # re-raised, whatever it is; `wait` would raise it a second time, so that is consumed
+            # Orbax keeps the error and would raise it again in the `wait` of the next save, so all
+            # its errors are fetched here.
             except Exception:
                 self._failures()
                 raise
 
     def place(self, path: Path, known: pieces.Known) -> dict[str, FileRecord]:
-        """Write this process's blocks of the large arrays below `path`, or link known files.
+        """Write this process's blocks of the large arrays below `path`, or link equal old files.
 
         Raises:
           OSError: a file cannot be written.
@@ -136,13 +145,13 @@ class ArrayWriter:
         return pieces.place_pieces(path, held, known)
 
     def wait(self) -> None:
-        """Wait until the small arrays of all processes are on disk; raise errors of writing."""
+        """Wait until the small arrays of all processes are on disk, and raise the first error."""
         failures = self._failures()
         if failures:
             raise failures[0]
 
     def _failures(self) -> list[Exception]:
-        """Fetch all errors of a save. Orbax raises them singly, and the rest later."""
+        """Fetch all errors of a save, of which each call of orbax raises a single error."""
         found: list[Exception] = []
         while len(found) < MOST_FAILURES:
             try:
@@ -154,7 +163,10 @@ class ArrayWriter:
         return found
 
     def barrier(self, name: str) -> None:
-        """Wait for all processes by the coordination service: safe in a background thread."""
+        """Wait for all processes through jax's coordination service.
+
+        A collective on devices would have to run on the main thread, in the same order everywhere.
+        """
         self._barrier(key=name, timeout_ms=WRITE_TIMEOUT_SECONDS * 1000)
 
     def close(self) -> None:
@@ -165,9 +177,9 @@ class ArrayWriter:
 def load_arrays(path: Path, manifest: Manifest, target: PyTree) -> PyTree:
     """Load the tree of the checkpoint at `path`, with the structure and shardings of `target`.
 
-    Every process calls it. Arrays that `target` lacks are not loaded. Shapes and dtypes must have
-    been compared before; elements beyond them, on disk or in `target`, are zeros that fill up
-    shards.
+    Every process calls this function. Arrays that `target` lacks are not loaded. The caller has
+    compared shapes and dtypes; elements beyond the saved shape, on disk or in `target`, are zeros
+    that pad the shards.
     """
     saved = manifest.leaves
     numbers = {name: _number(index) for index, name in enumerate(saved)}
@@ -189,7 +201,11 @@ def load_arrays(path: Path, manifest: Manifest, target: PyTree) -> PyTree:
 def _load_packed(
     path: Path, stored: dict[str, jax.ShapeDtypeStruct], *, whole: bool
 ) -> dict[str, jax.Array]:
-    """Load arrays by number from orbax's files; `whole` states that these are all of its arrays."""
+    """Load arrays by number from orbax's files.
+
+    Args:
+      whole: whether `stored` has all arrays in these files, as orbax must know.
+    """
     ocp = _orbax()
     restore_args = {
         number: ocp.ArrayRestoreArgs(
@@ -205,7 +221,7 @@ def _load_packed(
 
 
 def _stored(leaf: Leaf, record: LeafRecord) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of the array on disk for a leaf of the target."""
+    """Return the shape and dtype on disk of a leaf of the target, with the target's sharding."""
     assert leaf.sharding is not None, f"a target leaf {leaf} has no sharding"
     if record.key_impl is None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

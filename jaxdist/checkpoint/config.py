@@ -17,32 +17,34 @@ class LocalConfig(Config):
     """Snapshots on each machine's own disk, which is faster than shared storage."""
 
     directory: FilePath
-    """Directory on every machine's own disk; each run has a folder in it."""
+    """Directory on every machine's own disk, in which each run has a folder."""
     every: Count = 100
-    """Steps between two snapshots."""
+    """Number of steps between two snapshots."""
 
 
 class CheckpointConfig(Config):
-    """When to save, and what to keep."""
+    """The settings of checkpoints and snapshots: their frequency, their content and retention."""
 
     every: Count | Auto = 500
-    """Steps between two checkpoints; auto: from the cost of a save and the rate of failures."""
+    """Number of steps between two checkpoints; auto derives it from the cost of a save and the rate
+    of failures."""
     memory_every: Count | Auto | None = 10
-    """Steps between two snapshots in memory, from which `jaxdist train --elastic` resumes after a
-    lost process; auto as for checkpoints; null takes none."""
+    """Number of steps between two snapshots in memory, from which `jaxdist train --elastic` resumes
+    after the loss of a process; auto derives it as for checkpoints; null takes no snapshots."""
     local: LocalConfig | None = None
-    """Snapshots on each machine's own disk, between those in memory and checkpoints; null takes
-    none."""
+    """Snapshots on each machine's own disk, less frequent than snapshots in memory and more
+    frequent than checkpoints; null takes no such snapshots."""
     mttf_hours: PositiveFloat = 24.0
-    """Mean hours between failures, which auto assumes until it has seen a failure."""
+    """Mean time between failures in hours, which auto assumes until the run has had a failure."""
     keep: Count = 3
-    """Number of newest checkpoints to keep; with 2 or more, an older one can replace a damaged
-    one."""
+    """Number of newest checkpoints to keep; with 2 or more, a resume can skip a damaged
+    checkpoint."""
     keep_best: bool = True
     """Whether to keep the checkpoint with the best evaluation as well."""
     chunk_bytes: Count = CHUNK_BYTES
     """Size of the files of large arrays; a file whose content is unchanged is not written again."""
     parts: Patterns | None = None
-    """Paths to save, such as params or !opt_state; null saves everything, which --resume needs."""
+    """Patterns of the paths to save, such as params or !opt_state; null saves everything, which
+    --resume needs."""
     begin_with: BeginWith | None = None
     """Part of another run's state to start from, for fine-tuning; null starts afresh."""

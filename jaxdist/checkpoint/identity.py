@@ -3,9 +3,9 @@
 RUN/run.json    {"id": "9f86d081884c7d65", "begun": "2026-01-31 12:00:00 +0000", "asked": "gpt"}
 
 A path does not identify a run: the directory can be deleted and a new run can start there, and a
-second run of a config takes a numbered name next to the first. Whatever continues a run (a later
-generation, a worker, a server, a tier of snapshots) therefore receives the id with the path, and
-refuses a directory with another id.
+second run of a config takes a numbered name next to the first. Each process that continues a run (a
+later generation, a worker, a server) or uses its snapshots therefore receives the id with the path,
+and refuses a directory with another id.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Identity:
     """The id of a run, with its directory and origin.
 
     Attributes:
-      id: drawn when the run starts, or earlier.
-      path: directory of the run; None where it is not known yet.
-      begun: local time of the run's start, for people; empty where it is unknown.
-      asked: name of the requested directory: the run's own without its number, which identifies the
-        run's config; None for a run that started before ids existed.
+      id: a random id, drawn at the latest when the run starts.
+      path: directory of the run; None while it is unknown.
+      begun: local time of the run's start, for people; empty if it is unknown.
+      asked: name of the requested directory, which is the name of the run's directory without its
+        number; None for a run that started before ids existed.
     """
 
     id: str
@@ -60,12 +60,12 @@ class Identity:
 
 
 def new_id() -> str:
-    """Draw an id that no other run has."""
+    """Draw a random id of 64 bits, which no other run has."""
     return token_hex(8)
 
 
 def read_identity(run: Path) -> Identity | None:
-    """Read the identity in a run directory; None where there is none.
+    """Read the identity in a run directory; None if the directory or its identity is missing.
 
     Raises:
       RunError: the file is damaged.
@@ -93,7 +93,7 @@ def _damaged(path: Path, why: object) -> str:
 
 
 def write_identity(run: Path, identity: Identity) -> None:
-    """Write a directory's identity, if it has none, atomically.
+    """Write the identity of a run directory atomically, unless it already has the same id.
 
     Raises:
       RunError: the directory belongs to another run, or its identity is damaged.
@@ -110,9 +110,9 @@ def write_identity(run: Path, identity: Identity) -> None:
 
 
 def given_identity(run: Path) -> Identity:
-    """Return the identity of a started run, and first write one if it has none.
+    """Return the identity of a started run, and first write a new identity if it is missing.
 
-    A run that started before ids existed has none.
+    It is missing if the run started before ids existed.
 
     Raises:
       RunError: see `read_identity`.
@@ -143,7 +143,7 @@ def check_identity(run: Path, wanted: str) -> None:
 
 
 def base_of(directory: Path | None, config: Path) -> Path:
-    """Return the directory that a command asks for, to whose name a number can be added.
+    """Return the directory that a command requests, as a path to whose name a number can be added.
 
     >>> base_of(None, Path("configs/gpt.yaml"))
     PosixPath('runs/gpt')
@@ -155,14 +155,15 @@ def base_of(directory: Path | None, config: Path) -> Path:
 
 
 def has_begun(run: Path) -> bool:
-    """Return whether a run has started in a directory: it writes the config last."""
-    return os.path.exists(run / CONFIG)  # unlike Path.exists, False for names that are too long
+    """Return whether a run has started in a directory; a starting run writes its config last."""
+    # `Path.exists` would raise an OSError for a name that is too long.
+    return os.path.exists(run / CONFIG)
 
 
 def run_directories(base: Path) -> list[Path]:
-    """List the directories of the runs that have started when `base` was asked for.
+    """List the directories of all started runs for which `base` was the requested directory.
 
-    `gpt-2` is such a directory for `gpt`, unless its own identity has that name.
+    For `gpt` these include `gpt-2`, unless its identity states that `gpt-2` itself was requested.
 
     Raises:
       RunError: see `read_identity`.
@@ -176,7 +177,9 @@ def run_directories(base: Path) -> list[Path]:
 
 
 def with_id(base: Path, wanted: str) -> Path | None:
-    """Find the directory with an id, where a process ended before it could report the path.
+    """Find the directory of the run with an id, among `base` and its numbered successors.
+
+    A process may end before it reports the directory that it took.
 
     Raises:
       RunError: see `read_identity`.
@@ -189,7 +192,7 @@ def with_id(base: Path, wanted: str) -> Path | None:
 
 
 def family(base: Path) -> list[Path]:
-    """List `base` and its numbered successors, even if numbers between are missing."""
+    """List `base` and its numbered successors, as far as they exist, with gaps in the numbers."""
     start = len(base.name) + 1
     numbers = sorted(
         int(path.name[start:])

@@ -2,11 +2,11 @@
 
 step_00000500/            a committed checkpoint
   arrays/                 orbax's files: the small arrays in few files
-  pieces/                 large arrays, cut by rows; files that steps share are links
+  pieces/                 large arrays, cut by rows; equal files of several steps are hard links
   metadata.json           the caller's own JSON
-  manifest.json           sizes and digests of all of the above; written last
-.tmp-*                    being written or deleted; worthless after a crash
-.tmp-g7-step_00000500     the same, by generation 7 of a run on several hosts
+  manifest.json           sizes and digests of all files above; written last
+.tmp-*                    a checkpoint being written or deleted; of no use after a crash
+.tmp-g7-step_00000500     a checkpoint being written by generation 7 of a run on several hosts
 .replaced-step_00000500   the former checkpoint while its successor takes its name
 """
 
@@ -41,16 +41,15 @@ def step_directory(directory: Path, step: int) -> Path:
 def staging_directory(directory: Path, step: int, generation: int | None = None) -> Path:
     """Return the directory in which a step's checkpoint is written before it is committed.
 
-    With a generation in the name, no other generation can commit the files there, nor can this
-    generation after the next has started, which first removes them (`recover`): a commit is a
-    rename.
+    A commit renames this directory. With a generation in its name no other generation can commit
+    it, nor can the same generation once the next has started, which first removes it (`recover`).
     """
     of = "" if generation is None else f"g{generation}-"
     return directory / f"{_STAGING}{of}{step_directory(directory, step).name}"
 
 
 def snapshot_name(step: int, process: int, count: int) -> str:
-    """Return the name of the file with process `process` of `count`'s part of a memory snapshot.
+    """Return the name of the snapshot file that process number `process` of `count` writes.
 
     >>> snapshot_name(120, 1, 4)
     'step_00000120.1_of_4'
@@ -59,7 +58,7 @@ def snapshot_name(step: int, process: int, count: int) -> str:
 
 
 def snapshot_of(name: str) -> tuple[int, int, int] | None:
-    """Parse such a name to step, process and count; None for any other name.
+    """Parse the name of a snapshot file to step, process and count; None for any other name.
 
     >>> snapshot_of("step_00000120.1_of_4"), snapshot_of("../step_00000120.1_of_4")
     ((120, 1, 4), None)
@@ -77,7 +76,7 @@ def steps_present(directory: Path) -> list[int]:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a directory survive a power failure."""
+    """Write the names in a directory to disk, so that they survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -86,7 +85,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def commit(staging: Path, final: Path) -> None:
-    """Give a finished checkpoint its name; a former holder of the name is restored on failure.
+    """Rename a finished checkpoint to its final name, in place of a checkpoint of the same step.
 
     Raises:
       OSError: the rename failed, and the former state is restored.
@@ -107,13 +106,14 @@ def commit(staging: Path, final: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint; at once it no longer looks like a checkpoint.
+    """Delete a checkpoint, after a rename to a name that no reader takes for a checkpoint.
 
     Raises:
       OSError: the rename failed, and the checkpoint is untouched.
     """
     doomed = path.with_name(_DELETED + path.name)
-    # A deletion that was interrupted may have left files here, to which the rename would fail.
+    # An interrupted deletion may have left files here, and a rename to a directory that is not
+    # empty fails.
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -132,7 +132,7 @@ def clear_older(directory: Path, generation: int) -> None:
 
 
 def recover(directory: Path) -> list[str]:
-    """Clear the remains of a crash, and return the names that were handled.
+    """Remove what a crash left in a checkpoint directory, and return the names of these remains.
 
     A replaced checkpoint whose successor was never committed gets its name back.
     """
@@ -144,7 +144,8 @@ def recover(directory: Path) -> list[str]:
                 os.rename(directory / name, original)
     leftovers = [name for name in names if name.startswith((_STAGING, _REPLACED))]
     for name in leftovers:
-        # Removed atomically, by a rename: a writer that is still alive may be about to commit it.
+        # The rename removes it atomically: a writer that is still alive may be about to commit it,
+        # and must not commit a directory with some files deleted.
         doomed = directory / f"{_DELETED}{name.removeprefix(_STAGING)}"
         with suppress(OSError):
             if not name.startswith(_DELETED):

@@ -1,6 +1,6 @@
 """Snapshots on a machine's own disk: the folder of each run, and its removal.
 
-DIRECTORY/gpt-86bcf769a1b2c3d4/run     the directory and id of the snapshots' run
+DIRECTORY/gpt-86bcf769a1b2c3d4/run     the directory and id of the run
 DIRECTORY/gpt-86bcf769a1b2c3d4/step_*  see `jaxdist.checkpoint.snapshots`
 """
 
@@ -23,7 +23,8 @@ OWNER = "run"
 def local_folder(directory: Path, run: Identity) -> Path:
     """Return the folder of a run's snapshots.
 
-    The id separates them from other runs', even from those of a run with the same path.
+    The id in its name separates them from the snapshots of other runs, also of an earlier run with
+    the same path.
 
     >>> local_folder(Path("/ssd"), Identity("86bcf769", Path("/runs/gpt"))).name
     'gpt-86bcf769'
@@ -44,7 +45,8 @@ def claim(directory: Path, run: Identity) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         staging = folder / f".{OWNER}_{os.getpid()}"
         staging.write_text(json.dumps({**run.plain, "path": str(run.path.absolute())}))
-        # By a rename, because all processes of a machine write this file at the same time.
+        # All processes of a machine write this file at the same time, so each renames a complete
+        # file of its own.
         staging.rename(folder / OWNER)
     except OSError as error:
         raise CheckpointError(
@@ -60,9 +62,9 @@ def claim(directory: Path, run: Identity) -> Path:
 def _is_needless(folder: Path) -> bool:
     """Return whether no resume can use the snapshots in a folder.
 
-    That is so if their run's directory is gone or belongs to another run, or if its newest
-    checkpoint is at least as new. Where this is unknown, or a process is active there, they are
-    kept.
+    They are useless if the run's directory is gone or belongs to another run, or if the run's
+    newest checkpoint is at least as new. The result is False where this is unknown, and while the
+    run is active.
     """
     with suppress(OSError, ValueError, KeyError, TypeError, RunError):
         run = Identity.of(read_json(folder / OWNER))

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: every file's size and digest, and a digest of the manifest itself.
 
-Orbax loads arrays with a flipped bit without an error, so the digests are jaxdist's own. A
-checkpoint is trusted if its manifest has exactly the bytes that `seal` wrote and every file matches
-it.
+Orbax loads an array with a flipped bit without an error, so jaxdist computes digests of its own. A
+checkpoint is valid if its manifest has exactly the bytes that `seal` wrote and every file matches
+the manifest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LISTED_PROBLEMS = 5
 
 
 class DamageError(Exception):
-    """A checkpoint that cannot be trusted; the text names the file and the problem."""
+    """An error in the files of a checkpoint; the text names the file and the problem."""
 
 
 def _inside(name: str) -> str:
@@ -38,19 +38,19 @@ def _inside(name: str) -> str:
 
 
 class FileRecord(Config):
-    """The record of a file when the checkpoint was sealed."""
+    """The size and digest that a file had when the checkpoint was sealed."""
 
     bytes: int = Field(ge=0)
-    """Length of the file."""
+    """Length of the file in bytes."""
     blake2b: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """256-bit BLAKE2b digest of its content, in hex."""
+    """256-bit BLAKE2b digest of the file's content, in hex."""
 
 
 class LeafRecord(Config):
     """The record of an array of the saved tree."""
 
     shape: tuple[int, ...]
-    """Global shape, without zeros that the array may have at its ends on disk."""
+    """Global shape, without the padding of zeros that the array may have on disk."""
     dtype: str
     """Name of the dtype, such as 'bfloat16' or 'key<fry>'."""
     key_impl: str | None = None
@@ -58,29 +58,29 @@ class LeafRecord(Config):
 
 
 Cuts = tuple[tuple[int, ...], ...]
-"""For each dim of an array, the starts of its blocks in ascending order, and finally its size."""
+"""For each dim of an array, the starts of the blocks in ascending order, then the dim's length."""
 
 
 class Manifest(Config):
     """The content of a checkpoint, in the order of the arrays' numbers on disk."""
 
     format: Literal[1, 2, 3, 4] = 2
-    """Version of this layout. In 1, parameters of ZeRO 3 may be in a wrong order: `misordered`.
-    From 3 on there may be `cuts`, from 4 on a `generation`."""
+    """Version of this format. In version 1, parameters of ZeRO 3 may be in a wrong order; see
+    `misordered`. `cuts` exist since version 3, `generation` since version 4."""
     jax: str = jax.__version__
-    """The version of jax that wrote it."""
+    """Version of jax that wrote the checkpoint."""
     step: int = Field(ge=0)
-    """The step of this state."""
+    """Step of the saved state."""
     generation: int | None = None
-    """The generation that wrote it, in a run on several hosts; None for other runs."""
+    """Generation that wrote the checkpoint in a run on several hosts; None for other runs."""
     metric: float | None
-    """The metric for `keep_best`; None if there is none or it was not finite."""
+    """Metric for `keep_best`; None if the step has no metric or it was not finite."""
     leaves: dict[str, LeafRecord]
-    """The arrays by tree path."""
+    """Records of the arrays by tree path."""
     cuts: dict[str, Cuts] = Field(default_factory=dict)
-    """The cuts of those arrays that have files of their own, by tree path: `pieces`."""
+    """Cuts of the arrays that have files of their own, by tree path; see `pieces`."""
     files: dict[Annotated[str, AfterValidator(_inside)], FileRecord]
-    """Every other file of the checkpoint by its path inside it."""
+    """Records of all files but the manifest, by path inside the checkpoint."""
 
 
 def _digest(data: bytes) -> str:
@@ -96,9 +96,9 @@ _TAIL_BYTES = len(b"}\n")
 
 
 def record_of(path: Path, *, durable: bool = False) -> FileRecord:
-    """Compute size and digest of a file, and make it survive a power failure if `durable`."""
+    """Compute the size and digest of a file; `durable` also makes it survive a power failure."""
     kind = path_kind(path)
-    if kind is not None:  # a pipe would block, a device might have no end
+    if kind is not None:  # A pipe would block, and a device might have no end.
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
@@ -123,7 +123,7 @@ def seal(
 
     Args:
       cuts, generation: see `Manifest`.
-      known: the files' expected records by name, where they are known from before the write.
+      known: records by name of files whose digests were computed before they were written.
 
     Raises:
       OSError: a file cannot be read or the manifest cannot be written.
@@ -141,20 +141,21 @@ def seal(
     names = [path.relative_to(directory).as_posix() for path in paths]
     with ThreadPoolExecutor() as pool:
         files = dict(zip(names, pool.map(record, names), strict=True))
-    # Without cuts, readers of format 2 accept the manifest; without a generation, those of 3.
+    # The format is the lowest that can hold the content, so that older versions of jaxdist can
+    # still read a checkpoint without cuts or without a generation.
     more: Any = {"format": 3, "cuts": cuts} if cuts else {}
     if generation is not None:
         more |= {"format": 4, "generation": generation}
     manifest = Manifest(step=step, metric=metric, leaves=leaves, files=files, **more)
     left_out = {"cuts": cuts, "generation": generation is not None}
     body = manifest.model_dump_json(exclude={name for name, told in left_out.items() if not told})
-    # "x" refuses to replace a manifest: a sealed directory never changes.
+    # The mode "x" refuses to replace a manifest, since a sealed directory never changes.
     with (directory / MANIFEST).open("xb") as file:
         file.write(_wrap(body.encode()))
         file.flush()
         os.fsync(file.fileno())
-    # The content of a file survives a power failure by its own fsync, its name by that of the
-    # directory.
+    # The fsync of a file makes only its content survive a power failure; its name needs an fsync of
+    # the directory.
     for path in [*directory.rglob("*"), directory]:
         if path.is_dir():
             fsync_directory(path)
@@ -162,7 +163,7 @@ def seal(
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint and check its own digest.
+    """Read the manifest of a checkpoint and check the digest that it has of itself.
 
     Raises:
       DamageError: the manifest is missing, unreadable, changed, or of another format.
@@ -181,7 +182,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    """Compare every file with the manifest, at the cost of a read of every file.
+    """Compare every file with the manifest, which reads all files.
 
     Raises:
       DamageError: files are missing, of another length, or changed; the message names them.

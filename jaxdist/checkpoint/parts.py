@@ -1,8 +1,8 @@
 """Parts of a state by patterns over the paths of its arrays, such as `params` or `!opt_state`.
 
-A pattern is a path whose names may have `*` and `?`; it selects everything below. A leading `!`
-excludes instead. A part is everything that some pattern selects (everything, if each has a `!`) and
-that none excludes.
+A pattern is a path whose names may have `*` and `?`; it selects all arrays below that path. A
+pattern with a leading `!` excludes them instead. A part consists of the arrays that at least one
+pattern selects and no pattern excludes; if all patterns exclude, it consists of all other arrays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _path(pattern: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_path)]
-"""A pattern of this module."""
+"""A checked pattern over the paths of arrays."""
 Patterns = Annotated[tuple[Pattern, ...], Field(min_length=1)]
 
 
@@ -41,16 +41,17 @@ class BeginWith(Config):
     """Begin a new run at step 0 with a part of another run's state."""
 
     run: Annotated[str, Field(min_length=1)]
-    """Directory of the other run, such as runs/pretrained; or a model as `jaxdist import` takes it,
-    of which each process reads what its devices hold."""
+    """Directory of the other run, such as runs/pretrained, or a model that `jaxdist import` can
+    read; of a model each process reads only the parts that its devices hold."""
     parts: Patterns = ("params",)
-    """Paths to load, such as params/encoder; `*` is any name, and `!` leaves a path out."""
+    """Patterns of the paths to load, such as params/encoder; `*` matches any name, and a leading
+    `!` excludes a path."""
     step: Annotated[int, Field(ge=0)] | None = None
     """Step of the checkpoint to load; null is the newest complete checkpoint."""
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a path matches the pattern, without its `!`, or is below a match.
+    """Return whether a path or one of its parents matches the pattern, whose `!` is ignored.
 
     >>> matches("params/*/kernel", "params/head/kernel"), matches("params", "params2/x")
     (True, False)
@@ -60,7 +61,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def taken(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the names that are in a part, in their order.
+    """Return the names that belong to the part of these patterns, in their order.
 
     >>> taken(["params", "!params/head"], ["params/body/w", "params/head/w", "step"])
     ['params/body/w']
@@ -76,10 +77,13 @@ def taken(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
 
 
 def check_patterns(patterns: Sequence[str], names: Sequence[str], *, of: str) -> None:
-    """Refuse patterns that match none of the names, and patterns that together select none.
+    """Refuse a pattern that matches no name, and patterns that together select no name.
+
+    Args:
+      of: description of the state, for the error.
 
     Raises:
-      CheckpointError: such patterns; the message lists them and the paths that exist.
+      CheckpointError: there are such patterns; the message lists them and the paths that exist.
     """
     unknown = [p for p in patterns if not any(matches(p, name) for name in names)]
     if unknown:
@@ -93,7 +97,7 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str], *, of: str) ->
 
 
 def outline(names: Sequence[str]) -> str:
-    """Summarize paths by their beginnings, with the number of arrays of each.
+    """Summarize paths by their first two names, with the number of arrays below each.
 
     >>> outline(["step", "params/a/w", "params/a/b", "params/c"])
     'step, params/a (2 arrays), params/c'
@@ -105,13 +109,13 @@ def outline(names: Sequence[str]) -> str:
 
 
 def check_part(saved: Mapping[str, LeafRecord], target: PyTree, *, where: str) -> None:
-    """Refuse a checkpoint that lacks arrays of a part, or has them of another shape or dtype.
+    """Refuse a checkpoint that lacks arrays of a part, or whose arrays have other shapes or dtypes.
 
     Args:
-      target: the part only, of `jax.ShapeDtypeStruct`.
+      target: tree of `jax.ShapeDtypeStruct` with the arrays of the part only.
 
     Raises:
-      CheckpointError: some do not fit; the message lists the first, with both shapes and dtypes.
+      CheckpointError: arrays do not fit; the message lists the first, with both shapes and dtypes.
     """
     lines = [
         line

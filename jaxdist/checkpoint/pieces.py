@@ -1,12 +1,12 @@
-"""Large arrays in files of their own, by rows: files that an earlier step has are hard-linked.
+"""Large arrays in files of their own, cut by rows; equal files of an earlier step are hard-linked.
 
 pieces/000012/          array number 12
   0.0                   its block that begins at row 0 and column 0: raw bytes in C order
   341.0                 the next block
 
-Each file is known by its digest, whichever array and step it belongs to. A hard link gives the new
-step the earlier step's file under its own name: each step remains complete by itself, deletion
-needs no reference counts, and where a file system has no links the file is written instead.
+Files are found by digest, of any array and step. A hard link gives the new step the file of an
+earlier step under a name of its own, so that each step remains complete by itself and deletion
+needs no reference counts. On a file system without hard links the file is written instead.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from jaxdist.checkpoint.manifest import DIGEST_BYTES, Cuts, FileRecord, Manifest
 
 CHUNK_BYTES = 1 << 20
 _LEAST_SHARE = 8
-"""The smallest fraction of a chunk: smaller shards would make too many files, and orbax packs
-them."""
+"""A shard below a chunk divided by this number gets no file of its own, since there would be too
+many files; orbax packs such arrays."""
 
 
 class Piece(NamedTuple):
@@ -45,10 +45,10 @@ class Piece(NamedTuple):
 
 
 def array_cuts(array: jax.Array, chunk_bytes: int) -> Cuts | None:
-    """Return the cuts of a large array, with at most two devices' shards a file; None if uncut.
+    """Return the cuts of a large array, each of whose files holds blocks of a single shard.
 
-    They are, for each dim, the starts of its blocks in ascending order, and finally its size. Rows
-    that fit into a chunk are never cut.
+    The result is None for an array that is too small, or whose shards are too small, for files of
+    its own. Rows that fit into a chunk are never cut.
 
     >>> array_cuts(jax.numpy.zeros((5, 4)), chunk_bytes=32)
     ((0, 2, 4, 5), (0, 4))
@@ -64,10 +64,10 @@ def array_cuts(array: jax.Array, chunk_bytes: int) -> Cuts | None:
 def sharded_cuts(
     shape: tuple[int, ...], shard: tuple[int, ...], item: int, chunk_bytes: int
 ) -> Cuts:
-    """Return the cuts of an array of any size, whose shards have shape `shard`.
+    """Return the cuts of an array of any size, given the shape of its shards.
 
     Args:
-      item: bytes of an element.
+      item: number of bytes of an element.
     """
     lengths = list(shard)
     for dim in range(len(shard)):
@@ -82,7 +82,7 @@ def sharded_cuts(
 
 
 def piece_name(number: str, begin: Sequence[int]) -> str:
-    """Return the path inside the checkpoint of the block that begins there.
+    """Return the path inside the checkpoint of the block of array `number` that begins at `begin`.
 
     >>> piece_name("000012", (341, 0))
     'pieces/000012/341.0'
@@ -91,7 +91,7 @@ def piece_name(number: str, begin: Sequence[int]) -> str:
 
 
 def sizes(number: str, cuts: Cuts, dtype: np.dtype) -> dict[str, int]:
-    """Return the bytes of each file of an array, whichever process writes it."""
+    """Return the sizes in bytes of all files of an array, on every process."""
     whole = [ends[-1] for ends in cuts]
     return {
         piece_name(number, begin): math.prod(e - b for b, e in zip(begin, end, strict=True))
@@ -101,7 +101,7 @@ def sizes(number: str, cuts: Cuts, dtype: np.dtype) -> dict[str, int]:
 
 
 def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
-    """Copy this process's blocks of an array to the host; each block belongs to one process."""
+    """Copy the blocks of an array that this process writes to the host."""
     found: list[Piece] = []
     # Replica 0 only, so that each block is written by one process. All copies start before the
     # first is awaited, so that they overlap.
@@ -109,7 +109,8 @@ def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
     for shard in shards:
         shard.data.copy_to_host_async()
     for shard in shards:
-        # A copy: on CPU this could be the array's own memory, which the next step may overwrite.
+        # This must be a copy: on CPU it could be the array's own memory, which the next step may
+        # overwrite.
         held = np.array(shard.data, order="C")
         corner = tuple(part.start or 0 for part in shard.index)
         for begin, end in _blocks(cuts, corner, held.shape):
@@ -121,7 +122,12 @@ def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
 def _blocks(
     cuts: Cuts, corner: Sequence[int], shape: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield begin and end of each block that shares elements with a box, in C order."""
+    """Yield the begin and end of each block that overlaps a box, in C order.
+
+    Args:
+      corner: the first element of the box in each dim.
+      shape: the shape of the box.
+    """
     overlapping = [
         [pair for pair in itertools.pairwise(ends) if pair[0] < c + n and c < pair[1]]
         for ends, c, n in zip(cuts, corner, shape, strict=True)
@@ -131,11 +137,11 @@ def _blocks(
 
 
 class Known:
-    """The files of earlier steps and of this step, by digest.
+    """An index by digest of the files of earlier steps and of this step.
 
     Args:
-      steps: directory and manifest of each step, the preferred step last.
-      on_event: called with a line about a file that turns out to be damaged.
+      steps: directory and manifest of each step; of equal files that of the last step is used.
+      on_event: function that is called with a line about a file that proves damaged.
     """
 
     def __init__(
@@ -150,9 +156,9 @@ class Known:
         }
 
     def link(self, record: FileRecord, path: Path) -> bool:
-        """Give `path` the content of a record by a link, if an undamaged file has it.
+        """Create `path` as a hard link to a known file with this record; return whether it worked.
 
-        The file is read first: damage must not spread to later steps.
+        The known file is read first, since damage must not spread to later steps.
         """
         source = self._paths.get(record.blake2b)
         if source is None:
@@ -162,22 +168,22 @@ class Known:
                 self._on_event(f"{source} is damaged: it is written anew instead of linked")
                 return False
             os.link(source, path)
-        except OSError:  # gone, another disk, no links here, or too many of them
+        except OSError:  # The file is gone or on another disk, or the file system refuses links.
             return False
         return True
 
     def add(self, record: FileRecord, path: Path) -> None:
-        """Let later pieces with the same content link to this file, which is complete."""
+        """Add a complete file, to which later pieces with the same content are then linked."""
         self._paths[record.blake2b] = path
 
 
 def write_rows(
     staging: Path, number: str, rows: Iterable[np.ndarray], cuts: Cuts
 ) -> dict[str, FileRecord]:
-    """Write an array whose rows come one after another; return the files' records by name.
+    """Write an array that is given part by part, and return the files' records by name.
 
     Args:
-      rows: parts of the array along its first dim, in order, each begun where a block begins.
+      rows: parts of the array along its first dim, in order; each begins at a cut.
 
     Raises:
       OSError: a file cannot be written.
@@ -214,8 +220,8 @@ def _place(path: Path, block: np.ndarray, known: Known) -> FileRecord:
     digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
     record = FileRecord(bytes=len(data), blake2b=digest)
     if not known.link(record, path):
-        # Never into an existing file: it could be a link, and writing would change an earlier
-        # step.
+        # The mode "x" never opens an existing file, which could be a link: writing to it would
+        # change an earlier step.
         with path.open("xb") as file:
             file.write(data)
         known.add(record, path)
@@ -223,9 +229,10 @@ def _place(path: Path, block: np.ndarray, known: Known) -> FileRecord:
 
 
 def load_array(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """Load an array from its pieces, in the sharding of `wanted`; only local blocks are read.
+    """Load an array from its pieces, in the sharding of `wanted`.
 
-    Elements of `wanted` beyond the saved array are zeros.
+    Each process reads only the blocks that its devices need. Elements of `wanted` beyond the saved
+    array are zeros.
 
     Raises:
       OSError: a file cannot be read.
@@ -235,8 +242,8 @@ def load_array(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeS
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        # As text, since slices cannot be hashed before Python 3.12.
-        if str(index) not in done:  # replicas ask for the same block
+        # The key is text, since slices cannot be hashed before Python 3.12.
+        if str(index) not in done:  # Replicas share the same block, which is read once.
             done[str(index)] = _read(directory, number, cuts, wanted, index)
         return done[str(index)]
 
@@ -244,10 +251,10 @@ def load_array(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeS
 
 
 def owned(array: jax.Array) -> jax.Array:
-    """Copy an array into memory of its devices, so that no two devices share a buffer.
+    """Copy an array on CPU devices, so that each device has a buffer of its own.
 
-    On a CPU an array from NumPy may use NumPy's memory, which devices with equal blocks share. Such
-    a buffer cannot be donated: the first step after a resume would hold two states.
+    On CPU an array from NumPy may use NumPy's memory, which devices with equal blocks share. Such a
+    buffer cannot be donated, so the first step after a resume would have two states in memory.
     """
     if next(iter(array.sharding.device_set)).platform != "cpu":
         return array

@@ -1,4 +1,4 @@
-"""Errors of orbax, tensorstore and the operating system as a readable line."""
+"""Descriptions of errors of orbax, tensorstore and the operating system, each in a line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FULL_TEXTS = ("No space left on device", "Disk quota exceeded")
 
 
 def one_line(error: Exception) -> str:
-    """Return the kind of an error and the beginning of its text.
+    """Return the type of an error and the beginning of its text in a line.
 
     >>> one_line(OSError(5, "Input/output error"))
     'OSError: [Errno 5] Input/output error'
@@ -19,7 +19,9 @@ def one_line(error: Exception) -> str:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Return whether an error, or its cause, is a full disk; tensorstore's are not OSErrors.
+    """Return whether an error, or one of its causes, means that the disk is full.
+
+    The texts are searched as well, since tensorstore's errors are not OSErrors.
 
     >>> is_disk_full(ValueError("RESOURCE_EXHAUSTED: write: No space left on device"))
     True
@@ -34,7 +36,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def how_lost(error: OSError) -> str:
-    """Describe what happened to a directory that existed before.
+    """Describe the state of a directory that existed before, given the error of an access to it.
 
     >>> how_lost(FileNotFoundError())
     'is gone'

@@ -1,6 +1,6 @@
 """Loading of the newest valid checkpoint, with warnings about newer damaged checkpoints.
 
-Reading never writes, so a finished or running run can be evaluated from elsewhere.
+Loading never writes, so another process can evaluate a run that is finished or still training.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Wanted(NamedTuple):
 
     Attributes:
       target: tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`, on any mesh.
-      shapes: a tree like it with the tensors' own shapes, where the target's have zeros at their
-        ends to fill up shards; None are those of the target.
+      shapes: a tree like `target` with the shapes of the tensors without padding; None if the
+        target is not padded.
       ignored: names of saved arrays that are not loaded.
       finish: function from the loaded tree to the caller's result.
     """
@@ -47,7 +47,7 @@ class Wanted(NamedTuple):
 
 
 Adapt = Callable[[Mapping[str, LeafRecord]], Wanted]
-"""Function from a checkpoint's records to the parts to load."""
+"""Function from the records of a checkpoint's arrays to the parts to load."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,20 @@ class Restored:
     """A loaded checkpoint."""
 
     step: int
-    """The step of this state."""
+    """Step of the loaded state."""
     state: PyTree
-    """The tree, with the structure and shardings of the target."""
+    """Loaded state, with the structure and shardings of the target."""
     metadata: JsonObject
-    """The metadata that the caller saved with the state."""
+    """Metadata that the caller saved with the state."""
 
 
 def committed_steps(directory: Path) -> tuple[int, ...]:
-    """Return the steps with a valid manifest, in ascending order; their files are not read."""
+    """Return the steps with a valid manifest, in ascending order; other files are not checked."""
     return tuple(manifest.step for manifest in valid_manifests(directory))
 
 
 def valid_manifests(directory: Path) -> list[Manifest]:
-    """Return the valid manifests of all checkpoints, by ascending step."""
+    """Return the manifests of all checkpoints whose manifest is valid, by ascending step."""
     manifests = []
     for step in steps_present(directory):
         try:
@@ -86,16 +86,18 @@ def restore(
     step: int | None = None,
     on_event: Callable[[str], None],
 ) -> Restored:
-    """Load a checkpoint into the structure and shardings of `target`; every process calls it.
+    """Load a checkpoint into the structure and shardings of `target`.
+
+    Every process calls this function.
 
     Args:
       directory: the directory of the `step_*` directories, on a file system that all processes
         share.
-      target: tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`; any mesh.
-      shapes: a tree like it with the tensors' own shapes, where the target's have zeros at their
-        ends to fill up shards; None are those of the target.
+      target: tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`, on any mesh.
+      shapes: a tree like `target` with the shapes of the tensors without padding; None if the
+        target is not padded.
       step: the step to load; None for the newest complete checkpoint.
-      on_event: called on process 0 with a line for each damaged checkpoint.
+      on_event: function that process 0 calls with a line for each damaged checkpoint.
 
     Raises:
       CheckpointError: see `restore_as`.
@@ -113,20 +115,20 @@ def restore_as(
 ) -> Restored:
     """Load the parts of a checkpoint that `adapt` chooses, given its records.
 
-    Every process calls it. Every file is compared with the manifest before any array is loaded.
-    With `step` None the newest checkpoint comes first, and a damaged checkpoint is reported through
-    `on_event` and skipped.
+    Every process calls this function. Every file is compared with the manifest before any array is
+    loaded. If `step` is None, checkpoints are tried from the newest to the oldest, and a damaged
+    checkpoint is reported through `on_event` and skipped.
 
     Args:
       directory: the directory of the `step_*` directories, on a file system that all processes
         share.
       step: the step to load; None for the newest complete checkpoint.
-      on_event: called on process 0 with a line for each damaged checkpoint.
+      on_event: function that process 0 calls with a line for each damaged checkpoint.
 
     Raises:
-      CheckpointError: no checkpoint, no complete checkpoint, the requested step missing or damaged,
-        or a checkpoint of another model (never skipped: older checkpoints belong to that model
-        too).
+      CheckpointError: no checkpoint, no complete checkpoint, a requested step that is missing or
+        damaged, or a checkpoint of another model, which is never skipped, since older checkpoints
+        belong to that model too.
     """
     directory = directory.absolute()  # Orbax accepts only absolute paths.
     steps = broadcast_json(steps_present(directory))
@@ -157,7 +159,7 @@ def restore_as(
 
 
 def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str | None]:
-    """Return the checkpoint, or its problem; the same outcome on every process."""
+    """Try to load a step, and return the checkpoint or a problem, the same on every process."""
     problem = broadcast_json(_verify(directory, step) if jax.process_index() == 0 else None)
     if problem is not None:
         return None, problem
@@ -175,7 +177,7 @@ def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str
     check_structure(compared, target if shapes is None else shapes, where=str(path))
     try:
         state = load_arrays(path, manifest, target)
-    # whatever orbax or tensorstore raise, the checkpoint cannot be loaded
+    # Any exception of orbax or tensorstore means that the checkpoint cannot be loaded.
     except Exception as error:
         state, problem = None, f"{ARRAYS}: {one_line(error)}"
     if any_process(problem is not None):

@@ -1,4 +1,4 @@
-"""The checkpoints to delete after a save: the last N are kept, and the best."""
+"""The checkpoints to delete after a save: all but the newest and the best."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ class Saved(NamedTuple):
 
 
 def best_step(saved: Sequence[Saved], *, lower_is_better: bool) -> int | None:
-    """Return the step with the best finite metric, the newest of equals; None without a metric."""
+    """Return the step with the best metric, the newest if several are equal.
+
+    The result is None if no metric is finite.
+    """
     sign = -1.0 if lower_is_better else 1.0
     ranked = [
         (sign * s.metric, s.step) for s in saved if s.metric is not None and math.isfinite(s.metric)
@@ -26,7 +29,7 @@ def best_step(saved: Sequence[Saved], *, lower_is_better: bool) -> int | None:
 def to_delete(
     saved: Sequence[Saved], *, keep: int, keep_best: bool, lower_is_better: bool
 ) -> tuple[int, ...]:
-    """List the steps to delete, oldest first: all but the newest `keep`, and the best if wanted.
+    """List the steps to delete, oldest first: all but the newest `keep` and, if kept, the best.
 
     >>> saved = [Saved(1, 0.5), Saved(2, 0.1), Saved(3, float("nan")), Saved(4, 0.3)]
     >>> to_delete(saved, keep=1, keep_best=True, lower_is_better=True)

@@ -1,10 +1,10 @@
 """Snapshots of the state in this machine's memory, or on its disk, from which a run resumes.
 
-No process waits for another: each writes its own part of the state, every part once over all
-processes (replica 0 of each shard), and a snapshot counts when all its files exist.
+No process waits for another: each writes its own part of the state, so that replica 0 of each shard
+is written once, and a snapshot is complete when the files of all processes exist.
 
-FOLDER/step_00000120.1_of_4      the part of process 1 of step 120:
-    a line of JSON               pieces of leaves and their positions, metadata, the rest's digest
+FOLDER/step_00000120.1_of_4      the part of step 120 that process 1 of 4 writes:
+    a line of JSON               names and positions of the pieces, metadata, a digest of all
     raw bytes                    the pieces, one after another
 """
 
@@ -31,9 +31,9 @@ from jaxdist.errors import CheckpointError
 from jaxdist.types import Json, JsonObject, PyTree
 
 KEEP = 2
-"""Snapshots to keep: 2, since the newest may be incomplete."""
+"""Number of snapshots to keep: 2, since the newest may be incomplete."""
 Span = tuple[tuple[int, int], ...]
-"""The begin and end of a piece in each dimension."""
+"""The begin and end of a piece in each dim."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class _Piece:
 
 
 class Snapshots:
-    """The writer of a process's snapshots; a context manager.
+    """The writer of a process's snapshots, and a context manager that waits for the last snapshot.
 
     Args:
-      folder: a folder on this machine, in memory; created if missing.
+      folder: a folder in this machine's memory or on its disk; created if missing.
       process: number of the process among `count`.
-      say: called with a line when a snapshot cannot be written, which does not end the run.
-      lasts: whether the folder is on a disk, whose files are to survive a crash of the machine.
+      say: function that is called with a line when a snapshot cannot be written; the run continues.
+      lasts: whether the folder is on a disk, where files must survive a crash of the machine.
 
     Raises:
       CheckpointError: the folder cannot be made.
@@ -84,9 +84,9 @@ class Snapshots:
         self.wait()
 
     def take(self, step: int, state: PyTree, metadata: Mapping[str, Json]) -> None:
-        """Copy this process's parts to the host and return; they are written in the background.
+        """Copy this process's parts to the host, and write them in the background.
 
-        The caller may donate `state` to its next step at once. It waits for the previous snapshot.
+        The call first waits for the previous snapshot. After it the caller may donate `state`.
         """
         self.wait()
         pieces = list(_pieces(state))
@@ -95,7 +95,10 @@ class Snapshots:
         self._thread.start()
 
     def forget(self, after: int) -> None:
-        """Delete later snapshots, whose steps will be repeated, before taking any more."""
+        """Delete the snapshots after a step from which the run has resumed.
+
+        The run repeats the later steps, and their old snapshots belong to another course of it.
+        """
         self._unlink(lambda step: step > after)
 
     def _unlink(self, old: Callable[[int], bool]) -> None:
@@ -119,8 +122,8 @@ class Snapshots:
                 file.write(_header(pieces, metadata))
                 for piece in pieces:
                     file.write(_raw(piece.array))
-                # A rename may reach the disk before the content; in memory there is no order to
-                # keep, and fsync would only cost time.
+                # A rename may reach the disk before the content does. Files in memory have no such
+                # order, and an fsync would only cost time.
                 if self._lasts:
                     file.flush()
                     os.fsync(file.fileno())
@@ -132,7 +135,8 @@ class Snapshots:
         except OSError as error:
             self._failed += 1
             times = self._failed
-            # report the first, second, fourth, ... failure: memory stays full
+            # Only the failures 1, 2, 4, 8, ... are reported, since every snapshot fails while the
+            # memory or the disk is full.
             if times & (times - 1) == 0:
                 again = f" ({times} times in a row)" if times > 1 else ""
                 why = error.strerror or error
@@ -140,7 +144,10 @@ class Snapshots:
             staging.unlink(missing_ok=True)
 
     def _prune(self) -> None:
-        """Delete this process's old files; on disk also those of processes with other numbers."""
+        """Delete this process's old files; on disk also older files of any other process.
+
+        A run that continues with fewer processes would otherwise keep the files of the others.
+        """
         found = sorted(self.folder.glob(f"step_*.{self._process}_of_{self._count}"))
         for path in found[:-KEEP]:
             path.unlink(missing_ok=True)
@@ -150,14 +157,15 @@ class Snapshots:
 
 
 def _pieces(state: PyTree) -> Iterator[_Piece]:
-    """Yield copies of this process's first replicas; on CPU an array may be the device's memory."""
+    """Yield copies of replica 0 of each shard that this process has."""
     leaves = named_leaves(state)
-    # All copies begin before the first is waited for, so that they overlap.
+    # All copies to the host begin before the first is awaited, so that they overlap.
     for leaf in leaves.values():
         leaf.copy_to_host_async()
     for name, leaf in leaves.items():
         for shard in leaf.addressable_shards:
             if shard.replica_id == 0 and shard.data.size:
+                # Without a copy the array could be a CPU device's memory, which may be donated.
                 copied = np.array(shard.data, copy=True, order="C")
                 yield _Piece(name, _span(shard.index, leaf.shape), copied)
 
@@ -170,7 +178,7 @@ def _span(index: tuple[slice, ...], shape: tuple[int, ...]) -> Span:
 
 
 def _raw(array: np.ndarray) -> memoryview:
-    """Return an array's bytes; numpy itself shows none of a bfloat16."""
+    """Return an array's bytes, by a view as uint8, since NumPy exports no buffer of a bfloat16."""
     return array.reshape(-1).view(np.uint8).data
 
 
@@ -190,15 +198,15 @@ def _digest(body: str, *raw: bytes | memoryview) -> str:
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """List the steps with the files of all processes, in ascending order.
+    """List the steps for which the folder has the files of all processes, in ascending order.
 
-    Generations with different numbers of processes count separately.
+    Files of generations with different numbers of processes are never combined.
     """
     return sorted(_whole(folder))
 
 
 def _whole(folder: Path) -> dict[int, list[Path]]:
-    """Return the complete sets of files by step; of several, the set with most files."""
+    """Return the complete set of files of each step, and of several sets that with most files."""
     found: dict[tuple[int, int], list[Path]] = {}
     for path in sorted(folder.glob("step_*")):
         part = snapshot_of(path.name)
@@ -209,10 +217,10 @@ def _whole(folder: Path) -> dict[int, list[Path]]:
 
 
 def load_snapshot(folder: Path, step: int, target: PyTree) -> tuple[PyTree, JsonObject]:
-    """Load the state of a step, on any mesh, and its metadata.
+    """Load the state and the metadata of a snapshot.
 
     Args:
-      target: tree of `jax.ShapeDtypeStruct` with shardings.
+      target: tree of `jax.ShapeDtypeStruct` with shardings, on any mesh.
 
     Raises:
       CheckpointError: a file is damaged, or the snapshot's state does not fit the target.
@@ -230,10 +238,10 @@ def load_snapshot(folder: Path, step: int, target: PyTree) -> tuple[PyTree, Json
 
 
 def _read(path: Path) -> tuple[list[_Piece], JsonObject]:
-    """Read a file's pieces.
+    """Read the pieces and the metadata in a snapshot file.
 
     Raises:
-      CheckpointError: the content does not match the digest.
+      CheckpointError: the file cannot be read, or its content does not match its digest.
     """
     try:
         head, _, raw = read_regular(path).partition(b"\n")
@@ -269,7 +277,7 @@ def _placed(name: str, pieces: list[_Piece], leaf: Any) -> jax.Array:
 def _assembled(pieces: list[_Piece], span: Span, leaf: Any) -> np.ndarray:
     """Assemble a device's block from all pieces that overlap it."""
     for piece in pieces:
-        # The usual case, a resume on the same mesh, needs no copy.
+        # A resume on the same mesh, the usual case, needs no copy.
         if piece.span == span:
             return piece.array
     out = np.empty([stop - start for start, stop in span], leaf.dtype)

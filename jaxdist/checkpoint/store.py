@@ -1,8 +1,7 @@
-"""Saving of a run's state in the background: a kill at any time loses nothing committed.
+"""Saving of a run's state in the background, such that a kill never loses a committed checkpoint.
 
-The steps of a save: orbax writes arrays into a hidden directory -> digest and fsync of every file
--> manifest -> fsync -> rename -> fsync of the parent -> deletion of checkpoints beyond the
-retention.
+The steps of a save: arrays are written into a hidden directory -> digest and fsync of every file ->
+manifest -> fsync -> rename -> fsync of the parent -> deletion of checkpoints beyond the retention.
 """
 
 from __future__ import annotations
@@ -50,35 +49,39 @@ class _Pending(NamedTuple):
 class _Outcome(NamedTuple):
     failure: str | None
     met: bool
-    """Whether all processes finished the save without an error, so that they can agree on it."""
+    """Whether all processes passed the last barrier of the save, so that none waits in vain for
+    another in a broadcast of the outcome."""
 
 
 class FencedBy(Protocol):
-    """A check whether this generation may still write."""
+    """The fence of a generation, which checks whether the generation may still write."""
 
     generation: int
 
     def check(self) -> None:
-        """Raise a `RunError` if it may not."""
+        """Raise a `RunError` if this generation may no longer write."""
         ...
 
 
 class CheckpointStore:
-    """The checkpoints of a run; every process creates a store and calls the same methods.
+    """The store of a run's checkpoints; every process creates one and calls the same methods.
 
-    The directory must be on a file system that all processes share. Only process 0 digests, commits
-    and deletes. In a run with several processes the arrays must be global arrays.
+    The directory must be on a file system that all processes share. Only process 0 writes
+    manifests, commits and deletes. In a run with several processes the arrays must be global
+    arrays.
 
     Args:
-      directory: created if missing; the remains of a crash in it are cleared.
+      directory: directory of the checkpoints, created if missing; the store removes what a crash
+        left in it.
       keep: number of newest checkpoints to keep, at least 1.
       keep_best: whether to keep the checkpoint with the best metric as well.
-      lower_is_better: the direction of the metric.
+      lower_is_better: whether a lower metric is better.
       chunk_bytes: arrays of at least this size are stored in files of at most this size, and files
-        that are unchanged since an earlier step are links to it.
-      on_event: called with a line when something needs a person's attention; sometimes from the
-        background thread.
-      fence: the check of a run on several hosts, whose older generations' processes may be alive.
+        that are unchanged since an earlier step are links to the earlier files.
+      on_event: function that is called with a line about events that a person should know of,
+        sometimes from the background thread.
+      fence: the fence of this generation in a run on several hosts, where processes of older
+        generations may still be alive; None in other runs.
 
     Raises:
       CheckpointError: the directory cannot be created or written.
@@ -117,19 +120,18 @@ class CheckpointStore:
         metric: float | None = None,
         shapes: PyTree = None,
     ) -> None:
-        """Copy the arrays to the host and return; the save continues in the background.
+        """Copy the arrays to the host, and save them in the background.
 
-        The caller may donate `state` to its next step at once. A checkpoint of the same step is
-        replaced, and stays complete until the new checkpoint is committed. It waits for the
-        previous save.
+        The call first waits for the previous save. After it the caller may donate `state`. A
+        checkpoint of the same step remains complete until the new checkpoint replaces it.
 
         Args:
-          step: the number of the saved state, 0 or more.
-          state: tree of `jax.Array`; typed random keys are fine.
-          metadata: JSON values, returned by `restore`.
-          metric: for `keep_best`; a metric that is not finite is never the best.
-          shapes: a tree like the state with the tensors' own shapes, where its arrays have zeros at
-            their ends to fill up shards; None are those of the arrays.
+          step: the step of the state, 0 or more.
+          state: tree of `jax.Array`, which may include typed random keys.
+          metadata: JSON values that `restore` returns.
+          metric: the metric for `keep_best`; a metric that is not finite is never the best.
+          shapes: a tree like the state with the shapes of the tensors without padding; None if the
+            arrays are not padded.
 
         Raises:
           CheckpointError: the previous save failed, this save cannot begin, `metadata` is not JSON,
@@ -150,8 +152,8 @@ class CheckpointStore:
         except Exception as error:
             raise CheckpointError(self._abandon(step, error)) from error
         self._saves += 1
-        # Failed until the thread reports otherwise: if it dies, the result of the previous save
-        # must not count for this save.
+        # The outcome is a failure until the thread reports another: if the thread dies, the outcome
+        # of the previous save must not count for this save.
         self._outcome = _Outcome(f"saving step {step} in {self.directory} did not end", met=False)
         pending = _Pending(step, finite, leaves, whole)
         self._thread = threading.Thread(
@@ -163,13 +165,14 @@ class CheckpointStore:
         """Wait until the last save is committed on every process.
 
         Raises:
-          CheckpointError: that save failed; the message has the reason, free space and last good
-            step.
+          CheckpointError: that save failed; the message has the reason, the free space and the last
+            good step.
         """
         outcome = self._join()
         if outcome is None:
             return
-        # A broadcast waits for every process, and after such a failure some would never join it.
+        # A broadcast waits for every process. If not all passed the last barrier of the save, some
+        # processes would never join the broadcast.
         failure = broadcast_json(outcome.failure) if outcome.met else outcome.failure
         if failure is not None:
             raise CheckpointError(failure)
@@ -193,7 +196,8 @@ class CheckpointStore:
         if kind is None:
             self.close()
             return
-        # After an error the other processes may be elsewhere: finish our part, agree on nothing.
+        # After an error other processes may never reach a collective, so this process finishes its
+        # own part of the save without a broadcast.
         if self._thread is not None and jax.process_count() > 1:
             self._thread.join(LOST_PEERS_SECONDS)
             if self._thread.is_alive():
@@ -220,13 +224,13 @@ class CheckpointStore:
         return restore(self.directory, target, shapes=shapes, step=step, on_event=self._on_event)
 
     def restore_as(self, adapt: Adapt, *, step: int | None = None) -> Restored:
-        """Load the parts that `adapt` chooses; see `jaxdist.checkpoint.restore.restore_as`."""
+        """Load parts of a checkpoint; see `jaxdist.checkpoint.restore.restore_as`."""
         self.wait()
         return restore_as(self.directory, adapt, step=step, on_event=self._on_event)
 
     def _prepare_directory(self) -> None:
-        # An existing directory may refuse writes, which otherwise only the first save would show.
-        # All processes probe at the same time, so each uses its own name.
+        # The probe shows at once that an existing directory refuses writes, rather than at the
+        # first save. All processes probe at the same time, so each uses a name of its own.
         probe = self.directory / f".probe-{jax.process_index()}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -254,20 +258,20 @@ class CheckpointStore:
             self._on_event(f"{path} has no valid manifest and does not count as a checkpoint")
 
     def _finish(self, pending: _Pending) -> None:
-        """Run the background half of a save."""
+        """Run the part of a save that is done in the background."""
         failure, met = None, False
         try:
             self._writer.wait()
             written, failure = self._place(pending)
-            # Process 0 digests all files: every process must have written its own before that.
+            # Process 0 seals all files, so every process must have written its own files before.
             self._writer.barrier(f"jaxdist_pieces_{self._saves}")
             try:
                 if self._primary and failure is None:
                     self._commit(pending, written)
             except Exception as error:
                 failure = self._abandon(pending.step, error)
-            # Also after a failure, since the others wait here: none may report the save as done
-            # before process 0 has committed it.
+            # This barrier also follows a failed commit, since the other processes wait here: none
+            # may report the save as done before process 0 has committed it.
             self._writer.barrier(f"jaxdist_checkpoint_{self._saves}")
             met = True
         except Exception as error:
@@ -275,10 +279,10 @@ class CheckpointStore:
         self._outcome = _Outcome(failure, met)
 
     def _place(self, pending: _Pending) -> tuple[dict[str, FileRecord], str | None]:
-        """Write or link this process's part of the large arrays, or return why it cannot.
+        """Write or link this process's part of the large arrays; return records, or a failure.
 
-        It does not raise: the others wait for this process, and notice missing files when they
-        commit.
+        It does not raise: other processes wait for this process at the next barrier, and process 0
+        finds missing files when it commits.
         """
         try:
             steps = [
@@ -290,18 +294,18 @@ class CheckpointStore:
             return self._writer.place(staging, known), None
         except Exception as error:
             failure = self._abandon(pending.step, error)
-            if not self._primary:  # process 0 only sees that files are missing
+            if not self._primary:  # Process 0 finds only that files are missing, not the reason.
                 self._on_event(failure)
             return {}, failure
 
     def _commit(self, pending: _Pending, written: Mapping[str, FileRecord]) -> None:
         staging = self._staging(pending.step)
         final = layout.step_directory(self.directory, pending.step)
-        # orbax creates a missing directory for its arrays. Only the file that was written first
-        # proves that this directory is still the original.
+        # Orbax would create a missing directory again for its arrays. Only the file that was
+        # written first proves that this is still the directory of this save.
         if not (staging / layout.METADATA).exists():
             raise FileNotFoundError(f"{staging} was taken away while the arrays were written")
-        # The digests are computed after the write, so a truncated file would pass.
+        # A digest that is computed after the write cannot show that a file is missing or truncated.
         for name, size in pending.whole.bytes.items():
             if (staging / name).stat().st_size != size:
                 raise OSError(f"{staging / name} is not {size} bytes long, as it was written")
@@ -309,8 +313,8 @@ class CheckpointStore:
         generation = None if self._fence is None else self._fence.generation
         seal(staging, step=pending.step, **given, known=written, generation=generation)
         self._check_fence()
-        # A process that is suspended here, and then deposed, no longer finds the directory to
-        # rename.
+        # A process that is suspended here, and then deposed, no longer finds the directory that it
+        # would rename, since the next generation removes it.
         layout.commit(staging, final)
         self._check_fence()
         self._clear_older()
@@ -338,8 +342,8 @@ class CheckpointStore:
     def _prune(self, step: int) -> None:
         """Delete checkpoints beyond the retention, among the steps up to the committed step.
 
-        Later steps belong to an abandoned or damaged future: counting them could displace this
-        step.
+        Later steps are left from a run that was resumed from an earlier step. If they counted, the
+        step just saved could be deleted in their favour.
         """
         manifests = valid_manifests(self.directory)
         later = [manifest.step for manifest in manifests if manifest.step > step]
@@ -362,16 +366,18 @@ class CheckpointStore:
                 self._on_event(f"the old checkpoint {path} cannot be deleted: {one_line(error)}")
 
     def _abandon(self, step: int, error: Exception) -> str:
-        """Clear the remains of a failed save, and describe the failure; never raises an OSError."""
+        """Remove the files of a failed save, and describe the failure; raises no OSError."""
         reason = "the disk is full" if is_disk_full(error) else one_line(error)
         try:
             if not os.path.samestat(os.stat(f"{self.directory}/."), self._identity):
-                raise FileNotFoundError  # the directory there now was made by orbax for its arrays
+                # The run's own directory is gone: orbax has made another for its arrays.
+                raise FileNotFoundError
             if self._primary and self._fence is None:
                 layout.recover(self.directory)
             elif self._primary or self._is_deposed():
-                # Only by its name: other files there may be the next generation's. In a deposed
-                # generation each process does it, since any of them may be the last that writes.
+                # Only the directory of this save is removed, since other files may belong to the
+                # next generation. In a deposed generation each process removes it, since any
+                # process may be the last to write there.
                 shutil.rmtree(self._staging(step), ignore_errors=True)
             good, free = self.steps(), shutil.disk_usage(self.directory).free
         except OSError as lost:

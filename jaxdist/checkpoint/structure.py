@@ -37,10 +37,10 @@ def named_leaves(tree: PyTree) -> dict[str, Leaf]:
 
 
 def describe_arrays(tree: PyTree, shapes: PyTree = None) -> dict[str, LeafRecord]:
-    """Return path -> shape and dtype of every array of a tree of arrays.
+    """Return the record of every array in a tree, by path.
 
     Args:
-      shapes: a tree with the same structure that has the shapes; None uses those of the arrays.
+      shapes: a tree like `tree` with the shapes to record; None records those of the arrays.
     """
     leaves = named_leaves(tree)
     own = leaves if shapes is None else named_leaves(shapes)
@@ -60,9 +60,12 @@ def _text(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def structure_differences(saved: dict[str, LeafRecord], target: PyTree) -> list[str]:
-    """Describe, in a line each, paths whose array is missing, extra, or of another shape or dtype.
+    """List the differences between saved arrays and a target, a line for each path.
 
-    `target` is a tree of arrays or `jax.ShapeDtypeStruct`.
+    An array may be missing, extra, or of another shape or dtype.
+
+    Args:
+      target: tree of arrays or of `jax.ShapeDtypeStruct`.
     """
     wanted = {n: _text(leaf.shape, str(leaf.dtype)) for n, leaf in named_leaves(target).items()}
     present = {name: _text(leaf.shape, leaf.dtype) for name, leaf in saved.items()}

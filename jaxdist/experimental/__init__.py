@@ -1,5 +1,5 @@
-"""Capabilities that few users need, under the same contracts as the core.
+"""Optimizers that few users need, under the same contracts as the core.
 
-Nothing in the core imports them but `jaxdist.experiment`, where a config's alternatives are listed.
-Their settings and results may change from one minor version to the next.
+In the core only `jaxdist.experiment` imports this package, to list the alternatives of a config.
+The settings and results of these optimizers may change from one minor version to the next.
 """

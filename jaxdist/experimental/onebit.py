@@ -1,9 +1,10 @@
-"""1-bit Adam, and the common part of optimizers whose momentum is compressed.
+"""1-bit Adam, and the common part of optimizers for momentum that is sent compressed.
 
-The second moment is frozen before messages become lossy, because the losses would corrupt it.
-Sending is not part of these optimizers. They need gradients that represent the same momentum on all
-devices, as the feedback `CompressedMomentum` returns them: with the same `b1`, and with a codec
-that sends everything in the first `freeze_step` steps (`jaxdist.compression.warm_up`).
+The second moment is frozen before messages become lossy, because errors of messages would corrupt
+it. These optimizers do not communicate themselves. They need gradients that represent the same
+momentum on all devices, which the feedback `CompressedMomentum` returns. Its `b1` must be that of
+the optimizer, and its codec must send whole gradients in the first `freeze_step` steps
+(`jaxdist.compression.warm_up`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jaxdist.types import OptState, Params, PyTree, Updates
 
 
 class FrozenAdamState(NamedTuple):
-    """The number of steps, and the moments: trees like the parameters, float32 or wider."""
+    """The number of steps, and both moments as trees like the parameters, float32 or wider."""
 
     count: StepCount
     mu: Updates
@@ -42,15 +43,15 @@ def scale_by_frozen_adam(
     bias_correction: bool = True,
     bounded: bool = True,
 ) -> optax.GradientTransformation:
-    """Adam's direction, with the second moment frozen after `freeze_step` steps.
+    """Build a transformation to Adam's direction that freezes the second moment.
 
-    1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1, which has no bias correction). In
-    addition, elements whose gradient was zero in all of these steps do not move: see
-    `frozen_direction`.
+    It is frozen after `freeze_step` steps, as in 1-bit Adam (Tang et al., arXiv 2102.02888,
+    algorithm 1, which has no bias correction). In addition, an element whose gradient was zero in
+    all of these steps never moves: see `frozen_direction`.
 
     Args:
-      bounded: no element moves farther than Adam could move it (`adam_bound`), a bound that the
-        paper does not have; it has no effect in the first `freeze_step` steps.
+      bounded: whether an element moves at most as far as Adam could move it (`adam_bound`). The
+        paper does not have this bound, which has no effect in the first `freeze_step` steps.
 
     Raises:
       ConfigError: decays outside of [0, 1), a negative eps, a freeze_step below 1.
@@ -88,27 +89,28 @@ def scale_by_frozen_adam(
 
 
 def first_moment(b1: float, m: jax.Array, g: jax.Array) -> jax.Array:
-    """Add a gradient to the running mean of gradients."""
+    """Return the next running mean of gradients."""
     return b1 * m + (1 - b1) * g.astype(m.dtype)
 
 
 def second_moment(b2: float, moves: PyTree, v: jax.Array, g: jax.Array) -> jax.Array:
-    """Add a square to the running mean of squares, where it still moves."""
+    """Return the next running mean of squared gradients; unchanged where `moves` is false."""
     return jnp.where(moves, b2 * v + (1 - b2) * jnp.square(g.astype(v.dtype)), v)
 
 
 def frozen_direction(m: jax.Array, v: jax.Array, eps: float, most: float) -> jax.Array:
-    """Return m / (sqrt(v) + eps), at most `most` in size, and zero where v is zero.
+    """Return m / (sqrt(v) + eps), limited to [-most, most], and zero where v is zero.
 
-    Where v is zero, the gradient was zero in all of the warm-up (rows of an embedding that occurred
-    in no example). 1-bit messages cannot represent zero: their error in the momentum would be
-    divided by eps. Where v is small, only this bound limits a block's scale over its root.
+    Where v is zero, the gradient was zero in the whole warm-up (rows of an embedding that occurred
+    in no example). A 1-bit message cannot represent zero, and its error in such an element of m
+    would be divided by eps. Where v is small but not zero, the element of m may be as large as the
+    scale of its block in the message, and only `most` limits its quotient by sqrt(v).
     """
     return jnp.where(v > 0, jnp.clip(m / (jnp.sqrt(v) + eps), -most, most), 0.0)
 
 
 def adam_bound(b1: float, b2: float) -> float:
-    """Return the largest distance that Adam moves an element in a step, in learning rates.
+    """Return the largest distance that Adam can move an element in a step, in learning rates.
 
     The bound is (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), from the Cauchy-Schwarz inequality for
     the weights of both moments (Kingma and Ba, arXiv 1412.6980, section 2.1, has special cases); it
@@ -123,12 +125,12 @@ def adam_bound(b1: float, b2: float) -> float:
 
 
 def _weight(b: float, count: jax.Array) -> jax.Array:
-    """Return 1 - b^count without the cancellation of float32 (4 of 7 digits at b = 0.999)."""
+    """Return 1 - b^count without cancellation, which would cost 4 of 7 digits at b = 0.999."""
     return -jnp.expm1(count.astype(jnp.float32) * (math.log(b) if b else -math.inf))
 
 
 def check_freeze_step(freeze_step: int) -> None:
-    """Refuse a freeze_step before the second moment has seen a gradient.
+    """Refuse a freeze_step at which the second moment does not yet contain a gradient.
 
     Raises:
       ConfigError: freeze_step is below 1.
@@ -144,13 +146,15 @@ class OnebitConfig(OptimizerConfig):
     """The settings that 1-bit optimizers share."""
 
     freeze_step: Count
-    """Steps before the second moment is frozen; equal to parallel.compression.warmup_steps."""
+    """Number of steps after which the second moment is frozen; it must equal
+    parallel.compression.warmup_steps."""
     b1: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """Decay of the first moment; equal to b1 of error_feedback compressed_momentum."""
+    """Decay of the first moment; it must equal b1 of the error_feedback compressed_momentum."""
     b2: Beta = 0.999
     """Decay of the second moment."""
     bounded: bool = True
-    """Let no element move farther in a step than it could with Adam; false follows the paper."""
+    """Limit the distance that an element moves in a step to what Adam could reach; false has no
+    such limit, as in the paper."""
 
     @property
     def frozen_from(self) -> int:
@@ -175,14 +179,14 @@ class OnebitAdamConfig(OnebitConfig):
     type: Literal["onebit_adam"]
     """Selects this optimizer."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Small number added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled decay, times the learning rate; biases and norm scales are left out."""
+    """Decoupled weight decay, scaled by the learning rate; biases and norm scales do not decay."""
     bias_correction: bool = True
-    """Divide the moments by 1 - b^t; the paper's algorithm does not."""
+    """Divide the moments by 1 - b^t in step t, which the paper's algorithm does not do."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
-        """The update rule for a learning-rate schedule on these parameters."""
+        """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
         return optax.chain(
             scale_by_frozen_adam(
                 self.b1,

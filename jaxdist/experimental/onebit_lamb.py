@@ -1,4 +1,4 @@
-"""1-bit LAMB: after a warm-up each layer's ratio follows from the change of its variance."""
+"""1-bit LAMB: after a warm-up, trust ratios follow from the change of the second moment."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class OnebitLambRule:
 
     Attributes:
       freeze_step: number of steps of plain LAMB.
-      coefficient_decay: decay of the mean of trust ratios over these steps (the paper's beta 3).
-        The mean starts at zero, and is close to that of all ratios only after many times 1 / (1 -
-        decay) steps.
-      ratio_bounds: bounds of these ratios.
-      factor_bounds: bounds of the factor on the mean ratio after the warm-up.
-      factor_change: largest change of this factor in a step, as a fraction of the factor.
+      coefficient_decay: decay of the running mean of a layer's trust ratios in these steps (the
+        paper's beta 3). The mean starts at zero without bias correction, so it approaches the
+        ratios only if freeze_step is much larger than 1 / (1 - decay).
+      ratio_bounds: bounds of the trust ratios in these steps.
+      factor_bounds: bounds of the factor by which the mean ratio is multiplied after these steps.
+      factor_change: largest change of that factor in a step, as a fraction of the factor.
       bounded: see `jaxdist.experimental.onebit.scale_by_frozen_adam`.
 
     Raises:
@@ -82,11 +82,12 @@ class OnebitLambRule:
     def ratio(
         self, norms: Squares, largest: jax.Array, kept: RunningNorms, warm: jax.Array
     ) -> _Ratio:
-        """Compute the factor on the layers' updates, and the state to keep.
+        """Compute the scale of each layer's update, and the next running values.
 
         Args:
-          norms: norms of weights, update, and the update without decay.
-          largest: largest quotient of frozen and fresh deviation in each layer.
+          norms: norms of the weights, of the update, and of the update without weight decay.
+          largest: largest quotient of the roots of frozen and fresh second moment in each layer.
+          kept: the running values before this step.
           warm: whether this step belongs to the warm-up.
         """
         weight, update, direction = norms
@@ -95,7 +96,8 @@ class OnebitLambRule:
         keep = self.coefficient_decay
         mean = keep * kept.coefficient + (1 - keep) * ratio
         coefficient = jnp.where(warm & usable(pair), mean, kept.coefficient)
-        # The variance concerns only Adam's part of the update, not the decay.
+        # The second moment affects only Adam's part of the update, so weight decay keeps the
+        # factor 1.
         share = jnp.minimum(1.0, direction / jnp.maximum(update, jnp.finfo("f4").tiny))
         factor = jnp.clip(largest * share + (1 - share), *self.factor_bounds)
         slower, faster = 1 - self.factor_change, 1 + self.factor_change
@@ -107,14 +109,14 @@ class OnebitLambRule:
 
 
 class RunningNorms(NamedTuple):
-    """The two running values of a parameter's layers, with its rank: see `OnebitLambState`."""
+    """The running values of the layers of a parameter; `OnebitLambState` describes both."""
 
     coefficient: jax.Array
     factor: jax.Array
 
 
 class _Ratio(NamedTuple):
-    """The factor on a leaf's update, and the values to keep."""
+    """The scale of the update of each layer in a leaf, and the next running values."""
 
     scale: jax.Array
     kept: RunningNorms
@@ -124,11 +126,11 @@ class OnebitLambState(NamedTuple):
     """The state of `onebit_lamb`.
 
     Attributes:
-      count: steps taken.
-      mu, nu: the moments; nu is frozen after the warm-up.
-      fresh: the second moment that continues to be updated.
-      coefficient: mean trust ratio of the warm-up, a number for each layer of each parameter.
-      factor: the last factor on that mean, with the same shape.
+      count: number of steps.
+      mu, nu: both moments; nu is frozen after the warm-up.
+      fresh: a second moment that is updated in every step.
+      coefficient: running mean of the trust ratios of the warm-up, for each layer.
+      factor: factor by which the coefficient was multiplied in the last step, for each layer.
     """
 
     count: StepCount
@@ -152,14 +154,15 @@ def onebit_lamb(
     adapt_mask: Mask | None = None,
     specs: Specs = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """1-bit LAMB (Li et al., arXiv 2104.06069, algorithm 1; no bias is corrected).
+    """Build 1-bit LAMB (Li et al., arXiv 2104.06069, algorithm 1), without bias correction.
 
-    After `rule.freeze_step` steps of LAMB each layer's ratio is its mean over those steps, times
-    the largest quotient of frozen and fresh deviation in the layer. Elements whose gradient was
-    zero in all of these steps do not move: see `jaxdist.experimental.onebit.frozen_direction`.
+    After `rule.freeze_step` steps of LAMB, the trust ratio of a layer is its running mean over
+    those steps times the largest quotient, over the layer's elements, of the roots of the frozen
+    and the fresh second moment. An element whose gradient was zero in all of those steps never
+    moves: see `jaxdist.experimental.onebit.frozen_direction`.
 
-    State: three float32 for each element. Inside `jax.shard_map` norms are reduced in one
-    all-reduce, and a number for each layer of the split tensors in another.
+    The state holds three float32 numbers for each element. Inside `jax.shard_map` the norms of all
+    parameters share an all-reduce, and each parameter whose layers are split needs another.
 
     Args:
       layer_dims, decay_mask, adapt_mask, specs: see `jaxdist.optim.layerwise.layerwise`.
@@ -210,7 +213,13 @@ def onebit_lamb(
 
 
 class _Tensors(NamedTuple):
-    """A leaf's weights, update, update without decay; and frozen over fresh deviation."""
+    """The tensors of a leaf for its ratio.
+
+    Attributes:
+      p: weights.
+      update, direction: the update with and without weight decay.
+      quotient: quotient of the roots of the frozen and the fresh second moment.
+    """
 
     p: jax.Array
     update: jax.Array
@@ -242,7 +251,7 @@ def _ratios(
     rule: OnebitLambRule,
     warm: jax.Array,
 ) -> list[_Ratio]:
-    """Return the ratio of each leaf and the values to keep; 1 where no ratio applies."""
+    """Return the scales and next running values of each leaf; the scale is 1 without a ratio."""
     found = [_Ratio(jnp.float32(1), x) for x in kept]
     on = [i for i, flag in enumerate(adapts) if flag]
     squares = [leaves[i].squares(*tensors[i][:3]) for i in on]
@@ -256,7 +265,7 @@ def _ratios(
 
 
 def _largest(leaf: LayeredLeaf, x: jax.Array) -> jax.Array:
-    """Return the largest element of each layer, over all shards of the layer."""
+    """Return the largest element of each layer, over all devices that hold shards of the layer."""
     found = jnp.max(x, axis=leaf.summed, keepdims=True)
     return jax.lax.pmax(found, leaf.summed_axes) if leaf.summed_axes else found
 
@@ -267,22 +276,24 @@ class OnebitLambConfig(OnebitConfig):
     type: Literal["onebit_lamb"]
     """Selects this optimizer."""
     eps: PositiveFloat = 1e-6
-    """Added to the root of the second moment."""
+    """Small number added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decay of weights, inside the direction that the ratio scales."""
+    """Weight decay, which is part of the direction that the trust ratio scales."""
     layer_dims: tuple[str, ...] = ("layers",)
-    """Names of dims whose every index has a ratio of its own, where a parameter has them."""
+    """Names of dims along which each index has a trust ratio of its own, in the parameters that
+    have them."""
     coefficient_decay: Beta = 0.9
-    """Decay of the mean of trust ratios over the warm-up, which begins at zero."""
+    """Decay of the running mean of trust ratios in the warm-up, a mean that begins at zero."""
     ratio_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.01, 10.0)
     """Bounds of the trust ratios in the warm-up."""
     factor_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.5, 4.0)
-    """Bounds of the factor on the mean ratio after the warm-up."""
+    """Bounds of the factor by which the mean trust ratio is multiplied after the warm-up."""
     factor_change: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Largest change of this factor in one step, as a fraction of the factor."""
+    """Largest change in a step of the factor on the mean trust ratio, as a fraction of the
+    factor."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
-        """The update rule for a learning-rate schedule on these parameters."""
+        """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
         names = OnebitLambRule.__dataclass_fields__
         return onebit_lamb(
             rate,
