@@ -1,1 +1,1 @@
-"""The construction of stages, chunks and a step from a model."""
+"""The construction of pipeline stages, their chunks and a train step from a model."""

@@ -1,4 +1,4 @@
-"""The placement of layers and chunks in arrays: on their stages, and padded where uneven."""
+"""The arrangement of layers and chunks in arrays: by stage, and padded if counts are uneven."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxdist.types import Params, PyTree
 def on_stages(placement: Sequence[int]) -> tuple[int, ...]:
     """Return the chunk at each place of an array with all stages' chunks, stage after stage.
 
-    Where a stage has fewer chunks than another, a place has -1.
+    If a stage has fewer chunks than another stage, its last places have -1.
 
     >>> on_stages((0, 1, 2, 2, 1, 0))
     (0, 5, 1, 4, 2, 3)
@@ -34,7 +34,7 @@ def on_stages(placement: Sequence[int]) -> tuple[int, ...]:
 def to_stages(chunks: PyTree, placement: Sequence[int]) -> PyTree:
     """Rearrange leaves `[chunks, ...]` to `[places, ...]`, to be split over the stage axis.
 
-    Places without a chunk repeat another chunk, which no task uses.
+    Places without a chunk repeat the first chunk; no task uses these places.
     """
     return _ordered(chunks, [max(chunk, 0) for chunk in on_stages(placement)])
 
@@ -48,14 +48,17 @@ def from_stages(places: Any, placement: Sequence[int]) -> PyTree:
 def _ordered(tree: PyTree, order: Sequence[int]) -> PyTree:
     """Reorder leaves `[n, ...]` to `[len(order), ...]` by slices.
 
-    XLA's partitioner crashes on a lookup where data and tensor axes split the leaf too.
+    A lookup by an array of indices would crash XLA's partitioner if data and tensor axes split the
+    leaf too.
     """
     return jax.tree.map(lambda leaf: jnp.concatenate([leaf[i : i + 1] for i in order]), tree)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The number of layers of each chunk; arrays have as many for each as the largest chunk.
+    """The number of layers of each chunk.
+
+    In arrays, each chunk has as many places for layers as the largest chunk.
 
     >>> Cut((2, 1)).to_chunks(jnp.arange(3) + 1).tolist()
     [[1, 2], [3, 3]]
@@ -75,7 +78,7 @@ class Cut:
 
     @property
     def index(self) -> np.ndarray:
-        """The layer at each place: int `[chunks, most]`; a smaller chunk repeats its last layer.
+        """The layer at each place, int `[chunks, most]`; a smaller chunk repeats its last layer.
 
         >>> Cut((2, 1)).index.tolist()
         [[0, 1], [2, 2]]
@@ -95,7 +98,7 @@ class Cut:
         return jax.tree.map(leaf, layers)
 
     def from_chunks(self, chunks: PyTree) -> PyTree:
-        """Invert `to_chunks`; values at places without a layer are dropped."""
+        """Rearrange leaves `[chunks, most, ...]` to `[layers, ...]`, without the padded places."""
         counts = np.array(self.layers)[:, None]
         places = np.flatnonzero(np.arange(self.most) < counts)
 
@@ -108,12 +111,12 @@ class Cut:
     def scan(
         self, layer: Callable[[Any, Any], Any], params: Params, x: PyTree, chunk: jax.Array
     ) -> PyTree:
-        """Return x after the layers of a chunk; places without a layer cost nothing.
+        """Apply the layers of a chunk to x, one after another; places without a layer cost nothing.
 
         Args:
           layer: function from (parameters of a layer, x) to the next x.
-          params: leaves `[most, ...]`.
-          chunk: int32 scalar.
+          params: parameters of the chunk's layers, leaves `[most, ...]`.
+          chunk: index of the chunk, int32 scalar.
         """
         if self.even:
             return lax.scan(lambda x, own: (layer(own, x), None), x, params)[0]

@@ -1,8 +1,9 @@
 """Models whose stages differ in shape: parameters as vectors, activations as padded rows.
 
-All stages run the same program on arrays of the same shapes. A chunk's parameters therefore become
-a vector as long as the largest chunk's, an activation `[rows, ...]` becomes `[rows, features]` with
-the features of the largest boundary, and `lax.switch` runs the chunk of the stage.
+All stages run the same program on arrays of the same shapes. The parameters of a chunk therefore
+become a vector as long as that of the largest chunk. An activation `[rows, ...]` becomes `[rows,
+features]`, with the features of the largest activation between chunks. `lax.switch` runs the chunk
+of the stage.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from jaxdist.parallel.pipeline.executor.model_fns import ModelFns, Visit
 from jaxdist.types import PyTree
 
 Chunk = Callable[[Any, jax.Array, Visit], jax.Array]
-"""Function from (a chunk's parameters, x `[rows, ...]`, visit) to the next x, of any shape `[rows,
-...]`."""
+"""A function from (a chunk's parameters, x `[rows, ...]`, visit) to the next x, of any shape
+`[rows, ...]`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Packed:
 
     @property
     def parts(self) -> ModelFns:
-        """Return the model for the executor; parameters of a chunk are a vector."""
+        """The model in the form for the executor, in which a chunk's parameters are a vector."""
         return ModelFns(
             lambda shared, visit: self._padded(self.embed(shared, visit)),
             self._blocks,
@@ -53,12 +54,12 @@ class Packed:
 
     @property
     def length(self) -> int:
-        """The number of elements of the largest chunk's parameters."""
+        """The number of parameters of the largest chunk."""
         return max(map(_size, self.params))
 
     @property
     def features(self) -> int:
-        """The number of elements in a row of the largest boundary."""
+        """The number of elements in a row of the largest activation between chunks."""
         return max(math.prod(shape.shape[1:]) for shape in self.boundaries)
 
     def pack(self, params: Sequence[Any]) -> jax.Array:
@@ -66,7 +67,7 @@ class Packed:
         return jnp.stack([self._vector(own) for own in params])
 
     def unpack(self, vectors: jax.Array) -> list[Any]:
-        """Invert `pack`."""
+        """Return the parameters of all chunks from the vectors that `pack` returns."""
         return [self._tree(vector, chunk) for chunk, vector in enumerate(vectors)]
 
     def _vector(self, tree: PyTree) -> jax.Array:
@@ -110,7 +111,7 @@ def pack_model(
     shared: PyTree,
     visit: Visit,
 ) -> Packed:
-    """Pack a model of dissimilar chunks, whose boundaries are found by tracing.
+    """Pack a model of dissimilar chunks; tracing finds the shapes of activations between chunks.
 
     Args:
       params: parameters of each chunk, or their shapes.
@@ -118,8 +119,8 @@ def pack_model(
       visit: the visit of a microbatch, or its shapes.
 
     Raises:
-      ConfigError: parameters of several dtypes, which a single vector cannot hold; activations of
-        several dtypes.
+      ConfigError: parameters have several dtypes, which a single vector cannot hold, or activations
+        have several dtypes.
     """
     shapes = tuple(jax.eval_shape(lambda tree: tree, own) for own in params)
     boundaries = [jax.eval_shape(embed, shared, visit)]

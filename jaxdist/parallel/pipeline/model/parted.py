@@ -1,4 +1,4 @@
-"""A model of dissimilar parts in stages: each chunk runs some parts, with a parameter vector."""
+"""A model of dissimilar parts on stages: a chunk runs some parts, with parameters in a vector."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ WHOLE = PartitionSpec()
 
 
 class Parted(Protocol):
-    """A sequential module: its call runs its parts one after another.
+    """A sequential module, whose call runs its parts one after another.
 
-    The first part takes the module's own arguments, each other part the output of the previous
-    part. Every part returns an array `[rows, ...]`.
+    The first part takes the module's own arguments, and each other part takes the output of the
+    previous part. Every part returns an array `[rows, ...]`.
     """
 
     def parts(self) -> Sequence[Callable[..., jax.Array]]: ...
@@ -60,8 +60,8 @@ def plan_parted(
       batch: shapes of a batch with any number of rows.
 
     Raises:
-      ConfigError: a mesh with other axes than data and stage; parameters, or outputs of parts, of
-        several dtypes.
+      ConfigError: the mesh has axes other than data and stage, or parameters or outputs of parts
+        have several dtypes.
     """
     batch_axis = layout.axis_of("batch")
     axes = {AXIS, *(axis_names(layout.mesh, batch_axis) if batch_axis else ())}
@@ -83,7 +83,7 @@ def plan_parted(
 
 @dataclass(frozen=True)
 class PartedPipeline(Pipeline):
-    """A pipeline of dissimilar parts: the base's layers are a vector for each chunk.
+    """A pipeline of dissimilar parts, in which each chunk has one layer: its parameter vector.
 
     Attributes:
       counts: number of parts of each chunk.
@@ -96,31 +96,33 @@ class PartedPipeline(Pipeline):
     def gradients(
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
-        """Compute gradients as the base does."""
-        # Gradients are wider than narrow parameters, and so are the shapes used to unpack them.
+        """Compute gradients as `Pipeline` does, with packed parameters."""
+        # Gradients have wider dtypes than narrow parameters. The transpose of `_pack`, which
+        # unpacks them, must therefore be that for wide parameters.
         wide = jax.tree.map(
             lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), held.params
         )
         packed = held._replace(params=self._pack(held.params))
         found = super().gradients(packed, batch, key, around)
-        # Vectors hold frozen parameters too, whose gradients are dropped.
+        # The vectors contain frozen parameters too, whose gradients are dropped here.
         grads = self.model.divided(jax.vjp(self._pack, wide)[1](found.grads)[0])[0]
         return found._replace(grads=carried(grads))
 
     @cached_property
     def stack(self) -> StageStack | None:
-        """No stack: each step packs the parameters, whatever their placement."""
+        """None, since each step packs parameters that are stored in the model's own form."""
         return None
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
-        """Compute sums as the base does."""
+        """Compute sums as `Pipeline` does, with packed parameters."""
         return super().sums(self._pack(params), buffers, batch)
 
     def _pack(self, params: Params) -> list[jax.Array]:
-        """Pack parameters to vectors `[chunks, length]`, in a list; shared parameters repeat."""
+        """Pack parameters to vectors `[chunks, length]`, in a list; chunks may share parameters."""
         leaves = jax.tree.leaves(whole(params))
         vectors = self._packed.pack([[leaves[i] for i in own] for own in self._used])
-        # If left to XLA, stages would send one another pieces of vectors that all of them have.
+        # Without this constraint, XLA would make stages send each other pieces of vectors that all
+        # stages have.
         return [self._gathered(vectors, PartitionSpec(None))]
 
     def _divided(self, tree: PyTree) -> tuple[Apart, Apart]:
@@ -152,7 +154,7 @@ class PartedPipeline(Pipeline):
     def _chunk(
         self, number: int, own: list[jax.Array], x: jax.Array, visit: Visit, *, training: bool
     ) -> jax.Array:
-        """Run the parts of a chunk with the parameters that it uses."""
+        """Run the parts of a chunk with `own`, the parameters that the chunk uses."""
         shapes, structure = jax.tree.flatten(self.model.params)
         leaves = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
         for index, leaf in zip(self._used[number], own, strict=True):
@@ -172,7 +174,7 @@ class PartedPipeline(Pipeline):
 
     @cached_property
     def _used(self) -> tuple[tuple[int, ...], ...]:
-        """The leaves of the parameters that each chunk uses."""
+        """The indices of the parameters that each chunk uses, found by tracing."""
         leaves, structure = jax.tree.flatten(self.model.params)
         x, found = None, []
         for number in range(len(self.counts)):
@@ -198,14 +200,14 @@ class PartedPipeline(Pipeline):
 
     @cached_property
     def _packed(self) -> Packed:
-        """The shapes of the chunks' parameters, and of the values between chunks."""
+        """The shapes of the chunks' parameters and of the activations between chunks."""
         leaves = jax.tree.leaves(self.model.params)
         chunks = [partial(self._chunk, number, training=True) for number in range(len(self.counts))]
         params = [[leaves[i] for i in own] for own in self._used]
         first = jax.eval_shape(chunks[0], params[0], None, self._visit)
 
         def embed(shared: PyTree, visit: Visit) -> jax.Array:
-            # The first chunk reads the rows themselves, which every stage has.
+            # The first chunk ignores its input: it reads the rows, which every stage has.
             rows = len(jax.tree.leaves(visit.rows)[0])
             return jnp.zeros((rows, 1), first.dtype)
 

@@ -1,4 +1,4 @@
-"""A model in stages: gradients from a module with blocks and a schedule, like any other step's."""
+"""The computation of gradients on pipeline stages, from a module with blocks and a schedule."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from jaxdist.trees import flatten_with_names, join_leaves
 from jaxdist.types import Buffers, Leaf, Params, PyTree, Specs
 
 Apart = tuple[list[Any], list[Any]]
-"""The leaves of stacked layers, and all others."""
+"""Two lists: the leaves of stacked layers, and all other leaves."""
 
 
 class Stackable(Protocol):
-    """A module that a pipeline can cut; its call is head(trunk(embed(*inputs), *inputs))."""
+    """A module that a pipeline can cut, whose call is head(trunk(embed(*inputs), *inputs))."""
 
     def embed(self, *inputs: PyTree) -> jax.Array: ...
     def trunk(self, x: jax.Array, *inputs: PyTree) -> jax.Array: ...
@@ -54,15 +54,15 @@ class Stackable(Protocol):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Gradients and sums over layers on several stages: a `jaxdist.parallel.contract.Compute`.
+    """A `jaxdist.parallel.contract.Compute` for a model whose layers are on several stages.
+
+    Parameters are stored in the form of `stack`.
 
     Attributes:
       dims: logical dims of each parameter, by name.
       ticks: the schedule of training, tick by tick.
-      forward: the schedule of evaluation.
+      forward: the schedule of evaluation, tick by tick.
       cut: number of layers of each chunk.
-
-    Parameters are stored in the form of `stack`.
     """
 
     model: Functional
@@ -76,11 +76,11 @@ class Pipeline:
 
     @property
     def microbatches(self) -> int:
-        """The microbatches of the schedule, whatever the size of a batch."""
+        """The number of microbatches of the schedule, whatever the size of a batch."""
         return self.ticks.microbatches
 
     def resized(self, microbatches: int) -> Pipeline:
-        """Return the pipeline itself: a schedule has a fixed number of microbatches."""
+        """Return the pipeline itself, because a schedule has a fixed number of microbatches."""
         return self
 
     def gradients(
@@ -88,10 +88,11 @@ class Pipeline:
     ) -> Gradients:
         """Compute gradients of the total loss of a batch, all sums, and the (empty) buffers.
 
+        With a loss scale, cotangents are those of a microbatch's mean loss times the scale.
+
         Args:
-          held: parameters as `stack` stores them, with gradients in the same form; any may be a
-            `Deferred`, whose gradient is the array that it carries. With a loss scale, cotangents
-            are those of a microbatch's mean loss times the scale.
+          held: parameters in the form in which `stack` stores them; gradients have the same form. A
+            parameter may be a `Deferred`, whose gradient is the array that it carries.
         """
         (layers, shared), frozen = self._divided(held.params)
         rows = split_rows(dict(batch), self.ticks.microbatches, self.layout)
@@ -120,19 +121,19 @@ class Pipeline:
     def mean_gradients(
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
-        """Compute gradients of the mean loss, over the weight of the whole batch."""
+        """Compute gradients of the mean loss: the total loss over the weight of the whole batch."""
         return over_weight(self.gradients(held, batch, key, around))
 
     def _weight(self, shared: PyTree, frozen: PyTree, rows: PyTree) -> jax.Array:
-        """Return the mean weight of a microbatch's loss over microbatches and devices; never 0."""
+        """Return the mean weight of the loss over all microbatches and devices; never 0."""
         frozen = _absent(frozen[0]), frozen[1]
         visit = Visit(jax.tree.map(lambda leaf: leaf[0], rows), jnp.int32(0), None, frozen)
         parts = self._parts(training=False)
         x = jax.eval_shape(parts.embed, shared, visit)
 
         def weight(rows: PyTree) -> jax.Array:
-            # A loss gives its weight only together with its total, for which any activations will
-            # do.
+            # A loss returns its weight only together with its total, which is not used: any
+            # activations will do.
             zeros = jnp.zeros(x.shape, x.dtype)
             return parts.head(shared, zeros, visit._replace(rows=rows))[1]["loss"].weight
 
@@ -142,7 +143,7 @@ class Pipeline:
         return divisor(mean)
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
-        """Return the loss's sums of a batch, in evaluation mode."""
+        """Compute the sums of the loss over a batch, in evaluation mode."""
         (layers, shared), frozen = self._divided(params)
         rows = split_rows(dict(batch), self.forward.microbatches, self.layout)
         everywhere, here, data = PartitionSpec(), PartitionSpec(AXIS), self._axes_of("batch")
@@ -161,7 +162,8 @@ class Pipeline:
     def _on_stages(
         self, local: Callable[..., Any], inside: Specs, outside: Specs, *more: str
     ) -> Callable[..., Any]:
-        """Run `local` on each stage, manual on `more` axes too, also inside a `shard_map`."""
+        """Return `local` mapped over the stages, manual on the axes `more` too."""
+        # Inside another `jax.shard_map`, jax takes the mesh from the context.
         nested = bool(jax.sharding.get_abstract_mesh().manual_axes)
         return jax.shard_map(
             local,
@@ -215,7 +217,7 @@ class Pipeline:
 
     @cached_property
     def _specs(self) -> StageSpecs:
-        """The partition specs of a stage's values over axes that are left to XLA."""
+        """The partition specs of a stage's values over automatic axes."""
         manual = {AXIS, *self._axes_of("batch")}
 
         def spec(dims: Dims) -> PartitionSpec:
@@ -233,16 +235,16 @@ class Pipeline:
         return axis_names(self.layout.mesh, axis) if axis else ()
 
     def _divided(self, tree: PyTree) -> tuple[Apart, Apart]:
-        """Divide a tree like the parameters into those that are trained and those that are not.
+        """Divide a tree like the parameters into the trained and the frozen part.
 
-        Each part is a list of the leaves of stacked layers and a list of all others.
+        Each part is a list of the leaves of stacked layers and a list of all other leaves.
         """
         parts = self.model.divided(self.model.params)
         own, frozen = zip(self.model.divided(tree), parts, strict=True)
         return self._apart(*own), self._apart(*frozen)
 
     def _apart(self, tree: PyTree, like: PyTree) -> Apart:
-        """Split a tree of the structure of `like` into leaves of stacked layers and all others."""
+        """Split a tree with the structure of `like` into leaves of stacked layers and the rest."""
         apart: Apart = ([], [])
         leaves = jax.tree.structure(like).flatten_up_to(tree)
         for (name, _), leaf in zip(flatten_with_names(like), leaves, strict=True):
@@ -250,19 +252,19 @@ class Pipeline:
         return apart
 
     def _together(self, layers: list[Any], shared: list[Any], like: PyTree) -> PyTree:
-        """Invert `_apart`."""
+        """Build a tree with the structure of `like` from the lists that `_apart` returns."""
         left = {True: iter(layers), False: iter(shared)}
         names = [name for name, _ in flatten_with_names(like)]
         leaves = [next(left[name in self.model.stacked]) for name in names]
         return jax.tree.structure(like).unflatten(leaves)
 
     def _to_stages(self, layers: list[Any]) -> list[Any]:
-        """Rearrange `[layers, ...]` to `[places, most layers, ...]`, stage after stage."""
+        """Rearrange leaves `[layers, ...]` to `[places, layers of a chunk, ...]`, by stage."""
         placement = self.ticks.placement
         if not self.cut.even:
-            # If layers are whole on every stage, each stage looks up its own. XLA's partitioner
-            # crashes on a single lookup for all stages, where data and tensor axes split the leaf
-            # too.
+            # All layers are on every stage here, and each stage looks up its own layers. A single
+            # lookup for all stages would crash XLA's partitioner if data and tensor axes split the
+            # leaf too.
             index = jnp.asarray(to_stages(self.cut.index, placement))
             everywhere, here = PartitionSpec(), PartitionSpec(AXIS)
             return self._on_stages(_looked_up, (everywhere, here), here)(layers, index)
@@ -271,13 +273,14 @@ class Pipeline:
 
     def _from_stages(self, chunks: list[Any]) -> list[Any]:
         if not self.cut.even:
-            # Gathered before layers are picked, which XLA would otherwise send layer by layer.
+            # The chunks are gathered before layers are picked from them, because XLA would
+            # otherwise send layer by layer.
             chunks = [self._gathered(*pair) for pair in zip(chunks, self._specs.chunk, strict=True)]
         ordered = chunks if self._arranged else from_stages(chunks, self.ticks.placement)
         return self.cut.from_chunks(ordered)
 
     def _gathered(self, chunks: PyTree, spec: PartitionSpec) -> PyTree:
-        """Gather all places on every stage; `spec` is that of a single place."""
+        """Gather all places on every stage; `spec` is the partition spec of a single place."""
         inside = jax.sharding.get_abstract_mesh()
         mesh = inside if inside.manual_axes else self.layout.mesh
         whole = NamedSharding(mesh, PartitionSpec(None, *spec))
@@ -290,7 +293,7 @@ class Pipeline:
 
     @cached_property
     def stack(self) -> StageStack | None:
-        """The form of stored stacked layers; None where they are in the model's order."""
+        """The form in which stacked layers are stored; None if they are in the model's order."""
         placement, split = self.ticks.placement, self.layout.axis_of("layers") == AXIS
         if not split or not self.cut.even or is_in_order(placement) or -1 in on_stages(placement):
             return None
@@ -333,7 +336,7 @@ def lowered(config: PipelineConfig, schedule: Schedule) -> tuple[Ticks, Ticks]:
     """Lay a schedule out in ticks, for training and, forward only, for evaluation.
 
     Raises:
-      ConfigError: an order that cannot be kept.
+      ConfigError: the schedule has an order in which some tasks would wait for each other.
     """
     in_ticks = partial(lower, activations=config.activations)
     evaluated = forward_only(schedule.placement, schedule.microbatches)
@@ -354,10 +357,10 @@ def lowered(config: PipelineConfig, schedule: Schedule) -> tuple[Ticks, Ticks]:
 def minimised(
     loss: Loss, outputs: Callable[..., Any], visit: Visit, factor: jax.Array | None
 ) -> tuple[jax.Array, Sums]:
-    """Return the total loss of a microbatch times the factor, and all sums.
+    """Compute the total loss of a microbatch, times the factor if any, and all sums.
 
     Args:
-      outputs: the object that the loss receives in place of the model.
+      outputs: the stand-in that the loss receives in place of the model.
     """
     batch = weighted(visit.rows)
     sums = as_sums(loss(outputs, batch), batch)
@@ -371,5 +374,5 @@ def _looked_up(layers: list[Any], index: jax.Array) -> list[Any]:
 
 
 def _absent(leaves: list[Any]) -> list[jax.Array]:
-    """Return zeros in place of parameters that a part of the model does not use."""
+    """Return zeros that replace parameters which a part of the model does not use."""
     return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]

@@ -1,8 +1,8 @@
 """Stacked layers stored in the order of the stages, so that a step need not move them.
 
-Where a stage has several chunks of the model, these are not adjacent in the model. Stored in the
-model's order, most parameters and gradients would be sent from stage to stage in each step. They
-are therefore stored stage after stage, and put into the model's order for files and other readers.
+If a stage has several chunks, these chunks are not adjacent in the model. If layers were stored in
+the model's order, most parameters and gradients would be sent from stage to stage in each step.
+Layers are therefore stored stage after stage, and reordered for files and other readers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from jaxdist.parallel.pipeline.model.chunks import on_stages
 
 
 def is_in_order(placement: Sequence[int]) -> bool:
-    """Return whether the model's order is that of the stages."""
+    """Return whether the order of the chunks in the model is also their order by stage."""
     return on_stages(placement) == tuple(range(len(placement)))
 
 
 @dataclass(frozen=True)
 class StageStack:
-    """Leaves `[layers, ...]`, split over the stages; all chunks have equally many layers.
+    """The order by stage of leaves `[layers, ...]` that are split over the stages.
+
+    All chunks have equally many layers.
 
     Attributes:
       axis: the mesh axis of the stages.
-      placement: the stage of each chunk; all stages have equally many.
+      placement: the stage of each chunk; all stages have equally many chunks.
     """
 
     mesh: Mesh
@@ -39,29 +41,29 @@ class StageStack:
     placement: tuple[int, ...]
 
     def store(self, leaf: jax.Array) -> jax.Array:
-        """Reorder from the model's order to that of the stages."""
+        """Reorder a leaf from the model's order to the order by stage."""
         return _moved(leaf, self.mesh, self.axis, on_stages(self.placement))
 
     def restore(self, leaf: jax.Array) -> jax.Array:
-        """Invert `store`."""
+        """Reorder a leaf from the order by stage to the model's order."""
         order = on_stages(self.placement)
         return _moved(leaf, self.mesh, self.axis, tuple(map(order.index, range(len(order)))))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _moved(leaf: jax.Array, mesh: Mesh, axis: str, sources: tuple[int, ...]) -> jax.Array:
-    """Return a leaf with the chunk of place `sources[i]` in place i.
+    """Move the chunk at place `sources[i]` of a leaf to place i, for all i.
 
-    It uses permutes of a chunk: no device ever holds another stage's share besides its own, as it
-    would with a lookup in the whole leaf.
+    Single chunks are permuted between devices. With a lookup in the whole leaf, a device would also
+    hold the shares of other stages.
     """
     stages = mesh.shape[axis]
     each = len(sources) // stages
 
     def local(x: jax.Array, here: jax.Array) -> jax.Array:
         found = chunks = x.reshape(each, -1, *x.shape[1:])
-        # One place on all senders, one on all receivers: each device sends, and receives, at most
-        # once.
+        # Each permute moves chunks from place `old` on the senders to place `new` on the receivers,
+        # so that a device sends, and receives, at most one chunk.
         for old, new in itertools.product(range(each), repeat=2):
             pairs = [
                 (source // each, place // each)
@@ -77,5 +79,6 @@ def _moved(leaf: jax.Array, mesh: Mesh, axis: str, sources: tuple[int, ...]) -> 
     moved = jax.shard_map(
         local, mesh=mesh, axis_names={axis}, in_specs=(spec, spec), out_specs=spec, check_vma=False
     )
-    # lax.axis_index does not compile here where XLA splits the leaf over other axes.
+    # `lax.axis_index` does not compile here if XLA splits the leaf over other axes, so the index of
+    # the stage is an argument.
     return moved(leaf, jnp.arange(stages))

@@ -1,1 +1,1 @@
-"""Planning: the layers of each chunk, their costs, and the schedule."""
+"""The planning of a pipeline: the layers of each chunk, their costs, and the schedule."""

@@ -1,4 +1,4 @@
-"""Costs of a model's layers, estimated from its shapes: traced, without computation."""
+"""Costs of a model's layers, estimated by tracing on shapes, without computation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from jaxdist.types import Leaf, Params, PyTree
 def block_costs(
     model: Functional, loss: Loss, batch: Mapping[str, Leaf], layers: int
 ) -> LayerCosts:
-    """Estimate the costs of a model with a stack of blocks, in percent of the whole.
+    """Estimate the costs of a model with a stack of blocks, in percent of the whole model.
 
     Args:
-      batch: arrays or their shapes; only the ratios of costs are used, so any number of rows.
+      batch: arrays or their shapes, with any number of rows, since only ratios of costs count.
       layers: number of blocks, which are all equal.
     """
 
@@ -54,14 +54,14 @@ def block_costs(
 
 
 def part_costs(model: Functional, loss: Loss, batch: Mapping[str, Leaf], parts: int) -> LayerCosts:
-    """Estimate the costs of a model of dissimilar parts, in percent of the whole.
+    """Estimate the costs of a model of dissimilar parts, in percent of the whole model.
 
     Args:
-      batch: arrays or their shapes; only the ratios of costs are used, so any number of rows.
+      batch: arrays or their shapes, with any number of rows, since only ratios of costs count.
       parts: number of parts of the model.
 
     Raises:
-      ConfigError: a part that does not return an array with a row for each example.
+      ConfigError: a part does not return an array with a row for each example.
     """
 
     def part(
@@ -85,7 +85,7 @@ def part_costs(model: Functional, loss: Loss, batch: Mapping[str, Leaf], parts: 
 
 
 def shapes_of(batch: Mapping[str, Leaf]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a batch, wherever it is stored."""
+    """Return the shapes and dtypes of a batch, without its shardings."""
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
 
 

@@ -1,7 +1,7 @@
-"""Partition of layers to chunks: the fastest slowest chunk, within each stage's memory.
+"""The partition of layers into chunks that minimises the slowest chunk's time within the memory.
 
-Dynamic programming over (chunks so far, layers so far), exact. Chunks hold runs of layers of any
-length: the cost of an embedding or a head makes its chunk's run shorter.
+The search is exact dynamic programming over (chunks so far, layers so far). A chunk has a run of
+layers of any length: if it also has the embedding or the head, its run is shorter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxdist.pipeline_schedules.check import live_microbatches
 from jaxdist.pipeline_schedules.schedule import Schedule
 
 ROUNDING = 1e-9
-"""Relative difference up to which sums of times and bytes count as equal."""
+"""The relative difference up to which sums of times and bytes count as equal."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,13 @@ class LayerCosts:
     """The costs of a model's layers, measured or estimated.
 
     Attributes:
-      seconds: for each layer, forward and backward of a microbatch; in any unit.
-      state_bytes: for each layer, weights with gradients and optimizer state; None: all 0.
-      activation_bytes: for each layer, a microbatch's memory for the backward pass; None: all 0.
-      first_seconds: the first chunk's time besides its layers (the embedding), per microbatch.
-      last_seconds: the last chunk's time besides its layers (the head and the loss).
+      seconds: for each layer, the time of both passes over a microbatch, in any unit.
+      state_bytes: for each layer, the bytes of weights, gradients and optimizer state; None means
+        0.
+      activation_bytes: for each layer, the bytes of a microbatch's activations that the backward
+        pass needs; None means 0.
+      first_seconds: time per microbatch of the embedding, in the first chunk.
+      last_seconds: time per microbatch of the head and the loss, in the last chunk.
       first_bytes: memory of the embedding, with gradients and optimizer state.
       last_bytes: memory of the head and the loss.
     """
@@ -45,18 +47,18 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class Partition:
-    """A cut of a model.
+    """A cut of a model's layers into chunks.
 
     Attributes:
       placement: the stage of each chunk.
       counts: for each chunk, its number of layers.
       seconds: for each chunk, its time per microbatch.
-      stage_bytes: for each stage, its memory.
-      cap_bytes: for each stage, the available memory; None: not limited.
+      stage_bytes: for each stage, the bytes that its chunks need.
+      cap_bytes: for each stage, the available bytes; None does not limit them.
       even_seconds: the slowest chunk's time if all chunks had equally many layers, or as nearly as
         possible.
-      exact: whether no cut within the memory is faster. It is unknown (False) where chunks that
-        share a stage had to be given equal parts of its memory. None: the cut was given, not
+      exact: whether the search proved that no cut within the memory is faster. False if chunks that
+        share a stage had to be given equal parts of its memory; None if the cut was given, not
         searched.
     """
 
@@ -70,7 +72,7 @@ class Partition:
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """The bounds of chunks: chunk c has layers bounds[c] to bounds[c + 1] - 1."""
+        """The bounds of the chunks: chunk c has the layers bounds[c] to bounds[c + 1] - 1."""
         return (0, *accumulate(self.counts))
 
     def explain(self) -> str:
@@ -130,17 +132,19 @@ def partition(
     cap_bytes: float | Sequence[float] | None = None,
     live: Sequence[float] | None = None,
 ) -> Partition:
-    """Cut a model into chunks whose slowest chunk is fastest; of those cuts, the most even.
+    """Cut a model into chunks such that the slowest chunk takes the least time.
+
+    Of several such cuts, the result is the most even.
 
     Args:
       placement: the stage of each chunk, from the schedule.
-      cap_bytes: the memory of a stage, a number or a number for each stage; None: not limited.
-      live: for each chunk, the microbatches whose activations are live at once; see `live_counts`.
-        None: 1.
+      cap_bytes: bytes available on every stage, or on each stage; None does not limit them.
+      live: for each chunk, the number of microbatches whose activations are in memory at once, by
+        `live_counts`; None means 1.
 
     Raises:
-      ConfigError: fewer layers than chunks, costs of different lengths or negative, or no cut that
-        fits the memory.
+      ConfigError: there are fewer layers than chunks, costs have wrong lengths or are negative, or
+        no cut fits the memory.
 
     >>> partition(LayerCosts([1.0] * 5 + [3.0]), placement=(0, 1)).counts
     (4, 2)
@@ -151,6 +155,7 @@ def partition(
     exact = True
     if caps is not None and not problem.fits(counts, caps):
         shared = np.bincount(placement)
+        # The search knows only single chunks, so chunks of a stage get equal parts of its memory.
         room = np.array([caps[s] / shared[s] for s in placement])
         counts, exact = problem.cut(room), bool((shared == 1).all())
         if counts is None:
@@ -174,7 +179,7 @@ def weigh(layers: LayerCosts, placement: Sequence[int], counts: Sequence[int]) -
 
 
 def live_counts(schedule: Schedule) -> tuple[int, ...]:
-    """Return, for each chunk, the most microbatches whose activations are live at once.
+    """Return, for each chunk, the most microbatches whose activations are in memory at once.
 
     >>> from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
     >>> live_counts(one_f_one_b(stages=3, microbatches=8))
@@ -187,7 +192,7 @@ def live_counts(schedule: Schedule) -> tuple[int, ...]:
 
 
 class _Problem:
-    """A search with the sums over runs of layers: `times[a, b]` is that of layers a to b - 1."""
+    """A search for a cut, with cumulative sums from which the costs of runs of layers follow."""
 
     def __init__(
         self, layers: LayerCosts, placement: tuple[int, ...], live: Sequence[float] | None
@@ -216,7 +221,7 @@ class _Problem:
         return caps
 
     def chunk_seconds(self, chunk: int, low: np.ndarray, high: int) -> np.ndarray:
-        """Return the times of a chunk that begins at each layer of `low` and ends before `high`."""
+        """Return a chunk's time for each first layer in `low`, if the chunk ends before `high`."""
         extra = self.layers.first_seconds * (chunk == 0)
         extra += self.layers.last_seconds * (chunk == self.chunks - 1)
         return self.seconds[high] - self.seconds[low] + extra
@@ -228,12 +233,12 @@ class _Problem:
         return self.state[high] - self.state[low] + self.live[chunk] * kept + extra
 
     def cut(self, room: np.ndarray | None) -> tuple[int, ...] | None:
-        """Return the number of layers per chunk of the best cut; None where no cut fits."""
+        """Return the number of layers of each chunk in the best cut; None if no cut fits."""
         slowest = self._search(room, float("inf"), np.maximum, lambda time: time)
         if slowest is None:
             return None
         limit = slowest[1] * (1 + ROUNDING)
-        # Of the fastest cuts, that with the least sum of squares is the most even.
+        # The fastest cut with the least sum of squared times is the most even.
         evenest = self._search(room, limit, np.add, np.square)
         assert evenest is not None, "the fastest cut is one of them"
         return evenest[0]
@@ -245,13 +250,16 @@ class _Problem:
         combine: Callable[..., np.ndarray],
         value: Callable[[np.ndarray], np.ndarray],
     ) -> tuple[tuple[int, ...], float] | None:
-        """Find the cut that minimises `combine` over chunks of `value` of their times.
+        """Find the cut that minimises a combination of the chunks' costs.
 
         Args:
-          room: bytes that each chunk may take; None: not limited.
-          limit: the most time that a chunk may take.
-          combine: maximum or sum of two arrays.
-          value: a function of chunk times.
+          room: bytes that each chunk may need; None does not limit them.
+          limit: largest time that a chunk may take.
+          combine: function that combines the costs of chunks: maximum or sum of two arrays.
+          value: function from the times of chunks to their costs.
+
+        Returns:
+          The number of layers of each chunk, and the combined cost; None if no cut fits.
         """
         best = np.full(self.size + 1, np.inf)
         best[0] = 0.0

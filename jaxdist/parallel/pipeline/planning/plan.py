@@ -1,4 +1,4 @@
-"""The layers of each chunk of a pipeline, from a config and the shapes of a model."""
+"""The choice of the layers of each chunk of a pipeline, from a config and a model's shapes."""
 
 from __future__ import annotations
 
@@ -41,13 +41,17 @@ class PipelineConfig(Config):
     """The division of the work among the stages of mesh axis `stage`, if the mesh has it."""
 
     schedule: PipelineScheduleConfig = OneFOneB()
-    """Order of the tasks on each stage; `jaxdist pipeline compare` shows each schedule's cost."""
+    """The order of the tasks on each stage; `jaxdist pipeline compare` shows each schedule's cost.
+    """
     activations: Activations = "recompute"
-    """Input of the backward pass: a chunk's input, or all that its forward pass left."""
+    """The input of the backward pass: a chunk's input (recompute), or the residuals that the
+    chunk's forward pass stored (stash)."""
     ahead: bool = False
-    """Run forward passes further ahead: less waiting, for up to twice the activations."""
+    """Whether stages run forward passes further ahead, which reduces waiting, for up to twice the
+    activations."""
     layers: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
-    """Layers, or parts, of each chunk; null: even where layers divide, else by estimated cost."""
+    """The number of layers, or of parts, of each chunk; null chooses equal numbers if layers
+    divide, else numbers by estimated cost."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,10 @@ class ChunkPlan:
     explained: tuple[str, ...]
 
     def stored(self, layout: Layout) -> Layout:
-        """Return the layout of the stored state; stages store all layers that do not divide."""
+        """Return the layout of the stored state.
+
+        If the layers do not divide over the stages, every stage stores all layers.
+        """
         if layout.axis_of("layers") != AXIS or sum(self.layers) % stages_of(layout.mesh) == 0:
             return layout
         rules = ((dim, None if dim == "layers" else axis) for dim, axis in layout.rules)
@@ -75,7 +82,7 @@ class ChunkPlan:
     def notices(
         self, layout: Layout, model: Functional, dims: Mapping[str, Dims]
     ) -> tuple[str, ...]:
-        """Describe the costs of the cut besides time, a sentence each.
+        """Describe the costs of the cut other than time, in a sentence for each.
 
         Args:
           layout: the layout of the training state.
@@ -112,14 +119,14 @@ def plan_chunks(
     stages: int,
     microbatches: int,
 ) -> ChunkPlan | None:
-    """Plan the layers of each chunk; None for a single stage.
+    """Choose the number of layers of each chunk; return None for a single stage.
 
     Args:
       batch: shapes of a batch with any number of rows.
 
     Raises:
-      ConfigError: a model without blocks or parts, or with buffers; too few of them for the chunks;
-        microbatches that do not fit the schedule.
+      ConfigError: the model has no blocks or parts, or too few for the chunks, or has buffers; or
+        the microbatches do not fit the schedule.
     """
     if stages == 1:
         return None
@@ -153,7 +160,7 @@ def stages_of(mesh: Mesh) -> int:
 
 
 def _cut(config: PipelineConfig, costs: LayerCosts, schedule: Schedule) -> tuple[Partition, str]:
-    """Return the layers per chunk with their costs, and the origin of the cut."""
+    """Return the cut into chunks with its costs, and whether it was balanced or given."""
     best = partition(costs, schedule.placement)
     if config.layers is None:
         return best, "balanced"
@@ -167,7 +174,7 @@ def _cut(config: PipelineConfig, costs: LayerCosts, schedule: Schedule) -> tuple
 def _check_counts(
     given: tuple[int, ...] | None, layers: int, what: str, schedule: Schedule
 ) -> None:
-    """Raise ConfigError unless each chunk has a layer, and given counts add up to all layers."""
+    """Raise ConfigError unless each chunk gets a layer, and given counts add up to all layers."""
     chunks, stages = schedule.chunks, schedule.stages
     where = f"{chunks} chunks (schedule {schedule.name} on {stages} stages)"
     if layers < chunks:

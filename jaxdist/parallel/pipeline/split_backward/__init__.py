@@ -1,1 +1,1 @@
-"""A backward pass in two halves: B for the gradient of the input, W for those of the weights."""
+"""A backward pass in two halves: B for the gradient of the input, W for the weights' gradients."""

@@ -1,7 +1,8 @@
-"""The assignment of a traced function's equations to its two halves.
+"""The assignment of a traced function's equations to its two halves, B and W.
 
-The halves are named after those of a backward pass in zero-bubble schedules (Qi et al. 2023, arXiv
-2401.10241): B computes the gradient of the input, and runs first; W computes those of the weights.
+The names are those of the halves of a backward pass in zero-bubble schedules (Qi et al. 2023, arXiv
+2401.10241): B runs first and computes the gradient of the input; W computes the gradients of the
+weights.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ Half = Literal["b", "w"]
 
 @dataclass(frozen=True)
 class SplitScan:
-    """A scan that becomes two: one in B and one in W.
+    """A scan that becomes two scans, one in B and one in W.
 
     Attributes:
       body: the scan's body, with calls inlined.
       assignment: the assignment of the body's equations to the two scans.
       in_b: for each result of the scan (carries first), whether the scan in B computes it.
-      names: keys of the arrays that B keeps of all iterations, a key for each of `assignment.kept`.
+      names: keys of the arrays with the values that B keeps in all iterations, a key for each entry
+        of `assignment.kept`.
     """
 
     equation: JaxprEqn
@@ -45,8 +47,8 @@ class EquationAssignment:
 
     Attributes:
       b, w: the steps of each half, in order.
-      kept: variables, or names of a `SplitScan`, whose values B hands to W.
-      w_inputs: arguments that W reads itself, without B's keeping them.
+      kept: variables, or names of a `SplitScan`, whose values B keeps for W.
+      w_inputs: arguments that W receives itself, so that B need not keep them.
     """
 
     b: tuple[Step, ...]
@@ -61,9 +63,9 @@ def assign(
     """Assign the equations of `jaxpr` to the halves B and W.
 
     Args:
-      at_hand: for each argument, whether both halves receive it, without memory.
-      outside: for each argument, whether the caller makes it available to both halves: those of a
-        scan's body that come from outside of the scan.
+      at_hand: for each argument, whether both halves receive it anyway, at no cost in memory.
+      outside: for each argument, whether the caller makes it available to both halves; so are the
+        arguments of a scan's body that come from outside of the scan.
       in_b: for each result, whether B computes it; W computes the others.
     """
     steps, needed = _steps_of_b(jaxpr, in_b), _made(jaxpr, [not early for early in in_b])
@@ -82,9 +84,9 @@ def assign(
             if mine:
                 kept.update(dict.fromkeys(step.names))
         elif i in steps and not all(var in recomputable for var in mine):
-            # B runs it, and W needs its results: they are kept rather than computed twice. Results
-            # that depend only on arguments of both halves (a cast of a weight) are computed twice,
-            # since keeping them would cost their memory for every microbatch in flight.
+            # B runs the equation, and W needs its results, which are kept rather than computed
+            # twice. But results that depend only on arguments of both halves (a cast of a weight)
+            # are computed twice, since keeping them would cost memory for every microbatch.
             kept.update(dict.fromkeys(mine))
             mine = []
         if mine:
@@ -99,7 +101,7 @@ def assign(
 
 
 def _steps_of_b(jaxpr: Jaxpr, in_b: Sequence[bool]) -> dict[int, Step]:
-    """Return B's steps by position of the equation: all that its results need."""
+    """Return the steps that the results of B need, by the position of their equations."""
     needed = _made(jaxpr, in_b)
     steps: dict[int, Step] = {}
     for i, equation in reversed([*enumerate(jaxpr.eqns)]):
@@ -111,13 +113,13 @@ def _steps_of_b(jaxpr: Jaxpr, in_b: Sequence[bool]) -> dict[int, Step]:
 
 
 def _made(jaxpr: Jaxpr, results: Sequence[bool]) -> set[Var]:
-    """The variables among these results; a result may also be a constant."""
+    """Return the variables among the chosen results, some of which may be constants."""
     pairs = zip(jaxpr.outvars, results, strict=True)
     return {var for var, own in pairs if own and not isinstance(var, Constant)}
 
 
 def _only_from(jaxpr: Jaxpr, fixed: set[Var]) -> set[Var]:
-    """Return the variables that depend only on these."""
+    """Return the variables of a jaxpr that depend only on the variables `fixed`."""
     found = set(fixed)
     for equation in jaxpr.eqns:
         if all(isinstance(var, Constant) or var in found for var in equation.invars):
@@ -136,7 +138,8 @@ def reads(step: Step, half: Half) -> set[Var]:
         if half == "b":
             skipped = {consts + i for i in late}
         else:
-            # Of constants and slices only those that the body reads in W; initial carries of W.
+            # W reads its own initial carries, and those constants and slices that the body reads
+            # in W.
             used = {i for i, var in enumerate(inside) if var in step.assignment.w_inputs}
             skipped = {*range(len(inside))} - used - {consts + i for i in late}
         read = [var for i, var in enumerate(equation.invars) if i not in skipped]
@@ -144,17 +147,19 @@ def reads(step: Step, half: Half) -> set[Var]:
 
 
 def _split_scan(equation: JaxprEqn, early: Sequence[bool]) -> SplitScan | None:
-    """Split a scan whose marked results B needs; None if it cannot be split.
+    """Split a scan, of whose results B needs those marked in `early`.
 
-    It cannot if B needs everything, or if nothing would remain for W.
+    The result is None if the equation is not a scan, if B needs everything, or if nothing would
+    remain for W.
     """
     if equation.primitive.name != "scan" or all(early):
         return None
     consts, carries = scan_counts(equation)
     body = inlined(closed(equation.params["jaxpr"]))
     early = [*early]
-    # A carry that a result of B depends on belongs to B as well, and so do the carries that it
-    # depends on: repeated until nothing is added, since a carry feeds the next iteration.
+    # A carry that a result of B depends on belongs to B as well, and so do the carries on which
+    # this carry depends. The loop ends when no carry is added, since each carry feeds the next
+    # iteration of the scan.
     while True:
         reached = _reached(body.jaxpr, early)
         more = [
@@ -169,9 +174,9 @@ def _split_scan(equation: JaxprEqn, early: Sequence[bool]) -> SplitScan | None:
     made_in_b = [own and early[i - consts] for i, own in enumerate(carried)]
     assignment = assign(
         body.jaxpr,
-        # W's scan carries the sums that B's does not (gradients of weights that layers share), so
-        # they are available in W. A carry of B's is neither at hand nor outside: W's scan does not
-        # have it, and B's scan keeps it for each iteration if W needs it.
+        # W's scan carries sums that B's scan does not (gradients of weights that layers share), so
+        # these carries are at hand in W. A carry of B's scan is neither at hand nor outside: W's
+        # scan does not have it, and B's scan keeps it for each iteration if W needs it.
         at_hand=[own and not made for own, made in zip(carried, made_in_b, strict=True)],
         outside=[not own for own in carried],
         in_b=early,
@@ -183,7 +188,7 @@ def _split_scan(equation: JaxprEqn, early: Sequence[bool]) -> SplitScan | None:
 
 
 def _reached(jaxpr: Jaxpr, outputs: Sequence[bool]) -> set[Var]:
-    """Return the variables that these results need."""
+    """Return the variables of a jaxpr that its results chosen by `outputs` need."""
     found = _made(jaxpr, outputs)
     for equation in reversed(jaxpr.eqns):
         if any(var in found for var in equation.outvars):

@@ -1,4 +1,4 @@
-"""Traced functions: running their equations, and which results depend on which arguments."""
+"""Functions on jaxprs: running their equations, and finding what their results depend on."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import jax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 Env = dict[Hashable, jax.Array]
-"""Values by variable, and by name for those that a split scan keeps."""
+"""Values by variable; the values that a split scan keeps are by name."""
 
 
 def depends_on(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """For each result, return whether it may depend on a marked argument.
+    """Return, for each result, whether it may depend on an argument marked in `inputs`.
 
-    Loops over layers, calls and conditionals are searched; of any other operation, every result is
-    assumed to depend on all of its arguments.
+    Scans, calls and conditionals are searched; every result of any other operation is assumed to
+    depend on all arguments of the operation.
     """
     marked = {var for var, chosen in zip(jaxpr.invars, inputs, strict=True) if chosen}
 
@@ -48,8 +48,8 @@ def _of_scan(equation: JaxprEqn, given: list[bool]) -> list[bool]:
     consts, carries = scan_counts(equation)
     while True:
         found = depends_on(equation.params["jaxpr"].jaxpr, given)
-        # Not strict: behind the carry, `given` continues with the arguments that are cut into
-        # slices.
+        # `zip` is not strict: behind the carry, `given` continues with the arguments that are cut
+        # into slices.
         more = [a or b for a, b in zip(given[consts:], found[:carries], strict=False)]
         if more == given[consts : consts + carries]:
             return found
@@ -57,10 +57,10 @@ def _of_scan(equation: JaxprEqn, given: list[bool]) -> list[bool]:
 
 
 def _body_of_call(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Return the function that an equation calls once on its own arguments; None for others.
+    """Return the function that an equation calls once on its own arguments, else None.
 
-    It is a jitted or rematerialised function, or the rule of a `jax.custom_vjp`, which jax calls
-    by `closed_call` and stores under another name.
+    Such an equation calls a jitted or rematerialised function, or the rule of a `jax.custom_vjp`,
+    which jax calls by `closed_call` and stores as `call_jaxpr`.
     """
     if equation.primitive.name not in ("jit", "pjit", "closed_call", "remat2", "checkpoint"):
         return None
@@ -69,14 +69,15 @@ def _body_of_call(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def closed(jaxpr: Any) -> ClosedJaxpr:
-    """Return the jaxpr with its constants; since jax 0.12 every jaxpr has them."""
+    """Return a jaxpr with its constants; since jax 0.12 every jaxpr has its constants itself."""
     return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     """Return how many constants and carries a scan has; its other arguments are cut into slices.
 
-    Their form depends on jax's version, but a slice always has one dim fewer than its array.
+    jax's versions store these numbers in different forms, so they are counted by shapes: a slice
+    has one dim fewer than its array.
     """
     body = equation.params["jaxpr"].jaxpr
 
@@ -89,7 +90,7 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
 
 
 def inlined(whole: ClosedJaxpr) -> ClosedJaxpr:
-    """Replace calls in a function by their bodies, so that those can be split."""
+    """Replace calls in a function by the bodies of the called functions, to split these too."""
 
     def evaluate(called: ClosedJaxpr, args: Sequence[jax.Array]) -> list[jax.Array]:
         jaxpr = called.jaxpr
@@ -112,8 +113,8 @@ def inlined(whole: ClosedJaxpr) -> ClosedJaxpr:
 def bind(equation: JaxprEqn, env: Env) -> None:
     """Run an equation and put its results into `env`.
 
-    It does not use `primitive.bind`: as the only equation of a jaxpr it runs in the context (of a
-    mesh) in which it was traced.
+    The equation becomes the only equation of a jaxpr, which runs in the context (such as a mesh) in
+    which the equation was traced; `primitive.bind` would not.
     """
     read = [*dict.fromkeys(var for var in equation.invars if not isinstance(var, Literal))]
     made = [var for var in equation.outvars if not isinstance(var, DropVar)]
@@ -128,5 +129,5 @@ def _empty() -> Jaxpr:
 
 
 def value(env: Env, var: Var | Literal) -> jax.Array:
-    """Return the value of a variable; a literal is its own value."""
+    """Return the value of a variable or of a literal."""
     return var.val if isinstance(var, Literal) else env[var]

@@ -1,10 +1,10 @@
-"""A backward pass in two halves: B for the gradient of the input, W for those of the weights.
+"""A backward pass in two halves: B for the gradient of the input, W for the weights' gradients.
 
-The previous stage waits for the gradient of a chunk's input; no stage waits for those of its
-weights. The equations of the traced backward pass are therefore divided into two functions, and
-each equation runs once: a loop over layers becomes two loops, of which the first keeps for every
-layer the values that the second needs. Only values that depend on nothing but common arguments are
-computed twice.
+The previous stage waits for the gradient of a chunk's input, but no stage waits for the gradients
+of the chunk's weights. The equations of the traced backward pass are therefore divided into two
+functions. Each equation runs once: a loop over layers becomes two loops, of which the first keeps
+for every layer the values that the second needs. Only values that depend on nothing but the
+arguments of both halves are computed twice.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from jaxdist.types import PyTree
 
 @dataclass(frozen=True)
 class SplitFunction:
-    """Both halves of a function of (arguments of both halves, arguments of the first).
+    """The halves B and W of a function of (arguments of both halves, arguments of B only).
 
     Attributes:
-      kept: shapes of the values that B hands to W.
-      b: function from (at hand, given) to (the results wanted first, kept).
-      w: function from (at hand, kept) to the other results.
+      kept: shapes of the values that B keeps for W.
+      b: function from the function's arguments to (the results wanted first, the kept values).
+      w: function from (arguments of both halves, the kept values) to the other results.
     """
 
     kept: tuple[jax.ShapeDtypeStruct, ...]
@@ -39,10 +39,12 @@ class SplitFunction:
 def split_function(
     function: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], at_hand: PyTree, given: PyTree
 ) -> SplitFunction:
-    """Split `function` of (at_hand, given), which returns (wanted first, others), into halves.
+    """Split `function` into halves: B computes its first result, W its second result.
 
     Args:
-      at_hand, given: arguments, or their shapes.
+      function: function from (at_hand, given) to two results.
+      at_hand: arguments that both halves receive, or their shapes.
+      given: arguments that only B receives, or their shapes.
     """
     traced, (now, later) = jax.make_jaxpr(function, return_shape=True)(at_hand, given)
     closed = inlined(traced)
@@ -56,8 +58,8 @@ def split_function(
     )
 
     def start(leaves: Sequence[jax.Array]) -> Env:
-        # Not strict: W receives only the first arguments. It never reads the others, since it has
-        # those that it needs among the kept values.
+        # `zip` is not strict: W receives only the arguments of both halves. W never reads the other
+        # arguments, since those that W needs are among the kept values.
         return dict(
             zip((*closed.jaxpr.constvars, *invars), (*closed.consts, *leaves), strict=False)
         )
@@ -100,20 +102,21 @@ def _run_w(loop: SplitScan, env: Env) -> None:
 def _scan(
     loop: SplitScan, env: Env, half: Half, kept: Sequence[jax.Array]
 ) -> tuple[Env, Sequence[jax.Array]]:
-    """Run one of the two scans; return its results and the values kept for iterations."""
+    """Run the scan of one half; return its results, and the values that B keeps of iterations."""
     equation, inner = loop.equation, loop.body.jaxpr
     params = equation.params
     consts, carries = scan_counts(equation)
     own = [early == (half == "b") for early in loop.in_b]
     read = reads(loop, half)
     pairs = [*zip(inner.invars, equation.invars, strict=True)]
-    # W may lack arguments of the scan that only B reads: they are not in its environment.
+    # Arguments of the scan that only B reads may be missing in the environment of W.
     usable = [(var, of) for var, of in pairs if isinstance(of, Literal) or of in read]
-    # Not strict: behind the carry, `own` continues with the stacked results.
+    # `zip` is not strict: behind the carry, `own` continues with the stacked results.
     carry = [
         pair for pair, mine in zip(pairs[consts : consts + carries], own, strict=False) if mine
     ]
-    # By identity: an argument may occur in several places, its inner variable in only one.
+    # Slices are found by identity of the inner variable, which occurs in one place, while an
+    # argument may occur in several.
     given = {id(var) for var, _ in pairs[consts + carries :]}
     slices = [pair for pair in usable if id(pair[0]) in given]
     fixed = dict(zip(inner.constvars, loop.body.consts, strict=True))
