@@ -151,7 +151,7 @@ def _entry(
         for count in itertools.count(1)
         if isinstance(made := _made(config, stages, count), Schedule)
     )
-    # A schedule that refuses one microbatch more accepts only whole rounds of them.
+    # A schedule that refuses `least` + 1 microbatches accepts only multiples of `least`.
     rounds = isinstance(_made(config, stages, least + 1), str)
     of_chunk = costs.of_chunks(smallest.chunks // stages)
     made = _made(with_costs(config, of_chunk), stages, microbatches)

@@ -206,8 +206,8 @@ def search_rate(
     """Return the result of the best learning rate among `start` x 1/2, 1 and 2, or beyond.
 
     While the best rate is the smallest or the largest rate so far, the search tries a rate beyond
-    it, up to 8 times, so that the best rate is in the end inside the tried range. Among equally
-    good rates, the smallest wins.
+    it, up to 8 times, so that the best rate is not at an end of the tried range. Among equally good
+    rates, the smallest wins.
 
     >>> search_rate(1.0, lambda rate: rate, lambda rate: (-abs(rate - 16.0),))
     16.0

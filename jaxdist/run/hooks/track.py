@@ -83,7 +83,7 @@ class Track(Hook):
 
 
 def summary_of(outcome: Outcome) -> dict[str, float]:
-    """Return the last metrics by `split/name`, and the time of the run by use.
+    """Return the last metrics by `split/name`, and the seconds that each activity of the run took.
 
     >>> summary_of(Outcome(9, metrics={"loss": 1.5}, goodput={"goodput": 0.5}))
     {'step': 9, 'train/loss': 1.5, 'goodput/goodput': 0.5}

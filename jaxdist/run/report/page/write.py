@@ -53,7 +53,7 @@ def _embedded(data: JsonObject) -> str:
     >>> _embedded({"name": "</script><b>"})
     '{"name":"\\\\u003c/script\\\\u003e\\\\u003cb\\\\u003e"}'
     """
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # in ASCII only
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # json.dumps escapes all but ASCII
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
