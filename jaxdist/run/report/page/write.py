@@ -53,7 +53,8 @@ def _embedded(data: JsonObject) -> str:
     >>> _embedded({"name": "</script><b>"})
     '{"name":"\\\\u003c/script\\\\u003e\\\\u003cb\\\\u003e"}'
     """
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # json.dumps escapes all but ASCII
+    # json.dumps writes only ASCII characters.
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
