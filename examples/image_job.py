@@ -4,7 +4,7 @@
     python examples/image_job.py data.source=fashion-mnist train.epochs=2    # downloaded once
 
 Prints the accuracy of each evaluation, stops when it is good enough (0.98), and shows some
-held-out images with what the network takes them for. The run is in runs/image_job.
+held-out images with the classes that the network predicts. The run is in runs/image_job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHADES = " .:-=+*#%@"
 
 
 class Accuracy(jaxdist.Hook):
-    """Tells the accuracy of each evaluation, and ends the run where it is good enough."""
+    """A hook that prints the accuracy of each evaluation, and ends the run if it is good enough."""
 
     def evaluation(self, run: Any, step: int, means: Any) -> None:
         run.say(f"step {step}: held-out accuracy {means['accuracy']:.3f}")
@@ -33,7 +33,7 @@ class Accuracy(jaxdist.Hook):
 
 
 def classify(found: jaxdist.FitResult, count: int) -> tuple[np.ndarray, ...]:
-    """The first held-out images with their labels and what the network takes them for."""
+    """Return the first held-out images, with their labels and the predicted classes."""
     assert found.experiment.heldout is not None
     with found.experiment.heldout.evaluation_batches(1) as batches:
         batch = next(batches)
@@ -45,13 +45,13 @@ def classify(found: jaxdist.FitResult, count: int) -> tuple[np.ndarray, ...]:
 
 
 def drawn(image: np.ndarray) -> str:
-    """An image as text."""
+    """Draw an image as text."""
     shades = (image[..., 0].astype(int) * (len(SHADES) - 1)) // 255
     return "\n".join("".join(2 * SHADES[shade] for shade in row) for row in shades)
 
 
 def main(overrides: list[str]) -> float:
-    """Train and classify; returns the held-out accuracy."""
+    """Train and classify; return the held-out accuracy."""
     found = jaxdist.fit(CONFIG, [*SETTINGS, *overrides], hooks=[Accuracy()])
     image, label, guess = classify(found, 3)
     for i in range(len(image)):

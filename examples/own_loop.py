@@ -1,10 +1,10 @@
-"""Use one primitive of jaxdist, a ring all-reduce, in a training loop that is all yours.
+"""Use one primitive of jaxdist, a ring all-reduce, in a training loop of your own.
 
     python examples/own_loop.py       # on 8 fake CPU devices; takes seconds
 
-Each device computes the gradient of its own rows, and a ring sums them: messages between
-neighbours, both ways around at once. Prints the loss, which falls to the noise of the data (0.01),
-and the bytes that a device sends for one sum.
+Each device computes the gradient of its own rows, and a ring sums the gradients by messages between
+neighbours, in both directions at once. The program prints the loss, which falls to the noise of the
+data (0.01), and the bytes that a device sends for one sum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 import jaxdist
 
 DEVICES, ROWS, WIDTH = 8, 256, 32
-jaxdist.prepare(fake_devices=DEVICES)  # before jax is imported
+jaxdist.prepare(fake_devices=DEVICES)  # jax reads the environment when it is imported
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -32,12 +32,12 @@ Params = dict[str, jax.Array]
 
 
 def loss_of(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The mean squared error of a linear model."""
+    """Return the mean squared error of a linear model."""
     return jnp.mean((x @ params["w"] + params["b"][0] - y) ** 2)
 
 
 def main(steps: int = 100) -> list[float]:
-    """Train; returns the losses."""
+    """Train, and return the losses."""
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
     everywhere, by_row = P(), P("data")
 
@@ -46,7 +46,7 @@ def main(steps: int = 100) -> list[float]:
         mesh=mesh,
         in_specs=(everywhere, by_row, by_row),
         out_specs=(everywhere, everywhere),
-        check_vma=False,  # a ring leaves equal sums on all devices, which jax cannot see
+        check_vma=False,  # jax cannot infer that a ring leaves equal sums on all devices
     )
     def mean_gradients(params: Params, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Params]:
         own = jax.value_and_grad(loss_of)(params, x, y)

@@ -1,10 +1,11 @@
-"""Train a model and a loss of your own, written in flax linen, as any config of jaxdist.
+"""Train a model and a loss of your own, written in flax linen, by a config of jaxdist.
 
     python examples/own_model.py                          # on all devices
     python examples/own_model.py parallel.zero.stage=3    # with any setting, by any plan
 
-Prints the progress of `jaxdist train`, then the held-out accuracy, about 0.97. Checkpoints and
-metrics are in runs/own_model. A model of equinox takes `jaxdist.from_equinox` in the same place.
+The program prints the progress of `jaxdist train`, then the held-out accuracy, about 0.97.
+Checkpoints and metrics are in runs/own_model. For a model of equinox, use `jaxdist.from_equinox`
+in place of `jaxdist.from_linen`.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class Net(nn.Module):
 
 
 def model(rngs: Any, width: int) -> Any:
-    """The model for jaxdist: shapes come from an example, with any number of rows."""
+    """Return the model for jaxdist; an example batch, with any number of rows, gives its shapes."""
     return jaxdist.from_linen(Net(width), jnp.zeros((1, 8, 8, 1), jnp.uint8))(rngs)
 
 
 def loss(module: Any, batch: Mapping[str, jax.Array]) -> dict[str, jaxdist.Mean]:
-    """Sums with their weights, which add up over any number of devices and microbatches."""
+    """Return sums with their weights, which add up over all devices and microbatches."""
     logits, label, weight = module(batch["image"]), batch["label"], batch["weight"]
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, label)
     hits = (logits.argmax(-1) == label).astype(jnp.float32)
@@ -61,7 +62,7 @@ CONFIG = {
 
 
 def main(overrides: list[str]) -> dict[str, float]:
-    """Train; returns the held-out means."""
+    """Train, and return the held-out means."""
     found = jaxdist.fit(CONFIG, overrides)
     print(f"held-out accuracy {found.heldout['accuracy']:.3f}")
     return dict(found.heldout)

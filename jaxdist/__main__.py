@@ -1,4 +1,4 @@
-"""The command `jaxdist`, before its imports, during which Ctrl-C ends it as quietly as later."""
+"""The start of the command `jaxdist`, whose imports Ctrl-C ends without a traceback, too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Entry point of the `jaxdist` command."""
-    # Where SIGINT is ignored, as in the background of a shell, it stays so.
+    # If SIGINT is ignored, as for a background job of a shell, it stays ignored.
     heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if heard:
         signal.signal(signal.SIGINT, _end)
@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    # Nothing was begun that had to be closed, and what is half imported catches exceptions.
+    # An exception could be caught by a module that is being imported; nothing needs cleaning up.
     os._exit(INTERRUPTED)
 
 

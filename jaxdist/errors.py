@@ -16,7 +16,7 @@ is EX_TEMPFAIL of sysexits.h, so that a scheduler can distinguish it from succes
 
 
 class JaxdistError(ValueError):
-    """A mistake that the user can fix; the message says what, where, the values, what to do."""
+    """A mistake that the user can fix; the message says what is wrong, where, and what to do."""
 
     exit_code = 2
 
@@ -25,7 +25,8 @@ class ConfigError(JaxdistError):
     """Problems of a configuration, all reported at once.
 
     Attributes:
-      setting: path of the setting at fault, from the section that is built; empty is the section.
+      setting: path of the setting at fault, relative to the section that is built; an empty path
+        is the section itself.
       more: further errors, found at the same time at other settings.
     """
 
@@ -87,7 +88,7 @@ class CheckpointError(JaxdistError):
 
 
 class RunError(JaxdistError):
-    """A run that cannot start or continue: directory, processes, numbers."""
+    """A run that cannot start or continue, because of its directory, processes or numbers."""
 
     exit_code = 3
 
@@ -101,7 +102,7 @@ class StoppedError(RunError):
 def closest(word: str, choices: Iterable[str]) -> str | None:
     """Return the choice most similar to `word`, or None when nothing is close.
 
-    The initials of a choice are close to it too: many write `lr` for a learning rate.
+    The initials of a choice count as close, since many users write `lr` for `learning_rate`.
 
     >>> closest("tensr", ["data", "tensor", "stage"])
     'tensor'

@@ -72,6 +72,7 @@ class MeshConfig(Config):
         # A validated model has its fields in the order of the class, but the order of the keys in
         # the config determines which devices are neighbours along each axis.
         mesh = handler(data)
+        # The mesh has its axes in the order of the config, which pydantic does not keep.
         if isinstance(data, Mapping):
             mesh._order = tuple(k for k in data if k in AXES and data[k] is not None)
         return mesh
@@ -267,6 +268,7 @@ def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndar
     # There is a single host (fake devices, tests): each block of consecutive devices represents a
     # fast network.
     blocks = np.asarray(devices).reshape(*dcn, *ici)
+    # Each axis's dcn dim moves before its ici dim, so that the two merge into one dim.
     order = [i + offset for i in range(len(dcn)) for offset in (0, len(dcn))]
     return blocks.transpose(order).reshape([d * i for d, i in zip(dcn, ici, strict=True)])
 

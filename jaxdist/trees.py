@@ -73,7 +73,7 @@ def pattern_of(name: str) -> str:
 def leaf_bytes(leaf: Leaf) -> int:
     """Return the bytes of an array or `jax.ShapeDtypeStruct` over all devices, without replicas.
 
-    A Python scalar counts as the array that jax makes of it; a random key as its words.
+    A Python scalar counts as the array that jax makes of it, and a random key as its words.
     """
     shape = jnp.shape(leaf)
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)

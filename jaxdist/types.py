@@ -24,7 +24,7 @@ Updates: TypeAlias = Any
 OptState: TypeAlias = Any
 """The state of an optax transformation."""
 Specs: TypeAlias = Any
-"""A `jax.sharding.PartitionSpec` for each leaf of a tree; None: no leaf is split."""
+"""A `jax.sharding.PartitionSpec` for each leaf of a tree; None if no leaf is split."""
 Shardings: TypeAlias = Any
 """A `jax.sharding.Sharding` for each leaf of a tree."""
 Masks: TypeAlias = Any
@@ -32,13 +32,13 @@ Masks: TypeAlias = Any
 Scalar: TypeAlias = Any
 """A number: a Python number, or an array of shape ()."""
 Kwargs: TypeAlias = dict[str, Any]
-"""Keyword arguments of a function that is not known here."""
+"""Keyword arguments of a function whose signature is not known."""
 JsonObject: TypeAlias = dict[str, Any]
 """An object of a JSON or YAML document."""
 TreeDef: TypeAlias = Any
 """A `jax.tree_util.PyTreeDef`, the structure of a tree, which type checkers do not know."""
 Dims: TypeAlias = tuple[str | None, ...]
-"""The logical dims of an array, a name for each of its dims; None: without a name."""
+"""The logical dims of an array: a name for each dim, or None for a dim without a name."""
 Json: TypeAlias = Any
 """A value of a JSON or YAML document: null, bool, number, string, list or object."""
 Annotation: TypeAlias = Any

@@ -1,6 +1,6 @@
-"""A griffe extension for mkdocstrings: doctests of docstrings are shown as code.
+"""A griffe extension for mkdocstrings that shows the doctests of docstrings as code.
 
-Markdown takes the `>>>` of a doctest for quotations, and the lists that it prints for links.
+Markdown would read the `>>>` of a doctest as quotations, and printed lists as links.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DOCTEST = re.compile(r"^([ ]*)>>> .*\n?(?:^\1.*\S.*\n?)*", re.MULTILINE)
 
 
 def fenced(text: str) -> str:
-    """A docstring with a fence around each doctest.
+    """Put a fence around each doctest of a docstring.
 
     >>> fenced("Sum.\\n\\n>>> 1 + 1\\n2\\n").splitlines()
     ['Sum.', '', '```pycon', '>>> 1 + 1', '2', '```']
@@ -27,9 +27,9 @@ def fenced(text: str) -> str:
 
 
 class Doctests(Extension):
-    """Puts the fences in."""
+    """The extension that fences the doctests of all docstrings."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Called for each module, class, function and attribute."""
+        """Fence the doctests of a module, class, function or attribute; griffe calls this."""
         if obj.docstring is not None:
             obj.docstring.value = fenced(obj.docstring.value)

@@ -17,7 +17,7 @@ Folder = Annotated[Path, typer.Argument(help="Folder of the launch.")]
 
 
 class ConfigOrQuestion(ConfigOrCommand):
-    """A group in which a config is launched, and other words query a launch."""
+    """A group whose default command launches a config; its other commands query a launch."""
 
     default = "job"
 
@@ -56,7 +56,7 @@ def job(
 
     one = engine(on, settings or [])
     extra = tuple(overrides or [])
-    # these engines have the config where they run
+    # The engines gke and tpu-vm may have the config only on the machines of the job.
     if os.path.exists(config) or on not in ("gke", "tpu-vm"):
         validate(read(config, extra), ExperimentConfig)
     called = name or config.stem.replace("_", "-")

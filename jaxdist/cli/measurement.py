@@ -1,4 +1,4 @@
-"""Commands that measure."""
+"""Commands that measure: benchmarks, studies and simulations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ConfigOrCommand(TyperGroup):
 
     default = "compare"
 
-    # typer's own class of contexts has no public name, and the public one is narrower.
+    # typer's own class of contexts has no public name, and its public class is narrower.
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the arguments, preceded by the default command if they name no command."""
         if args and args[0] not in {*self.commands, *ctx.help_option_names}:
@@ -132,8 +132,9 @@ def compare(
 ) -> None:
     """Train variants of CONFIG on the same batches, and compare their held-out loss.
 
-    The first variant is CONFIG itself (with --of compression, without any); the others take equal
-    steps from the same parameters, seed by seed. An interrupted study resumes where it was.
+    The first variant is CONFIG itself, without compression if --of compression is given. For each
+    seed, the other variants take as many steps from the same parameters. An interrupted study
+    resumes where it was.
     """
     extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.study.compare import compare_variants as run
@@ -167,10 +168,11 @@ def batch_scaling(
 ) -> None:
     """Compare optimizers at growing batch sizes: one rule for all, and tuned at each size.
 
-    Trains on all devices (one axis, data), whatever mesh CONFIG names. An interrupted study resumes
-    where it was.
+    Trains on all devices along the axis data, whatever the mesh of CONFIG. An interrupted study
+    resumes where it was.
     """
-    # First, so that the fake devices of the config's own mesh are not requested.
+    # The new mesh comes first: it drops the fake devices of the config's mesh, but an override
+    # can still request some.
     extra = shared.prepare_devices(config, ["mesh={data: -1}", *(overrides or [])], devices)
     from jaxdist.study.batch_scaling import batch_scaling as compare
     from jaxdist.study.definition import BatchScalingStudy
@@ -271,8 +273,8 @@ def fleet(
 ) -> None:
     """Simulate a fleet of devices that fail: goodput over the interval between saves.
 
-    With checkpoints on disk only, and with snapshots in memory as well. Without settings it is
-    Llama 3's fleet: 16,384 devices, 466 failures in 54 days.
+    Compares checkpoints on disk alone with snapshots in memory as well. The default is the fleet
+    of Llama 3: 16,384 devices, 466 failures in 54 days.
     Keys: devices, failures_per_1000_device_days, days, detect_seconds,
     restart_seconds, restore_seconds, memory_restore_seconds,
     checkpoint_seconds, snapshot_seconds, both_copies_lost,

@@ -101,7 +101,7 @@ def adopt(
 ) -> None:
     """Write the config of the fastest plan that trains a downloaded model on a slice.
 
-    It reads the model's config, and not its weights, with which the run then begins.
+    Only the model's config is read now; a run of the written config begins with its weights.
     """
     from jaxdist.runtime import environment
 

@@ -62,6 +62,7 @@ class _Lasting(io.FileIO):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
+            # A closed terminal raises EIO, where a closed pipe raises BrokenPipeError.
             closed = self._terminal and error.errno == errno.EIO
             self.lost = not (closed or isinstance(error, BrokenPipeError))
             if self.fileno() == 1:

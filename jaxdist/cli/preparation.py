@@ -65,8 +65,8 @@ def eject(
 ) -> None:
     """Write CONFIG's training as a readable file of plain JAX, without jaxdist.
 
-    Model, loss, optimizer, shardings and communication of this config alone, to
-    read and to change. It trains to the same losses.
+    The file has the model, loss, optimizer, shardings and communication of this
+    config alone, to read and to change. It trains to the same losses.
     """
     extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.commands.eject.eject import Keep

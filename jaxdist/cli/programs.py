@@ -120,8 +120,8 @@ def parity(
     schedules and activations, on 8 fake CPU devices, in float32, with AdamW; CONFIG's own values
     are ignored.
 
-    With --draw: random models, meshes, plans, batches and optimizers, each compared with a single
-    device, and its checkpoint loaded by another plan. Failures are printed with their config.
+    With --draw, random models, meshes, plans, batches and optimizers are compared with a single
+    device, and each checkpoint is loaded by another plan. Failures are printed with their config.
     """
     from jaxdist.runtime import environment
 
@@ -166,7 +166,7 @@ def prove(
 ) -> None:
     """Show for each parameter that CONFIG's plan computes what one device would.
 
-    By types, by numbers at a reduced size, and by the bytes of the compiled step.
+    Checks types, numbers at a reduced size, and the bytes of the compiled step.
     Writes the certificate that `jaxdist train --proved` asks for. Exit code 1 if
     anything is wrong, or undecided.
     """

@@ -24,7 +24,7 @@ LATE_MODULES = (
     "tensorboardX.proto.event_pb2",
     "tensorboardX.record_writer",
 )
-"""Modules of other packages that are imported on first use, which not every command reaches."""
+"""Modules of other packages that most runs import only later, on first use."""
 
 
 def train(
@@ -140,7 +140,7 @@ def drill(
     """Train CONFIG under an agent, and kill and stop its processes on purpose.
 
     Prints each recovery, and the fraction of time kept, next to the predicted fraction; exits with
-    code 3 if it is less than nine tenths of that.
+    code 3 if the fraction kept is less than nine tenths of the predicted fraction.
     """
     extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.cli import fork_server
@@ -161,7 +161,7 @@ def drill(
 def import_all() -> None:
     """Import the modules of training, which takes longer than the rest of a start.
 
-    It includes modules that most runs import when they first read data, save, and write metrics.
+    `LATE_MODULES` are imported, too, which read data, save, and write metrics.
     """
     for module in ("jaxdist.runtime.connection", "jaxdist.runtime.processes", "jaxdist.run.train"):
         importlib.import_module(module)
@@ -186,7 +186,7 @@ def train_process(
     json_file: str | None = None,
     proved: bool = False,
 ) -> int:
-    """Run a process of a run, whose environment is prepared; return its exit code.
+    """Train in this process of a run, whose environment is prepared; return its exit code.
 
     Args:
       run: identity of the run, from `jaxdist.checkpoint.identity.Identity.plain`.
@@ -252,7 +252,7 @@ def replay(
 ) -> None:
     """Repeat a run with parameter servers, in the order in which its servers received messages.
 
-    Prints whether their last saved state is reproduced to the bit.
+    Prints whether the servers' last saved state is reproduced to the bit.
     """
     shared.prepare_run(run, [], devices)
     from jaxdist.commands.replay import replay as again
@@ -316,8 +316,8 @@ def _inspected(config: Path) -> JsonObject:
     """Compile the step of a run's config for fake CPU devices.
 
     Raises:
-      JaxdistError: it imports the user's code, which a report never runs; its mesh does not
-        determine the number of devices; or it cannot be compiled here.
+      JaxdistError: the config imports the user's code, which a report never runs; its mesh does not
+        determine the number of devices; or the step cannot be compiled here.
     """
     from jaxdist.config import read
     from jaxdist.config.importing import foreign_code

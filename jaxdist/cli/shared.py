@@ -54,7 +54,7 @@ WIRE = ("grpc", "google_crc32c")
 def console() -> Console:
     from rich.console import Console
 
-    # Without emoji: rich would turn the import path data:one:x into a picture.
+    # With emoji, rich would turn the import path data:one:x into a picture.
     return Console(highlight=False, emoji=False)
 
 
@@ -103,7 +103,11 @@ def set_environment(
 
 
 def compile_for(devices: int | None, topology: str | None, overrides: list[str]) -> list[str]:
-    """Return the overrides, with the single target to compile for."""
+    """Return the overrides, with the number of devices to compile for.
+
+    Raises:
+      MeshError: both devices and a topology are given.
+    """
     from jaxdist.errors import MeshError
 
     if devices is not None and topology is not None:

@@ -1,4 +1,4 @@
-"""Descriptions of the values that a field accepts, from its annotation; nesting of annotations."""
+"""Descriptions of the values that a field accepts, and access to the parts of its annotation."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def is_sequence(bare: Annotation) -> bool:
 
 
 def arms(annotation: Annotation) -> list[Annotation]:
-    """Return the alternatives of a union, nested unions flattened; other types are alone."""
+    """Return the alternatives of a union, with nested unions flattened, or the type alone."""
     bare, metadata = split_annotation(annotation)
     if get_origin(bare) in (Union, types.UnionType):
         return [arm for child in get_args(bare) for arm in arms(child)]
@@ -174,7 +174,7 @@ def _describe_one(annotation: Annotation, shared: tuple[object, ...]) -> str:
         return f"a list{bounds}{text}"
     try:
         word = _WORDS.get(bare)
-    except TypeError:
+    except TypeError:  # an annotation need not be hashable
         word = None
     return f"{word or getattr(bare, '__name__', None) or typing.cast('str', str(bare))}{bounds}"
 

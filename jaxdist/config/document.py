@@ -68,7 +68,7 @@ class Origin:
 
     @property
     def overrides(self) -> bool:
-        """Return whether it is an override on the command line."""
+        """Whether the value comes from an override on the command line."""
         return self.line is None and self.source.startswith(OVERRIDE)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Explanations of validation errors in the user's terms: pydantic detects, this file explains.
+"""Explanations, in the user's terms, of the validation errors that pydantic detects.
 
-A union is explained once, by the single alternative that the value was intended for: that of its
-`type:`, or that with its shape.
+A union is explained once, by the single alternative that the value was intended for: the
+alternative that its `type:` names, or the alternative with its shape.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem at a path; the message says what is allowed, without path or value."""
+    """A problem at a path; the message says what is allowed, but not the path or the value."""
 
     path: KeyPath
     message: str
@@ -62,8 +62,8 @@ def explain_problems(schema: Annotation, values: Json, path: KeyPath = ()) -> li
 
 
 def _failures(schema: Annotation, values: Json) -> list[ErrorDetails]:
-    # Through JSON, since strict JSON mode accepts YAML's forms: text for a path, a list for a
-    # tuple.
+    # Validated as JSON, since pydantic's strict mode for JSON accepts the forms of YAML: text for a
+    # path, a list for a tuple.
     text = json.dumps(values)
     try:
         adapter = TypeAdapter(schema, config=_STRICT)

@@ -51,7 +51,7 @@ def import_path(value: Any, path: KeyPath = ()) -> str:
       path: path of the setting, for the message.
 
     Raises:
-      ConfigError: the module does not have it under its name.
+      ConfigError: the module does not have the class or function under its name.
     """
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     found: Any = sys.modules.get(module or "")

@@ -23,7 +23,7 @@ _NOT_THE_USERS = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     # A virtual environment may include another environment's packages.
     *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))),
-    "<",
+    "<",  # as in <frozen importlib._bootstrap>
 )
 
 
@@ -45,6 +45,7 @@ def load_object(path: str) -> Any:
         raise ConfigError(
             f"import path {path!r}: expected 'package.module:name', as in 'mypkg.model:build'"
         )
+    # The first entry of an installed command is its own folder, not the current directory.
     if sys.path[:1] not in ([""], ["."]):
         sys.path.insert(0, "")
     found = _import_module(module_name, path)
@@ -87,7 +88,7 @@ def user_code(what: str) -> Iterator[None]:
 def describe_exception(error: BaseException) -> str:
     """Describe an exception: its type, message and position, `IndexError: message (file.py:12)`.
 
-    The position is the innermost in the user's own code, if there is any.
+    The position is the innermost frame in the user's own code, if there is one.
     """
     place = ""
     if isinstance(error, SyntaxError) and error.filename:
@@ -145,7 +146,7 @@ def _no_attribute(path: str, found: Any, name: str) -> NoReturn:
 def foreign_code(values: Json) -> list[str]:
     """List the user's own modules that a config imports, with the file and the settings of each.
 
-    Nothing is imported for it. Modules of installed packages are left out.
+    No module is imported to find out. Modules of installed packages are left out.
 
     >>> foreign_code({"optim": {"type": "import", "path": "optax:lion"}})
     []

@@ -32,9 +32,8 @@ def read(
     """Read the merged values of a YAML file, each with its origin; nothing is validated yet.
 
     Args:
-      path: a YAML 1.2 file of UTF-8 text, with its includes at most MAX_BYTES; or what would be in
-        one, as `jaxdist.config.given.node_of` takes it; None reads only the
-        overrides.
+      path: a YAML 1.2 file of UTF-8 text, with its includes at most MAX_BYTES; or the values of
+        such a file, as `jaxdist.config.given.node_of` accepts them; None reads only the overrides.
       overrides: `section.key=value` texts, applied in order after all includes.
 
     Raises:
@@ -138,6 +137,7 @@ def _read_bytes(file: Path, place: str, most: int) -> bytes:
             kind = "a directory" if file.is_dir() else "not a regular file"
             raise ConfigError(f"{place}{name} is {kind}; name a YAML file")
         with file.open("rb") as stream:
+            # One byte more shows that a file is too large, without reading all of it.
             data = stream.read(most + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{place}{name}: no such file{_suggestion(file, place)}") from None

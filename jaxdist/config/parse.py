@@ -1,7 +1,7 @@
 """Parsing of YAML 1.2 to a tree of Nodes: data only, every value with its line, within limits.
 
-It reads ruamel's events, and does not use its constructors: tags are never acted on, aliases are
-counted before they are followed, and each key keeps its line.
+The parser reads ruamel's events instead of using its constructors: tags are never acted on, aliases
+are counted before they are followed, and each key keeps its line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_DEPTH = 32
 MAX_VALUES = 10_000
 MAX_DIGITS = 80
 MOST_PROBLEMS = 50
-"""The most lines in a message."""
+"""The largest number of problems in a message."""
 
 Locate = Callable[[int], Origin]
 

@@ -34,7 +34,7 @@ class Config(BaseModel):
 
 
 LARGEST = 2**31 - 1
-"""The largest count or size: they are 32-bit integers in compiled programs."""
+"""The largest count or size, since these are 32-bit integers in compiled programs."""
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 """An integer of at least 1."""
 
@@ -68,7 +68,7 @@ def validate(document: Document, schema_class: type[Schema]) -> Schema:
     converted.
 
     Raises:
-      ConfigError: a line for each problem of the whole tree.
+      ConfigError: the document is not valid; the message has a line for each problem of the tree.
 
     >>> class Optim(Config):
     ...     lr: float

@@ -8,7 +8,7 @@ FOLDER = Path(__file__).parents[1] / "configs"
 
 
 def shipped() -> dict[str, Path]:
-    """Return their files by name.
+    """Return the files of the shipped configurations by name.
 
     >>> shipped()["gpt/quickstart"].name
     'quickstart.yaml'

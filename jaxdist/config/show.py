@@ -48,8 +48,8 @@ def provenance(document: Document, instance: BaseModel) -> list[ResolvedValue]:
 def render_rows(rows: Iterable[ResolvedValue], width: int = 80) -> str:
     """Format aligned lines `path  value  origin`, none wider than `width` terminal cells.
 
-    Longer lines are cut with an ellipsis at the end; a file's path is cut at its start, since its
-    line number matters most.
+    Texts that are too long are cut with an ellipsis at the end; the path of a file is cut at its
+    start, since the line number at its end matters most.
     """
     rows = list(rows)
     cells = [(dotted(row.path), value_text(row.value), str(row.origin)) for row in rows]

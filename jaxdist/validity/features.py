@@ -36,7 +36,7 @@ class ZeroSettings(Protocol):
 
 @dataclass(frozen=True)
 class ZeroOff:
-    """Settings that split nothing."""
+    """The settings of `parallel.zero` if it is off, so that nothing is split."""
 
     stage: int = 0
     scope: str = "all"
@@ -53,9 +53,9 @@ class OptimFacts:
 
     Attributes:
       type: `optim.type`; empty where it does not matter.
-      momentum: decay of its first moment; 0 keeps none.
+      momentum: decay of the first moment; 0 if the optimizer has none.
       freeze_step: the step after which a onebit optimizer keeps its second moment.
-      averages: whether it has other parameters evaluated than it trains.
+      averages: whether evaluation uses other parameters than those that are trained.
     """
 
     type: str = ""
@@ -70,11 +70,13 @@ class Facts:
 
     Attributes:
       mesh: size of each mesh axis; an axis over two networks is two, `data_dcn` and `data_ici`.
-      batch_axes: axes that split the batch, slowest first; none where the mesh has no such axis.
-      split: a parameter that a sharding rule splits over these axes, to the dim that the rule
+      batch_axes: axes that split the batch, slowest first; empty if the mesh has no such axis.
+      reduce: the algorithm of `parallel.reduce`; None if it is not set.
+      zero: the settings of `parallel.zero`.
+      split: for each parameter that a sharding rule splits over `batch_axes`, the dim that the rule
         names.
       empty_axes: axes larger than 1 to which no rule maps anything.
-      reduce_dtype: dtype in which gradients are sent; None is their own.
+      reduce_dtype: dtype in which gradients are sent; None for their own dtype.
       local_statistics: whether batch norms use each device's own rows only.
       pipeline: settings of parallel.pipeline that differ from the default, as in a config.
       offloads: whether the model's activations are offloaded to the host's memory.
@@ -84,11 +86,12 @@ class Facts:
       microbatches: number of pieces in which a batch is computed, in sequence.
       workers: number of a parameter server's processes that compute a share of a batch.
       weighted: whether the data gives each example a weight.
-      evaluation: why the held-out split is not evaluated as a single batch; None where it may be.
+      evaluation: why the held-out split is not evaluated as a single batch; None if it can be.
       strategy: `strategy.type`.
-      settings: settings of other sections that are not off: dotted path to the value, as the user
-        knows it.
-      buffers: names of what the model changes in its forward pass besides its parameters.
+      settings: for each setting of other sections that is not off, by dotted path, its value as in
+        a config.
+      optim: the facts about the optimizer.
+      buffers: names of the arrays other than parameters that the model's forward pass changes.
     """
 
     mesh: Mapping[str, int]
@@ -120,9 +123,12 @@ class Facts:
 
     @property
     def reduction(self) -> Algorithm | None:
-        """The algorithm that sums gradients, by the config or for a pipeline; None is XLA."""
-        # If left to XLA, each microbatch of a pipeline would be reduced separately, and messages
-        # need a device's own gradients.
+        """The algorithm that sums gradients; None leaves the sums to XLA.
+
+        A pipeline and compression need an explicit algorithm, by default `Xla`.
+        """
+        # If left to XLA, each microbatch of a pipeline would be reduced separately, and compressed
+        # messages are made of a device's own gradients.
         named = self.stages > 1 or self.compression is not None
         if self.reduce is None and named and self.batch_axes:
             return Xla()
@@ -154,7 +160,12 @@ class Facts:
 
 @dataclass(frozen=True)
 class Feature:
-    """A property of a config: a test whether it has it, and the setting as in a config."""
+    """A property that a config may have.
+
+    Attributes:
+      active: a function that tests whether a config has the property.
+      shown: a function that formats the setting as in a config, for a message.
+    """
 
     active: Callable[[Facts], bool]
     shown: Callable[[Facts], str]

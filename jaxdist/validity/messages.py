@@ -1,4 +1,4 @@
-"""Rows on gradients in few bytes with optimizers, and on batches that change their size."""
+"""Rows on compressed gradients with optimizers, and on batches that change their size."""
 
 from __future__ import annotations
 
@@ -84,4 +84,4 @@ MESSAGES: tuple[ValidityRow, ...] = (
         ("elastic", "batch"),
     ),
 )
-"""Combinations of messages and optimizers, and of batches of changing size, that are refused."""
+"""Refused combinations of compressed gradients and optimizers, and of batches of changing size."""

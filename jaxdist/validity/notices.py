@@ -15,7 +15,7 @@ from jaxdist.validity.features import (
 
 
 class SplitDims(Protocol):
-    """The splitting by ZeRO: the dim of each parameter, and the shapes of those that stay whole."""
+    """The splitting by ZeRO: the dim of each parameter, and the shapes of whole parameters."""
 
     @property
     def dims(self) -> Mapping[str, int | None]: ...
@@ -24,10 +24,11 @@ class SplitDims(Protocol):
 
 
 def notices(facts: Facts, plan: SplitDims | None) -> list[str]:
-    """List valid settings without effect, with the reason; a sentence each.
+    """List a sentence for each valid setting without effect, with the reason.
 
     Args:
-      plan: the splitting by ZeRO.
+      facts: the facts about the config and its model.
+      plan: the splitting by ZeRO; None if it does not split.
     """
     rest = [*_of_messages(facts), *_of_gathers(facts), *_of_mesh(facts)]
     return [*_of_stage(facts, plan), *_of_reduction(facts), *rest]

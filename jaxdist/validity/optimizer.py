@@ -19,7 +19,9 @@ def optimizer_notices(
     """List notices about an optimizer on these parameters, each with its remedy.
 
     Args:
-      params: the model's own, or their shapes.
+      config: the section `optim`.
+      optimizer: the optimizer that was built from it.
+      params: the parameters of the model, or their shapes.
     """
     return (*_of_dtypes(config, params), *_of_average(config, optimizer, params))
 

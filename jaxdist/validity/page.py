@@ -12,11 +12,14 @@ HEADINGS = {
     MESSAGES[0]: "Compressed gradients, optimizers and batches of changing size",
     SERVERS[0]: "Parameter servers and Lookahead",
 }
-"""Rows of the page that begin a section."""
+"""The rows that begin a section of the page, with the section's heading."""
 
 
 def footnotes(first: str, second: str) -> list[tuple[int, bool]]:
-    """Return the rows (from 1) that refuse two features, and whether they do without a third."""
+    """Return the rows, counted from 1, that refuse two features, and whether these two suffice.
+
+    If they do not suffice, the row is refused only with a third feature.
+    """
     found = []
     for number, row in enumerate(ROWS, 1):
         places = [[i for i, group in enumerate(row.groups) if name in group]

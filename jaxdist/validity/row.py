@@ -19,8 +19,8 @@ class ValidityRow:
     """Features that do not combine.
 
     Attributes:
-      groups: refused where one feature of each is active.
-      why, instead: two halves of a sentence.
+      groups: groups of features; a config with a feature of each group is refused.
+      why, instead: the reason and the remedy, two halves of a sentence.
       setting: the path of the setting to blame, in the whole config.
     """
 
@@ -30,7 +30,7 @@ class ValidityRow:
     setting: tuple[str, ...] = ("parallel",)
 
     def problem(self, facts: Facts) -> str | None:
-        """Return what to tell the user; None where the row does not apply."""
+        """Return the message for the user; None where the row does not apply."""
         found: list[list[Feature]] = []
         for group in self.groups:
             active = [EVERY[name] for name in group if EVERY[name].active(facts)]

@@ -1,4 +1,4 @@
-"""Features of a few rows in addition to those of the matrix: settings of other sections."""
+"""The features that only a few rows use, in addition to those of the matrix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxdist.compression.config import CompressAuto
 from jaxdist.validity.features import FEATURES, Facts, Feature
 
 LINEAR = ("sgd", "onebit_adam", "onebit_lamb")
-"""Optimizers that take steps linear in the momentum, as long as their second moment is frozen."""
+"""Optimizers whose steps are linear in the momentum, as long as their second moment is frozen."""
 
 
 def _setting(path: str) -> Feature:
@@ -152,11 +152,11 @@ SECTIONS: Mapping[str, Feature] = {
     "parallel.compression": Feature(lambda f: f.compression is not None, _warmup),
     "a codec that sums no shards": Feature(_sums_no_shards, _codec),
 }
-"""Settings of other sections, and what follows from two of them together."""
+"""The features of other sections, some of which depend on two settings."""
 
 
 def _beside(facts: Facts) -> dict[str, int]:
-    """The mesh axes that a worker of a parameter server does not have."""
+    """Return the mesh axes larger than 1 that a worker of a parameter server must not have."""
     kinds = {name: name.removesuffix("_dcn").removesuffix("_ici") for name in facts.mesh}
     return {
         name: size
@@ -166,4 +166,4 @@ def _beside(facts: Facts) -> dict[str, int]:
 
 
 EVERY: Mapping[str, Feature] = {**FEATURES, **SECTIONS}
-"""All that a row can speak of."""
+"""All features that a row can name."""

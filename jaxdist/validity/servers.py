@@ -151,4 +151,4 @@ SERVERS: tuple[ValidityRow, ...] = (
         ("strategy",),
     ),
 )
-"""Combinations with a parameter server, or with Lookahead, that are refused."""
+"""Refused combinations with a parameter server, with Muon, or with Lookahead."""

@@ -1,7 +1,7 @@
-"""The table of refused combinations: features, the reason, and what to do instead.
+"""The table of refused combinations: features, the reason, and the remedy.
 
-A row is refused where each of its groups has an active feature, so the table is both the check of a
-config and the matrix in the docs. `python -m jaxdist.validity` prints it.
+A config is refused if each group of a row has an active feature, so the table is both the check of
+a config and the matrix in the docs. `python -m jaxdist.validity` prints the matrix.
 """
 
 from __future__ import annotations
@@ -221,8 +221,8 @@ def check(facts: Facts) -> None:
     """Refuse combinations of settings that do not work.
 
     Raises:
-      ConfigError: every row of the table that applies: one error for each setting to blame, with
-        the path of the setting in the whole config; the first holds the others as `more`.
+      ConfigError: a row of the table applies. Each setting to blame has one error, with the path of
+        the setting in the whole config; the first error has the others as `more`.
     """
     found: dict[tuple[str, ...], list[str]] = {}
     for row in ROWS:
