@@ -1,4 +1,4 @@
-"""The doctor: facts read from the machine (`facts`), judged (`checks`), and printed here."""
+"""The command `jaxdist doctor`, which reads `facts` of the machine, and prints `checks` of them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 def main(devices: int | None = None, as_json: bool = False, console: Console | None = None) -> int:
-    """Print every check; the exit code is 1 if there is an error, else 0.
+    """Print every check, and return the exit code: 1 if a check has the status error, else 0.
 
-    The backend is started in a separate process, so that a crash or a hang is only a finding.
+    The backend starts in a separate process, so that its crash or hang is reported as an error.
 
     Args:
-      devices: judge a run on this many fake CPU devices; None judges the real devices.
-      as_json: print them as JSON instead.
-      console: the output; standard output when None.
+      devices: the number of fake CPU devices of the run to check; None checks the real devices.
+      as_json: whether to print the checks as JSON.
+      console: the console on which to print; None uses standard output.
     """
     console = Console() if console is None else console
     found = checks(gather_facts(devices))
@@ -42,7 +42,7 @@ def main(devices: int | None = None, as_json: bool = False, console: Console | N
 
 
 def show_checks(found: Sequence[Check], console: Console) -> None:
-    """Print a line per check, the remedy indented below it, and a count at the end."""
+    """Print a line for each check, its remedy indented below the line, and a count at the end."""
     name_width = max(len(check.name) for check in found)
     indent = " " * (len("warning") + name_width + 4)
     width = max(console.width - len(indent), 20)

@@ -1,4 +1,4 @@
-"""The judgement of the doctor: a pure function of the facts."""
+"""The checks of `jaxdist doctor`, as a pure function of the facts about a machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LONGEST_TIMEOUT_SECONDS = 600
 
 @dataclass(frozen=True)
 class Check:
-    """A line of the doctor: the checked item, its status, and what to do about it."""
+    """The result of one check: the name of the item, its status and value, and a remedy."""
 
     name: str
     status: Status
@@ -37,7 +37,7 @@ class Check:
 
 
 def checks(facts: MachineFacts) -> list[Check]:
-    """Return every check, in the order in which a run meets them."""
+    """Return every check, in the order in which a run depends on the items."""
     return [
         *_software(facts),
         _backend(facts),
@@ -55,7 +55,7 @@ def checks(facts: MachineFacts) -> list[Check]:
 
 
 def _software(facts: MachineFacts) -> Iterator[Check]:
-    """Check Python and the packages against jaxdist's own metadata."""
+    """Check the versions of Python and of packages against jaxdist's own metadata."""
     python = _versioned("python", facts.python, facts.python_range)
     yield Check("python", python.status, python.value, python.remedy and "install Python 3.11-3.13")
     for name in COMPANIONS:
@@ -93,7 +93,7 @@ def _backend(facts: MachineFacts) -> Check:
 
 
 def _accelerator(facts: MachineFacts) -> Iterator[Check]:
-    """Check for a GPU that jax does not use, although the CPU was not requested."""
+    """Check whether jax runs on the CPU without a request, although there is a GPU."""
     wants_cpu = facts.planned.get("JAX_PLATFORMS", "").lower() == "cpu"
     if facts.nvidia_driver and facts.backend.platform == "cpu" and not wants_cpu:
         yield Check(
@@ -216,7 +216,7 @@ def _open_files(facts: MachineFacts) -> Check:
 
 
 def _extras(facts: MachineFacts) -> Iterator[Check]:
-    """Check optional packages: a missing package only shows how to install it."""
+    """Check optional packages; for a missing package the check is ok, but says how to install it."""
     ways = {
         "scikit-learn": "pip install 'jaxdist[images]' for the handwritten digits",
         "libtpu": "pip install 'jaxdist[tpu]' for TPUs and for compiling towards them",

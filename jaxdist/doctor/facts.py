@@ -1,4 +1,4 @@
-"""The facts that the doctor reads from the machine, without judgement."""
+"""The facts that `jaxdist doctor` reads from a machine, and which `checks` judges."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Backend:
-    """The devices that jax finds when it starts; `problem` is why it does not start."""
+    """The devices that jax finds at its start, or the `problem` for which jax does not start."""
 
     platform: str = ""
     device_count: int = 0
@@ -50,7 +50,11 @@ class Backend:
 
 @dataclass(frozen=True)
 class Folder:
-    """A directory; if it does not exist, `writable` and `free_bytes` are those of its parent."""
+    """The facts about a directory.
+
+    If the directory does not exist, `writable` and `free_bytes` are facts about its nearest parent
+    that exists.
+    """
 
     path: str
     exists: bool
@@ -64,21 +68,21 @@ class MachineFacts:
     """All facts for the checks, as plain data.
 
     Attributes:
-      python: version of the interpreter.
-      python_range: the versions that this jaxdist supports.
-      versions: version of each package, None when not installed.
-      ranges: the versions of each package that this jaxdist supports, where it states them.
-      backend: the devices that jax finds when it starts under `planned`.
-      environ: the environment set by the user.
+      python: the version of the Python interpreter.
+      python_range: the versions of Python that this jaxdist supports.
+      versions: the version of each package; None for a package that is not installed.
+      ranges: the versions that this jaxdist supports, for each package that it requires.
+      backend: the devices that jax finds at its start in the environment `planned`.
+      environ: the environment variables that the user has set.
       planned: the environment in which a jaxdist command runs.
-      cpus: number of CPUs that this process may use.
-      cpu_quota: number of CPUs' time that a container may use; None without a limit.
-      memory_bytes, available_bytes: total and free host memory; None when unknown.
-      open_files: number of files that this process may open.
-      compilation_cache: None when jax's persistent compilation cache is not set to a folder.
+      cpus: the number of CPUs that this process may use.
+      cpu_quota: the container's limit on CPU time, as a number of CPUs; None without a limit.
+      memory_bytes, available_bytes: the total and the free memory of the host; None if unknown.
+      open_files: the number of files that this process may open.
+      compilation_cache: the folder of jax's persistent compilation cache; None if no folder is set.
       cache: the folder for derived and downloaded data.
       nvidia_driver: whether the NVIDIA driver's tools are installed.
-      fashion_mnist: whether the data set is on this machine.
+      fashion_mnist: whether the data set Fashion-MNIST is on this machine.
     """
 
     python: str
@@ -100,7 +104,11 @@ class MachineFacts:
 
 
 def gather_facts(devices: int | None = None) -> MachineFacts:
-    """Read this machine, for a run on `devices` fake CPU devices or on the real devices (None)."""
+    """Read the facts about this machine, for a run on its devices or on fake CPU devices.
+
+    Args:
+      devices: the number of fake CPU devices; None uses the real devices.
+    """
     environ = dict(os.environ)
     planned = environ | environment.plan_environment(environ, fake_devices=devices)
     python_range, ranges = _own_requirements()
@@ -130,7 +138,7 @@ def gather_facts(devices: int | None = None) -> MachineFacts:
 def probe_backend(
     environ: Mapping[str, str], timeout_seconds: float = PROBE_TIMEOUT_SECONDS
 ) -> Backend:
-    """Start jax in a separate process, so that a crash or a hang there is only a finding."""
+    """Start jax in a separate process, so that its crash or hang becomes a `problem`."""
     command = [sys.executable, "-P", "-c", _PROBE]
     try:
         done = subprocess.run(
@@ -142,6 +150,7 @@ def probe_backend(
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         unknown = [line for line in done.stderr.splitlines() if "Unknown flag" in line]
         return Backend(problem=unknown[0].partition("] ")[2] if unknown else last)
+    # The last line is the result of the probe; libraries may have printed before it.
     return Backend(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -159,7 +168,7 @@ def look_at(path: Path) -> Folder:
 
 
 def _own_requirements() -> tuple[str, dict[str, str]]:
-    """Return the Python versions and the package versions that the installed jaxdist requires."""
+    """Return the versions of Python and of each package that the installed jaxdist requires."""
     try:
         own = importlib.metadata.metadata("jaxdist")
     except importlib.metadata.PackageNotFoundError:
@@ -176,7 +185,7 @@ def _cpus() -> int:
 
 
 def _cpu_quota(cgroup: Path) -> float | None:
-    """Return the container's CPU limit, from control groups of version 2 or 1."""
+    """Return the container's limit on CPU time, from control groups of version 2 or 1."""
     try:
         if (cgroup / "cpu.max").exists():
             quota, period = (cgroup / "cpu.max").read_text().split()
@@ -185,12 +194,12 @@ def _cpu_quota(cgroup: Path) -> float | None:
                 (cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
             )
         return int(quota) / int(period) if int(quota) > 0 else None
-    except (OSError, ValueError):  # no such file, or "max"
+    except (OSError, ValueError):  # There is no such file, or the quota is "max".
         return None
 
 
 def _host_memory() -> tuple[int | None, int | None]:
-    """Return host memory in bytes: total, and available without swapping."""
+    """Return the host's total memory and the memory available without swapping, in bytes."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

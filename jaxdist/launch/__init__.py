@@ -1,1 +1,1 @@
-"""Launches on clusters: a job, rendered for the engine of a cluster."""
+"""Launches of a job on a cluster, by an engine such as Slurm, Kubernetes or Ray."""

@@ -29,10 +29,11 @@ def engine(name: str, settings: Sequence[str]) -> Engine:
     """Build an engine with its settings.
 
     Args:
-      settings: `key=value` texts, as for `--set`.
+      name: the name of the engine, a key of `ENGINES`.
+      settings: texts `key=value`, as the option `--set` takes them.
 
     Raises:
-      ConfigError: there is no such engine or setting, or one is missing.
+      ConfigError: the engine or a setting does not exist, or a required setting is missing.
     """
     if name not in ENGINES:
         raise ConfigError(f"--on {name}: {did_you_mean(name, ENGINES)}")

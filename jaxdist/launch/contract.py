@@ -1,7 +1,7 @@
 """The contract of engines: a job, and the files and commands by which an engine runs it.
 
-An engine only renders. Nothing is started here, so everything can be reviewed before, and tested
-without a cluster; `jaxdist.launch.submit` carries it out.
+An engine only renders files and commands, and starts nothing. Therefore a user can review them
+before the launch, and tests need no cluster; `jaxdist.launch.submit` runs the commands.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ def _variables(given: dict[str, str]) -> dict[str, str]:
 
 
 Environment = Annotated[dict[str, str], AfterValidator(_variables)]
-"""The environment variables of the processes, by name."""
+"""Environment variables, as a mapping from valid names to values."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The command `jaxdist train` for a config: the same command in every process.
+    """A run of `jaxdist train` with one config and the same command in every process.
 
     Attributes:
       config: the config file, relative to `folder`.
       overrides: settings that override those of the config.
-      name: name for people, and for the engine's lists.
-      module: module of the command `jaxdist`, for an engine whose nodes run it with their own
-        interpreter. It is in a higher layer, so the command passes its name down.
-      nodes: number of machines, or hosts of a slice of TPUs.
-      processes: number of processes on each of them.
+      name: the name of the job in messages and in the engine's lists.
+      module: the module of the command `jaxdist`, for an engine whose nodes run the module with
+        their own interpreter. The layers forbid this package to import the module, so the command
+        passes its name.
+      nodes: the number of machines, or of hosts of a TPU slice.
+      processes: the number of processes on each machine.
       folder: the working directory, which all nodes share.
     """
 
@@ -64,7 +65,7 @@ class Job:
         return self.nodes * self.processes
 
     def train(self, *options: str, program: tuple[str, ...] = ("jaxdist",)) -> list[str]:
-        """Return the command of a process. A job that is restarted resumes."""
+        """Return the command of a process, with `--resume`, so that a restarted job continues."""
         return [*program, "train", self.config, *self.overrides, "--resume", *options]
 
 
@@ -73,10 +74,11 @@ class Rendered:
     """The files and commands of a job on an engine.
 
     Attributes:
-      files: text by name; written to a folder of the launch before anything is run.
+      files: the text of each file by name; the files are written to the folder of the launch before
+        the command runs.
       command: the command that submits, or runs, the job.
       waits: whether the command lasts as long as the job.
-      notes: notes for a person, a line each.
+      notes: lines for the user.
     """
 
     files: Mapping[str, str]
@@ -85,13 +87,13 @@ class Rendered:
     notes: tuple[str, ...] = ()
 
     def at(self, folder: Path) -> Rendered:
-        """Replace the placeholder `{folder}` in texts and in the command by this folder."""
+        """Replace the placeholder `{folder}` in the files and in the command by a folder."""
         files = {name: text.replace(FOLDER, str(folder)) for name, text in self.files.items()}
         command = tuple(word.replace(FOLDER, str(folder)) for word in self.command)
         return replace(self, files=files, command=command)
 
     def text(self) -> str:
-        """Format everything for review."""
+        """Format the files, the command and the notes for review."""
         parts = [f"# {name}\n{text.rstrip()}\n" for name, text in self.files.items()]
         parts.append(f"# run by\n{shlex.join(self.command)}\n")
         return "\n".join(parts + [f"# {note}" for note in self.notes])
@@ -99,7 +101,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Commands:
-    """The engine's commands about a submitted job; () where it has none."""
+    """The engine's commands about a submitted job; () for a command that the engine lacks."""
 
     status: tuple[str, ...] = ()
     logs: tuple[str, ...] = ()
@@ -110,38 +112,38 @@ class Engine(Config):
     """A program that runs jobs on machines."""
 
     program: ClassVar[str]
-    """The program that must be installed where the launch is done."""
+    """The name of the program, which must be installed on the machine of the launch."""
     install: ClassVar[str]
-    """Instructions to install it."""
+    """The instructions to install the program."""
     identity: ClassVar[str] = r"(\S+)"
-    """Pattern of a job's name in the output of the submitting command."""
+    """The pattern of a job's name or number in the output of the command that submits the job."""
 
     def check(self, job: Job) -> None:
         """Refuse a job that the engine cannot run.
 
         Raises:
-          ConfigError: such a job; the message says what to change.
+          ConfigError: the engine cannot run the job; the message says what to change.
         """
 
     @abstractmethod
     def render(self, job: Job) -> Rendered:
-        """Render the files and the command."""
+        """Return the files and the command for a job."""
 
     def commands(self, identity: str, folder: Path) -> Commands:
         """Return the commands about a submitted job.
 
         Args:
-          identity: the engine's name of the job.
+          identity: the engine's name or number of the job.
           folder: the folder of the launch.
         """
         return Commands()
 
 
 def one_node(job: Job, engine: str) -> None:
-    """Refuse jobs with several nodes.
+    """Refuse a job with several nodes.
 
     Raises:
-      ConfigError: there are several.
+      ConfigError: the job has several nodes.
     """
     if job.nodes > 1:
         raise ConfigError(
@@ -151,7 +153,7 @@ def one_node(job: Job, engine: str) -> None:
 
 
 def seconds_of(text: str) -> int:
-    """Return the seconds of a limit in Slurm's form: minutes, H:M:S or D-H:M:S.
+    """Return the seconds of a time limit in Slurm's form: minutes, H:M:S or D-H:M:S.
 
     >>> seconds_of("90"), seconds_of("1:30:00"), seconds_of("2-00")
     (5400, 5400, 172800)

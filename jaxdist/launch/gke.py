@@ -1,9 +1,9 @@
-"""A JobSet for GKE: slices of TPUs, or nodes with GPUs (or neither).
+"""The engine of a JobSet on GKE, with TPU slices, nodes with GPUs, or nodes with neither.
 
 Each job of the set is a slice. A set that loses a pod is restarted, up to `restarts` times, and its
-processes resume from the newest checkpoint. Kubernetes' own disruptions (an eviction, a spot node
-that is taken away, a drain) are not counted. The rendered API is jobset.x-k8s.io/v1alpha2, of
-JobSet 0.6 or newer.
+processes resume from the newest checkpoint. Restarts after Kubernetes' own disruptions (an
+eviction, a spot node that is taken away, a drain) are not counted. The rendered API is
+jobset.x-k8s.io/v1alpha2, of JobSet 0.6 or newer.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ WORKERS = "slice"
 CONTAINER = "train"
 _NOT_COUNTED: list[Json] = [
     {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    # When a pod must stop, all processes save and exit with this code, including those of
-    # other pods, whose failure would otherwise be counted.
+    # When one pod must stop, all processes save and exit with this code; the exits of the other
+    # pods would otherwise count as failures.
     {
         "action": "FailJob",
         "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [STOPPED]},
     },
 ]
-"""Failures of a pod that fail its job with the reason PodFailurePolicy."""
+"""The failures of a pod after which its job fails with the reason PodFailurePolicy."""
 _RESTART: JsonObject = {
     "name": "disruption",
     "action": "RestartJobSetAndIgnoreMaxRestarts",
     "onJobFailureReasons": ["PodFailurePolicy"],
 }
 MOST_NAME = 40
-"""Longest name, of the 63 letters of a pod's name: that ends with the set's job, two numbers and
-five letters."""
+"""The largest length of a set's name. A pod's name has at most 63 letters: the set's name, the
+job's name, two numbers, and five more letters."""
 ACCELERATORS = {
     "v4": "tpu-v4-podslice",
     "v5e": "tpu-v5-lite-podslice",
@@ -52,13 +52,14 @@ ACCELERATORS = {
     "v6e": "tpu-v6e-slice",
     "tpu7x": "tpu7x",
 }
-"""GKE's names of the nodes of each family."""
+"""GKE's name of the nodes with each TPU family."""
 
 
 def chips_per_host(topology: Topology) -> int:
-    """Return the chips per machine of a GKE slice.
+    """Return the number of chips on each machine of a GKE slice.
 
-    Up to eight chips of v5e and v6e are a single machine; larger slices have four on each.
+    Slices of up to eight chips of v5e and v6e are a single machine; machines of larger slices have
+    four chips each.
 
     >>> [chips_per_host(parse_topology(text)) for text in ("v5e:2x4", "v5e:4x4", "v5p:4x4x4")]
     [8, 4, 4]
@@ -72,45 +73,46 @@ class Volume(Config):
     """A disk that all pods share."""
 
     claim: str
-    """The PersistentVolumeClaim."""
+    """The name of the disk's PersistentVolumeClaim."""
     path: str = "/data"
-    """Mount path of the volume; the run directory should be below it."""
+    """The path at which the volume is mounted; the run directory should be below this path."""
 
 
 class Gke(Engine):
-    """The engine of kubectl, with the JobSet controller in the cluster."""
+    """The engine that applies a JobSet with kubectl; the cluster needs the JobSet controller."""
 
     program: ClassVar[str] = "kubectl"
     install: ClassVar[str] = "install kubectl, and JobSet in the cluster (jobset.sigs.k8s.io)"
     identity: ClassVar[str] = r"jobset\.jobset\.x-k8s\.io/(\S+)"
     type: Literal["gke"] = "gke"
-    """Selects this engine."""
+    """The name that selects this engine."""
     image: str
-    """Image with jaxdist, and with the config at the given path."""
+    """The container image with jaxdist, and with the config at the path of the launch."""
     tpu: str | None = None
-    """Topology of a slice, such as v5p:4x4x4, which determines nodes and chips; null: no TPU."""
+    """The topology of a TPU slice, such as v5p:4x4x4, from which nodes and chips follow; null uses
+    no TPU."""
     slices: Count = 1
-    """Number of slices of TPUs, joined by a slower network."""
+    """The number of TPU slices, which are connected by a slower network."""
     gpus_per_node: Count | None = None
-    """Number of GPUs of each pod, where there is no TPU."""
+    """The number of GPUs of each pod; null uses no GPU."""
     namespace: str = "default"
-    """Namespace of the set."""
+    """The Kubernetes namespace of the JobSet."""
     queue: str | None = None
-    """Queue of Kueue, which starts all pods or none."""
+    """The queue of Kueue, which starts either all pods or none; null uses no queue."""
     restarts: Annotated[int, Field(ge=0)] = 20
-    """Number of restarts of the set after a pod has failed; evictions are not counted."""
+    """The number of restarts of the JobSet after failures of pods; evictions are not counted."""
     grace_seconds: Count = 300
-    """Seconds for saving, between SIGTERM and SIGKILL."""
+    """The seconds between SIGTERM and SIGKILL, within which the processes save."""
     volume: Volume | None = None
-    """Volume for checkpoints."""
+    """The volume for checkpoints; null mounts no volume."""
     cpu: Count | str | None = None
-    """Number of cores of each pod, where no accelerator determines it."""
+    """The number of cores of each pod, for pods without TPUs and GPUs."""
     node_selector: dict[str, str] = Field(default_factory=dict)
-    """Labels that nodes must have, besides those that `tpu` implies."""
+    """The labels that nodes must have, besides the labels that follow from `tpu`."""
     service_account: str | None = None
     """The Kubernetes service account of the pods, which cloud permissions can refer to."""
     environment: Environment = Field(default_factory=dict)
-    """Variables of the processes: `environment.NCCL_DEBUG=INFO`."""
+    """The environment variables of the processes, such as `environment.NCCL_DEBUG=INFO`."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Gke:
@@ -166,7 +168,7 @@ class Gke(Engine):
             "parallelism": hosts,
             "completions": hosts,
             "completionMode": "Indexed",
-            "backoffLimit": 0,  # the set is restarted as a whole, not a single pod
+            "backoffLimit": 0,  # No single pod is restarted: the JobSet restarts as a whole.
             "podFailurePolicy": {"rules": _NOT_COUNTED},
             "template": {"spec": self._pod(job, hosts)},
         }
@@ -233,10 +235,11 @@ class Gke(Engine):
         return {} if self.cpu is None else {"cpu": str(self.cpu)}
 
     def _environment(self, job: Job, hosts: int) -> dict[str, str]:
-        """Return what a pod must know about the others; GKE itself sets this for pods with TPUs."""
+        """Return the variables with which pods find each other; with TPUs, GKE itself sets them."""
         if self.tpu is not None:
             return dict(self.environment)
-        first = f"{job.name}-{WORKERS}-0-0.{job.name}"  # the set's service has the set's name
+        # JobSet's headless service, below which each pod has a host name, has the set's name.
+        first = f"{job.name}-{WORKERS}-0-0.{job.name}"
         return {
             "JAX_COORDINATOR_ADDRESS": f"{first}:{FIXED_PORT}",
             "JAX_NUM_PROCESSES": str(hosts),

@@ -1,4 +1,4 @@
-"""The local engine: `jaxdist train`, under an agent where there are several processes."""
+"""The local engine, which runs `jaxdist train`, with an agent if there are several processes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from jaxdist.launch.contract import Engine, Job, Rendered, one_node
 
 
 class Local(Engine):
-    """The engine that runs on this machine."""
+    """The engine that runs a job on this machine."""
 
     program: ClassVar[str] = "jaxdist"
     install: ClassVar[str] = "pip install jaxdist"
     type: Literal["local"] = "local"
-    """Selects this engine."""
+    """The name that selects this engine."""
 
     def check(self, job: Job) -> None:
         one_node(job, "local")

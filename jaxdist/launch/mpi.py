@@ -1,4 +1,4 @@
-"""mpirun of Open MPI, versions 4 and 5."""
+"""The engine of mpirun, from Open MPI 4 and 5."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from jaxdist.launch.contract import Engine, Job, Rendered
 
 
 class Mpi(Engine):
-    """The engine of mpirun, with ranks node by node, so that mesh neighbours share a node."""
+    """The engine of mpirun, which numbers ranks node by node, so that mesh neighbours share one."""
 
     program: ClassVar[str] = "mpirun"
     install: ClassVar[str] = "install Open MPI (openmpi-bin)"
     type: Literal["mpi"] = "mpi"
-    """Selects this engine."""
+    """The name that selects this engine."""
     hosts: tuple[str, ...] = ()
-    """Names of the nodes, process 0's first; none: those of the scheduler, or this machine."""
+    """The names of the nodes, the node of process 0 first; an empty list uses the scheduler's nodes
+    or this machine."""
     port: Count | None = None
-    """Port of process 0; null derives a port from mpirun's own number."""
+    """The port of process 0; null derives a port from the number of mpirun's job."""
     export: tuple[str, ...] = ("XLA_FLAGS", "JAXDIST_CACHE", "PATH")
-    """Variables of this shell that processes on other nodes receive too."""
+    """The variables of this shell that processes on other nodes receive too."""
     as_root: bool = False
-    """Allow root to run it, as in a container."""
+    """Whether root may run mpirun, as in a container."""
 
     def check(self, job: Job) -> None:
         if self.hosts and len(self.hosts) != job.nodes:

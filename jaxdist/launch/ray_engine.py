@@ -1,4 +1,4 @@
-"""The engine of Ray: an actor for each process starts it; tensors do not pass through actors."""
+"""The engine of Ray: one actor starts each process; no tensors pass through the actors."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ SETTINGS = "ray.json"
 
 
 class Ray(Engine):
-    """The engine of a cluster of Ray, which runs anything that its users submit."""
+    """The engine of a Ray cluster, which runs any program that its users submit."""
 
     program: ClassVar[str] = "ray"
     install: ClassVar[str] = "pip install 'jaxdist[ray]'"
     type: Literal["ray"] = "ray"
-    """Selects this engine."""
+    """The name that selects this engine."""
     address: str | None = None
-    """HOST:PORT of the head; null starts a cluster on this machine, for this job only."""
+    """HOST:PORT of the cluster's head; null starts a cluster on this machine for this job only."""
     cpus: Annotated[float, Field(ge=0)] = 1.0
-    """Number of CPUs of each process."""
+    """The number of CPUs of each process."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
-    """Number of GPUs of each process."""
+    """The number of GPUs of each process."""
     restarts: Annotated[int, Field(ge=0)] = 20
-    """Number of restarts of all processes after a loss."""
+    """The number of restarts of all processes after the loss of a process."""
     wait_seconds: PositiveFloat = 300.0
-    """Seconds to wait for room in the cluster."""
+    """The seconds to wait for free CPUs and GPUs in the cluster."""
     insecure: bool = False
-    """Use a cluster without a token: anybody who can reach it can run anything."""
+    """Whether to accept a cluster without a token, on which anybody who can reach the cluster can
+    run any program."""
 
     def render(self, job: Job) -> Rendered:
-        # Actors run on Ray's nodes, with the interpreter that Ray was started with.
+        # Without an interpreter: an actor adds the interpreter with which its Ray node was started.
         program = ("-P", "-m", job.module)
         given = {
             **self.model_dump(exclude={"type"}),

@@ -1,7 +1,7 @@
-"""The driver of a job on Ray: `python -m jaxdist.launch.ray_job SETTINGS.json`.
+"""The driver of a job on Ray, run as `python -m jaxdist.launch.ray_job SETTINGS.json`.
 
-A lost process cannot be replaced among the others, so all actors are ended and restarted, elsewhere
-if necessary; the processes resume from the newest checkpoint.
+JAX cannot replace one lost process of a group, so the driver ends and restarts all actors, on other
+nodes if necessary; the processes resume from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ from jaxdist.types import JsonObject
 CONFIG_ERROR = 2
 CONNECT_SECONDS = 20
 Lost = tuple[int, int | None]
-"""A process, and its exit code; None where its actor was lost."""
+"""The number of a failed process, and its exit code; the code is None if its actor was lost."""
 
 
 def _ray(module: str = "ray") -> Any:
-    """Import ray, an extra that takes long to import."""
+    """Import ray, an optional package whose import takes long."""
     return importlib.import_module(module)
 
 
 class Process:
-    """An actor: a process of the run, and its possible address."""
+    """An actor that starts a process of the run on its node."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
 
     def address(self) -> str:
-        """Return this node's address, with a free port."""
+        """Return the address of the actor's node, with a free port."""
         from jaxdist.runtime.rendezvous import free_port
 
         return f"{_ray('ray.util').get_node_ip_address()}:{free_port()}"
 
     def run(self, command: list[str], folder: str, environ: dict[str, str]) -> int:
-        """Start the process, which ends with this actor, wait for it, and return its exit code."""
+        """Start a process that ends with this actor, wait for it, and return its exit code."""
         tied = python_module("jaxdist.launch.tied", sys.executable, *command)
         given = {**os.environ, **environ}
         self._child = subprocess.Popen(tied, stdin=subprocess.PIPE, cwd=folder, env=given)
         return self._child.wait()
 
     def stop(self) -> None:
-        """Let the process save and stop."""
+        """Send SIGTERM to the process, which then saves and stops."""
         if self._child is not None:
             self._child.send_signal(signal.SIGTERM)
 
 
 def connect(settings: JsonObject) -> None:
-    """Join the cluster, or start a cluster.
+    """Connect to the cluster, or start a cluster on this machine.
 
     Raises:
       RunError: the cluster cannot be reached, or requires no token.
     """
     address = settings["address"]
     if address is None:
-        os.environ["RAY_AUTH_MODE"] = "token"  # read when ray is imported
+        os.environ["RAY_AUTH_MODE"] = "token"  # Before `_ray`: ray reads this at its import.
         _ray().init(address="local", include_dashboard=False, log_to_driver=True)
         return
     if os.environ.get("RAY_AUTH_MODE") != "token" and not settings["insecure"]:
@@ -75,7 +75,7 @@ def connect(settings: JsonObject) -> None:
             "RAY_AUTH_MODE=token and set that here, or set insecure=true"
         )
     host, _, port = address.rpartition(":")
-    try:  # Ray would report for minutes that it retries
+    try:  # Checked here, because Ray would retry for minutes.
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
         raise RunError(f"no Ray at {address}: {error}; it is HOST:PORT of the head") from error
@@ -83,10 +83,10 @@ def connect(settings: JsonObject) -> None:
 
 
 def run_generations(settings: JsonObject) -> int:
-    """Run all generations; return the exit code of the run.
+    """Run generation after generation; return the exit code of the run.
 
     Raises:
-      RunError: the cluster has no room, or too many generations were lost.
+      RunError: the cluster has too few free resources, or too many generations failed.
     """
     connect(settings)
     words = ""
@@ -95,6 +95,7 @@ def run_generations(settings: JsonObject) -> int:
         if lost is None:
             return 0
         process, code = lost
+        # A restart cannot help if the configuration is wrong.
         if code == CONFIG_ERROR:
             return CONFIG_ERROR
         how = "its actor was lost" if code is None else f"exit code {code}"
@@ -104,7 +105,7 @@ def run_generations(settings: JsonObject) -> int:
 
 
 def _generation(settings: JsonObject) -> Lost | None:
-    """Run a generation; return the first process that failed, or None."""
+    """Run a generation; return the first process that failed, or None if all ended well."""
     ray, count = _ray(), settings["nodes"] * settings["processes"]
     group = _room(settings, count)
     actors = _actors(settings, count, group)
@@ -119,7 +120,7 @@ def _generation(settings: JsonObject) -> Lost | None:
         return _first_lost(waiting)
     finally:
         for actor in actors:
-            with suppress(Exception):  # it may be gone already
+            with suppress(Exception):  # The actor may be gone already.
                 ray.kill(actor)
         _ray("ray.util").remove_placement_group(group)
 
@@ -139,10 +140,10 @@ def _first_lost(waiting: dict[Any, int]) -> Lost | None:
 
 
 def _room(settings: JsonObject, count: int) -> Any:
-    """Return a placement group, spread over the nodes, once there is room for all processes.
+    """Return a placement group, spread over the nodes, once it has resources for all processes.
 
     Raises:
-      RunError: there was no room in time.
+      RunError: the resources were not free in time.
     """
     each = {"CPU": settings["cpus"], **({"GPU": settings["gpus"]} if settings["gpus"] else {})}
     group = _ray("ray.util").placement_group([each] * count, strategy="SPREAD")
@@ -156,6 +157,7 @@ def _room(settings: JsonObject, count: int) -> Any:
 
 def _actors(settings: JsonObject, count: int, group: Any) -> list[Any]:
     strategy = _ray("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+    # Two threads, so that `stop` can be called while `run` waits.
     remote = _ray().remote(max_concurrency=2)(Process)
     return [
         remote.options(
@@ -168,7 +170,7 @@ def _actors(settings: JsonObject, count: int, group: Any) -> list[Any]:
 
 
 def main(path: str) -> int:
-    """Run the job of a settings file."""
+    """Run the job of a settings file; return the exit code."""
     if importlib.util.find_spec("ray") is None:
         print("error: ray is not installed: pip install 'jaxdist[ray]'", file=sys.stderr)
         return CONFIG_ERROR

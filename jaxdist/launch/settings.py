@@ -1,4 +1,4 @@
-"""The `--set key=value` texts of an engine, read by the types of its settings."""
+"""The reader of `--set key=value` texts, which are parsed by the types of an engine's settings."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ from jaxdist.launch.contract import Engine
 
 
 def read_engine_settings(name: str, kind: type[Engine], texts: Sequence[str]) -> Document:
-    """Read the settings of the engine, which are not validated yet.
+    """Read the settings of an engine, without validating them.
 
-    A text for a list is cut at its commas, or, if it begins with `-`, at those before another
-    option. Texts of text settings, and of environment variables, are used unchanged. Everything
-    else is YAML, including lists in brackets and quoted text.
+    A value for a list is split at its commas; if the value begins with `-`, it is split only at
+    commas before another option. Values of text settings and of environment variables are used
+    unchanged. All other values are YAML, including lists in brackets and quoted text.
+
+    Args:
+      name: the name of the engine.
+      kind: the class of the engine.
+      texts: the texts `key=value`.
 
     Raises:
-      ConfigError: a text without `=` or with a value that is not YAML.
+      ConfigError: a text has no `=`, or a value that is not YAML.
     """
     root = Node({}, Origin(f"the settings of --on {name} (--set)"))
     for text in texts:
@@ -37,7 +42,7 @@ def read_engine_settings(name: str, kind: type[Engine], texts: Sequence[str]) ->
 
 
 def _as_yaml(kind: type[Engine], text: str) -> str:
-    """Convert the text to `key=` and a value in YAML."""
+    """Convert a text `key=value` to `key=` and a value in YAML."""
     key, equals, value = text.partition("=")
     first, _, rest = key.partition(".")
     info = fields(kind).get(first.strip())
@@ -46,6 +51,7 @@ def _as_yaml(kind: type[Engine], text: str) -> str:
     types = [split_annotation(arm)[0] for arm in arms(info.annotation)]
     if rest:
         raw = is_mapping(types[0]) and not is_model(types[0])
+        # JSON is YAML, and quotes a text such as `1e3` or `no` that YAML would read differently.
         return f"{key}={json.dumps(value)}" if raw else text
     if is_sequence(types[0]):
         return f"{key}={json.dumps(_listed(value))}"
@@ -55,7 +61,7 @@ def _as_yaml(kind: type[Engine], text: str) -> str:
 
 
 def _listed(text: str) -> list[str]:
-    """Split a list that is written with commas.
+    """Split a text at its commas; split a text that begins with `-` only before an option.
 
     >>> _listed("a, b"), _listed("--mem=0,--exclude=n1,n2")
     (['a', 'b'], ['--mem=0', '--exclude=n1,n2'])

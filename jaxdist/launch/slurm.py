@@ -1,9 +1,9 @@
-"""A batch script for Slurm, which requeues itself when it was stopped before the end.
+"""The engine of Slurm, whose batch script requeues its job if the job stops before the run's end.
 
-When Slurm preempts a job it notifies the job's steps (SIGTERM), not its script, and considers the
-job completed if the steps then end well: the script therefore checks whether it was preempted, and
-requeues itself. Before the time limit Slurm notifies the script (`--signal=B:USR1`), which notifies
-the step. A cancelled job is neither, and is not requeued.
+When Slurm preempts a job, it sends SIGTERM to the job's steps, not to its script, and considers the
+job completed if the steps then end well: the script therefore checks whether the job was preempted,
+and requeues it. Before the time limit Slurm sends SIGUSR1 to the script (`--signal=B:USR1`), which
+sends SIGTERM to the step. A cancelled job is not requeued.
 """
 
 from __future__ import annotations
@@ -47,41 +47,41 @@ exit "$code"
 
 
 class Slurm(Engine):
-    """The engine of sbatch, with srun inside the script."""
+    """The engine of sbatch, whose script starts the processes with srun."""
 
     program: ClassVar[str] = "sbatch"
     install: ClassVar[str] = "install Slurm's client (slurm-client), on a login node"
     identity: ClassVar[str] = r"^(\d+)"
     type: Literal["slurm"] = "slurm"
-    """Selects this engine."""
+    """The name that selects this engine."""
     partition: str | None = None
-    """The partition, or several separated by commas; null is the cluster's default."""
+    """The partition, or several partitions separated by commas; null uses the cluster's default."""
     time: Count | Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] = "1-00:00:00"
     """The time limit in Slurm's form: minutes, H:M:S, D-H:M:S."""
     notice_seconds: Count = 300
     """Seconds before the limit at which all processes save and stop, and the job is requeued."""
     account: str | None = None
-    """The account to charge."""
+    """The account that the job is charged to; null uses the user's default."""
     qos: str | None = None
-    """Quality of service."""
+    """The quality of service of the job; null uses the default."""
     constraint: str | None = None
-    """Features that nodes must have."""
+    """The features that nodes must have; null requires none."""
     gpus_per_node: Count | None = None
-    """GPUs to ask for on each node; its processes divide them evenly."""
+    """The number of GPUs to request on each node, which the processes of the node divide evenly."""
     cpus_per_process: Count | None = None
-    """Number of cores of each process; null leaves it to the cluster."""
+    """The number of cores of each process; null uses the cluster's default."""
     memory: Count | str | None = None
-    """Memory of each node, in Slurm's form: 64G, or a number of megabytes."""
+    """The memory of each node, in Slurm's form: 64G, or a number of megabytes."""
     options: tuple[str, ...] = ()
     """Further options of sbatch, such as `--exclusive`."""
     srun: tuple[str, ...] = ()
     """Options of the srun that starts the processes, such as
     `--container-image=/images/train.sqsh`."""
     setup: str = ""
-    """Shell commands before it, such as `module load cuda; source venv/bin/activate`; a failing
+    """Shell commands before srun, such as `module load cuda; source venv/bin/activate`; a failing
     command ends the job."""
     environment: Environment = Field(default_factory=dict)
-    """Variables of the processes: `environment.NCCL_DEBUG=INFO`."""
+    """The environment variables of the processes, such as `environment.NCCL_DEBUG=INFO`."""
 
     def check(self, job: Job) -> None:
         if seconds_of(str(self.time)) <= self.notice_seconds:
@@ -98,6 +98,7 @@ class Slurm(Engine):
     def render(self, job: Job) -> Rendered:
         command = shlex.join([*self.srun, *job.train("--distributed")])
         exports = [f"export {name}={shlex.quote(text)}" for name, text in self.environment.items()]
+        # Only the setup runs under `set -e`: after srun fails, the script still has to requeue.
         setup = ["set -e", self.setup, "set +e"] if self.setup else []
         before = "".join(f"{line}\n" for line in [*setup, *exports])
         begin = f"{_BEGIN}{before}again=\nsrun --kill-on-bad-exit=1 {command} &\n"
@@ -111,8 +112,8 @@ class Slurm(Engine):
             "account": self.account,
             "qos": self.qos,
             "constraint": self.constraint,
-            # Not per task: Slurm would confine each task to its own GPUs, and then the processes of
-            # a node could not copy between GPUs directly. They divide the node's GPUs themselves.
+            # Not per task: Slurm would confine each task to its own GPUs, and the processes of a
+            # node could not copy between GPUs directly. The processes divide the GPUs themselves.
             "gpus-per-node": self.gpus_per_node,
             "cpus-per-task": self.cpus_per_process,
             "mem": self.memory,
@@ -125,7 +126,7 @@ class Slurm(Engine):
             f"--time={self.time}",
             f"--signal=B:USR1@{self.notice_seconds}",
             "--requeue",
-            "--open-mode=append",
+            "--open-mode=append",  # A requeued job must not overwrite the log of its earlier part.
             f"--chdir={job.folder}",
             "--output={folder}/slurm-%j.log",
             *(f"--{name}={value}" for name, value in given.items() if value is not None),

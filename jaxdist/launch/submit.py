@@ -1,4 +1,4 @@
-"""The execution of a launch: its files are written, its engine is called and later queried."""
+"""The execution of a launch: writing its files, calling its engine, and later querying the job."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ class Launched:
     """A launch that was started.
 
     Attributes:
-      folder: the folder of its files.
-      identity: the engine's name of the job; empty where the command lasted as long as the job.
+      engine: the engine that runs the job.
+      folder: the folder of the launch's files.
+      identity: the engine's name or number of the job; empty if the command lasted as long as the
+        job.
     """
 
     engine: Engine
@@ -36,7 +38,7 @@ class Launched:
 
 
 def _new_folder(base: Path, name: str) -> Path:
-    """Create a new folder: NAME, NAME.2, NAME.3, ...
+    """Create a new folder with the first free name among NAME, NAME.2, NAME.3, ...
 
     Raises:
       RunError: the folder cannot be created.
@@ -57,7 +59,7 @@ def installed(one: Engine) -> None:
     """Refuse an engine that is not installed.
 
     Raises:
-      RunError: it is not installed; the message says how to install it.
+      RunError: the engine is not installed; the message says how to install it.
     """
     if shutil.which(one.program) is None:
         raise RunError(f"{one.program} is not installed here: {one.install}")
@@ -69,8 +71,11 @@ def launch(
     """Write the files, run the command, and return the launch with the command's exit code.
 
     Args:
-      settings: settings of the engine, as given.
+      one: the engine.
+      settings: the texts from which the engine was built, for the record of the launch.
+      job: the job to launch.
       base: the folder of all launches.
+      say: prints a line for the user.
 
     Raises:
       JaxdistError: the engine cannot run the job, is not installed, or has refused it.
@@ -119,10 +124,10 @@ def _run(command: Sequence[str], folder: Path) -> str:
 
 
 def launched(folder: Path) -> Launched:
-    """Read the launch of a folder.
+    """Read the record of the launch in a folder.
 
     Raises:
-      RunError: nothing was launched there.
+      RunError: the folder is not the folder of a launch.
     """
     try:
         record: Any = read_json(folder / RECORD)
@@ -139,10 +144,12 @@ def launched(folder: Path) -> Launched:
 
 
 def ask(what: str, folder: Path, *, capture: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run the engine's command for the job of a folder: status, logs or stop.
+    """Run the engine's command `status`, `logs` or `stop` for the job that a folder launched.
 
     Args:
-      capture: return the command's standard output, rather than let it print.
+      what: the name of the command.
+      folder: the folder of the launch.
+      capture: whether to return the command's standard output instead of printing it.
 
     Raises:
       RunError: the engine has no such command, or is not installed.

@@ -1,7 +1,8 @@
-"""Run a command that ends when this process's input does: `python -m jaxdist.launch.tied COMMAND`.
+"""A program that runs a command and kills it at the end of input, when the parent process ends.
 
-The parent process holds the other end of the input: when it is killed, nothing that it started
-continues. SIGTERM is passed on; the exit code is the command's.
+The parent runs `python -m jaxdist.launch.tied COMMAND` and holds the other end of the input: when
+the parent is killed, the input ends, and the command is killed with everything that it started. The
+program passes SIGTERM on to the command, and exits with the command's exit code.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from jaxdist.runtime.children import wait_for_input_end
 
 
 def main(command: list[str]) -> int:
-    """Run the command and return its exit code; 128 plus the number for a signal."""
+    """Run a command and return its exit code; 128 plus the number of the signal that ended it."""
+    # A session of its own, so that `killpg` reaches everything that the command starts.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def end() -> None:

@@ -1,7 +1,7 @@
-"""The engine of Google's TPU VMs, by gcloud: the same process on every host of a slice.
+"""The engine of Google's TPU VMs, which starts one process on every host of a slice by gcloud.
 
 The processes have their own sessions, so that the run outlives the ssh connection that started it.
-Each host keeps the id and the log of its process next to the config.
+Each host keeps the id and the log of its process below the folder of the config.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _STOP = 'if alive; then kill -TERM "$(cat "$at/pid")"; else echo "$(hostname): n
 
 
 class TpuVm(Engine):
-    """The engine of an existing slice; `gcloud compute tpus tpu-vm create` creates a slice."""
+    """The engine of an existing TPU slice, which `gcloud compute tpus tpu-vm create` creates."""
 
     program: ClassVar[str] = "gcloud"
     install: ClassVar[str] = "install the Google Cloud CLI (cloud.google.com/sdk)"
     identity: ClassVar[str] = r"^launched (\S+)"
     type: Literal["tpu-vm"] = "tpu-vm"
-    """Selects this engine."""
+    """The name that selects this engine."""
     slice: str
     """The name of the TPU VM."""
     zone: str
     """The zone of the TPU VM, such as us-east5-a."""
     project: str | None = None
-    """The project of the TPU VM; null is gcloud's own."""
+    """The project of the TPU VM; null uses gcloud's own project."""
     folder: str
     """The folder on every host that contains the config."""
     setup: str = ""
     """Shell commands before the process starts, such as `source venv/bin/activate`."""
     environment: Environment = Field(default_factory=dict)
-    """Variables of the processes: `environment.LIBTPU_INIT_ARGS=...`."""
+    """The environment variables of the processes, such as `environment.LIBTPU_INIT_ARGS=...`."""
 
     def check(self, job: Job) -> None:
         if job.nodes > 1 or job.processes > 1:
@@ -58,7 +58,7 @@ class TpuVm(Engine):
     def render(self, job: Job) -> Rendered:
         words = [f"{name}={text}" for name, text in self.environment.items()]
         command = shlex.join(["env", *words, *job.train("--distributed")])
-        # The process writes its own id, since setsid may start another process.
+        # The process writes its own id: setsid may fork, so the shell's `$!` may be another id.
         begun = shlex.quote(f'echo $$ >"$0/pid"; exec {command}')
         lines = [
             'if alive; then echo "$(hostname) has this run already: launch stop" >&2; exit 1; fi',
@@ -77,7 +77,7 @@ class TpuVm(Engine):
         )
 
     def _ssh(self, name: str, script: str) -> tuple[str, ...]:
-        """Return the command that runs a script on all hosts, in the folder, with helpers."""
+        """Return the command that runs a script in the folder on all hosts; it can call `alive`."""
         at = shlex.quote(f"{HOST_LAUNCHES}/{name}")
         begin = f'cd {shlex.quote(self.folder)} && at={at} && mkdir -p "$at" || exit\n{_ALIVE}\n'
         project = () if self.project is None else (f"--project={self.project}",)
