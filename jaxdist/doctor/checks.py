@@ -57,6 +57,7 @@ def checks(facts: MachineFacts) -> list[Check]:
 def _software(facts: MachineFacts) -> Iterator[Check]:
     """Check the versions of Python and of packages against jaxdist's own metadata."""
     python = _versioned("python", facts.python, facts.python_range)
+    # The remedy of `_versioned` is replaced, because pip cannot install Python.
     yield Check("python", python.status, python.value, python.remedy and "install Python 3.11-3.13")
     for name in COMPANIONS:
         yield _versioned(name, facts.versions[name], facts.ranges.get(name, ""))
@@ -216,7 +217,7 @@ def _open_files(facts: MachineFacts) -> Check:
 
 
 def _extras(facts: MachineFacts) -> Iterator[Check]:
-    """Check optional packages; for a missing package the check is ok, but says how to install it."""
+    """Check optional packages; the check of a missing package is ok, with how to install it."""
     ways = {
         "scikit-learn": "pip install 'jaxdist[images]' for the handwritten digits",
         "libtpu": "pip install 'jaxdist[tpu]' for TPUs and for compiling towards them",

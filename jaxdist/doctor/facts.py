@@ -39,7 +39,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Backend:
-    """The devices that jax finds at its start, or the `problem` for which jax does not start."""
+    """The devices that jax finds at its start, or the `problem` that keeps jax from starting."""
 
     platform: str = ""
     device_count: int = 0
@@ -114,6 +114,7 @@ def gather_facts(devices: int | None = None) -> MachineFacts:
     python_range, ranges = _own_requirements()
     total, available = _host_memory()
     compilation_cache = planned.get("JAX_COMPILATION_CACHE_DIR", "")
+    # The cache may also be in a bucket, at an address such as gs://NAME.
     on_disk = compilation_cache and "://" not in compilation_cache
     return MachineFacts(
         python=".".join(map(str, sys.version_info[:3])),
@@ -174,6 +175,7 @@ def _own_requirements() -> tuple[str, dict[str, str]]:
     except importlib.metadata.PackageNotFoundError:
         return "", {}
     requirements = [Requirement(text) for text in own.get_all("Requires-Dist") or []]
+    # A requirement with a marker belongs to an extra, so it is optional.
     ranges = {r.name: str(r.specifier) for r in requirements if r.marker is None}
     return own["Requires-Python"] or "", ranges
 

@@ -114,7 +114,7 @@ class Agent:
                     lost = assignment.first + failure.process
                     self._recorder.lost(run_folder, lost, failure.how, assignment.processes)
             finally:
-                # Before `release`, which tells the other hosts that these processes are gone.
+                # This comes before `release`, which reports that these processes are gone.
                 team.kill()
             if failure is None:
                 asked = self._stop_reason is not None or run_folder.noticed() is not None

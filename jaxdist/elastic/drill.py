@@ -29,7 +29,7 @@ from jaxdist.types import Json, JsonObject
 STOPS = 0.25
 """The share of failures that stop a process with SIGSTOP instead of killing it."""
 FIRST, LAST = 0.1, 0.95
-"""Failures occur between these fractions of a run's steps."""
+"""The fractions of a run's steps between which failures occur."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Striker(Recorder):
     def begun(self) -> None:
         """See `Recorder`."""
         super().begun()
-        # Failures wait for this: `planned_share` assumes that none occurs during a recovery.
+        # Failures wait for the end of a recovery, because `planned_share` assumes so.
         self._ready = True
 
     def lost(self, run_folder: RunFolder, process: int, how: str, processes: range) -> None:
@@ -148,7 +148,7 @@ def recoveries_of(
       found: the account of how each process life of the run spent its time.
     """
     recoveries = []
-    # Not `strict`: the run may end before all planned failures have occurred.
+    # The pairs are not `strict`, since the run may end before all failures have occurred.
     for strike, at in zip(strikes, struck, strict=False):
         later = [event for event in events if event["event"] == "begun" and event["time"] > at]
         if not later:

@@ -140,7 +140,8 @@ class Team:
         over, begun, look_at = None, False, 0.0
         while True:
             time.sleep(POLL_SECONDS)
-            # Before the exit codes are read: a process that ends later must not count as silent.
+            # The clock is read before the exit codes, so that a process that ends in between does
+            # not count as silent.
             now = time.monotonic()
             looks = not begun or now >= look_at
             if looks:
@@ -229,7 +230,7 @@ class Team:
             if code is None
         )
         statuses = [one for one in found if one is not None]
-        # Never lower than before: the process that had come furthest may be the lost process.
+        # The process that had come furthest may be lost, so the newest step must not decrease.
         self.newest = max([self.newest, *(one.step for one in statuses)])
         return statuses
 

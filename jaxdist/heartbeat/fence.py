@@ -62,7 +62,8 @@ class RunFence:
                 f"run directory {self.run} cannot be written: {error.strerror or error}; choose "
                 "another with run.directory=PATH"
             ) from error
-        # After the mark, so that if two generations start at once, the older sees the newer.
+        # If two generations start at once, the older sees the newer, because each checks only after
+        # it has left its mark.
         self.check()
 
     def check(self) -> None:
@@ -80,7 +81,7 @@ class RunFence:
 
 
 def newest_generation(run: Path) -> int:
-    """Return the number of the newest generation that has written into a run; 0 without any."""
+    """Return the number of the newest generation with a mark in a run; 0 if there is no mark."""
     try:
         names = os.listdir(run / FOLDER)
     except (FileNotFoundError, NotADirectoryError):

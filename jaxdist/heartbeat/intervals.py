@@ -27,8 +27,8 @@ def mttf_of(parts: float, failures_per_day: float) -> float:
 def young(cost: float, mttf: float) -> float:
     """Return the work between saves that loses the least time, to first order: sqrt(2 cost mttf).
 
-    The formula is from J. W. Young, "A first order approximation to the optimum checkpoint
-    interval" (CACM 17, 1974).
+    The formula is from Young, "A first order approximation to the optimum checkpoint interval"
+    (CACM 17, 1974).
 
     >>> round(young(60, mttf_of(2048, 6.5e-3)))
     883
@@ -39,8 +39,8 @@ def young(cost: float, mttf: float) -> float:
 def daly(cost: float, mttf: float) -> float:
     """Return Young's interval to a higher order, with failures during saves and partly lost work.
 
-    The formula is equation 37 of J. T. Daly, "A higher order estimate of the optimum checkpoint
-    interval for restart dumps" (FGCS 22, 2006).
+    The formula is equation 37 of Daly, "A higher order estimate of the optimum checkpoint interval
+    for restart dumps" (FGCS 22, 2006).
 
     >>> round(daly(60, mttf_of(2048, 6.5e-3)))
     843

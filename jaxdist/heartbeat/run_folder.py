@@ -52,7 +52,7 @@ class RunFolder:
     def tell_run(self, run: Identity) -> None:
         """Publish the path and the id of the run, for the agent and for later generations."""
         assert run.path is not None
-        # A rename, so that no reader sees a part of the file.
+        # The rename keeps readers from seeing a part of the file.
         staging = self.folder / f".run_{os.getpid()}"
         staging.write_text(json.dumps({**run.plain, "path": str(run.path.absolute())}))
         staging.rename(self.run)
@@ -143,7 +143,7 @@ def held(folder: Path) -> Iterator[int]:
     """
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        # Shared: an agent locks its folder several times; `left_behind` tries an exclusive lock.
+        # The agent and its processes share this lock; `left_behind` tries an exclusive lock.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield descriptor
     finally:

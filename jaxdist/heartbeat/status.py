@@ -97,7 +97,7 @@ class Phase:
 class Publisher:
     """The writer of a process's status, within the process; a context manager.
 
-    It costs 1 us per phase, and 20 us of a thread for each heartbeat (`jaxdist bench elastic`).
+    A phase costs 1 us, and a heartbeat costs 20 us of a thread (`jaxdist bench elastic`).
 
     Args:
       path: the file in memory.
@@ -109,7 +109,8 @@ class Publisher:
 
     def __init__(self, path: Path, process: int) -> None:
         try:
-            # Zeros rather than a hole: a later write to a hole is fatal if memory is full.
+            # The file is filled with zeros, because a later write to a hole in the file would kill
+            # the process if memory were full.
             path.write_bytes(bytes(_SIZE))
         except OSError as error:
             raise RunError(
@@ -122,7 +123,7 @@ class Publisher:
         self._beats = self._late = 0
         self._over = threading.Event()
         self._thread = threading.Thread(
-            # A generator of its own, since the global generator belongs to the user's code.
+            # The thread has its own generator, since the global one belongs to the user's code.
             target=self._live,
             args=(random.Random(process),),
             name="status",
@@ -168,7 +169,7 @@ class Publisher:
         self._step, self._code = step, code
         self._count += 1
         self._begun = now
-        # After the entry: a reader trusts all entries below the count.
+        # The count is written after the entry, since a reader trusts all entries below the count.
         self._write(now)
 
     def _write(self, now: int) -> None:
@@ -182,7 +183,7 @@ class Publisher:
         while True:
             seconds = BEAT_SECONDS * rng.uniform(0.5, 1.5)
             begun = time.monotonic()
-            # Not `sleep`, so that `close` need not wait for the next heartbeat.
+            # With `sleep`, `close` would have to wait for the next heartbeat.
             if self._over.wait(seconds):
                 return
             self._beats += 1
@@ -193,7 +194,7 @@ class Publisher:
 def read_status(path: Path) -> Status | None:
     """Return the status of a process; None if the process has not published a status yet."""
     try:
-        # Unbuffered, so that a single system call reads all fields.
+        # Without a buffer, a single system call reads all fields.
         with path.open("rb", buffering=0) as file:
             raw = file.read(_FIELDS.size)
     except FileNotFoundError:

@@ -10,7 +10,7 @@ from jaxdist.launch.contract import Engine, Job, Rendered
 
 
 class Mpi(Engine):
-    """The engine of mpirun, which numbers ranks node by node, so that mesh neighbours share one."""
+    """The engine of mpirun, with ranks in the order of nodes, which keeps mesh neighbours close."""
 
     program: ClassVar[str] = "mpirun"
     install: ClassVar[str] = "install Open MPI (openmpi-bin)"

@@ -35,7 +35,7 @@ class Ray(Engine):
     run any program."""
 
     def render(self, job: Job) -> Rendered:
-        # Without an interpreter: an actor adds the interpreter with which its Ray node was started.
+        # The command lacks the interpreter, because each actor adds the interpreter of its node.
         program = ("-P", "-m", job.module)
         given = {
             **self.model_dump(exclude={"type"}),

@@ -66,7 +66,7 @@ def connect(settings: JsonObject) -> None:
     """
     address = settings["address"]
     if address is None:
-        os.environ["RAY_AUTH_MODE"] = "token"  # Before `_ray`: ray reads this at its import.
+        os.environ["RAY_AUTH_MODE"] = "token"  # ray reads this variable at its import.
         _ray().init(address="local", include_dashboard=False, log_to_driver=True)
         return
     if os.environ.get("RAY_AUTH_MODE") != "token" and not settings["insecure"]:
@@ -75,7 +75,7 @@ def connect(settings: JsonObject) -> None:
             "RAY_AUTH_MODE=token and set that here, or set insecure=true"
         )
     host, _, port = address.rpartition(":")
-    try:  # Checked here, because Ray would retry for minutes.
+    try:  # Without this check, Ray would retry for minutes.
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
         raise RunError(f"no Ray at {address}: {error}; it is HOST:PORT of the head") from error
@@ -157,7 +157,7 @@ def _room(settings: JsonObject, count: int) -> Any:
 
 def _actors(settings: JsonObject, count: int, group: Any) -> list[Any]:
     strategy = _ray("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-    # Two threads, so that `stop` can be called while `run` waits.
+    # With two threads, an actor can answer `stop` while `run` waits.
     remote = _ray().remote(max_concurrency=2)(Process)
     return [
         remote.options(

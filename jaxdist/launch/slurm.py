@@ -112,8 +112,8 @@ class Slurm(Engine):
             "account": self.account,
             "qos": self.qos,
             "constraint": self.constraint,
-            # Not per task: Slurm would confine each task to its own GPUs, and the processes of a
-            # node could not copy between GPUs directly. The processes divide the GPUs themselves.
+            # With GPUs per task, Slurm would confine each task to its own GPUs, and the processes
+            # of a node could not copy between GPUs directly. The processes divide the GPUs.
             "gpus-per-node": self.gpus_per_node,
             "cpus-per-task": self.cpus_per_process,
             "mem": self.memory,
@@ -122,7 +122,7 @@ class Slurm(Engine):
             f"--job-name={re.sub(r'[^A-Za-z0-9_.-]', '-', job.name)}",
             f"--nodes={job.nodes}",
             f"--ntasks-per-node={job.processes}",
-            "--distribution=block:block",
+            "--distribution=block:block",  # Ranks in the order of nodes keep mesh neighbours close.
             f"--time={self.time}",
             f"--signal=B:USR1@{self.notice_seconds}",
             "--requeue",

@@ -44,6 +44,7 @@ def _new_folder(base: Path, name: str) -> Path:
       RunError: the folder cannot be created.
     """
     number, folder = 1, base / name
+    # `mkdir` itself tests for existence, so that two launches at once never share a folder.
     while True:
         try:
             folder.mkdir(parents=True)

@@ -20,7 +20,7 @@ from jaxdist.runtime.children import wait_for_input_end
 
 def main(command: list[str]) -> int:
     """Run a command and return its exit code; 128 plus the number of the signal that ended it."""
-    # A session of its own, so that `killpg` reaches everything that the command starts.
+    # The command gets its own session, so that `killpg` reaches everything that it starts.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def end() -> None:

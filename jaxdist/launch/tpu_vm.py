@@ -77,7 +77,7 @@ class TpuVm(Engine):
         )
 
     def _ssh(self, name: str, script: str) -> tuple[str, ...]:
-        """Return the command that runs a script in the folder on all hosts; it can call `alive`."""
+        """Return the command that runs a script on all hosts; the script can call `alive`."""
         at = shlex.quote(f"{HOST_LAUNCHES}/{name}")
         begin = f'cd {shlex.quote(self.folder)} && at={at} && mkdir -p "$at" || exit\n{_ALIVE}\n'
         project = () if self.project is None else (f"--project={self.project}",)

@@ -27,7 +27,7 @@ class Event(NamedTuple):
     """A message from a child, or the end of a child.
 
     Attributes:
-      child: the `Child`.
+      child: the `Child` that sent the message, or ended.
       what: the message; empty at the end.
       code: the exit code of the child; None for a message.
     """
@@ -75,7 +75,7 @@ class Child:
         except BaseException:  # No reader has been started, which would close the socket.
             self._socket.close()
             raise
-        # A thread for each child, so that the parent can wait for all children in one queue.
+        # With a thread for each child, the parent can wait for all children in one queue.
         self._reader = threading.Thread(target=self._read, name=name, daemon=True)
         self._reader.start()
 
@@ -121,7 +121,7 @@ def end_together(children: Sequence[Child]) -> None:
     """End children that may all be stuck, within `END_SECONDS` for all together."""
     for child in children:
         child.close_input()
-    # One deadline for all: waiting for each in turn would multiply the time by their number.
+    # The deadline is common, since a wait for each child in turn could take as many times as long.
     deadline = time.monotonic() + END_SECONDS
     for child in children:
         child.end(deadline)

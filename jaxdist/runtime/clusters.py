@@ -113,7 +113,7 @@ def open_mpi(environ: Environ) -> Sighting | None:
 def slurm(environ: Environ) -> Sighting | None:
     """Detect srun of Slurm; the port differs between concurrent steps of a job."""
     needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID")
-    # In this order: SLURM_NTASKS may be the number of the whole job rather than of the step.
+    # SLURM_NTASKS comes second, because it may be the number of the whole job.
     sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     read = _read(environ, *needed, *sizes, "SLURM_STEP_ID")
     if "SLURM_JOB_ID" not in read:
@@ -142,7 +142,7 @@ def torchrun(environ: Environ) -> Sighting | None:
         return None
     if missing := _lacking(read, host, rank, size):
         return Sighting("torchrun", read=read, missing=missing)
-    # Another port, since torchrun's own store listens on MASTER_PORT.
+    # The port differs from MASTER_PORT, on which torchrun's own store listens.
     port = _port(environ, (_number(read.get("MASTER_PORT")) or 0) % PORTS + FIRST_PORT)
     count, index = _number(read[size]), _number(read[rank])
     return Sighting("torchrun", f"{read[host]}:{port}", count, index, read)
@@ -215,7 +215,7 @@ def tpu_vm(environ: Environ) -> Sighting | None:
 
 
 def _attribute(server: str, name: str) -> str:
-    import urllib.request  # Imported here, because it takes long and few processes need it.
+    import urllib.request  # The import is slow, and few processes need it.
 
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
     asked = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
@@ -254,8 +254,8 @@ def _ranks(scheduler: str, rank: str, size: str) -> Detector:
 
 
 DETECTORS: tuple[Detector, ...] = (
-    torchrun,  # First: mpirun, srun or a pod may start torchrun, which then starts the processes.
-    open_mpi,  # Before `slurm`: within a Slurm job, mpirun may start the processes.
+    torchrun,  # This comes first, since mpirun, srun or a pod may start torchrun.
+    open_mpi,  # This comes before `slurm`, since a Slurm job may start the processes with mpirun.
     _ranks("MPI (PMI)", "PMI_RANK", "PMI_SIZE"),
     _ranks("PALS", "PALS_RANKID", "PALS_NRANKS"),
     _ranks("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),

@@ -72,7 +72,7 @@ def _take(directory: Path) -> str | None:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
-        # Not `stat`, which follows links: the target of a link could change later.
+        # `stat` would follow a link, whose target could change later.
         found = directory.lstat()
     except OSError as error:
         return f"cannot be made: {error.strerror}"

@@ -71,8 +71,8 @@ def connected(
         code = report(error)
         sys.stdout.flush()
         words.close()
-        # Not `sys.exit`: jax's exit handlers wait for the other processes, which may wait for this
-        # process.
+        # `sys.exit` would run jax's exit handlers, which wait for the other processes, which may
+        # wait for this process.
         os._exit(code)
 
 

@@ -85,7 +85,7 @@ def plan_environment(
         # The user's larger value is kept, since only too few threads can block a collective.
         if not present.isdigit() or int(present) < needed:
             planned["NPROC"] = str(needed)
-    # Without this, jax would try an accelerator first and ignore the fake CPU devices.
+    # Without this variable, jax would try an accelerator and ignore the fake CPU devices.
     if fake_devices is not None or (idle_libtpu and not environ.get("JAX_PLATFORMS")):
         planned["JAX_PLATFORMS"] = "cpu"
     return planned
@@ -103,7 +103,9 @@ def has_idle_libtpu(devices: Path = Path("/dev")) -> bool:
 
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:
-    """Return the version of each package, or None if it is not installed; `python` is a name too.
+    """Return the version of each package, or None if it is not installed.
+
+    The name `python` gives the version of the interpreter.
 
     >>> versions(["no-such-package"])
     {'no-such-package': None}
@@ -112,7 +114,7 @@ def versions(names: Iterable[str]) -> dict[str, str | None]:
 
 
 def _version(name: str) -> str | None:
-    from importlib import metadata  # Imported here: it is slow, and few commands need it.
+    from importlib import metadata  # The import is slow, and few commands need it.
 
     if name == "python":
         return platform.python_version()

@@ -55,7 +55,8 @@ class ForkServer:
         self.close()
         self._channel, theirs = socket.socketpair()
         with theirs, self._log.open("ab") as errors:
-            # In its own session, so that only the caller passes the terminal's signals on.
+            # The server has its own session, so that only the caller passes signals of the terminal
+            # on.
             self._process = subprocess.Popen(
                 python_module(self._module),
                 stdin=theirs.fileno(),
@@ -77,7 +78,7 @@ class ForkServer:
         Raises:
           RunError: the server did not start.
         """
-        for _ in range(2):  # Twice: a server that has ended since the last fork is restarted.
+        for _ in range(2):  # A server that has ended since the last fork is restarted once.
             if self._channel is None:
                 self.start()
             assert self._channel is not None
@@ -118,8 +119,8 @@ class ForkServer:
             self._channel.close()
             self._channel = None
         if self._process is not None:
-            # Killed rather than asked to exit: the server has no state to save, and its forks do
-            # not depend on it.
+            # The server can be killed, because it has no state to save, and its forks do not depend
+            # on it.
             self._process.kill()
             self._process.wait()
         self._rest = b""
@@ -202,7 +203,7 @@ def await_fork() -> bool:
     """Run the server. Return True in each forked process, and False when the server ends."""
     gc.freeze()  # A collection would write to the memory that the processes share, which copies it.
     channel, woken = socket.socket(fileno=os.dup(0)), os.pipe()
-    # `set_wakeup_fd` requires it: a signal handler must not block on a full pipe.
+    # `set_wakeup_fd` requires a non-blocking pipe: a handler must not block on a full pipe.
     os.set_blocking(woken[1], False)
     signal.set_wakeup_fd(woken[1])
     signal.signal(signal.SIGCHLD, lambda *_: None)  # An ignored signal would not wake the loop.
@@ -229,7 +230,7 @@ def await_fork() -> bool:
 
 def _become(files: Sequence[int], woken: Sequence[int]) -> None:
     """Make a forked process independent of the server."""
-    # In a session of its own, so that `killpg` reaches exactly what the process starts.
+    # The process gets its own session, so that `killpg` reaches exactly what the process starts.
     os.setsid()
     os.dup2(files[0], 0)
     os.dup2(files[1], 2)

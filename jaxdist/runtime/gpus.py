@@ -145,7 +145,7 @@ def _has_driver(platforms: Iterable[str]) -> bool:
 
 
 def _query(one: str) -> dict[str, Any]:
-    # Isolated and without site-packages, which the query does not need: it starts sooner.
+    # Isolated and without site-packages (-I -S), which the query does not need, it starts sooner.
     command = [sys.executable, "-I", "-S", gpu_query.__file__, one]
     try:
         done = subprocess.run(
@@ -178,7 +178,8 @@ def gpus_given(environ: Mapping[str, str]) -> int | None:
     (2, None)
     """
     step = environ.get("SLURM_STEP_GPUS", "")
-    # First: SLURM_GPUS_ON_NODE may be inherited from the batch script, which has all GPUs.
+    # SLURM_GPUS_ON_NODE comes later, because it may be inherited from the batch script, which has
+    # all GPUs of the job.
     if step and all(part.isdigit() for part in step.split(",")):
         return len(step.split(","))
     for name in ("SLURM_GPUS_ON_NODE", "SKYPILOT_NUM_GPUS_PER_NODE"):

@@ -86,7 +86,8 @@ class StandardError:
     def __init__(self, who: str, coordinator: str) -> None:
         sys.stderr.flush()
         reader, writer = os.pipe()
-        # In its own session, so that it outlives a Ctrl-C or a hangup that ends this process.
+        # The filter has its own session, so that it outlives a Ctrl-C or a hangup that ends this
+        # process.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, who, coordinator],
             stdin=reader,

@@ -22,7 +22,7 @@ GCE_URL = "http://metadata.google.internal/computeMetadata/v1/instance/preempted
 GCE_HEADERS = {"Metadata-Flavor": "Google"}
 QUESTION_SECONDS, AGAIN_SECONDS = 60.0, 5.0
 """Seconds until a request that waits for a change is repeated, and until a failed request is."""
-# The metadata server is reachable only from the machine itself, so never through a proxy.
+# A proxy cannot reach the metadata server, which only the machine itself can reach.
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

@@ -82,7 +82,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
     def server_bind(self) -> None:
         if self.address_family == socket.AF_INET6:
-            # Without this, a socket on all IPv6 addresses refuses IPv4 on some systems.
+            # Without this option, a socket on all IPv6 addresses refuses IPv4 on some systems.
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         super().server_bind()
 

@@ -172,7 +172,8 @@ class LeaderElection:
         told = encode(term.registry)
         if told != term.saved or not term.begun:
             number = term.token.term
-            # Before the swap: the next leader must have read every decision that was answered.
+            # The write comes before the swap, because a leader that takes the token later must read
+            # every decision that was answered.
             self.rendezvous.put(f"term/{number}", {"card": self.compatibility, "registry": told})
             self._drop_terms(number)
             term.saved = told
@@ -194,7 +195,7 @@ class LeaderElection:
         """Give up the term, so that the next leader can start at once."""
         term, self.term = self.term, None
         if term is not None:
-            # A swap instead of a write, since another host may have taken the token meanwhile.
+            # A plain write could replace the token of a host that has become the leader meanwhile.
             nobody = Token(term.token.name, term.token.term, NOBODY, term.token.beat + 1)
             self.rendezvous.compare_and_swap(str(term.token), str(nobody))
 

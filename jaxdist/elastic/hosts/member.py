@@ -76,7 +76,7 @@ class Membership:
     @property
     def beat_seconds(self) -> float:
         """Seconds between two turns."""
-        # Many beats for each lease, so that a few lost messages do not end it.
+        # A host sends many messages for each lease, so that the loss of a few does not end it.
         return min(BEAT_SECONDS, BEAT_LEASES * self.config.lease_seconds)
 
     @property
@@ -165,15 +165,15 @@ class Membership:
 
     def turn(self) -> None:
         """Send a request, take part in the election, and read the answer."""
-        # First: at a rendezvous that other hosts have recreated, this host must not become the
-        # leader, since its compatibility has the name of the old rendezvous.
+        # This check comes first, because this host must not become the leader of a rendezvous that
+        # other hosts have recreated: its compatibility names the old rendezvous.
         self._check_name()
         self.say()
         self.election.turn()
-        # Again: the rendezvous may have been recreated during the election.
+        # The rendezvous may have been recreated during the election.
         self._check_name()
         told = self.rendezvous.get(f"answer/{self.own}")
-        # Read after the answer: if hosts left because the run is over, the end is visible here.
+        # The end is read after the answer, which may be a stop that the end of the run has caused.
         over = self.rendezvous.get(OVER)
         if over is not None and over["generation"] > self._before:
             self.over = over

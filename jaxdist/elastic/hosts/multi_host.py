@@ -89,7 +89,8 @@ class MultiHost:
         self.rendezvous, self.config, self.here = rendezvous, config, here
         self.compatibility = compatibility
         self.say, self.seconds = say, seconds
-        # A lambda, because `_preparing` is built from the membership, and that from the election.
+        # The lambda delays the access to `_preparing`, which is built last: it needs the
+        # membership, which needs the election.
         told = {"before": before, "clock": clock, "fits": lambda f: self._preparing.has_mesh(f)}
         election = LeaderElection(rendezvous, config, here.host, compatibility, **told)
         self.members = Membership(rendezvous, config, here.host, election, clock)
@@ -122,7 +123,7 @@ class MultiHost:
             generation = self.members.take()
             if generation is not None:
                 standby.taken(generation)
-                with suppress(RendezvousError):  # The membership records it; it may pass quickly.
+                with suppress(RendezvousError):  # The membership records the error, and retries.
                     assignment = self._begin(run_folder, generation)
                     if assignment is not None:
                         return assignment
@@ -194,7 +195,7 @@ class MultiHost:
             count = assignment.total - assignment.count
             self._remote = RemoteProgress(self.here.host, assignment.generation, count)
         if self._remote.due(now):
-            with suppress(RendezvousError):  # The membership records it, and the lease runs out.
+            with suppress(RendezvousError):  # The membership records the error, and the lease ends.
                 self._remote.read(self.members.others(), now)
         return self._remote.statuses
 

@@ -127,7 +127,7 @@ class Preparing:
                 fetch(said[host]["facts"]["copies"], name, folder, self.token)
             except CopyError as error:
                 self.say(f"no snapshot in memory: {error}")
-                break  # Without this part the snapshot is incomplete, and the other parts useless.
+                break  # The snapshot is now incomplete, so its other parts are useless.
         self.members.tell(parts=parts_in(folder), why=None)
         at = generation.members.index(self.members.own)
         before = generation.members[at - 1]

@@ -92,8 +92,8 @@ class SnapshotReplica:
             try:
                 self.look()
             except CopyError as error:
-                # A first failure means little: the host may be lost, which the registry will
-                # notice, or it has just deleted an old file.
+                # A first failure means little: the source host may be lost, which the registry will
+                # notice, or may just have deleted an old file.
                 failed += 1
                 if failed == FAILURES:
                     self.failure = (

@@ -100,7 +100,7 @@ class Recorder:
 
     def _write(self) -> None:
         """Write the records if a process has published the run directory."""
-        # Otherwise, or if the disk is full, the next call writes them.
+        # If no process has published the directory, or the disk is full, the next call retries.
         with suppress(OSError):
             folder = None if self._run_folder is None else self._run_folder.run_directory()
             while folder is not None and self._unwritten:
@@ -108,7 +108,7 @@ class Recorder:
                 path = folder / record_name(record)
                 path.write_text(json.dumps(record, indent=1), encoding="utf-8")
                 self._kept.append(path)
-                # After the write, so that a write that failed (a full disk) is retried.
+                # The record is removed after the write, so that a failed write is retried.
                 self._unwritten.pop(0)
 
     def begun(self) -> None:

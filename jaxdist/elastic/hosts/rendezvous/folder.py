@@ -124,7 +124,7 @@ class FolderRendezvous:
             try:
                 os.rename(self.folder / KEEPER / seen, self.folder / KEEPER / new)
             except FileNotFoundError:
-                # Without the directory, the whole rendezvous is gone, not only the swap lost.
+                # A missing directory means that the rendezvous is gone, not that the swap lost.
                 if not (self.folder / KEEPER).is_dir():
                     raise
                 return False

@@ -65,9 +65,9 @@ class RedisRendezvous:
         if password is not None:
             given["password"] = password
         with self._told():
-            # `Any`: the declared type includes awaitables, which this client never returns.
+            # The declared type includes awaitables, which this client never returns.
             self._server: Any = redis.Redis.from_url(url, decode_responses=True, **given)
-            # `nx`: only the first host creates the token; for the others the call does nothing.
+            # With `nx` only the first host creates the token; for other hosts, nothing changes.
             self._server.set(f"{self._prefix}:token", str(Token(token_hex(16))), nx=True)
 
     def token(self) -> str:
