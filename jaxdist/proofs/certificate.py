@@ -1,4 +1,4 @@
-"""The certificate of a proof: what was shown, what was not, and whether it is that of a config."""
+"""The certificate of a proof: its results, its verdict, and the config for which it is valid."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from jaxdist.runtime import environment
 from jaxdist.types import Json, JsonObject
 
 ELSEWHERE = ("run", "checkpoint", "metrics", "energy", "elastic", "eval", "mesh")
-"""Sections of a config that a certificate does not depend on; the mesh has a key of its own."""
+"""The sections of a config that are not part of a certificate's digest. The mesh is not, since the
+certificate has a field for it."""
 
 
 @dataclass(frozen=True)
 class Undecided:
-    """A part of a plan of which nothing was shown.
+    """A parameter or a comparison about which a proof makes no statement.
 
     Attributes:
-      part: "types", "numbers" or "bytes".
-      what: the leaf, or the comparison.
+      part: the part of the proof: "types", "numbers" or "bytes".
+      what: the name of the parameter, or of the comparison.
       why: the reason.
     """
 
@@ -44,17 +45,17 @@ class Undecided:
 
 @dataclass(frozen=True)
 class Proof:
-    """The results of the three parts.
+    """The results of a proof's three parts.
 
     Attributes:
-      types: the types of the step at its full size; None where it was not traced.
-      numbers: the comparisons of the plan itself.
-      near: the comparisons of its neighbours.
-      sent: the bytes of the compiled step; None where it was not compiled.
-      undecided: everything of which nothing was shown.
+      types: the types of the step at its full size; None if the step could not be traced.
+      numbers: the comparisons of the plan with a single device.
+      near: the comparisons of neighbours of the plan with a single device.
+      sent: the bytes of the compiled step; None if the step could not be compiled or read.
+      undecided: everything about which the proof makes no statement.
       seed: the seed of weights and neighbours.
-      notes: what the reduced size leaves out or changes.
-      reduced: the sections of the reduced size.
+      notes: sentences on the settings that the reduced size leaves out or changes.
+      reduced: the sections of the config at the reduced size.
       leaves: names of the parameters.
     """
 
@@ -73,10 +74,10 @@ class Proof:
 
     @property
     def doubted(self) -> bool:
-        """Whether every number equals that of one device, so that findings of types are in doubt.
+        """Whether all numbers are right, which puts findings of types in doubt.
 
-        A type may take a dim for another of the same size. Such a plan is undecided: what types
-        say of the full size was not seen at the reduced size.
+        The types may confuse dims of the same size, so that their finding may be a false alarm. A
+        plan with such a finding is undecided, since the numbers are those of the reduced size.
         """
         decided = not any(one.part == "numbers" for one in self.undecided)
         equal = not any(one.wrong for one in (*self.numbers, *self.near))
@@ -84,7 +85,7 @@ class Proof:
 
     @property
     def wrong(self) -> bool:
-        """Whether any part found something that one device would not compute."""
+        """Whether any part of the proof found a difference from a single device."""
         found = self.types is not None and bool(self.types.findings) and not self.doubted
         compared = any(one.wrong for one in (*self.numbers, *self.near))
         return found or compared or (self.sent is not None and bool(self.sent.missing))
@@ -100,7 +101,9 @@ def to_json(proof: Proof, identity: JsonObject, name: str) -> JsonObject:
     """Return the certificate as plain data.
 
     Args:
-      identity: see `identity_of`.
+      proof: the results.
+      identity: the result of `identity_of`.
+      name: the name of the config.
     """
     typed = proof.types
     types = None if typed is None else {**asdict(typed), "proved": typed.proved}
@@ -128,7 +131,7 @@ def _compared(one: Compared) -> JsonObject:
 
 
 def identity_of(config: ExperimentConfig, devices: int) -> JsonObject:
-    """Return what a certificate is valid for: a config's digest, its mesh, and versions."""
+    """Return the facts for which a certificate is valid: a config's digest, mesh, and versions."""
     values = config.model_dump(mode="json")
     kept = {name: value for name, value in values.items() if name not in ELSEWHERE}
     text = json.dumps(kept, sort_keys=True)
@@ -145,13 +148,13 @@ def identity_of(config: ExperimentConfig, devices: int) -> JsonObject:
 
 
 def path_of(config: ExperimentConfig, document: Document) -> Path:
-    """Return where a config's certificate is written: next to its run directory."""
+    """Return the path of a config's certificate, next to the config's run directory."""
     base = base_of(config.run.directory, document.path or Path("config"))
     return base.with_name(f"{base.name}.{RunDirectory(base).proof.name}")
 
 
 def write(path: Path, certificate: JsonObject) -> None:
-    """Write a certificate.
+    """Write a certificate to a file, and create its directory.
 
     Raises:
       RunError: the file cannot be written.
@@ -167,25 +170,27 @@ def write(path: Path, certificate: JsonObject) -> None:
 
 
 class Kept(Hook):
-    """A hook that copies a run's certificate into its directory, when the run starts."""
+    """A hook that copies a certificate into the directory of a run that starts."""
 
     def __init__(self, certificate: Path) -> None:
+        # The text is read here: the file may be replaced before the run starts.
         self._text = certificate.read_text(encoding="utf-8")
 
     def start(self, run: Run) -> None:
-        """Write the certificate."""
+        """Write the certificate into the run directory."""
         RunDirectory(run.directory).proof.write_text(self._text, encoding="utf-8")
 
 
 def current(config_file: Path, overrides: Sequence[str], devices: int) -> Kept:
-    """Return the hook that keeps the certificate of a config, if it proves what is trained here.
+    """Check that a config's certificate proves the training at hand, and return a `Kept` for it.
 
     Args:
+      config_file: the configuration file, with `overrides` on top.
       devices: number of devices of all processes.
 
     Raises:
-      RunError: there is no certificate; it is another config's, mesh's or version's; or it does not
-        say that the plan is proved.
+      RunError: there is no certificate; the certificate is for another config, mesh or version; or
+        its verdict is not "proved".
     """
     document, config = load(config_file, overrides)
     path, command = (

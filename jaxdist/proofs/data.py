@@ -1,4 +1,4 @@
-"""The data of a proof: a config's data with unequal weights."""
+"""The data of a proof: a config's data, in which examples have unequal weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _DATA: TypeAdapter[DataConfig] = TypeAdapter(DataConfig)
 
 
 def weighted(data: Mapping[str, Json]) -> Dataset:
-    """Make the data of a section `data`, with unequal weights that depend on an example's index."""
+    """Make the data of a section `data`, with a weight for each example by its index."""
     made = _DATA.validate_python(data).build()
     heldout = None if made.heldout is None else Weighted(made.heldout)
     return replace(made, train=Weighted(made.train), heldout=heldout)
 
 
 def with_weights(data: JsonObject) -> JsonObject:
-    """Return the section of the same data with unequal weights."""
+    """Return a section `data` for the same data, in which examples have unequal weights."""
     return {"type": "import", "path": f"{__name__}:weighted", "args": {"data": data}}

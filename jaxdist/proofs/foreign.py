@@ -1,4 +1,4 @@
-"""`jaxdist.prove`: the proof of a step that knows nothing of jaxdist."""
+"""`jaxdist.prove`: the proof of a user's own training step, which is written without jaxdist."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def prove(
 ) -> Proof:
     """Prove that a step on a mesh computes what one device would; `print` shows the result.
 
-    The arguments are copied, so that a step may donate them.
+    The arguments are copied, so that the step may donate them.
 
     Args:
       step: a function (state, batch) -> (state, outputs), jitted or not.
-      mesh: the mesh that it is written for.
-      state: its first argument, arrays with the shardings in which training stores them.
-      batch: its second argument; the leading dim of each array is that of the examples.
-      one_device: the same step, made for one device: the source of the right numbers.
-      weight: name of the leaf of `batch` that weighs examples, float `[B]`, if there is one:
-        unequal weights, a shard without weight and a batch without weight are then compared.
+      mesh: the mesh that the step is written for.
+      state: the step's first argument, arrays with the shardings in which training stores them.
+      batch: the step's second argument; the leading dim of each array is that of the examples.
+      one_device: the same step for one device, whose numbers are taken to be right.
+      weight: name of the leaf of `batch` with the weights of examples, float `[B]`, if any. Unequal
+        weights, a shard without weight and a batch without weight are then compared too.
       seed: seed of weights and of the order of examples.
-      json_file: where to write the certificate.
+      json_file: a file for the certificate.
 
     Raises:
-      RunError: a step that cannot be traced, or does not return its state; a batch or a mesh that
-        does not fit it.
+      RunError: the step cannot be traced, or does not return its state; or the batch or the mesh
+        does not fit the step.
     """
     closed, names = _traced(step, mesh, state, batch)
     typed = check_types(closed, names)
@@ -99,7 +99,7 @@ def _jitted(step: Step) -> Any:
 
 
 def _traced(step: Step, mesh: Mesh, state: PyTree, batch: PyTree) -> tuple[Any, Sequence[str]]:
-    """Trace a step; return its program and the names of its outputs."""
+    """Trace a step, check its arguments, and return its program and the names of its outputs."""
     for name, leaf in [*flatten_with_names(state), *flatten_with_names(batch)]:
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
             raise RunError(f"prove: {name} is {type(leaf).__name__}, not an array: {MUTABLE}")
@@ -136,7 +136,7 @@ def _traced(step: Step, mesh: Mesh, state: PyTree, batch: PyTree) -> tuple[Any, 
 
 
 def _spread(mesh: Mesh, tree: PyTree) -> bool:
-    """Return whether any array is on all devices of a mesh."""
+    """Return whether any array of a tree is on all devices of a mesh."""
     devices = set(mesh.devices.flat)
     leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     return any(leaf.sharding.device_set == devices for leaf in leaves)
@@ -148,7 +148,7 @@ def _meshes(jaxpr: Any) -> list[dict[str, int]]:
 
 @dataclass(frozen=True)
 class _Runner:
-    """The steps of a comparison, from the same state and batches."""
+    """The execution of a step and its reference, with the same initial state and batches."""
 
     mesh: Mesh
     state: PyTree
@@ -157,7 +157,7 @@ class _Runner:
     seed: int
 
     def compare(self, step: Step, one_device: Step | None) -> Compared:
-        """Compare a step with that of one device, or with itself on rows in another order."""
+        """Compare a step with a step for one device, or with itself on rows in another order."""
         batches = self._batches()
         if isinstance(batches, str):
             return Compared("the given batch", undecided=batches)
@@ -188,7 +188,7 @@ class _Runner:
         return min(np.shape(leaf)[0] for leaf in jax.tree.leaves(self.batch) if np.ndim(leaf))
 
     def _batches(self) -> list[tuple[str, PyTree]] | str:
-        """Return a batch for each step with its name, or why there are none."""
+        """Return a name and a batch for each step; as text the reason why there can be none."""
         host = jax.tree.map(_host, self.batch)
         named = dict(flatten_with_names(host))
         if any(np.ndim(leaf) == 0 or len(leaf) != self._rows for leaf in named.values()):
@@ -225,10 +225,13 @@ class _Runner:
     def _run(
         self, step: Step, begun: PyTree, batches: Sequence[tuple[str, PyTree]], *, alone: bool
     ) -> list[Trace]:
-        """Take a step with each batch.
+        """Take a step with each batch, and return the results of each step.
 
         Args:
-          alone: on one device, so that the arguments have no shardings.
+          step: the step.
+          begun: the initial state on the host.
+          batches: pairs of a name and a batch.
+          alone: whether the step is for one device, so that its arguments have no shardings.
         """
         state, before, traces = _like(begun, self.state, alone=alone), _numbers(begun), []
         for _, batch in batches:
@@ -249,11 +252,11 @@ def _host(leaf: Any) -> Any:
 
 
 def _like(tree: PyTree, given: PyTree, *, alone: bool) -> PyTree:
-    """Return copies of arrays, with the shardings of those that were given."""
+    """Return copies of a tree's arrays, with the shardings of the arrays in `given`."""
 
     def placed(leaf: Any, like: Any) -> Any:
         whole = jnp.copy(leaf) if isinstance(leaf, jax.Array) else jnp.asarray(np.array(leaf))
-        # An array on one device stays free to go wherever a step needs it.
+        # Without a sharding of its own, jit may place the array wherever the step needs it.
         if alone or not isinstance(like, jax.Array) or len(like.sharding.device_set) == 1:
             return whole
         return jax.device_put(whole, like.sharding)
@@ -270,7 +273,7 @@ def _floats(tree: PyTree) -> Mapping[str, Any]:
 
 
 def _numbers(tree: PyTree) -> dict[str, np.ndarray]:
-    """Return the leaves of a tree on the host, in float64; keys as the numbers that they hold."""
+    """Return the leaves of a tree on the host in float64, and the data of random keys, by name."""
     found = {}
     for name, leaf in flatten_with_names(tree):
         key = jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)

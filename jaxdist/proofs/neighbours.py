@@ -1,4 +1,4 @@
-"""Plans near a config's own, drawn at random: three of its settings have other values."""
+"""Neighbours of a plan: random plans that differ from it in `CHANGED` settings."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxdist.parity.run import remats_of
 from jaxdist.types import Json, JsonObject
 
 CHANGED = 3
-"""Number of settings that a neighbour changes."""
+"""The number of settings in which a neighbour differs."""
 
 
 def neighbours(sections: JsonObject, seed: int) -> Iterator[tuple[str, JsonObject]]:
-    """Yield neighbours of a config's reduced sections, each with what is different.
+    """Yield neighbours of a config's reduced size, as pairs of changed settings and sections.
 
-    They are plans for 8 devices, for the same model, optimizer and batch. Some may be refused, for
-    a model that no pipeline takes for example.
+    Neighbours are plans for 8 devices with the same model, optimizer and batch. Some neighbours may
+    be refused, for example because the model has no pipeline.
     """
     own = settings_of(sections)
     cells = list(possible_cells(remats_of(sections)))
@@ -31,7 +31,7 @@ def neighbours(sections: JsonObject, seed: int) -> Iterator[tuple[str, JsonObjec
 
 
 def settings_of(sections: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the settings of a config in the terms of a `Combination`, where it has such terms."""
+    """Return the settings of a config in the form of a `Combination`, as far as possible."""
     parallel, mesh = sections["parallel"], dict(sections["mesh"])
     mesh.pop("fake_devices", None)
     zero, pipeline = parallel["zero"], parallel.get("pipeline")
@@ -64,7 +64,7 @@ def _settings(cell: Combination) -> dict[str, Json]:
 
 
 def planned(sections: JsonObject, cell: Combination) -> JsonObject:
-    """Return the sections with the settings of a combination."""
+    """Return sections of a config in which the plan's settings are those of a combination."""
     model, rules = dict(sections["model"]), dict(sections["sharding"]["rules"])
     if "remat" in model:
         remat = REMATS[cell.remat]

@@ -1,4 +1,4 @@
-"""The comparison of a plan with a single device in numbers, at a reduced size."""
+"""The comparison of a plan with a single device by training both at a reduced size."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ from jaxdist.train.state import TrainState
 from jaxdist.types import Json, JsonObject
 
 PLAIN = ("first step", "second step", "resumed step")
+"""The names of the steps of a comparison without weights."""
 KINDS = {"loss_of_step": "values", "gradients": "gradient", "updates": "update"}
-"""The name of each field of a `Trace` in a certificate."""
+"""The names that a certificate has for the fields of a `Trace`."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value of a plan, compared with that of one device.
+    """The difference of a value between a plan and a single device.
 
     Attributes:
-      kind: "gradient", "update" (also of buffers), or "values" that are logged or evaluated.
-      name: the leaf or the value.
+      kind: "gradient", "update" (of parameters and buffers), or "values" (metrics and evaluation).
+      name: the name of the parameter, buffer or metric.
       step: the step in which the difference is largest.
-      off: the relative difference; infinite where only one of them is a number.
-      limit: the difference that another order of summation explains.
+      off: the relative difference; infinite if NaN on one side only.
+      limit: the largest difference that another order of summation explains.
     """
 
     kind: str
@@ -65,17 +66,19 @@ class Quantity:
 
     @property
     def equal(self) -> bool:
-        """Whether the difference is explained; NaN is not."""
+        """Whether the order of summation explains the difference."""
         return self.off <= self.limit
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The comparison of one plan.
+    """The comparison of a plan with a single device.
 
     Attributes:
       plan: a name of the plan.
-      undecided: why there is no comparison; empty where there is one.
+      quantities: the largest difference of each value over all steps.
+      undecided: the reason why the plan was not compared; empty for a plan that was.
+      steps: the names of the compared steps.
     """
 
     plan: str
@@ -85,13 +88,19 @@ class Compared:
 
     @property
     def wrong(self) -> tuple[Quantity, ...]:
-        """The values that are not those of one device."""
+        """The values that differ from those of a single device."""
         return tuple(one for one in self.quantities if not one.equal)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A step of a comparison: its weights, float32 `[B]`, or None for a batch without weights."""
+    """A step of a comparison.
+
+    Attributes:
+      name: a name of the step.
+      weights: the weights of the batch's examples, float32 `[B]`; None for a batch without weights.
+      reload: whether the state is saved and loaded before the step.
+    """
 
     name: str
     weights: np.ndarray | None = None
@@ -99,18 +108,24 @@ class Scene:
 
 
 def scenes(rows: int, shards: int, *, weighted: bool, skips: bool, seed: int) -> list[Scene]:
-    """Return the steps to compare: two steps and a resumed step, with weights skipped steps too.
+    """Return the steps to compare.
+
+    Without weights these are two steps and a step after loading; with weights also steps with an
+    empty shard, an empty batch, and a gradient of NaN.
 
     Args:
-      rows: number of rows of a batch, of which each of `shards` devices has its part.
+      rows: number of rows of a batch.
+      shards: number of devices that share the batch.
+      weighted: whether examples have weights.
       skips: whether the optimizer skips a step whose gradient is NaN.
+      seed: seed of the weights.
     """
     if not weighted:
         return [Scene(name, reload=name == PLAIN[-1]) for name in PLAIN]
     random = np.random.default_rng(seed)
 
     def unequal() -> np.ndarray:
-        # A weight of zero in each, and not the same sum on any two devices.
+        # Some weights are zero, and the sum of weights is not the same on any two devices.
         return random.permutation(np.resize(WEIGHTS, rows) + np.linspace(0, 0.5, rows))
 
     empty = unequal().reshape(shards, -1)
@@ -128,27 +143,29 @@ def scenes(rows: int, shards: int, *, weighted: bool, skips: bool, seed: int) ->
 
 @dataclass(frozen=True)
 class Steps:
-    """An experiment that is `noted`, compiled once, with a batch for each scene."""
+    """The compiled step of a `noted` experiment, with a batch for each `Scene`."""
 
     experiment: Experiment
 
     @cached_property
     def compiled(self) -> Any:
-        """The compiled step."""
+        """The compiled train step."""
         program = self.experiment.program
         return program.train.lower(program.state_shapes, program.batch).compile(compile_options())
 
     @cached_property
     def batches(self) -> list[Mapping[str, np.ndarray]]:
-        """The first batches on the host, the same on every plan."""
+        """The first batches, on the host, which are equal for every plan."""
         loader = self.experiment.loader
         return [jax.device_get(loader.batch(step)) for step in range(8)]
 
     def run(self, initial: TrainState, taken: Sequence[Scene], *, reload: bool) -> list[Trace]:
-        """Take a step for each scene, and evaluate at the end.
+        """Take a step for each scene, evaluate, and return the results of each.
 
         Args:
-          reload: whether a scene may begin with a state that was saved and loaded.
+          initial: the initial state on the host.
+          taken: the scenes.
+          reload: whether to save and load the state before scenes that ask for it.
         """
         program, traces = self.experiment.program, []
         state, before = place_state(program, initial), initial
@@ -163,7 +180,7 @@ class Steps:
                 state = program.between(state)
             used = jax.device_get(program.home.used(state))
             values = dict(zip(program.metrics, np.asarray(metrics, np.float64), strict=True))
-            # A gradient of NaN is NaN wherever it was; the parameters show that it was skipped.
+            # Gradients of NaN cannot be compared. The parameters show whether the step was skipped.
             numbers = scene.weights is None or np.isfinite(scene.weights).all()
             gradients = leaves_by_name(used.opt_state.gradients) if numbers else {}
             first, last = moving(before), moving(used)
@@ -186,7 +203,15 @@ class Steps:
 
 @dataclass
 class Reference:
-    """The numbers of one device for a config's sections, with or without weights, computed once."""
+    """The training on a single device with which plans of the same model are compared.
+
+    Its steps are taken once for each batch size and number of shards.
+
+    Attributes:
+      sections: the sections of the config at its reduced size.
+      weighted: whether examples have unequal weights.
+      seed: the seed of weights.
+    """
 
     sections: JsonObject
     weighted: bool
@@ -197,12 +222,12 @@ class Reference:
 
     @cached_property
     def steps(self) -> Steps:
-        """The steps of one device."""
+        """The compiled step on a single device."""
         return Steps(built(single_device(self._data(self.sections))))
 
     @cached_property
     def initial(self) -> TrainState:
-        """The state with which all begin, on the host."""
+        """The initial state of all plans, on the host."""
         return own_initial_state(self.steps.experiment.program)
 
     def _data(self, sections: JsonObject) -> JsonObject:
@@ -211,7 +236,7 @@ class Reference:
     def _expected(
         self, rows: int, shards: int, taken: Sequence[Scene]
     ) -> tuple[list[Trace], list[list[Trace]]]:
-        """Return the traces of one device, and those from initial states that are `nudged`."""
+        """Return a single device's results, and those that begin with `nudged` states."""
         if (rows, shards) not in self._known:
             begins = [nudged(self.initial, seed=seed) for seed in NUDGES]
             plain, *moved = (
@@ -221,7 +246,10 @@ class Reference:
         return self._known[rows, shards]
 
     def compare(self, plan: str, sections: JsonObject) -> tuple[Compared, Any]:
-        """Compare a plan for the same model, optimizer and batch; return its compiled step too."""
+        """Compare a plan for the same model, optimizer and batch with a single device.
+
+        The second element is the plan's compiled step; None for a plan that is not compared.
+        """
         try:
             steps = Steps(built(self._data(sections)))
             program = self.steps.experiment.program
@@ -256,7 +284,7 @@ def _cuts(sections: Mapping[str, Json], sizes: Mapping[str, int]) -> tuple[str, 
 
 
 def _other(sections: Mapping[str, Json], experiment: Experiment) -> str:
-    """Return why a plan is to compute other numbers than one device, or nothing."""
+    """Return why a plan's numbers may differ from a single device's; empty if they must not."""
     if sections["strategy"]["type"] == "parameter_server":
         return "strategy parameter_server: workers exchange parameters between processes"
     reduce = sections["parallel"]["reduce"] is not None
@@ -271,7 +299,15 @@ def worst_of(
     moved: Sequence[Sequence[Trace]],
     limit: Differences,
 ) -> tuple[Quantity, ...]:
-    """Return each value with its largest difference over all steps."""
+    """Return the largest difference of each value over all steps.
+
+    Args:
+      names: the names of the steps.
+      found: the plan's results of each step.
+      expected: the results of each step on a single device.
+      moved: further results on a single device, which begin with `nudged` states.
+      limit: the limits on differences.
+    """
     limits = {"loss_of_step": limit.loss, "gradients": limit.gradient, "updates": limit.update}
     worst: dict[tuple[str, str], Quantity] = {}
     for step, ours, theirs, *others in zip(names, found, expected, *moved, strict=True):
@@ -289,10 +325,11 @@ def worst_of(
 
 
 def _number(off: float) -> float:
+    # `worst_of` would not keep a NaN as the largest difference, since NaN > x is false.
     return math.inf if math.isnan(off) else off
 
 
 def built(sections: Mapping[str, Json]) -> Experiment:
-    """Build the experiment of a config's sections on its fake devices."""
+    """Build the `noted` experiment of a config's sections, on the config's fake devices."""
     config = validate(Document(dict(sections)), ExperimentConfig)
     return noted(build(config, devices=jax.devices()[: config.mesh.fake_devices]))

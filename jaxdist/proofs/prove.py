@@ -1,4 +1,4 @@
-"""The proof of a config: its three parts, one after another."""
+"""The proof of a config's plan: by types, then by numbers, then by bytes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from jaxdist.types import JsonObject
 
 Say = Callable[[str], None]
 TRIES = 4
-"""Number of neighbours that may be refused for each that is compared."""
+"""The number of neighbours that are tried for each neighbour to compare, since some are refused."""
 
 
 def prove(experiment: Experiment, *, near: int, seed: int, say: Say) -> Proof:
-    """Prove an experiment's plan.
+    """Prove that an experiment's plan computes what a single device would.
 
     Args:
+      experiment: the experiment.
       near: number of neighbours to compare.
       seed: seed of weights and neighbours.
-      say: called with a line when a part begins.
+      say: a function that is called with a line of text when a part begins.
     """
     say("types    following every value of the step")
     typed, undecided = _typed(experiment.program)
@@ -55,14 +56,14 @@ def prove(experiment: Experiment, *, near: int, seed: int, say: Say) -> Proof:
     leaves = tuple(name for name, _ in flatten_with_names(experiment.program.own_shapes.params))
     proof = Proof(typed, tuple(found), (), sent, tuple(undecided), seed, notes, sections, leaves)
     if any(one.undecided for one in found[1:]):
-        return proof  # Its neighbours would have no comparison either.
+        return proof  # the reason also applies to neighbours, which have the same model and weights
     return replace(proof, near=tuple(_near(weighted, sections, near, seed, say)))
 
 
 def _near(
     reference: Reference, sections: JsonObject, count: int, seed: int, say: Say
 ) -> Iterator[Compared]:
-    """Compare neighbours until `count` have not been refused."""
+    """Compare neighbours until `count` were compared, or `TRIES` times as many were tried."""
     left = count
     tries = TRIES * count
     for changed, other in neighbours(sections, seed):
@@ -77,7 +78,7 @@ def _near(
 
 
 def _typed(program: Program) -> tuple[Typed | None, list[Undecided]]:
-    """Follow the types through step and evaluation; return what no rule decides too."""
+    """Return the types of the step and of the evaluation, and the outputs without a type."""
     try:
         typed = types_of(program)
     except JaxdistError as error:
@@ -98,7 +99,7 @@ def _sent(steps: Any) -> tuple[Sent | None, list[Undecided]]:
 
 
 def _left_out(experiment: Experiment) -> list[Undecided]:
-    """Return the settings that no single device has, so that there is nothing to compare with."""
+    """Return an `Undecided` for each setting that has no counterpart on a single device."""
     found = []
     if experiment.config.parallel.compression is not None:
         why = "messages in place of gradients lose some of them, which no single device does"

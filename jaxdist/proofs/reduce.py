@@ -1,7 +1,8 @@
-"""The reduced size at which numbers are compared, derived from a config by rule.
+"""The reduced size at which a plan's numbers are compared, derived from a config by rules.
 
-A dim keeps its remainder by the number of devices, so that what divides still divides and an odd
-size stays odd. Ties, stacks, grouped heads, schedules and the optimizer are those of the config.
+The size of a dim keeps its remainder by the number of devices: a dim that divides over devices
+still divides, and an odd size remains odd. Tied parameters, stacked layers, grouped heads,
+schedules and the optimizer are those of the config.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from jaxdist.types import Json, JsonObject
 
 MOST_DEVICES = 8
 STEPS = 8
-"""Number of steps of a reduced run, more than any comparison takes."""
+"""The number of steps in a reduced config, at least as many as a comparison takes."""
 WHOLE_BELOW, BUCKET_BYTES = 64, 1024
-"""Limits on sizes below which a plan treats tensors otherwise: reduced tensors are small."""
+"""The largest values of `zero.whole_below` and `reduce.bucket_bytes` in a reduced config, whose
+small tensors would otherwise all be kept whole, or be sent in a single bucket."""
 EPS = 1e-3
-"""The least divisor of an optimizer that divides by a gradient's size: see `jaxdist.parity.run`."""
+"""The least `eps` of an optimizer in a reduced config: see `jaxdist.parity.run`."""
 
 
 def small(size: int, parts: int, least: int) -> int:
-    """Return the least size of at least `least` with the same remainder by `parts`.
+    """Return the smallest size from `least` on that has the same remainder modulo `parts`.
+
+    A size that is smaller than `least` does not change.
 
     >>> small(4096, 8, 16), small(257, 8, 32), small(5, 8, 16)
     (16, 33, 5)
@@ -34,7 +38,9 @@ def small(size: int, parts: int, least: int) -> int:
 
 
 def shrunk(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return a mesh of at most 8 devices with the same axes, if they can be made so small.
+    """Return a mesh with the same axes and at most `MOST_DEVICES` devices, if possible.
+
+    The largest axis is divided by its smallest factor, as often as needed; no axis becomes 1.
 
     >>> shrunk({"data": 64, "tensor": 8})
     {'data': 4, 'tensor': 2}
@@ -50,9 +56,9 @@ def shrunk(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def reduced(experiment: Experiment) -> tuple[JsonObject, tuple[str, ...]]:
-    """Return the sections of a config's reduced size, and what they leave out or change.
+    """Return the sections of a config at its reduced size, and notes on what they leave out.
 
-    Everything is in float32, where differences are small enough to see a wrong term.
+    All values are in float32, in which rounding is small enough to show a missing term.
     """
     config = experiment.config
     whole: JsonObject = config.model_dump(mode="json")
@@ -88,7 +94,8 @@ def _shown(sizes: Mapping[str, int]) -> str:
 def _mesh(sizes: Mapping[str, int]) -> JsonObject:
     found: JsonObject = {}
     for axis, size in sizes.items():
-        name, _, network = axis.partition("_")  # an axis over two networks is two of the mesh
+        # An axis over two networks is two axes of the mesh, `data_dcn` and `data_ici`.
+        name, _, network = axis.partition("_")
         if network:
             found[name] = {**found.get(name, {}), network: size}
         else:
@@ -97,7 +104,10 @@ def _mesh(sizes: Mapping[str, int]) -> JsonObject:
 
 
 def _train(experiment: Experiment, whole: JsonObject, sizes: Mapping[str, int]) -> JsonObject:
-    """Return the batch: a few rows of each microbatch on each device, an odd number if it was."""
+    """Return the section `train`, with a few rows per microbatch on each device.
+
+    The number of rows per microbatch and device remains odd if it was odd.
+    """
     layout, config = experiment.layout, experiment.config
     stages = sizes.get("stage", 1)
     most = max(2 * stages, 4)
@@ -113,7 +123,7 @@ def _train(experiment: Experiment, whole: JsonObject, sizes: Mapping[str, int]) 
 
 
 def _model(experiment: Experiment, model: Json, parts: int) -> JsonObject:
-    """Return the model with every dim reduced; an imported model keeps its arguments."""
+    """Return the section `model` with reduced dims; only gpt, cnn and mlp have known dims."""
     kind = model["type"]
     if kind == "mlp":
         return {**model, "hidden": [small(size, parts, 8) for size in model["hidden"]]}
@@ -148,16 +158,16 @@ def _layers(experiment: Experiment, model: Json) -> int:
         pipeline = experiment.config.parallel.pipeline
         own = pipeline is not None and pipeline.layers is not None
     if own or isinstance(model["remat"], list):
-        return model["layers"]  # A list has an entry for each layer, or chunk.
+        return model["layers"]  # these lists have an entry for each layer or chunk
     return small(model["layers"], chunks, max(2, chunks))
 
 
 def _data(experiment: Experiment, whole: JsonObject, parts: int, model: Any) -> JsonObject:
-    """Return synthetic data of the same fields; a user's own data are unchanged."""
+    """Return a section `data` for synthetic data with the same fields; imported data are kept."""
     data, loader = whole["data"], experiment.loader.batch_shapes
     if data["type"] == "import":
         return data
-    # Not a multiple of a batch, so that evaluation has padding.
+    # 13 held-out examples are not a multiple of a batch, so that evaluation pads the last batch.
     found: JsonObject = {"type": "synthetic", "examples": 4096}
     found["heldout_examples"] = 0 if experiment.heldout is None else 13
     dataset = experiment.dataset
@@ -179,13 +189,13 @@ def _parallel(parallel: Json) -> JsonObject:
     zero, reduce = parallel["zero"], parallel["reduce"]
     found = {**parallel, "compression": None}
     found["zero"] = {**zero, "whole_below": min(zero["whole_below"], WHOLE_BELOW)}
-    if reduce and isinstance(reduce.get("bucket_bytes"), int):  # the other values are null, "auto"
+    if reduce and isinstance(reduce.get("bucket_bytes"), int):  # neither null nor "auto"
         found["reduce"] = {**reduce, "bucket_bytes": min(reduce["bucket_bytes"], BUCKET_BYTES)}
     return found
 
 
 def _optim(optim: Json) -> JsonObject:
-    """Return the optimizer, at its full rate from the first step on."""
+    """Return the section `optim` without a schedule, since only a few steps are taken."""
     found = {**optim, **({"bf16_moments": False} if "bf16_moments" in optim else {})}
     if "schedule" in found:
         found["schedule"] = {"type": "constant"}

@@ -1,4 +1,4 @@
-"""`jaxdist prove`: the table of a proof, and its certificate."""
+"""`jaxdist prove`: the proof of a config's plan, as a table and as a certificate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxdist.proofs.certificate import Proof, identity_of, path_of, to_json, wri
 from jaxdist.proofs.prove import prove as prove_experiment
 
 NEAR = 2
-"""Number of neighbours that are compared by default."""
+"""The number of neighbours to compare by default."""
 
 
 def prove(
@@ -27,13 +27,15 @@ def prove(
     json_file: Path | None = None,
     console: Console,
 ) -> Proof:
-    """Prove that a config's plan computes what one device would; print and write what was shown.
+    """Prove that a config's plan computes what one device would, and print and write the results.
 
     Args:
       path: the configuration file, with `overrides` on top.
       near: number of neighbours to compare.
       seed: seed of weights and neighbours.
-      json_file: another file for the certificate, besides the file that `train --proved` reads.
+      json_file: a second file for the certificate, in addition to that which `train --proved`
+        reads.
+      console: the console for the table.
 
     Raises:
       JaxdistError: any error that the user can fix.

@@ -1,8 +1,8 @@
-"""The bytes that a compiled program sends, compared with those that its code asks for.
+"""The comparison of the bytes that a compiled program sends with those that its code asks for.
 
-Inside `shard_map` the code itself names each collective. Elsewhere XLA places them: it owes the
-sums over dims that an axis splits, and may gather what is stored in shards along an axis. Anything
-else moves values to another layout that the code did not ask for.
+Inside `shard_map` the code itself names each collective. Elsewhere XLA places the collectives: it
+must sum over dims that an axis splits, and may gather arrays that are stored in shards. Any other
+collective moves values to another layout, which the code did not ask for.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ ASKING: Mapping[str, CollectiveKind] = {
     "all_to_all": "all-to-all",
     "ppermute": "collective-permute",
 }
-"""The kind of collective for each operation of jax that asks for one inside `shard_map`."""
+"""The kind of collective for each operation of jax that asks for a collective in `shard_map`."""
 SUMS: tuple[CollectiveKind, ...] = ("all-reduce", "reduce-scatter")
+"""The kinds of collectives that sum over devices."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,11 @@ class Unasked:
     """A collective that the code did not ask for.
 
     Attributes:
-      where: file and line of the operation that XLA places so, where the program says it.
-      operation: its name.
+      where: file and line of the operation, where the program has them.
+      operation: the name of the operation for which XLA placed the collective.
+      kind: the kind of collective.
+      axes: the mesh axes that it spans; None for groups that are not a product of axes.
+      sent_bytes: the bytes that a device sends.
     """
 
     where: str
@@ -69,14 +73,14 @@ class Unasked:
 
 @dataclass(frozen=True)
 class Sent:
-    """The bytes that a device sends in a step, over each set of axes.
+    """The bytes that a device sends in a step, for each set of mesh axes.
 
     Attributes:
-      asked: bytes of the collectives in the code, by axes.
-      placed: bytes of those in the compiled program.
-      summed: bytes of sums and gathers that XLA placed.
-      unasked: other collectives.
-      missing: for axes whose collectives the compiled program lacks, the lines that ask for them.
+      asked: bytes of the collectives that the code asks for, by axes.
+      placed: bytes of the same collectives in the compiled program, by axes.
+      summed: bytes of the sums and gathers that XLA placed by itself, by axes.
+      unasked: all other collectives of the compiled program.
+      missing: sentences on collectives that the code asks for and the compiled program lacks.
     """
 
     asked: Mapping[str, float]
@@ -90,8 +94,10 @@ def compare(closed: Any, compiled: Any, mesh: Mesh, stored: Any) -> Sent:
     """Compare the collectives of a program before and after compilation.
 
     Args:
-      closed: what `jax.make_jaxpr` gives.
-      stored: arrays, or their shapes, with the shardings in which they are kept.
+      closed: the program as `jax.make_jaxpr` returns it.
+      compiled: the compiled program.
+      mesh: the mesh that the program was compiled for.
+      stored: arrays, or their shapes, with the shardings in which training stores them.
 
     Raises:
       LedgerError: the compiled program cannot be read, or runs on other devices than the mesh's.
@@ -132,9 +138,9 @@ def compare(closed: Any, compiled: Any, mesh: Mesh, stored: Any) -> Sent:
 
 
 def asked_of(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, tuple[str, ...], int]]:
-    """Yield each collective of a program, its axes, and how often a run executes it at most.
+    """Yield each collective of a program, its axes, and the largest number of executions in a run.
 
-    A loop of unknown length counts once.
+    A loop of unknown length counts as a single iteration.
     """
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -168,7 +174,7 @@ def _key(axes: tuple[str, ...], mesh: Mesh) -> str:
 
 
 def split_axes(stored: Any) -> set[str]:
-    """Return the axes along which any of these arrays is in shards."""
+    """Return the mesh axes along which any array of a tree is sharded."""
     found: set[str] = set()
     for leaf in jax.tree.leaves(stored):
         sharding = getattr(leaf, "sharding", None)
@@ -178,7 +184,7 @@ def split_axes(stored: Any) -> set[str]:
 
 
 class Lines:
-    """The line of code of an instruction, from the tables at the head of a compiled program."""
+    """A function from an instruction to its line of code, by the tables in a compiled program."""
 
     def __init__(self, text: str, module: Module) -> None:
         head = text.partition("\nFileNames\n")[2].partition("\n\n")[0]
@@ -196,7 +202,7 @@ class Lines:
         }
 
     def __call__(self, name: str) -> str:
-        """Return file and line, the frames of libraries left out."""
+        """Return the file and line of the innermost frame that is not in a library."""
         found = re.search(r"stack_frame_id=(\d+)", self._attributes.get(name, ""))
         frame, seen = found[1] if found else "", set[str]()
         while frame in self._frames and frame not in seen:

@@ -1,4 +1,4 @@
-"""The table of a proof: what was shown of each parameter and value."""
+"""The table of a proof, with a line for each parameter and value."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from jaxdist.proofs.certificate import Proof
 
 NAMED = 44
-"""Width of the names of leaves."""
+"""The width of the column of names."""
 
 
 def table(proof: Proof) -> Iterator[str]:
-    """Yield a line for each leaf, then all that is wrong or undecided."""
+    """Yield a line for each parameter and value, then for everything that is wrong or undecided."""
     leaves = proof.leaves
     yield f"{'parameter':<{NAMED}} {'types':<10} {'gradient':>9} {'update':>9}"
     for leaf in leaves:
@@ -39,7 +39,7 @@ def _cut(name: str) -> str:
 
 
 def _typed(proof: Proof, leaf: str) -> str:
-    """Return what types say about a parameter: its gradient, moments and new value."""
+    """Return the verdict of types on a parameter, with its moments and its new value."""
     typed = proof.types
     if typed is None:
         return "undecided"
@@ -55,13 +55,14 @@ def _typed(proof: Proof, leaf: str) -> str:
 
 
 def _worst(compared: Sequence[Compared], kind: str, name: str) -> str:
-    """Return the largest difference of a value over all comparisons, marked where it is too large.
+    """Return the largest difference of a value over all comparisons; `!` marks a wrong value.
 
-    Gradients may be absent where a plan has no comparison.
+    The result is "undecided" for a value that was not compared, and "-" for the gradients of a
+    user's own step, which does not return them.
     """
     found = [q for one in compared for q in one.quantities if (q.kind, q.name) == (kind, name)]
     if not found:
-        # A step that knows nothing of jaxdist shows no gradients, only what they change.
+        # A user's own step returns no gradients, only the state that they change.
         shown = not compared or any(one.undecided for one in compared)
         return "undecided" if shown or kind != "gradient" else "-"
     worst = max(found, key=lambda one: one.off)

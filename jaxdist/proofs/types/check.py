@@ -1,8 +1,9 @@
-"""The pass over a step's program that says, for each manual mesh axis, what every value is.
+"""The check of a step's program: the kind of every value along each manual mesh axis.
 
-Outside `shard_map` a program works on whole arrays, and XLA keeps its meaning however it places
-them: there is nothing to decide. Inside, each device works on its own rows and shards, and the code
-itself must add up what is split. A pass follows one mesh axis through one `shard_map`.
+Outside `shard_map` a program works on whole arrays, whose values do not depend on where XLA places
+them, so that nothing needs a check. Inside `shard_map` each device works on its own rows and
+shards, and the code itself must sum over what is split. A `Pass` follows one mesh axis through one
+`shard_map`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from jaxdist.proofs.types.walk import Pass, called_by, manual_axes, regions_of
 
 @dataclass(frozen=True)
 class Finding:
-    """Code that does not compute what one device would.
+    """A line of code that does not compute what one device would.
 
     Attributes:
       axis: the mesh axis.
-      message: what the code does, and what it should do.
+      message: the error, and often its remedy.
       where: file and line.
-      leaves: the outputs that it spoils.
+      leaves: the outputs of the program that are wrong because of the line.
     """
 
     axis: str
@@ -40,12 +41,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Typed:
-    """The result of following the types through a program.
+    """The types of a program's outputs.
 
     Attributes:
-      findings: errors.
-      undecided: by output, the reasons for which no rule decides about it.
-      regions: how many `shard_map`s there are; without one, XLA alone places the program.
+      findings: the errors in the program.
+      undecided: for each output without a type, the reasons why no rule gives it one.
+      regions: the number of `shard_map`s; with 0, XLA alone places the program.
       outputs: names of all outputs that a `shard_map` computes.
     """
 
@@ -56,7 +57,7 @@ class Typed:
 
     @property
     def proved(self) -> tuple[str, ...]:
-        """The outputs that are what one device computes."""
+        """The outputs that are proved to be what one device would compute."""
         wrong = {leaf for finding in self.findings for leaf in finding.leaves}
         return tuple(leaf for leaf in self.outputs if leaf not in wrong | set(self.undecided))
 
@@ -65,10 +66,11 @@ def check_types(closed: Any, out_names: Sequence[str]) -> Typed:
     """Follow every manual axis through every `shard_map` of a program.
 
     Args:
-      closed: what `jax.make_jaxpr` gives.
-      out_names: a name for each of its outputs.
+      closed: the program as `jax.make_jaxpr` returns it.
+      out_names: a name for each output of the program.
     """
     jaxpr = closed.jaxpr
+    # A jitted function is a program of a single equation, which calls another program.
     while len(jaxpr.eqns) == 1 and called_by(jaxpr.eqns[0]) is not None:
         if jaxpr.eqns[0].primitive.name == "shard_map":
             break
@@ -116,17 +118,17 @@ def _region(
     ]
     kinds = [value.kind for value in at.equation(region, values)]
     for var, kind in zip(region.outvars, kinds, strict=True):
-        # What is not whole enters the next `shard_map` as it left this one.
+        # A value that is not whole has the same kind when it enters a later `shard_map`.
         if isinstance(kind, Terms | Unknown | Wrong):
             between[var, axis] = kind
     return at, kinds
 
 
 def _leaf(jaxpr: Any, var: Any, out_names: Sequence[str]) -> str:
-    """The output of the program that a result of `shard_map` becomes; empty where none is nearest.
+    """Return the name of the program's output that a result of `shard_map` becomes; empty if none.
 
-    Only arrays of as many elements are followed, and scalars into the array in which they are
-    stacked: through a scalar (the norm of all gradients) everything depends on everything.
+    Only arrays with the same number of elements are followed, and scalars into the array in which
+    they are stacked. A scalar such as the norm of all gradients would lead to every output.
     """
     size, reached = var.aval.size, {var}
     names = []

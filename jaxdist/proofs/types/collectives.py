@@ -1,4 +1,4 @@
-"""The rules of collectives: those of jax, and jaxdist's own, which are known by their names."""
+"""The rules of jax's collectives, and of jaxdist's own, which functions' names identify."""
 
 from __future__ import annotations
 
@@ -32,13 +32,16 @@ from jaxdist.proofs.types.shapes import moved
 
 
 def _over(eqn: Any) -> tuple[str, ...]:
-    """The mesh axes of a collective."""
+    """Return the mesh axes that a collective spans."""
     named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return tuple(named) if isinstance(named, tuple | list) else (named,)
 
 
 def collective(rule: Rule) -> Rule:
-    """A rule for the axes that the collective goes over; on others each result is its operand's."""
+    """Return a collective's rule for all mesh axes, given the rule for axes that it spans.
+
+    Along any other axis, a result has the kind of its operand.
+    """
 
     def chosen(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
         if at.axis not in _over(eqn):
@@ -56,7 +59,7 @@ def collective(rule: Rule) -> Rule:
 
 
 def _resized(eqn: Any, value: Value) -> Value:
-    """The kind on an axis that a collective does not go over, which may add or remove a dim."""
+    """Return an operand's kind after a collective over another axis has added or removed a dim."""
     by = eqn.outvars[0].aval.ndim - eqn.invars[0].aval.ndim
     if not by:
         return value
@@ -70,12 +73,12 @@ def _resized(eqn: Any, value: Value) -> Value:
 
 
 def all_sum(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """`psum`: what is owed is paid."""
+    """Return the kinds of the results of `psum`."""
     return [Value(summed(at, eqn, value.kind), value.constant) for value in values]
 
 
 def summed(at: Context, eqn: Any, kind: Kind) -> Kind:
-    """The kind of a sum over the devices."""
+    """Return the kind of the sum over all devices of a value of some kind."""
     if isinstance(kind, Joined):
         return merged(kind.dim, [(size, summed(at, eqn, part)) for size, part in kind.parts])
     if spoiled([kind]) or isinstance(kind, Zero):
@@ -92,7 +95,7 @@ def summed(at: Context, eqn: Any, kind: Kind) -> Kind:
 
 
 def extreme(name: str) -> Rule:
-    """`pmax`, `pmin`."""
+    """Return the rule of `pmax` ("max") or `pmin` ("min")."""
 
     def rule(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
         found = []
@@ -113,7 +116,7 @@ def extreme(name: str) -> Rule:
 
 
 def all_gather(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Shards along the gathered dim become whole."""
+    """Return the kind of the result of `all_gather`: whole for shards along the gathered dim."""
     value, dim = values[0], eqn.params["all_gather_dimension"]
     kind = value.kind
     if spoiled([kind]):
@@ -121,7 +124,7 @@ def all_gather(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     if not eqn.params.get("tiled", False):
         if isinstance(kind, Own | Shard | Whole | Zero | Count):
             return [Value(WHOLE)]
-        # Of partial sums, a sum over the new dim is still to come.
+        # Partial sums side by side along a new dim: the program may sum over that dim later.
         return [Value(at.undecided(eqn, f"{kind} is gathered"))]
     if isinstance(kind, Shard) and dim in kind.dims:
         return [Value(WHOLE)]
@@ -133,7 +136,7 @@ def all_gather(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def reduce_scatter(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Sums what is owed and leaves each device its shard."""
+    """Return the kind of the result of `reduce_scatter`: a shard of the sum."""
     dim = eqn.params["scatter_dimension"]
     kind = summed(at, eqn, values[0].kind)
     if isinstance(kind, Whole):
@@ -143,7 +146,7 @@ def reduce_scatter(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value
 
 
 def all_to_all(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Shards along one dim become shards along another."""
+    """Return the kind of the result of `all_to_all`: shards along another dim."""
     kind = values[0].kind
     split, joined = eqn.params["split_axis"], eqn.params["concat_axis"]
     if spoiled([kind]):
@@ -154,7 +157,10 @@ def all_to_all(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def permuted(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """A value goes to another device: a whole one stays whole where every device gets one."""
+    """Return the kind of the result of `ppermute`.
+
+    A whole value remains whole only if every device receives a message: others get zeros.
+    """
     kind = values[0].kind
     complete = len(eqn.params["perm"]) == at.size
     if spoiled([kind]) or (isinstance(kind, Whole | Zero | Owed | Count) and complete):
@@ -165,9 +171,10 @@ def permuted(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def parted(at: Context, eqn: Any, values: Sequence[Value]) -> Kind:
-    """The kind of what is computed with devices' own entries of a stack.
+    """Return the kind of the results of an operation that has a `Part` among its operands.
 
-    Each device's computation with its own entry and whole values gives its entry of the results.
+    From a device's entry of a stack and whole values, the operation computes the device's entry of
+    a stack of results.
     """
     kinds = [value.kind for value in values]
     spoilt = spoiled(kinds)
@@ -189,7 +196,7 @@ def _called(eqn: Any) -> str:
 
 
 def axis_index(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """The device's index."""
+    """Return the kind of the result of `axis_index`: the device's index along the axis."""
     return [Value(Rank() if at.axis in _over(eqn) else WHOLE)]
 
 
@@ -205,14 +212,15 @@ COLLECTIVES: dict[str, Rule] = {
     "ppermute": collective(permuted),
     "axis_index": axis_index,
 }
-"""By the name of the primitive."""
+"""The rules of jax's collectives by the name of the primitive."""
 
 
 def named(name: str) -> Rule | None:
-    """The rule for one of jaxdist's own collectives, by the name of its function.
+    """Return the rule of one of jaxdist's own collectives by its function's name; None for others.
 
-    Their algorithms send blocks around by the device's index, which no rule follows; that they sum
-    and gather is what `tests/collectives` holds. They take flat arrays or blocks [N, c].
+    The algorithms of these collectives send blocks that depend on the device's index, which no rule
+    can follow. `tests/collectives` tests that they sum and gather. Their operands are flat arrays,
+    or blocks [N, c].
     """
     return {
         "jaxdist_all_reduce": all_sum,
@@ -231,7 +239,7 @@ def _blocks_summed(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value
 
 
 def _without_blocks(at: Context, eqn: Any, kind: Joined) -> Kind:
-    """Blocks [N, c] of joined arrays, each of which is whole now, as this device's [c]."""
+    """Return the kind of this device's block [c] of summed joined arrays in blocks [N, c]."""
     if kind.dim == 0:
         return at.undecided(eqn, f"a reduce-scatter of {kind}")
     parts = [(size, shard(0) if isinstance(part, Whole) else part) for size, part in kind.parts]
@@ -252,7 +260,10 @@ def _blocks_gathered(at: Context, eqn: Any, values: Sequence[Value]) -> list[Val
 
 
 def on_other_axes(name: str, at: Context, eqn: Any, value: Value) -> Value | None:
-    """Give the kind on this axis after one of jaxdist's collectives over other axes."""
+    """Return an operand's kind along this axis after jaxdist's collective over other axes.
+
+    The result is None where no rule is known.
+    """
     kind = value.kind
     if name in ("jaxdist_all_reduce", "jaxdist_broadcast", "jaxdist_all_to_all"):
         return value

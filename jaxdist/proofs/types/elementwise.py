@@ -1,4 +1,4 @@
-"""The rules of operations that work element by element."""
+"""The rules of elementwise operations, and the interface of all rules."""
 
 from __future__ import annotations
 
@@ -31,29 +31,30 @@ from jaxdist.proofs.types.kinds import (
 
 
 class Context(Protocol):
-    """The part of a pass over a program that a rule may use."""
+    """The part of a `Pass` that a rule may use."""
 
     axis: str
     size: int
 
     def wrong(self, eqn: Any, message: str) -> Kind:
-        """Report an error at this equation; the kind of a result that it spoils."""
+        """Report an error at an equation, and return the kind of its results."""
         ...
 
     def place(self, eqn: Any) -> str:
-        """File and line of an equation."""
+        """Return the file and line of an equation."""
         ...
 
     def too_large(self, where: str) -> Kind:
-        """Report that the sum at this place adds what is whole already."""
+        """Report that the sum at a place adds equal values of all devices, and return a kind."""
         ...
 
     def undecided(self, eqn: Any, message: str) -> Unknown:
-        """The kind of a result that no rule decides."""
+        """Return the kind of a result about which no rule decides, with the reason."""
         ...
 
 
 Rule = Callable[[Context, Any, Sequence[Value]], list[Value]]
+"""A function from an equation and the kinds of its operands to the kinds of its results."""
 
 
 _LINEAR = (
@@ -62,7 +63,7 @@ _LINEAR = (
     "sharding_constraint"
 )
 LINEAR = frozenset(_LINEAR.split())
-"""Elementwise operations through which a partial sum stays one, where the others allow it."""
+"""Elementwise operations that give a partial sum for a partial sum, if other operands allow it."""
 _OTHERS = (
     "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos "
     "cosh digamma eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac integer_pow "
@@ -72,16 +73,16 @@ _OTHERS = (
     "xor"
 )
 ELEMENTWISE = LINEAR | frozenset(_OTHERS.split())
-"""All operations that work element by element."""
+"""All elementwise operations."""
 
 
 def all_constant(aval: Any) -> frozenset[int]:
-    """All dims of an array."""
+    """Return all dims of an array, as the dims along which a constant array is constant."""
     return frozenset(range(aval.ndim))
 
 
 def elementwise(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Operands of one shape, or scalars."""
+    """Return the kinds of the results of an elementwise operation."""
     shape = eqn.outvars[0].aval.shape
     constants = []
     for var, value in zip(eqn.invars, values, strict=True):
@@ -92,7 +93,7 @@ def elementwise(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def each_by_itself(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """A barrier: every result is the operand at its place."""
+    """Return the kinds of a barrier's results, each of which is an operand."""
     return list(values)
 
 
@@ -109,7 +110,7 @@ def _elementwise(at: Context, eqn: Any, values: Sequence[Value]) -> Kind:
     if all(isinstance(kind, Zero) for kind in kinds) and name in LINEAR - {"div"}:
         return ZERO
     if name == "select_n" and isinstance(kinds[0], Zero):
-        return kinds[1]  # the predicate is False everywhere
+        return kinds[1]  # the predicate is False everywhere, which selects the first case
     multiples = [kind for kind in kinds if isinstance(kind, Multiple)]
     if multiples:
         if name in LINEAR and len(kinds) == 1:
@@ -144,15 +145,16 @@ def _elementwise(at: Context, eqn: Any, values: Sequence[Value]) -> Kind:
 
 
 def _even(at: Context, eqn: Any, kinds: Sequence[Kind]) -> bool:
-    """Whether a whole value is divided by the number of devices that hold it: an equal share.
+    """Return whether an equation divides a whole value by the number of devices.
 
-    The sum of the shares is the value again, so that they may be added to partial sums.
+    The sum of the quotients over all devices is the value, so that a quotient may be added to a
+    partial sum.
     """
     return isinstance(kinds[0], Whole) and _shares(at, eqn) >= 1
 
 
 def _shares(at: Context, eqn: Any) -> int:
-    """Count how often the number of devices divides the constant divisor; 0 where it does not."""
+    """Return how often the number of devices divides an equation's constant divisor; else 0."""
     factor = getattr(eqn.invars[-1], "val", None)
     if factor is None or eqn.primitive.name not in ("div", "mul") or at.size == 1:
         return 0
@@ -162,7 +164,10 @@ def _shares(at: Context, eqn: Any) -> int:
 
 
 def _of_joined(at: Context, eqn: Any, values: Sequence[Value]) -> Kind:
-    """Each part by itself, where the others are joined in the same way, or constant scalars."""
+    """Return the kind of an elementwise operation on joined arrays, part by part.
+
+    The other operands must be joined in the same way, or be whole.
+    """
     (first, *_) = (value.kind for value in values if isinstance(value.kind, Joined))
     parts = []
     for place, (size, _) in enumerate(first.parts):
@@ -185,25 +190,26 @@ def _of_joined(at: Context, eqn: Any, values: Sequence[Value]) -> Kind:
 
 
 def merged(dim: int, parts: Sequence[tuple[int, Kind]]) -> Kind:
-    """Parts that are joined along a dim, or their kind where it is one."""
+    """Return the kind of arrays that are joined along a dim: `Joined`, or the kind of all parts."""
     flat: list[tuple[int, Kind]] = []
     for size, kind in parts:
         flat += kind.parts if isinstance(kind, Joined) and kind.dim == dim else [(size, kind)]
     kinds = {kind for _, kind in flat}
     others = kinds - {ZERO}
-    # Zeros belong to any kind, but a slice of them alone should stay known as zeros.
+    # Zeros may count as any kind. Only partial sums absorb them, so that a later slice that has
+    # zeros alone is still known to be zero.
     if len(kinds) == 1 or (len(others) == 1 and others <= {OWED}):
         return (others or kinds).pop()
     return Joined(dim, tuple(flat))
 
 
 def _scalars(eqn: Any) -> bool:
-    """Whether an equation computes a scalar."""
+    """Return whether an equation computes a scalar."""
     return eqn.outvars[0].aval.ndim == 0
 
 
 def _of_rank(eqn: Any, kinds: Sequence[Kind]) -> Kind:
-    """Arithmetic that keeps a device's index times a factor; all else is the device's own."""
+    """Return the kind of arithmetic on a device's index: `Rank` for a multiple, otherwise `Own`."""
     name = eqn.primitive.name
     if name in ("convert_element_type", "copy", "pvary"):
         return kinds[0]
@@ -213,7 +219,7 @@ def _of_rank(eqn: Any, kinds: Sequence[Kind]) -> Kind:
             if isinstance(kind, Rank) and factor is not None:
                 return Rank(kind.factor * int(factor))
     if name == "lt" and isinstance(kinds[0], Rank) and isinstance(kinds[1], Zero):
-        return ZERO  # an index is never negative: what jnp asks before it counts from the end
+        return ZERO  # jnp asks whether an index is negative, which a device's index never is
     if name in ("add", "sub") and isinstance(kinds[0], Rank) and isinstance(kinds[1], Zero):
         return kinds[0]
     if name == "add" and isinstance(kinds[0], Zero) and isinstance(kinds[1], Rank):
@@ -222,7 +228,7 @@ def _of_rank(eqn: Any, kinds: Sequence[Kind]) -> Kind:
 
 
 def _of_owed(at: Context, eqn: Any, kinds: Sequence[Kind]) -> Kind:
-    """A partial sum stays one through linear operations alone."""
+    """Return the kind of an operation on partial sums: a partial sum only if it is linear."""
     name = eqn.primitive.name
     if any(isinstance(kind, Own) for kind in kinds):
         return at.undecided(eqn, f"{name} of a partial sum with what differs between devices")
@@ -257,7 +263,8 @@ def _of_owed(at: Context, eqn: Any, kinds: Sequence[Kind]) -> Kind:
     if name == "is_finite":
         return OWN
     if name in ("eq", "ne") and any(zero):
-        # A device without weight divides by 1 instead, which is right where it is multiplied again.
+        # A guard against division by zero: a device without weight divides by 1 instead, which is
+        # right only if the program multiplies by the same number later.
         return at.undecided(eqn, "asks whether the weight of this device's rows is zero")
     return at.wrong(
         eqn,

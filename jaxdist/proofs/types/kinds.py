@@ -1,7 +1,7 @@
-"""The kinds of values inside `shard_map` along a mesh axis: whole, a shard, a sum still owed, ...
+"""The kinds of values inside `shard_map` along a mesh axis: whole, a shard, a partial sum, ...
 
-The question of every kind is the same: how do the values that the devices along the axis hold
-make up the value that a single device would compute?
+A kind says how the values of the devices along the axis make up the value that a single device
+would compute.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Kind:
-    """The relation between the devices' values and the value of one device."""
+    """The relation between the values of the devices along an axis and the value of one device."""
 
     def __str__(self) -> str:
         return type(self).__name__.lower()
@@ -20,23 +20,25 @@ class Kind:
 
 @dataclass(frozen=True)
 class Zero(Kind):
-    """Zeros (or False) on every device: whole, and a sum to which nothing was added."""
+    """Zeros (or False) on every device, which may count as a whole value and as a partial sum."""
 
 
 @dataclass(frozen=True)
 class Whole(Kind):
-    """The value itself, the same on every device."""
+    """The value of one device, the same on every device (replicated)."""
 
 
 @dataclass(frozen=True)
 class Shard(Kind):
-    """A slice: the devices' values, joined along a dim, are the value up to the order of its rows.
+    """A slice of the value: all devices' slices, joined along a dim, are the value.
+
+    The order of rows along that dim may differ.
 
     Attributes:
-      dims: the dims along which the slices may be joined. More than one where a dim was split and
-        nothing has yet shown which of its parts is meant.
-      inner: the number of elements inside the sharded part of a merged dim (the sequence, in
-        batch x sequence), so that splitting the dim again finds the part.
+      dims: the dims along which the slices may be joined. There are several after a reshape that
+        does not show which of the new dims is sharded.
+      inner: for a merged dim of which the outer part is sharded (batch x sequence), the number of
+        elements in the inner part, so that a later split of the dim finds the sharded part.
     """
 
     dims: frozenset[int]
@@ -48,10 +50,10 @@ class Shard(Kind):
 
 @dataclass(frozen=True)
 class Count(Kind):
-    """A number that follows from a size alone: of the device's rows, or of all there are.
+    """A number that is computed from sizes alone: that of the device's rows, or that of all rows.
 
-    Nothing in the program says which. It is taken for a term where it is summed over the devices,
-    and for whole elsewhere; the comparison of numbers finds the wrong one.
+    The program does not say which. A count that is summed over the devices is taken to be a partial
+    sum, and any other count to be whole; the comparison of numbers shows when this is wrong.
     """
 
     def __str__(self) -> str:
@@ -60,7 +62,7 @@ class Count(Kind):
 
 @dataclass(frozen=True)
 class Terms(Kind):
-    """A row of an array whose rows are the devices' partial sums, side by side.
+    """A row of an array [devices, ...] whose rows are the devices' partial sums.
 
     Attributes:
       dim: the dim of size 1.
@@ -74,11 +76,11 @@ class Terms(Kind):
 
 @dataclass(frozen=True)
 class Owed(Kind):
-    """A term: the value is the sum of the devices' values, which is still owed.
+    """A partial sum: the value is the sum of all devices' values, which the code still has to add.
 
     Attributes:
-      sure: false where the sum may be over another dim than the sharded dim, of which the program
-        does not say enough: then an error that would follow is undecided.
+      sure: false if the program does not show whether a sum was over the sharded dim. An error that
+        follows from the kind is then undecided.
     """
 
     sure: bool = True
@@ -89,7 +91,7 @@ class Owed(Kind):
 
 @dataclass(frozen=True)
 class Extreme(Kind):
-    """A local maximum or minimum: the value is that of the devices' values.
+    """A local maximum or minimum: the value is the maximum or minimum of all devices' values.
 
     Attributes:
       name: "max" or "min".
@@ -103,7 +105,7 @@ class Extreme(Kind):
 
 @dataclass(frozen=True)
 class Own(Kind):
-    """Each device's own, by right: random numbers from a key of its own, a flag about its shard."""
+    """A value that rightfully differs between devices, such as random numbers of a device's key."""
 
     def __str__(self) -> str:
         return "different on each device"
@@ -111,10 +113,10 @@ class Own(Kind):
 
 @dataclass(frozen=True)
 class Part(Kind):
-    """The device's own entry of a stack with an entry for each device: a stage's layers, say.
+    """The device's entry of a stack with an entry for each device, such as a stage's layers.
 
-    It is right by itself, and as an entry of a stack again; what devices do to each other's entries
-    is not followed.
+    The entry may leave `shard_map` as part of a stack. Messages between devices that combine
+    different entries are not followed.
     """
 
     def __str__(self) -> str:
@@ -123,11 +125,11 @@ class Part(Kind):
 
 @dataclass(frozen=True)
 class Joined(Kind):
-    """Arrays of unlike kinds in one: a bucket of gradients, from which slices are taken again.
+    """Arrays of different kinds that are joined in one array, such as a bucket of gradients.
 
     Attributes:
-      dim: along which they are joined.
-      parts: size along that dim, and kind, of each.
+      dim: the dim along which the arrays are joined.
+      parts: pairs of an array's size along that dim and its kind.
     """
 
     dim: int
@@ -135,7 +137,7 @@ class Joined(Kind):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The size of each part."""
+        """The size of each joined array along `dim`."""
         return tuple(size for size, _ in self.parts)
 
     def __str__(self) -> str:
@@ -144,7 +146,7 @@ class Joined(Kind):
 
 @dataclass(frozen=True)
 class Multiple(Kind):
-    """A whole value that was summed over the devices: right once it is divided by their number.
+    """A whole value that was summed over the devices, and must be divided by their number.
 
     Attributes:
       where: file and line of the sum.
@@ -158,7 +160,7 @@ class Multiple(Kind):
 
 @dataclass(frozen=True)
 class Rank(Kind):
-    """The device's index along the axis, times a factor."""
+    """The device's index along the axis, multiplied by `factor`."""
 
     factor: int = 1
 
@@ -168,10 +170,10 @@ class Rank(Kind):
 
 @dataclass(frozen=True)
 class Unknown(Kind):
-    """Not decided: no rule knows the operation.
+    """A value of unknown kind, since no rule applies to an operation.
 
     Attributes:
-      reasons: why, each with its line of code.
+      reasons: the reasons, each with a line of code.
     """
 
     reasons: frozenset[str]
@@ -182,10 +184,10 @@ class Unknown(Kind):
 
 @dataclass(frozen=True)
 class Wrong(Kind):
-    """Not what one device computes, whatever follows.
+    """A value that is not what one device would compute, because of an error in the code.
 
     Attributes:
-      findings: place and message of each finding that made it wrong.
+      findings: place and message of each error.
     """
 
     findings: frozenset[tuple[str, str]]
@@ -196,46 +198,48 @@ class Wrong(Kind):
 
 ZERO, WHOLE, COUNT, OWED, OWN, PART = Zero(), Whole(), Count(), Owed(), Own(), Part()
 DOUBTFUL = Owed(sure=False)
+"""A partial sum of which the program does not show whether it is one."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """The kind of an array, and the dims along which all its elements are equal.
+    """The kind of an array, and the dims along which all elements of the array are equal.
 
-    A whole array that is constant along a dim may be read as a shard along it: a bias that was
-    broadcast over rows, say.
+    A whole array that is constant along a dim may also count as a shard along that dim, as a bias
+    that is broadcast over rows.
     """
 
     kind: Kind
     constant: frozenset[int] = frozenset()
 
     def of_kind(self, kind: Kind) -> Value:
-        """The same with another kind."""
+        """Return a value of another kind with the same constant dims."""
         return replace(self, kind=kind)
 
 
 def shard(*dims: int, inner: int = 1) -> Shard:
-    """A shard along one of these dims."""
+    """Return the kind of a shard along one of these dims."""
     return Shard(frozenset(dims), inner)
 
 
 def doubtful(kind: Kind) -> bool:
-    """Whether a partial sum, or one that is part of it, is doubtful."""
+    """Return whether a kind, or a part of joined arrays, is `DOUBTFUL`."""
     if isinstance(kind, Joined):
         return any(doubtful(part) for _, part in kind.parts)
     return kind == DOUBTFUL
 
 
 def doubted(kind: Kind) -> Kind:
-    """The same kind, where each partial sum is doubtful."""
+    """Return a kind in which every partial sum is replaced by `DOUBTFUL`."""
     if isinstance(kind, Joined):
         return Joined(kind.dim, tuple((size, doubted(part)) for size, part in kind.parts))
     return DOUBTFUL if isinstance(kind, Owed) else kind
 
 
 def spoiled(kinds: Iterable[Kind]) -> Kind | None:
-    """The kind that wins over all others: wrong, then undecided; None where all are decided."""
+    """Return `Wrong` if any kind is wrong, else `Unknown` if any is unknown, else None."""
     kinds = list(kinds)
+    # Rules for joined arrays look at each part by itself.
     if any(isinstance(kind, Joined) for kind in kinds):
         return None
     wrong = [kind.findings for kind in kinds if isinstance(kind, Wrong)]
@@ -246,10 +250,11 @@ def spoiled(kinds: Iterable[Kind]) -> Kind | None:
 
 
 def joined(first: Value, second: Value, reason: str) -> Value:
-    """Give the kind of a value that may be either: from two branches, or two passes of a loop.
+    """Return the kind of a value that has one of two kinds, as after a branch or a loop.
 
     Args:
-      reason: why the result is undecided, where the two do not agree.
+      first, second: the value in each of the two branches or iterations.
+      reason: the reason for an unknown result, where the two kinds do not agree.
     """
     a, b = first.kind, second.kind
     constant = first.constant & second.constant

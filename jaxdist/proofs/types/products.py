@@ -1,4 +1,4 @@
-"""The rules of products of matrices, convolutions, and rows looked up in tables."""
+"""The rules of matrix products, convolutions, gathers and scatters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxdist.proofs.types.shapes import moved, written
 
 
 def dot_general(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """A product is a partial sum where it contracts sharded dims of both operands."""
+    """Return the kind of a product: a partial sum if it contracts sharded dims of both operands."""
     spoilt = spoiled([value.kind for value in values])
     if spoilt is not None:
         return [Value(spoilt)]
@@ -59,7 +59,7 @@ def dot_general(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
         free = [dim for role, dim in roles[side] if role == "free"]
         if free and isinstance(other.kind, Whole):
             return [Value(Shard(frozenset(out[side][dim] for dim in free)))]
-        # A whole operand that is constant along the contracted dim has nothing to be split.
+        # A whole operand that is constant along the contracted dim also counts as a shard.
         for role, position in roles[side]:
             contracted = role == "contract" and isinstance(other.kind, Whole)
             if contracted and contract[1 - side][position] in other.constant:
@@ -78,7 +78,11 @@ def _counted_as_whole(value: Value) -> Value:
 def _roles(
     value: Value, aval: Any, contract: Sequence[int], batch: Sequence[int]
 ) -> set[tuple[str, int]]:
-    """Say for each dim that an operand may be sharded along how the product uses it."""
+    """Return how a product uses each dim along which an operand may be sharded.
+
+    A dim is contracted, a batch dim, or free; the number is its place among dims of that use, or
+    for a free dim the dim itself.
+    """
     if not isinstance(value.kind, Shard):
         return set()
     found = set()
@@ -95,7 +99,7 @@ def _roles(
 def _product_dims(
     eqn: Any, contract: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]
 ) -> list[dict[int, int]]:
-    """Map the free dims of each operand to those of the product."""
+    """Return for each operand the dim of the product that each of its free dims becomes."""
     at, found = len(batch[0]), []
     for side in (0, 1):
         taken = {*contract[side], *batch[side]}
@@ -106,7 +110,7 @@ def _product_dims(
 
 
 def gather(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Rows of a table by index."""
+    """Return the kind of rows that are gathered from a table by index."""
     table, indices = values[0], values[1]
     spoilt = spoiled([table.kind, indices.kind])
     if spoilt is not None:
@@ -145,7 +149,7 @@ def gather(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def scatter_add(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Rows are added to a table: of sharded rows each device has a partial sum."""
+    """Return the kind of a table to which rows are added; sharded rows give partial sums."""
     table, indices, updates = values
     spoilt = spoiled([value.kind for value in values])
     if spoilt is not None:
@@ -196,7 +200,10 @@ def scatter_add(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def _constant_windows(eqn: Any, table: Value, updates: Value) -> frozenset[int]:
-    """The dims of a table along which rows are added that are constant and as long as the table."""
+    """Return the dims of a table along which it remains constant when rows are added to it.
+
+    Along such a dim the rows are constant, and as long as the table.
+    """
     numbers = eqn.params["dimension_numbers"]
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     before, added = eqn.invars[0].aval, eqn.invars[2].aval
@@ -210,7 +217,7 @@ def _constant_windows(eqn: Any, table: Value, updates: Value) -> frozenset[int]:
 
 
 def scatter(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Rows of a table are replaced, at places that are the same on every device."""
+    """Return the kind of a table of which rows are replaced, at equal places on every device."""
     table, indices, updates = values
     spoilt = spoiled([value.kind for value in values])
     if spoilt is not None:
@@ -225,7 +232,7 @@ def scatter(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def convolution(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """As a product of matrices: batch, features in, features out."""
+    """Return the kind of a convolution: that of a product of `[batch, in]` and `[in, out]`."""
     spoilt = spoiled([value.kind for value in values])
     if spoilt is not None:
         return [Value(spoilt)]

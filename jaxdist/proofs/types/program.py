@@ -1,4 +1,4 @@
-"""The types of a program: of its training step, and of its evaluation."""
+"""The types of an experiment's train step and of its evaluation."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from jaxdist.trees import flatten_with_names
 
 
 def types_of(program: Program) -> Typed:
-    """Follow the types through a step and an evaluation; nothing is computed.
+    """Trace the train step and the evaluation of a program, and return the types of their outputs.
 
-    The outputs are named `state/NAME`, `metrics` and `evaluation/NAME`. An evaluated batch has
-    weights, since zeros fill it up.
+    The outputs are named `state/NAME`, `metrics` and `evaluation/NAME`.
     """
     state, batch = program.state_shapes, dict(program.batch)
     step, out = jax.make_jaxpr(program.train, return_shape=True)(state, batch)
     names = [*(f"state/{name}" for name, _ in flatten_with_names(out[0])), "metrics"]
     trained = check_types(step, names)
     rows = next(iter(batch.values())).shape[:1]
+    # An evaluated batch always has weights, which are 0 for the rows that fill up the last batch.
     batch.setdefault(WEIGHT, jax.ShapeDtypeStruct(rows, "float32"))
     given = state.params, state.buffers, batch
     sums, shapes = jax.make_jaxpr(program.evaluate, return_shape=True)(*given)

@@ -1,4 +1,4 @@
-"""The table from the name of a primitive to the rule that passes kinds on."""
+"""The table of rules: for each primitive, the kinds of its results from those of its operands."""
 
 from __future__ import annotations
 
@@ -49,13 +49,18 @@ from jaxdist.proofs.types.shapes import (
 
 
 def iota(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Numbers that count along one dim."""
+    """Return the kind of an iota: whole, and constant along all dims except its own."""
     dims = all_constant(eqn.outvars[0].aval)
     return [Value(WHOLE, dims - {eqn.params["dimension"]})]
 
 
 def along(axis_of: Callable[[Any], set[int]], linear: bool) -> Rule:
-    """An operation along one dim: a cumulative sum, a sort."""
+    """Return the rule of an operation along some dims, such as a cumulative sum or a sort.
+
+    Args:
+      axis_of: a function from an equation to these dims.
+      linear: whether the operation is linear, so that partial sums remain partial sums.
+    """
 
     def rule(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
         kind = spoiled([value.kind for value in values])
@@ -86,14 +91,14 @@ def _kind_along(at: Context, eqn: Any, values: Sequence[Value], linear: bool) ->
 
 
 def bitcast(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """The same bits as other numbers, with one dim more or less at the end."""
+    """Return the kind of an array whose bits are read in another dtype."""
     kind = spoiled([values[0].kind]) or values[0].kind
     keeps = spoiled([kind]) or isinstance(kind, Whole | Zero | Count | Own | Shard)
     return [Value(kind if keeps else at.undecided(eqn, f"the bits of {kind}"))]
 
 
 def random_numbers(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Keys and bits: a key that differs between devices gives each its own numbers."""
+    """Return the kinds of random keys and bits: each device's own if any operand differs."""
     spoilt = spoiled([value.kind for value in values])
     if spoilt is not None:
         return [Value(spoilt)] * len(eqn.outvars)
@@ -102,7 +107,7 @@ def random_numbers(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value
 
 
 def by_default(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """An operation without a rule: of whole values it gives whole values, else it is undecided."""
+    """Return the kinds of an operation without a rule: whole if all operands are, or undecided."""
     spoilt = spoiled([value.kind for value in values])
     if spoilt is None and all(isinstance(value.kind, Whole | Zero | Count) for value in values):
         return [Value(WHOLE)] * len(eqn.outvars)
@@ -112,9 +117,9 @@ def by_default(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def label_of(eqn: Any) -> str:
-    """Return the name of an operation's rule: of its primitive, or of the kernel that it calls.
+    """Return the name in `RULES` of an operation: that of its primitive or of the called kernel.
 
-    A kernel of Pallas is `pallas_call:NAME`, a call of foreign code `ffi_call:TARGET`.
+    The name of a Pallas kernel is `pallas_call:NAME`, that of foreign code `ffi_call:TARGET`.
     """
     name = eqn.primitive.name
     kernel = eqn.params.get("name_and_src_info", eqn.params.get("name"))
@@ -123,16 +128,16 @@ def label_of(eqn: Any) -> str:
 
 
 def rule(name: str, *, like: str | None = None, rows: int | None = None) -> None:
-    """Say how an operation without a rule passes kinds on.
+    """Add a rule for an operation that has none, such as a Pallas kernel.
 
     Args:
-      name: the operation, as a reason for which a value is undecided names it.
-      like: a primitive of jax with the same rule: "tanh" for what works element by element.
-      rows: the dim that every operand and result has in common and along which rows do not depend
-        on each other, such as the batch of an attention kernel.
+      name: the operation's name, which the reason for an undecided value states.
+      like: a primitive of jax with the same rule, such as "tanh" for an elementwise operation.
+      rows: a dim that every operand and result has, along which rows do not depend on each other,
+        such as the batch of an attention kernel.
 
     Raises:
-      JaxdistError: neither or both are given, or the primitive has no rule.
+      JaxdistError: neither or both of `like` and `rows` are given, or `like` has no rule.
     """
     if (like is None) == (rows is None):
         raise JaxdistError(f"rule {name!r}: give like=PRIMITIVE or rows=DIM, one of the two")
@@ -158,6 +163,7 @@ def _by_rows(dim: int) -> Rule:
 
 
 KERNELS = ("pallas_call", "ffi_call", "custom_call", "custom_partitioning")
+"""Primitives that call a kernel, whose name is part of the operation's name."""
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     "broadcast_in_dim": broadcast_in_dim,
@@ -195,4 +201,4 @@ RULES: dict[str, Rule] = {
         random_numbers,
     ),
 }  # fmt: skip
-"""By the name of the primitive, or of the kernel as `label_of` gives it."""
+"""The rules by the name of the primitive, or by the name of a kernel that `label_of` returns."""

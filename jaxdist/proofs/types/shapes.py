@@ -33,7 +33,7 @@ from jaxdist.proofs.types.kinds import (
 
 
 def broadcast_in_dim(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """New dims are constant; old dims go where the equation says."""
+    """Return the kind of a broadcast array, which is constant along its new dims."""
     to = eqn.params["broadcast_dimensions"]
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     places = dict(enumerate(to))
@@ -44,7 +44,12 @@ def broadcast_in_dim(at: Context, eqn: Any, values: Sequence[Value]) -> list[Val
 
 
 def moved(kind: Kind, to: Mapping[int, int]) -> Kind:
-    """A kind whose dims have other numbers; dims that are gone are left out."""
+    """Return a kind with other numbers of its dims.
+
+    Args:
+      kind: the kind.
+      to: the new number of each dim that remains.
+    """
     if isinstance(kind, Terms):
         return Terms(to[kind.dim])
     if isinstance(kind, Joined):
@@ -55,14 +60,14 @@ def moved(kind: Kind, to: Mapping[int, int]) -> Kind:
 
 
 def transpose(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Dims change places."""
+    """Return the kind of a transposed array."""
     to = {old: new for new, old in enumerate(eqn.params["permutation"])}
     constant = frozenset(to[dim] for dim in values[0].constant)
     return [Value(moved(values[0].kind, to), constant)]
 
 
 def reshape(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Follow the sharded dim into the dims that it is merged with or split into."""
+    """Return the kind of a reshaped array: a sharded dim may be merged with others, or split."""
     value = values[0]
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     groups = list(_groups(before, after))
@@ -85,7 +90,7 @@ def reshape(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 def _reshaped_parts(
     at: Context, eqn: Any, kind: Joined, before: Sequence[int], after: Sequence[int]
 ) -> Kind:
-    """Joined arrays in a shape that differs by dims of size 1."""
+    """Return the kind of joined arrays in a shape that differs only by dims of size 1."""
     wide = [dim for dim, size in enumerate(before) if size != 1]
     new = [dim for dim, size in enumerate(after) if size != 1]
     if [before[dim] for dim in wide] != [after[dim] for dim in new] or kind.dim not in wide:
@@ -94,12 +99,12 @@ def _reshaped_parts(
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The runs of dims whose products are equal."""
+    """Return pairs of successive dims before and after a reshape with equal numbers of elements."""
     found, old, new = [], 0, 0
     while old < len(before) or new < len(after):
         olds, news = [], []
         sizes = [1, 1]
-        # Dims of size 1 in front belong to the run behind them: what is sharded may have one row.
+        # A dim of size 1 is grouped with the dims that follow: a sharded dim may have one row.
         while sizes[0] != sizes[1] or sizes[0] == 1:
             if old < len(before) and (sizes[0] <= sizes[1] or new >= len(after)):
                 olds.append(old)
@@ -137,11 +142,12 @@ def _reshaped(
             continue
         wide = [dim for dim in olds if before[dim] != 1]
         if len([dim for dim in news if after[dim] != 1]) <= 1 and wide in ([], held[-1:]):
-            # A dim of size 1 may be sharded too: two rows that are split in two microbatches.
+            # A new dim of size 1 may be the sharded dim too, as when a device's two rows are split
+            # into two microbatches.
             dims.update(news)
             inner = kind.inner
             continue
-        # How many elements lie inside the sharded part of this run of dims.
+        # The number of elements per row of the sharded part of these dims.
         within = kind.inner * math.prod(before[dim] for dim in olds if dim > held[-1])
         if within == 1:
             dims.update(news)
@@ -152,7 +158,7 @@ def _reshaped(
                 dims.add(dim)
                 break
             if tail * after[dim] > within or dim == news[0]:
-                # This dim holds the sharded part and some of the elements inside it.
+                # This dim merges the sharded part with some of the elements of each row.
                 dims.add(dim)
                 inner = max(within // tail, 1)
                 break
@@ -163,13 +169,13 @@ def _reshaped(
 
 
 def dropped(dims: Sequence[int], ndim: int) -> dict[int, int]:
-    """Map the remaining dims to their new numbers when some are taken out."""
+    """Return the new number of each dim that remains when some dims are removed."""
     kept = [dim for dim in range(ndim) if dim not in dims]
     return {old: new for new, old in enumerate(kept)}
 
 
 def reduction(name: str) -> Rule:
-    """A sum, maximum, ... over some dims."""
+    """Return the rule of a reduction over some dims, such as "sum" or "max"."""
 
     def rule(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
         value, ndim = values[0], eqn.invars[0].aval.ndim
@@ -210,7 +216,10 @@ def reduction(name: str) -> Rule:
 
 
 def squeeze(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Dims of size 1 go; a shard that is one row high stays the device's own row."""
+    """Return the kind of an array without dims of size 1.
+
+    If a removed dim was the sharded dim, the result is the device's own entry of a stack.
+    """
     value = values[0]
     to = dropped(eqn.params["dimensions"], eqn.invars[0].aval.ndim)
     kind = value.kind
@@ -222,7 +231,7 @@ def squeeze(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def expand_dims(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """New dims of size 1."""
+    """Return the kind of an array with new dims of size 1."""
     new = set(eqn.params["dimensions"])
     kept = [dim for dim in range(eqn.outvars[0].aval.ndim) if dim not in new]
     to = dict(enumerate(kept))
@@ -231,13 +240,13 @@ def expand_dims(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def concatenate(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Pieces of one kind stay of that kind; others are remembered as parts."""
+    """Return the kind of concatenated arrays: their common kind, or `Joined` with every part."""
     dim = eqn.params["dimension"]
     return [_in_a_row(dim, [var.aval.shape[dim] for var in eqn.invars], values)]
 
 
 def stack(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Pieces along a new dim."""
+    """Return the kind of arrays that are stacked along a new dim."""
     new = eqn.params["axis"]
     to = {dim: dim + (dim >= new) for dim in range(eqn.invars[0].aval.ndim)}
     wide = [
@@ -248,7 +257,7 @@ def stack(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def unstack(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """The entries along a dim, which is gone."""
+    """Return the kinds of the entries of an array along a dim, which the entries do not have."""
     value, gone = values[0], eqn.params["axis"]
     to = dropped([gone], eqn.invars[0].aval.ndim)
     kind = value.kind
@@ -263,7 +272,7 @@ def unstack(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def _in_a_row(dim: int, sizes: Sequence[int], values: Sequence[Value]) -> Value:
-    """The kind of pieces that are joined along a dim."""
+    """Return the kind of arrays that are joined along a dim."""
     kinds = {value.kind for value in values}
     constant = frozenset.intersection(*(value.constant for value in values))
     dims = [kind.dims for kind in kinds if isinstance(kind, Shard)]
@@ -274,12 +283,12 @@ def _in_a_row(dim: int, sizes: Sequence[int], values: Sequence[Value]) -> Value:
     else:
         kind = merged(dim, list(zip(sizes, (value.kind for value in values), strict=True)))
     if isinstance(kind, Shard) and dim in kind.dims:
-        kind = Shard(kind.dims)  # the order of rows is another one from here on
+        kind = Shard(kind.dims)  # without `inner`: rows are no longer in the order of a merged dim
     return Value(kind, constant - ({dim} if kind != ZERO else set()))
 
 
 def same_dims(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """Pad, slice, reverse: the array may change its size along dims, and keeps its meaning."""
+    """Return the kinds of a padded, sliced, split or reversed array, which keeps its kind."""
     kinds = [value.kind for value in values]
     if isinstance(kinds[0], Joined):
         pads = eqn.primitive.name == "pad"
@@ -298,7 +307,7 @@ def same_dims(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def _padded(at: Context, eqn: Any, joined: Joined, filler: Kind) -> Kind:
-    """Joined arrays, with zeros at both ends."""
+    """Return the kind of joined arrays that are padded with zeros at both ends."""
     low, high, inner = eqn.params["padding_config"][joined.dim]
     if inner or min(low, high) < 0 or not isinstance(filler, Zero):
         return at.undecided(eqn, f"pad of {joined}")
@@ -307,7 +316,7 @@ def _padded(at: Context, eqn: Any, joined: Joined, filler: Kind) -> Kind:
 
 
 def _cut(at: Context, eqn: Any, joined: Joined) -> list[Value]:
-    """A slice, or a split, of arrays that were joined: the parts that it holds."""
+    """Return the kinds of a slice, or of the pieces of a split, of joined arrays."""
     dim, name = joined.dim, eqn.primitive.name
     if name == "slice" and eqn.params["strides"] is None:
         pieces = [(eqn.params["start_indices"][dim], eqn.params["limit_indices"][dim])]
@@ -329,7 +338,10 @@ def _cut(at: Context, eqn: Any, joined: Joined) -> list[Value]:
 
 
 def dynamic_slice(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """The slice of a whole array that begins at the device's index is its shard."""
+    """Return the kind of a slice at a variable index.
+
+    The slice of a whole array that begins at the device's index times its size is a shard.
+    """
     value, starts = values[0], values[1:]
     spoilt = spoiled([other.kind for other in values])
     if spoilt is not None:
@@ -348,7 +360,7 @@ def dynamic_slice(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]
 
 
 def dynamic_update_slice(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-    """A part of an array is replaced."""
+    """Return the kind of an array in which a slice at a variable index is replaced."""
     target, update, starts = values[0], values[1], values[2:]
     spoilt = spoiled([value.kind for value in values])
     if spoilt is not None:
@@ -359,7 +371,7 @@ def dynamic_update_slice(at: Context, eqn: Any, values: Sequence[Value]) -> list
 
 
 def written(at: Context, eqn: Any, target: Value, update: Value) -> Kind:
-    """The kind of an array of which a part is replaced."""
+    """Return the kind of an array in which `update` replaces a part of `target`."""
     kinds = {target.kind, update.kind}
     if len(kinds - {ZERO}) <= 1:
         return next(iter(kinds - {ZERO}), ZERO)

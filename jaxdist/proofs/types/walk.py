@@ -1,4 +1,4 @@
-"""The pass that follows one mesh axis through a program."""
+"""The pass over a program that derives the kinds of all values along one mesh axis."""
 
 from __future__ import annotations
 
@@ -39,32 +39,34 @@ from jaxdist.proofs.types.kinds import (
 from jaxdist.proofs.types.rules import RULES, by_default, label_of
 
 LIBRARY = "in a library"
-"""The place of code that has no line outside of libraries."""
+"""The place that is reported for code without a line outside of libraries."""
 PASSES = 8
-"""Rounds after which a loop whose kinds still change is left undecided."""
+"""The number of iterations after which a loop is undecided if its kinds still change."""
 
 
 LOSSY = "jaxdist_lossy"
-"""The name of the scope of messages that take the place of sums: `jaxdist.compression.reduce`."""
+"""The name of the scope in which `jaxdist.compression.reduce` sends lossy messages instead of
+sums."""
 OVERWRITING = "overwrite_chunk"
-"""Name of the body of a loop that overwrites whole arrays: `jaxdist.parallel.layer_chunks`."""
+"""The name of the function in `jaxdist.parallel.layer_chunks` that is the body of a loop which
+overwrites whole arrays chunk by chunk."""
 
 
 _MOVING = "reshape broadcast_in_dim transpose squeeze expand_dims slice split concatenate"
 KEEPING = ELEMENTWISE | frozenset(_MOVING.split())
-"""Operations that may lie between a sum and the division that makes it a mean."""
+"""Operations that a program may apply to a sum before the division that makes the sum a mean."""
 
 
 LIBRARIES = ("site-packages", "dist-packages", "/jaxdist/proofs/", "/jaxdist/collectives/")
-"""Parts of the paths of files that are never the place of a mistake."""
+"""Parts of the paths of files that are never reported as the place of an error."""
 
 
 class Pass:
-    """A pass that follows a single mesh axis through a single `shard_map`.
+    """A pass along a single mesh axis over a single `shard_map`.
 
     Attributes:
-      axis: its name.
-      size: how many devices lie along it.
+      axis: the name of the axis.
+      size: the number of devices along the axis.
       findings: place and message of each error, in order.
     """
 
@@ -79,7 +81,7 @@ class Pass:
         self._seen: dict[Any, tuple[list[Value], bool]] = {}
 
     def wrong(self, eqn: Any, message: str) -> Kind:
-        """Report an error at an equation; the kind of what it spoils."""
+        """Report an error at an equation, and return the kind of its results."""
         if self._doubts:
             return self.undecided(eqn, "sums over a dim that may be sharded, or may not be")
         if LOSSY in str(eqn.source_info.name_stack):
@@ -87,7 +89,7 @@ class Pass:
         return self.wrong_at(self.place(eqn), message)
 
     def wrong_at(self, where: str, message: str) -> Kind:
-        """Report an error at a place."""
+        """Report an error at a place, and return the kind of a wrong value."""
         self._errors += 1
         if not self._recording:
             return Wrong(frozenset())
@@ -95,13 +97,13 @@ class Pass:
         return Wrong(frozenset([(where, message)]))
 
     def place(self, eqn: Any) -> str:
-        """File and line of an equation, or of the call that it is part of."""
+        """Return the file and line of an equation, or of the innermost call with a known line."""
         return next(
             (line for line in (line_of(eqn), *self._calls[::-1]) if line != LIBRARY), LIBRARY
         )
 
     def too_large(self, where: str) -> Kind:
-        """Report that the sum at a place adds what is whole already."""
+        """Report that the sum at a place adds equal values of all devices, and return a kind."""
         return self.wrong_at(
             where,
             f"sums over {self.axis!r} what is whole on every device already: the result is "
@@ -109,14 +111,15 @@ class Pass:
         )
 
     def undecided(self, eqn: Any, message: str) -> Unknown:
-        """The kind of a result that no rule decides."""
+        """Return the kind of a result about which no rule decides, with the reason."""
         return Unknown(frozenset([f"{self.axis}: {self.place(eqn)}: {message}"]))
 
     def run(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
-        """The kinds of a program's results, from those of its operands.
+        """Return the kinds of a program's results, from those of its operands.
 
-        A loop's body is run several times, and a loop within it each time: what was found for the
-        same operands is used again, but where an error is yet to be recorded.
+        Results are cached, since the body of a loop is run several times, together with all loops
+        in it. A cached result is not used if a run with errors was not recorded, and errors are to
+        be recorded now.
         """
         key = id(jaxpr), tuple(values), self._overwrites
         if key in self._seen and (self._seen[key][1] or not self._recording):
@@ -146,7 +149,7 @@ class Pass:
         ]
 
     def equation(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
-        """The kinds of an equation's results."""
+        """Return the kinds of an equation's results, from those of its operands."""
         name = eqn.primitive.name
         if name == "scan":
             return self._scan(eqn, values)
@@ -200,9 +203,9 @@ class Pass:
         ]
 
     def region(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
-        """The kinds of a `shard_map`'s results, seen from outside of it.
+        """Return the kinds of a `shard_map`'s results, as values outside of the `shard_map`.
 
-        A result that is whole, or in shards as promised, is whole outside.
+        A result that is whole, or sharded as `out_specs` says, is a whole array outside.
         """
         body = called_by(eqn)
         within = [
@@ -244,14 +247,14 @@ class Pass:
     def _overwrite(
         self, body: Any, fixed: Sequence[Value], carry: list[Value], rows: Sequence[Value]
     ) -> list[Value]:
-        """A loop whose passes together overwrite all of the arrays that it carries."""
+        """Return the kinds of the results of a loop that overwrites all of its carried arrays."""
         outer, self._overwrites = self._overwrites, True
         out = self.run(body, [*fixed, *carry, *rows])
         self._overwrites = outer
         return out
 
     def _row(self, eqn: Any, value: Value, var: Any) -> Value:
-        """A row of what a scan goes over."""
+        """Return the kind of a row of an array over which a scan iterates."""
         to = {dim: dim - 1 for dim in range(1, var.aval.ndim)}
         kind = value.kind
         if isinstance(kind, Shard):
@@ -271,10 +274,15 @@ class Pass:
         carry: list[Value],
         rows: Sequence[Value],
     ) -> tuple[list[Value], list[Value]]:
-        """Run a loop's body until the kinds that it carries do not change any more."""
+        """Run a loop's body until the kinds of its carried values no longer change.
+
+        The result has the kinds of the carried values, and of all results of the body.
+        """
         reason = f"{self.axis}: {self.place(eqn)}: a value changes its kind in each pass of a loop"
         recording, self._recording = self._recording, False
-        # The first passes meet the zeros that buffers start from, and judge nothing.
+        # The first rounds ignore errors: buffers that are initially zero have no kind of their own
+        # yet, so that an error may be due to them alone. The second rounds begin with the kinds
+        # that the first rounds found.
         for judges in (False, True):
             for _ in range(PASSES):
                 out = self.run(body, [*fixed, *carry, *rows])
@@ -289,7 +297,7 @@ class Pass:
                 carry = [Value(Unknown(frozenset([reason])))] * len(carry)
         self._recording = recording
         out = self.run(body, [*fixed, *carry, *rows])
-        # A body that goes wrong does so when it is recorded, which says where.
+        # This run records errors, with their place.
         carry = [joined(a, b, reason) for a, b in zip(carry, out, strict=False)]
         return carry, out
 
@@ -324,7 +332,7 @@ class Pass:
 
 
 def fits(kind: Kind, aval: Any) -> bool:
-    """Whether the parts of joined arrays are those that an array has room for."""
+    """Return whether the sizes of joined arrays add up to the size of an array along their dim."""
     if not isinstance(kind, Joined):
         return True
     return kind.dim < aval.ndim and sum(kind.sizes) == aval.shape[kind.dim]
@@ -350,7 +358,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def called_by(eqn: Any) -> Any:
-    """The program that an equation calls once; None where it calls none."""
+    """Return the program that an equation calls, without repetition; None if it calls none."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         called = eqn.params.get(name)
         if called is not None and eqn.primitive.name not in ("pallas_call",):
@@ -359,12 +367,12 @@ def called_by(eqn: Any) -> Any:
 
 
 def function_name(eqn: Any, called: Any) -> str:
-    """The name of the function that an equation calls."""
+    """Return the name of the function that an equation calls."""
     return str(eqn.params.get("name") or called.debug_info.func_name or "")
 
 
 def sub_programs(eqn: Any) -> Iterator[Any]:
-    """All programs inside an equation."""
+    """Yield all programs that are parameters of an equation."""
     for value in eqn.params.values():
         for inner in value if isinstance(value, tuple | list) else [value]:
             inner = getattr(inner, "jaxpr", inner)
@@ -373,7 +381,7 @@ def sub_programs(eqn: Any) -> Iterator[Any]:
 
 
 def axes_of(jaxpr: Any) -> set[str]:
-    """The mesh axes that a program's collectives name."""
+    """Return the mesh axes that a program's collectives span."""
     found: set[str] = set()
     for eqn in jaxpr.eqns:
         named_axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -385,7 +393,7 @@ def axes_of(jaxpr: Any) -> set[str]:
 
 
 def line_of(eqn: Any) -> str:
-    """File and line of the code that made an equation, the libraries' own frames left out."""
+    """Return the file and line of the user's code that made an equation, outside of libraries."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if not any(part in frame.file_name for part in LIBRARIES):
@@ -394,7 +402,7 @@ def line_of(eqn: Any) -> str:
 
 
 def regions_of(jaxpr: Any) -> Iterator[Any]:
-    """Every `shard_map` of a program that is not inside another one."""
+    """Yield every `shard_map` of a program that is not inside another `shard_map`."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "shard_map":
             yield eqn
@@ -404,14 +412,14 @@ def regions_of(jaxpr: Any) -> Iterator[Any]:
 
 
 def manual_axes(eqn: Any) -> set[str]:
-    """The mesh axes that a `shard_map`, or one inside it, makes manual."""
+    """Return the mesh axes that a `shard_map`, or any `shard_map` inside it, makes manual."""
     return set(eqn.params["newly_manual_axes"]).union(
         *(manual_axes(inner) for inner in regions_of(called_by(eqn)))
     )
 
 
 def entering(spec: Any, axis: str) -> Value:
-    """Give the kind that an operand of `shard_map` has inside it."""
+    """Return the kind of an operand inside a `shard_map`, by its entry of `in_specs`."""
     for dim, entry in enumerate(spec or ()):
         if axis in (entry if isinstance(entry, tuple) else (entry,)):
             return Value(shard(dim))
@@ -419,7 +427,14 @@ def entering(spec: Any, axis: str) -> Value:
 
 
 def check_leaving(at: Pass, value: Value, spec: Any, where: str) -> Kind:
-    """Hold a result of `shard_map` against what its `out_specs` promises."""
+    """Compare a result of `shard_map` with its entry of `out_specs`, and return its kind.
+
+    Args:
+      at: the pass.
+      value: the result.
+      spec: the result's entry of `out_specs`.
+      where: the place to report.
+    """
     kind, axis = value.kind, at.axis
     dims = [
         dim
