@@ -85,7 +85,7 @@ class Accumulated(Unstaged):
         check_adds_up(shapes.sums, f"the batch is computed in {self.microbatches} microbatches")
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:2])
         begun = Gradients(zeros[0], zeros[1], held.buffers)
-        # A scan, so that the activations of only one microbatch are in memory at a time.
+        # A scan keeps the activations of only one microbatch in memory at a time.
         return jax.lax.scan(body, begun, (pieces, keys))[0]
 
     def mean_gradients(

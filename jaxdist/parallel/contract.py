@@ -110,7 +110,7 @@ class Placements(NamedTuple):
 
 
 Given = Sequence[tuple[PyTree, PyTree]]
-"""Trees, each with a tree that has the `jaxdist.optim.owners.Owner` of each leaf, or None."""
+"""Pairs of a tree and a tree with the `jaxdist.optim.owners.Owner`, or None, of each leaf."""
 
 
 class Exchange(Protocol):
@@ -148,7 +148,7 @@ class Exchange(Protocol):
         ...
 
     def reshard(self, saved: PyTree, state: PyTree) -> PyTree:
-        """Convert a state that another plan saved to this plan's form.
+        """Convert a state, which was saved under another plan, to this plan's form.
 
         Args:
           saved: arrays of the same structure, of any shapes.

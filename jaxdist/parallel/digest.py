@@ -131,7 +131,7 @@ class Replicas:
         """Return the shards whose replicas differ.
 
         Args:
-          digests: the result of `digests`.
+          digests: the array that the function `digests` returns.
         """
         found: list[ReplicaDifference] = []
         for number, (name, leaf) in enumerate(self._leaves.items()):

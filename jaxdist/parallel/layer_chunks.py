@@ -17,8 +17,8 @@ from jaxdist.trees import leaf_bytes
 Layers = list[jax.Array]
 """A list of tensors: the same few layers of several stacks, or tensors that are not stacked."""
 Function = Callable[[list[int], Layers], Layers]
-"""A function from the positions of some leaves among all, and these leaves, to new leaves with as
-many layers."""
+"""A function from the positions of some leaves, and these leaves, to new leaves that have the same
+number of layers."""
 
 
 def by_layers(

@@ -82,7 +82,7 @@ class Objective:
     ) -> Gradients:
         """Compute gradients of the total loss of a batch."""
         if held.scale is not None:
-            # The loss scale is chosen for the mean; times the total loss it would overflow.
+            # The loss scale is chosen for the mean loss: times the total loss, it would overflow.
             found = self.mean_gradients(held, batch, key, around)
             weight = _common(found.sums["loss"].weight, around)
             return found._replace(grads=jax.tree.map(lambda g: g * weight, found.grads))

@@ -78,7 +78,7 @@ def plan_exchange(
     seed: int = 0,
     whole_matrices: bool = False,
 ) -> tuple[Exchange, tuple[str, ...]]:
-    """Build the exchange of the config, and a notice, a sentence, for each setting without effect.
+    """Build the exchange of the config, and a sentence for each setting without effect.
 
     Args:
       params: the parameters, or their shapes.
@@ -170,7 +170,7 @@ def _messages(
     """Return the messages of the config's codec, which cross the config's axes.
 
     Args:
-      inside: the splitting of tensors inside the fast network while messages cross the slow.
+      inside: the splitting of tensors over the fast network while messages cross the slow network.
     """
     across = config.axis == "data.dcn"
     axes = tuple(axis for axis in facts.batch_axes if not across or axis not in facts.fast_axes)

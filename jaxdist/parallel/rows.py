@@ -25,7 +25,7 @@ from jaxdist.parallel.objective import Objective
 from jaxdist.types import Buffers, Params, PyTree
 
 _PRIMES = (251, 241, 239, 233, 229, 227, 223, 211)
-"""The candidates for a number of rows of which no other dim is a multiple."""
+"""The candidates for the number of rows; no other dim may be a multiple of the chosen number."""
 _ALONG = {
     "sort": "dimension", "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis",
     "cumlogsumexp": "axis", "rev": "dimensions",
@@ -139,7 +139,8 @@ class RowInterpreter:
             for i, (flow, v) in enumerate(zip(inputs, equation.invars, strict=True))
             if flow.rows and self._has(v)
         ]
-        # Two dims of rows made from one dim of rows compare or combine all pairs of rows.
+        # If the inputs have one dim of rows and the result has two, its elements belong to pairs of
+        # rows.
         if (
             rows
             and len(self._places(variable)) > 1

@@ -101,8 +101,8 @@ class ZeroMessages:
         rows = jnp.concatenate([b.reshape(count, -1).astype(jnp.float32) for b in blocks], axis=1)
         if self.slow:
             across, total = axis_size(self.slow), rows.shape[1]
-            # Row f of `inside` has the rows for the devices at place f of every fast network. The
-            # device at place f of this network sums them, and only its sums cross the slow network.
+            # Row f of `inside` has the rows for the devices at place f of every fast network, which
+            # the device at place f of this network sums. Only these sums cross the slow network.
             inside = jnp.swapaxes(rows.reshape(across, -1, total), 0, 1).reshape(-1, across * total)
             rows = self._summed(inside, self.fast).reshape(across, total)
         own = self._summed(rows, self.slow or self.fast)

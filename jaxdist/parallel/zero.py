@@ -49,8 +49,8 @@ class ZeroConfig(Config):
     """The stage of ZeRO: 0 replicates everything; 1 splits the optimizer state, 2 also gradients, 3
     also parameters."""
     scope: Literal["all", "ici"] = "all"
-    """The devices that share a copy of the state: the whole data axis (all), or the devices of a
-    fast network only (ici), each of which then has a whole copy."""
+    """The devices over which a copy of the state is split: those of the whole data axis (all), or
+    those of each fast network, which then has a copy of its own (ici)."""
     whole_below: Annotated[int, Field(ge=0)] = 2048
     """The number of elements below which a tensor is not split, because splitting would save little
     memory and cost a message."""
@@ -189,8 +189,8 @@ def plan_zero(
         whole layers; other stages ignore it, because they send each layer's gradients separately.
 
     Raises:
-      ConfigError: the mesh has no data axis, scope ici lacks two networks, or a rule already splits
-        a parameter over the data axis.
+      ConfigError: the mesh has no data axis, scope is ici without two networks, or a rule already
+        splits a parameter over the data axis.
     """
     if config.stage == 0:
         return None
@@ -238,8 +238,9 @@ def plan_zero(
 
 
 LANES, SUBLANES = 128, 8
-"""The columns and rows of a TPU's tile, for every dtype that is stored or gathered here: two rows
-of bfloat16 share a sublane, but its tile has 8 rows too (`T(8,128)(2,1)` in a program)."""
+"""The columns and rows of a TPU's tile. They are equal for all dtypes that ZeRO stores or gathers:
+two rows of bfloat16 share a sublane, but a tile of bfloat16 has 8 rows too (`T(8,128)(2,1)` in a
+program)."""
 
 
 def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int) -> int | None:

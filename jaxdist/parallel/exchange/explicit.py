@@ -150,7 +150,7 @@ class Explicit(Base):
         )
 
     def layers_of(self, tree: PyTree, dims: Sequence[int | None]) -> list[int | None]:
-        """Return the number of layers of each stacked leaf; None if not stacked, or split there."""
+        """Return each leaf's number of layers; None without layers, or if the layers are split."""
         return [
             leaf.shape[0] if name in self.scanned and dim != 0 else None
             for (name, leaf), dim in zip(flatten_with_names(tree), dims, strict=True)
@@ -161,7 +161,7 @@ class Explicit(Base):
         chosen = self.algorithm.bucket_bytes
         if isinstance(chosen, int):
             return chosen
-        if sends_apart():  # Each message has its own latency: few matter more than little memory.
+        if sends_apart():  # Each message has its own latency, so few messages are better.
             return BUCKET_BYTES
         return min(BUCKET_BYTES, sum(map(leaf_bytes, leaves)) // LEAST_CHUNKS)
 

@@ -52,6 +52,7 @@ class Messages:
     def init(self) -> CompressionState:
         """Return the state of all devices before the first step."""
         own = init_state(self.blocks, self.parties, codec=self.choice, feedback=self.feedback)
+        # All devices begin with equal states, so one state is repeated for the whole mesh.
         shape = (self.mesh.size,)
         return jax.tree.map(lambda x: jnp.broadcast_to(x[:1], shape + x.shape[1:]), own)
 

@@ -44,12 +44,11 @@ AWAY = (
     "cse",
     "small-while-loop-hoisting",
 )
-"""The passes of XLA:CPU that are disabled. Without the first, barriers are kept. Without the
-second, nothing is moved out of a loop; moved code would differ on a device with a single shard.
-Without the third, common subexpressions are not merged: XLA rewrites a division as multiplication
-by the reciprocal depending on the number of the divisor's uses, and merges earlier where it
-partitions the program. Without the last, small loops are not unrolled, since unrolled code has no
-barriers."""
+"""The passes of XLA:CPU that are disabled. The first pass would remove barriers. The second pass
+would move code out of loops, but a device with a single shard would then compute it differently.
+The third pass would merge common subexpressions, but XLA rewrites a division as multiplication by
+the reciprocal depending on the number of the divisor's uses, and merges earlier where it partitions
+the program. The last pass would unroll small loops, but unrolled code has no barriers."""
 ON_CPU: Options = {PASSES: ",".join(AWAY), "xla_cpu_multi_thread_eigen": False}
 """The compiler options on CPU. With threads in Eigen, the order of summation in a matmul would
 depend on the number of threads."""
@@ -116,6 +115,7 @@ class Strict(Explicit):
         total, factor = lax.optimization_barrier(given)
         mean = jax.tree.map(lambda g: (g * factor).astype(g.dtype), total)
         mean = mean if self.zero is None else self.zero.cut(mean)
+        # This barrier separates the mean from the update, which must be the same program too.
         return found._replace(grads=lax.optimization_barrier(mean)), state
 
     def sums(self, compute: Compute, params: Params, buffers: Buffers, batch: Batch) -> Sums:

@@ -59,8 +59,8 @@ class Unsharded(Sharding):
     def _seconds(self, params: Params) -> list[jax.Array | None]:
         """Gather a second copy of the shards across the slow network, for use inside the fast.
 
-        The dim over fast networks comes after the dim of stacked layers, so that a slice with a
-        single layer has it too.
+        In a stack of layers the dim over fast networks comes second, so that a slice of a layer
+        keeps this dim.
         """
         leaves, dims = jax.tree.leaves(params), self.zero.dims_of(params)
         mine = [i for i, dim in enumerate(dims) if dim is not None]

@@ -28,7 +28,7 @@ class XlaExchange(Base):
 
     @property
     def _around(self) -> BatchContext:
-        """The context that lays out computed gradients at once: from stage 2 on, as shards."""
+        """The context that lays out new gradients: from stage 2 on, as shards."""
         if self.zero is None:
             return BatchContext()
         lie = self.placements.shares if self.zero.stage >= 2 else self.trained(self.whole)

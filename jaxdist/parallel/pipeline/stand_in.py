@@ -20,7 +20,7 @@ class StandIn:
     attribute.
     """
 
-    # This is the only attribute that built-in losses read from every model.
+    # `padded_head` is the only attribute that built-in losses read from every model.
     padded_head: Callable[[jax.Array], jax.Array] | None = None
 
     def __init_subclass__(cls) -> None:

@@ -88,7 +88,7 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
 def check_update(transform: optax.GradientTransformationExtraArgs, params: Params) -> None:
     """Check that an update works element by element, because strict ZeRO computes it in pieces.
 
-    The update is only traced, not computed. It may test whether all elements are finite.
+    The update is only traced, not computed. A test whether all elements are finite is allowed.
 
     Raises:
       ConfigError: the update adds up elements, mixes them, or draws at random.

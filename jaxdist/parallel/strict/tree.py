@@ -92,8 +92,8 @@ def settled(tree: PyTree, *, flat: bool = True) -> PyTree:
 
     Args:
       flat: whether to flatten arrays before the barrier. A memory layout, which also determines an
-        order of summation, then ends at the barrier. It must be false for arrays that automatic
-        axes split, which flattening would gather.
+        order of summation, then ends at the barrier. Arrays that automatic axes split must not be
+        flattened, because flattening would gather them.
     """
     leaves, structure = jax.tree.flatten(tree)
     rows = [x.reshape(-1) for x in leaves] if flat else leaves
@@ -121,7 +121,7 @@ def add_blocks(
 ) -> PyTree:
     """Add up a device's own shards to leaves `[local.blocks, ...]`.
 
-    An integer leaf is that of the last shard of each block.
+    Integer leaves are not added up: each block keeps the leaf of its last shard.
 
     An iteration of the loop compiles to the same code for any number of iterations, because XLA
     does not know the number, and because barriers separate a shard's computation from the sums.

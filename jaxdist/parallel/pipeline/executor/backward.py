@@ -123,7 +123,7 @@ def _stashed(state: StageState, work: TickTasks) -> tuple[Activation, list[jax.A
 def _loss(
     stage: StageContext, state: StageState, work: TickTasks, visit: Visit, y: Activation
 ) -> tuple[StageState, Activation]:
-    """Return the gradient of a chunk's output: of the loss at the last chunk, else as received.
+    """Return the gradient of a chunk's output, computed for the last chunk and else received.
 
     At the last chunk the gradients and sums of the head are added to the state.
     """

@@ -62,8 +62,8 @@ def lockstep(ticks: Ticks, layers: Sequence[int]) -> Lockstep:
     """Return the branch that each stage takes in each tick, by the name of the conditional.
 
     Args:
-      layers: number of layers of each chunk; a smaller chunk skips the iterations beyond its own
-        number in a loop over the largest number.
+      layers: number of layers of each chunk. All chunks loop over the largest number, and a chunk
+        with fewer layers skips the last iterations.
     """
     ahead, back = ticks.forward, ticks.backward
     shares = np.array(layers) / max(layers)

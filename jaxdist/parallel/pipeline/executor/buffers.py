@@ -32,8 +32,8 @@ def put(held: TreeT, slot: jax.Array, value: PyTree) -> TreeT:
     at = jnp.maximum(slot, 0)
 
     def leaf(old: jax.Array, new: jax.Array) -> jax.Array:
-        # This always writes, and chooses between two values for slot `at`, because a choice between
-        # two buffers would copy a buffer. For NONE, slot 0 is overwritten with its own content.
+        # One of two values is always written to slot `at`, because a choice between two buffers
+        # would copy a buffer. For NONE, slot 0 is overwritten with its own content.
         kept = lax.dynamic_index_in_dim(old, at, keepdims=False)
         return lax.dynamic_update_index_in_dim(old, jnp.where(slot >= 0, new, kept), at, 0)
 

@@ -52,8 +52,8 @@ def run_pipeline(
 ) -> GradientsAndSums:
     """Compute loss and gradients of a batch, by a schedule; for use inside `jax.shard_map`.
 
-    Each microbatch's activations are sent once between consecutive chunks, and so are their
-    gradients. The gradients of `shared` are finally all-reduced over the stages. With the same key,
+    For each microbatch, activations and later their gradients are sent once between consecutive
+    chunks. The gradients of `shared` are finally all-reduced over the stages. With the same key,
     all schedules draw the same dropout masks.
 
     Args:

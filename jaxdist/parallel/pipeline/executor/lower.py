@@ -61,7 +61,7 @@ def typical_seconds(activations: Activations) -> dict[TaskKind, float]:
     >>> typical_seconds("recompute")[TaskKind.FULL]
     3.0
     """
-    # The backward task repeats the forward pass.
+    # With recomputation the backward task repeats the forward pass.
     again = 1.0 if activations == "recompute" else 0.0
     return {
         TaskKind.FORWARD: 1.0,

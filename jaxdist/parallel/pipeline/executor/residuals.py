@@ -56,9 +56,9 @@ class Residuals:
 
     def backward(self, params: Params, visit: Visit, residuals: Sequence[jax.Array]) -> BackwardFn:
         """Return the backward function with the stored residuals inserted."""
-        # This looks like a forward pass on zeros, but XLA removes most of it: every leaf that
-        # depends on the input is replaced by its residual. Only the computation of other leaves,
-        # from parameters and visit, remains.
+        # XLA removes most of this forward pass on zeros, because every leaf that depends on the
+        # input is replaced by its residual. Only the computation of other leaves, from parameters
+        # and visit, remains.
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.x)
         leaves, found = self._run(params, visit, zeros)[1], iter(residuals)
         return jax.tree.unflatten(

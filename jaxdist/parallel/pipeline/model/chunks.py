@@ -40,7 +40,7 @@ def to_stages(chunks: PyTree, placement: Sequence[int]) -> PyTree:
 
 
 def from_stages(places: Any, placement: Sequence[int]) -> PyTree:
-    """Invert `to_stages`."""
+    """Rearrange leaves `[places, ...]` to `[chunks, ...]`: the inverse of `to_stages`."""
     order = on_stages(placement)
     return _ordered(places, [order.index(chunk) for chunk in range(len(placement))])
 

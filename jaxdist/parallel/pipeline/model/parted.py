@@ -77,7 +77,7 @@ def plan_parted(
     found = PartedPipeline(
         model, loss, layout, dims, ticks, forward, vectors, plan.layers, shapes_of(batch)
     )
-    _ = found._packed  # Raises here if the model cannot be packed.
+    _ = found._packed  # A model that cannot be packed raises its error here, not in a step.
     return found
 
 

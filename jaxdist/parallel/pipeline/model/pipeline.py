@@ -315,7 +315,7 @@ def plan_pipeline(
       layout: the layout of the training state (`plan.stored`).
 
     Raises:
-      ConfigError: sequence parallelism on CPU.
+      ConfigError: the config asks for sequence parallelism on CPU.
     """
     axis = layout.axis_of(RESIDUAL[1])
     if (
@@ -345,7 +345,7 @@ def lowered(config: PipelineConfig, schedule: Schedule) -> tuple[Ticks, Ticks]:
     except ConfigError as error:
         if not config.ahead:
             raise
-        in_ticks(schedule)  # Raises here for a schedule that is itself wrong.
+        in_ticks(schedule)  # A schedule that is itself wrong raises its own error here.
         raise ConfigError(
             f"parallel.pipeline.ahead: with {schedule.microbatches} microbatches, {schedule.name} "
             "does not allow stages to run their forward tasks ahead, for some would wait for each "

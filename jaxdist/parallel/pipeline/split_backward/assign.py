@@ -64,15 +64,15 @@ def assign(
 
     Args:
       at_hand: for each argument, whether both halves receive it anyway, at no cost in memory.
-      outside: for each argument, whether the caller makes it available to both halves; so are the
-        arguments of a scan's body that come from outside of the scan.
+      outside: for each argument, whether the caller makes it available to both halves, as it does
+        for arguments of a scan's body that come from outside of the scan.
       in_b: for each result, whether B computes it; W computes the others.
     """
     steps, needed = _steps_of_b(jaxpr, in_b), _made(jaxpr, [not early for early in in_b])
     fixed = {v for v, own in zip(jaxpr.invars, at_hand, strict=True) if own} | {*jaxpr.constvars}
     available = {v for v, own in zip(jaxpr.invars, outside, strict=True) if own} | fixed
     recomputable = fixed | _only_from(jaxpr, fixed)
-    kept: dict[Hashable, None] = {}  # a set with an order
+    kept: dict[Hashable, None] = {}  # This dict serves as an ordered set.
     later: list[Step] = []
     for i, equation in reversed([*enumerate(jaxpr.eqns)]):
         mine = [var for var in equation.outvars if var in needed]
@@ -147,7 +147,7 @@ def reads(step: Step, half: Half) -> set[Var]:
 
 
 def _split_scan(equation: JaxprEqn, early: Sequence[bool]) -> SplitScan | None:
-    """Split a scan, of whose results B needs those marked in `early`.
+    """Split a scan, where `early` marks the results that B needs.
 
     The result is None if the equation is not a scan, if B needs everything, or if nothing would
     remain for W.
@@ -188,7 +188,7 @@ def _split_scan(equation: JaxprEqn, early: Sequence[bool]) -> SplitScan | None:
 
 
 def _reached(jaxpr: Jaxpr, outputs: Sequence[bool]) -> set[Var]:
-    """Return the variables of a jaxpr that its results chosen by `outputs` need."""
+    """Return the variables of a jaxpr on which the results marked in `outputs` depend."""
     found = _made(jaxpr, outputs)
     for equation in reversed(jaxpr.eqns):
         if any(var in found for var in equation.outvars):

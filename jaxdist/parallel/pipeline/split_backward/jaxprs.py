@@ -69,7 +69,7 @@ def _body_of_call(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def closed(jaxpr: Any) -> ClosedJaxpr:
-    """Return a jaxpr with its constants; since jax 0.12 every jaxpr has its constants itself."""
+    """Return a jaxpr with its constants, which every jaxpr contains since jax 0.12."""
     return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
 
 
