@@ -1,4 +1,4 @@
-"""The command `jaxdist doctor`, which reads `facts` of the machine, and prints `checks` of them."""
+"""The command `jaxdist doctor`, which reads facts about the machine, and checks them."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def _open_files(facts: MachineFacts) -> Check:
 
 
 def _extras(facts: MachineFacts) -> Iterator[Check]:
-    """Check optional packages; the check of a missing package is ok, with how to install it."""
+    """Check optional packages; a missing package is ok, and the remedy says how to install it."""
     ways = {
         "scikit-learn": "pip install 'jaxdist[images]' for the handwritten digits",
         "libtpu": "pip install 'jaxdist[tpu]' for TPUs and for compiling towards them",

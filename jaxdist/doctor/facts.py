@@ -65,7 +65,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """All facts for the checks, as plain data.
+    """All facts about a machine on which the checks are based, as plain data.
 
     Attributes:
       python: the version of the Python interpreter.

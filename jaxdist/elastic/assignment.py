@@ -156,7 +156,7 @@ class SingleHost:
         return Assignment(self._number, 0, count, count, coordinator, resume, run)
 
     def ends(self, assignment: Assignment) -> str | None:
-        """Return None: without other machines, only its processes end a generation."""
+        """Return None: on a single machine, only the processes end a generation."""
         return None
 
     def pauses(self, assignment: Assignment) -> bool:

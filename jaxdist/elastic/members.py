@@ -70,7 +70,7 @@ class Member:
                 end(self.pid, Signals.SIGKILL)
         if self._code is None:
             self._code = self._server.ended(self.pid, wait=True)
-        # Closing flushes buffered orders, which fails if the process is dead.
+        # `close` flushes buffered orders, which fails if the process is dead.
         with suppress(BrokenPipeError):
             self._orders.close()
 

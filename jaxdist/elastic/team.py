@@ -64,7 +64,7 @@ class Marks:
     def look(self, statuses: Sequence[Status], count: int, first_step: int) -> None:
         """Record the milestones that were reached since the last call."""
         now = time.monotonic()
-        # Processes that do not report yet are missing, and milestones are those of the slowest.
+        # `statuses` lacks processes that have not reported yet, and the slowest process counts.
         if not count or len(statuses) < count:
             return
         self.up = self.up or now

@@ -160,7 +160,7 @@ def seconds_of(text: str) -> int:
     """
     days, dash, rest = text.partition("-") if "-" in text else ("0", "", text)
     parts = [int(part) for part in rest.split(":")]
-    # Slurm reads a lone 2 as minutes, but the 2 of 1-2 as hours.
+    # Slurm reads "2" as 2 minutes, but "1-2" as a day and 2 hours.
     if dash:
         hours, minutes, seconds = [*parts, 0, 0][:3]
     elif len(parts) == 3:

@@ -51,7 +51,7 @@ def _as_yaml(kind: type[Engine], text: str) -> str:
     types = [split_annotation(arm)[0] for arm in arms(info.annotation)]
     if rest:
         raw = is_mapping(types[0]) and not is_model(types[0])
-        # JSON is YAML, and quotes a text such as `1e3` or `true`, which YAML would not keep a text.
+        # The quotes of JSON, which YAML reads too, keep a value such as `1e3` or `true` a text.
         return f"{key}={json.dumps(value)}" if raw else text
     if is_sequence(types[0]):
         return f"{key}={json.dumps(_listed(value))}"

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 FIRST_PORT, PORTS = 61440, 4096
-"""The first port and the number of ports in a range, from which a job's number and step select a
-port."""
+"""The first port, and the number of ports, of the range in which a job gets its port."""
 FIXED_PORT = 8476
 """The port for schedulers that give a job its own addresses, which jax too uses for TPU pods."""
 TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
@@ -254,8 +253,8 @@ def _ranks(scheduler: str, rank: str, size: str) -> Detector:
 
 
 DETECTORS: tuple[Detector, ...] = (
-    torchrun,  # This comes first, since mpirun, srun or a pod may start torchrun.
-    open_mpi,  # This comes before `slurm`, since a Slurm job may start the processes with mpirun.
+    torchrun,  # The first detector, since mpirun, srun or a pod may start torchrun.
+    open_mpi,  # Before `slurm`, since the script of a Slurm job may start processes with mpirun.
     _ranks("MPI (PMI)", "PMI_RANK", "PMI_SIZE"),
     _ranks("PALS", "PALS_RANKID", "PALS_NRANKS"),
     _ranks("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),

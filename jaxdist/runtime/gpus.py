@@ -46,7 +46,7 @@ class Seen:
     """The message in which a process describes its GPUs to the others.
 
     Attributes:
-      machine: the name of its node.
+      machine: the name of the process's node.
       gpus: an identity for each visible GPU, in the order in which jax numbers the GPUs.
       given: the number of GPUs that the scheduler gave the job on this node; None if unknown.
       chosen: the numbers that the user set in JAX_LOCAL_DEVICE_IDS; None without any.

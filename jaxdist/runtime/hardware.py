@@ -34,8 +34,8 @@ from jaxdist.errors import JaxdistError, did_you_mean
 
 GIB = 2**30
 CHIPLET_LINKS = 6
-"""The bandwidth between the two devices of a chip, in links of the torus. It is an assumption, by
-which this connection is never the bottleneck."""
+"""The assumed bandwidth between the two devices of a chip, in links of the torus, with which this
+connection is never the bottleneck."""
 
 
 def host_memory_bytes() -> int:

@@ -114,7 +114,7 @@ def _main() -> None:
     for line in translate(lines, sys.argv[1], sys.argv[2]):
         with suppress(
             OSError
-        ):  # Continue without a reader, or the writing process would get SIGPIPE.
+        ):  # If this filter ended without a reader, the writing process would get SIGPIPE.
             os.write(2, line.encode("utf-8", "surrogateescape"))
 
 

@@ -22,8 +22,8 @@ ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""The variables that libtpu reads when it is loaded. They replace the metadata server, and let
-several processes load libtpu at the same time."""
+"""The variables that replace the metadata server when libtpu is loaded, and that let several
+processes load libtpu at the same time."""
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ def encode(registry: Registry) -> JsonObject:
 
 
 def decode(told: Mapping[str, Any]) -> Registry:
-    """Return the registry that `encode` wrote; it still has to be `restarted`."""
+    """Return the registry that `encode` wrote, without times, which `Registry.restarted` sets."""
     return Registry(
         alive=dict.fromkeys(told["alive"], 0.0),
         generation=Generation(told["number"], tuple(told["members"])),

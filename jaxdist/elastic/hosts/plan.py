@@ -90,7 +90,7 @@ class BatchRule:
 
     @property
     def others(self) -> int:
-        """The number of devices in the product of all axes except data."""
+        """The product of the sizes of all axes except data."""
         return math.prod(_count(size) for axis, size in self.mesh.items() if axis != DATA)
 
     def data_size(self, devices: int) -> int:

@@ -30,14 +30,11 @@ from jaxdist.heartbeat.status import SLOW_PHASES, WAIT, Phase
 
 LEAST_STEPS, LEAST_BEATS = 12, 30
 EXCESS = 0.1
-"""The excess of a process's time outside the wait over that of the others, as a share of a step,
-at which the process is reported."""
+"""The share of a step that a slow process spends outside the wait in addition to the others."""
 LATE_MORE = 0.15
-"""The excess of a process's share of late heartbeats over that of the others, at which the process
-is reported."""
+"""The share of late heartbeats that a slow process has in addition to the others."""
 LAST_SHARE, BEHIND = 0.8, 0.05
-"""The share of steps that a process finishes last, and its mean delay as a share of a step, at
-which the process is reported."""
+"""The share of steps that a slow process finishes last, and its mean delay as a share of a step."""
 _PASSED_OVER = frozenset(map(str, SLOW_PHASES))
 
 

@@ -95,7 +95,7 @@ class Rendezvous(Protocol):
         """Replace the token by `new` if it is `seen`; return whether it was replaced.
 
         The operation is linearizable: of all swaps that expect the same token, one succeeds, and a
-        host that reads a value after its swap never gets an older value than before the swap.
+        host that reads a value after its swap sees every write that came before the swap.
         """
         ...
 
