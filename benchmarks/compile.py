@@ -53,6 +53,7 @@ def experiment(layers: int) -> Experiment:
 
 def compile_step(experiment: Experiment) -> None:
     """Trace, lower and compile the train step, as at the start of a run."""
+    # From the second call on, jax would otherwise find the traced step in memory.
     jax.clear_caches()
     program = experiment.program
     program.train.lower(program.state_shapes, program.batch).compile()

@@ -147,6 +147,7 @@ class StepPair:
 
     def check(self, batches: list[Batch]) -> None:
         """Train both sides on these batches, and assert that their losses agree within 1e-4."""
+        # The loop variable is the attribute that both steps read.
         for self._batch in batches:
             ours, reference = float(self.ours()[0]), float(self.reference()[0])
             assert np.isclose(ours, reference, rtol=1e-4), (ours, reference)

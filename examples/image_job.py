@@ -3,8 +3,8 @@
     python examples/image_job.py                                # handwritten digits, 20 epochs
     python examples/image_job.py data.source=fashion-mnist train.epochs=2    # downloaded once
 
-Prints the accuracy of each evaluation, stops when it is good enough (0.98), and shows some
-held-out images with the classes that the network predicts. The run is in runs/image_job.
+The program prints the accuracy of each evaluation, stops when it is good enough (0.98), and shows
+some held-out images with the predicted classes. The run is in runs/image_job.
 """
 
 from __future__ import annotations

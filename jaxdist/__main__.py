@@ -1,4 +1,4 @@
-"""The start of the command `jaxdist`, whose imports Ctrl-C ends without a traceback, too."""
+"""The entry of the command `jaxdist`; Ctrl-C during its imports ends it without a traceback."""
 
 from __future__ import annotations
 

@@ -72,7 +72,6 @@ class MeshConfig(Config):
         # A validated model has its fields in the order of the class, but the order of the keys in
         # the config determines which devices are neighbours along each axis.
         mesh = handler(data)
-        # The mesh has its axes in the order of the config, which pydantic does not keep.
         if isinstance(data, Mapping):
             mesh._order = tuple(k for k in data if k in AXES and data[k] is not None)
         return mesh

@@ -64,5 +64,6 @@ def gloo(world: int) -> Iterator[Gloo]:
         try:
             yield Gloo(process)
         except BaseException:
+            # `Popen` waits for the process on exit, and it may be stuck in an all-reduce.
             process.kill()
             raise

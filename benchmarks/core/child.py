@@ -76,6 +76,7 @@ def call(
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
         raise RunError(f"{what} ended with exit code {done.returncode}: {last}; {by_hand}")
+    # Libraries may print to standard output before: the answer is the last line.
     return read(function, done.stdout.splitlines()[-1])
 
 

@@ -109,6 +109,7 @@ def in_rounds(
             multihost_utils.sync_global_devices("done")
             sent = sent_bytes() - before
             found[:, which, index] = seconds / steps, sent / steps, loss
+    # jax has no float64 unless it is enabled.
     everywhere = np.asarray(multihost_utils.process_allgather(found.astype(np.float32)))
     everywhere = everywhere.reshape(-1, *found.shape)[..., warmup:]
     slowest, busiest = everywhere[:, 0].max(0), everywhere[:, 1].max(0)

@@ -54,8 +54,8 @@ def measure(
     """Time the steps of each contender, in turn, and return their seconds by name.
 
     Args:
-      contenders: a function from the directory with the tokens to the contenders. The first must be
-        jaxdist alone, which writes its initial parameters there for the others.
+      contenders: a function from the directory with the tokens to the contenders. The first
+        contender must be jaxdist alone, which writes the initial parameters to that directory.
       rows, window: the shape of the tokens: windows, and predicted tokens of each.
       check_losses: a function that raises if the losses by contender do not agree.
       steps: the number of steps of a turn.

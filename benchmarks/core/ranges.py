@@ -129,6 +129,7 @@ def ranges(runs: Sequence[Mapping[str, Json]]) -> list[Range]:
     """
     ratios: dict[str, list[float]] = {}
     newest: dict[str, Mapping[str, Json]] = {}
+    # Newest run first, so that `setdefault` keeps the newest figure of each name.
     for run in reversed(runs):
         for figure in run["figures"]:
             if figure["ratio"] is not None:

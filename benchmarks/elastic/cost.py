@@ -81,6 +81,7 @@ def figures(pairs: int = PAIRS) -> list[Figure]:
         def some(taking: bool) -> None:
             before = time.process_time()
             steps.some(*([Take(memory)] if taking else []))
+            # Writing must end in this turn, since the next turn may be without snapshots.
             memory.wait()
             cpu[taking].append((time.process_time() - before) / STEPS)
 

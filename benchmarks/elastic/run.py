@@ -34,6 +34,7 @@ def started(
     """
     with (folder / "out").open("wb") as out:
         told = {**os.environ, **(environ or {})}
+        # In a new session, `killpg` below also ends the processes that this process starts.
         process = subprocess.Popen(
             command, cwd=folder, stdout=out, stderr=out, start_new_session=True, env=told
         )

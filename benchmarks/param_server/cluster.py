@@ -209,6 +209,7 @@ def _rates(model: Consistency, factors: Sequence[float], seconds: float) -> Play
 
         def work(number: int) -> None:
             client, mine = run.clients[number], np.zeros((workers, 1024), np.float32)
+            # The server subtracts `share` times a push, so that each push adds 1.
             mine[number] = -1 / share
             while not end.is_set():
                 (read,) = client.read()
@@ -216,6 +217,7 @@ def _rates(model: Consistency, factors: Sequence[float], seconds: float) -> Play
                 run.leads.append(client.clock - int(applied.min()))
                 time.sleep(STEP_SECONDS * factors[number])
                 client.push([mine.reshape(-1)])
+                # A push that is done after the end does not count.
                 run.clocks[number] += not end.is_set()
 
         timer = threading.Timer(seconds, end.set)

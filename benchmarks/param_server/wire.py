@@ -103,6 +103,7 @@ def _one_message(payload: np.ndarray) -> Iterator[Push]:
         grpc.insecure_channel(f"127.0.0.1:{port}", UNLIMITED) as channel,
     ):
         call = channel.unary_unary(ONE_METHOD)
+        # gRPC sends `bytes`, so the time of its push includes this copy.
         yield lambda: call(payload.tobytes(), timeout=LOST_SECONDS, wait_for_ready=True)
 
 

@@ -116,7 +116,7 @@ def _announced(tell: Tell, weights: PyTree, x: jax.Array) -> Both:
 
 
 def _by_host(tell: Tell, kind: TaskKind, x: jax.Array) -> jax.Array:
-    """Return x through a callback, which the compiler can neither drop nor use before its end."""
+    """Pass x through a callback that calls `tell`; the compiler cannot drop or reorder the call."""
 
     def callback(*_: object) -> None:
         tell(kind)

@@ -100,6 +100,7 @@ def play(
     costs = costs or Costs()
     stages = [_Stage(schedule, s, costs, unit_seconds) for s in range(schedule.stages)]
     with ThreadPoolExecutor(len(stages)) as threads:
+        # All threads have been started by then, so that all stages begin together.
         begin = time.monotonic() + 0.01
         running = [threads.submit(stage.run, stages, begin) for stage in stages]
     return tuple(

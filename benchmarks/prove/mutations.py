@@ -85,6 +85,7 @@ def planted(fault: Fault) -> Iterator[None]:
     assert text.count(fault.was) == 1, fault
     name = ".".join(("jaxdist", *Path(fault.file).with_suffix("").parts))
     module = importlib.import_module(name)
+    # With `dont_inherit` the code does not get the `__future__` imports of this module.
     before, after = (
         codes(compile(source, str(path), "exec", dont_inherit=True))
         for source in (text, text.replace(fault.was, fault.becomes or "pass"))
@@ -96,6 +97,7 @@ def planted(fault: Fault) -> Iterator[None]:
     assert functions, fault
     for function in functions:
         function.__code__ = after[function.__qualname__]
+    # jax would reuse what it traced by the code without the fault.
     jax.clear_caches()
     try:
         yield

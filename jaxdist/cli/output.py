@@ -85,6 +85,7 @@ def _opened(descriptor: int) -> int:
 
 def _text(raw: _Lasting, old: TextIO | None) -> TextIO:
     if old is not None:
+        # Text that the old stream has buffered must come before that of the new stream.
         old.flush()
     return io.TextIOWrapper(
         io.BufferedWriter(raw),

@@ -64,7 +64,7 @@ def compare(
     microbatches: Annotated[int, typer.Option(min=1, help="Pieces of a batch.")],
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Print bubble, activations and messages of every schedule, at costs of a whole stage."""
+    """Print bubble, activations and messages of every schedule, given costs of a whole stage."""
     from jaxdist.commands.compare_schedules import compare_schedules as judge
 
     given = {"stages": stages, "microbatches": microbatches, "json_file": json_file}

@@ -76,7 +76,7 @@ def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> 
     from jaxdist.errors import RunError
 
     config = run / "config.yaml"
-    if not os.path.exists(config):  # unlike Path.exists, False for a name that is too long
+    if not os.path.exists(config):  # Path.exists would raise for a name that is too long
         near = run if os.path.isdir(run) else run.parent
         runs = sorted(str(file.parent) for file in near.glob("*/config.yaml"))
         more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""
@@ -133,7 +133,7 @@ def write_result(path: Path | None, what: str, **values: Json) -> None:
 
 
 def alone(option: str, **others: object) -> None:
-    """Refuse options that have no effect with an option.
+    """Refuse other options that have no effect together with `option`.
 
     Raises:
       ConfigError: another option is set.
@@ -162,7 +162,7 @@ def devices_of(run: Path) -> int | None:
     try:
         mesh = read(run / "config.yaml").values.get("mesh")
     except JaxdistError:
-        return None  # reported where the run is read
+        return None  # the error is reported where the run is read
     axes = dict(mesh) if isinstance(mesh, dict) else {}
     fake = axes.pop("fake_devices", None)
     sizes = [size.values() if isinstance(size, dict) else [size] for size in axes.values()]

@@ -110,7 +110,7 @@ def _explain(
     if kind not in _KNOWN_TYPES and (not keys or len(arms(schema)) == 1):
         return [Problem(path, _own_message(detail))]
     if len(arms(schema)) > 1:
-        if path in unions:  # a single explanation serves all errors of its alternatives
+        if path in unions:  # one explanation covers the errors of all alternatives
             return []
         unions.add(path)
         return _explain_union(schema, value, path)
@@ -134,6 +134,7 @@ def _explain_union(schema: Annotation, value: Json, path: KeyPath) -> list[Probl
     ]
     otherwise = [Problem(path, _expected(schema, value))]
     if isinstance(value, dict | list):
+        # The alternative with the fewest problems is the most likely to be intended.
         return min((found for _, found in attempts if found), key=len, default=otherwise)
     from_validators = (
         found[:1] for arm, found in attempts if found and found[0].message != _expected(arm, value)

@@ -107,8 +107,8 @@ def _import_module(name: str, path: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # Only a missing `name` or one of its parents is the path's fault; anything else is an
-        # import inside the user's module.
+        # If `name` or one of its parents is missing, the path is wrong; any other missing module is
+        # imported inside the user's module.
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             _no_module(path, error.name)
         raise ConfigError(

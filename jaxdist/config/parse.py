@@ -160,6 +160,7 @@ class _Builder:
             )
         node = self.anchors[event.anchor]
         size, height = _size_and_depth(node)
+        # `_node` has already counted the alias as one value.
         self._check_limits(event, size - 1, depth + height - 1)
         return node
 
@@ -197,6 +198,7 @@ class _Builder:
             return None
         if not event.implicit[0]:
             return text
+        # Only the first digits are tried, since conversion of a long number takes quadratic time.
         if len(text) > MAX_DIGITS and not isinstance(plain_scalar(text[:MAX_DIGITS]), str):
             self._problem(event, f"a number of {len(text)} digits; at most {MAX_DIGITS}")
             return None

@@ -44,6 +44,7 @@ def _with_place(problem: Problem, by_key: Mapping[str, Sequence[KeyPath]]) -> Pr
         for other in others:
             pairs = zip(path[:-1], other[:-1], strict=False)
             shared[other] = sum(1 for one, two in pairs if one == two)
+        # Keys are ordered by similarity, so the first with a place is the best.
         if others:
             break
     most = max(shared.values(), default=0)

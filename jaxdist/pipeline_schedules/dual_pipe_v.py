@@ -21,7 +21,7 @@ class DualPipeV(Config):
 
 
 def dual_pipe_v(stages: int, microbatches: int) -> Schedule:
-    """The V-shaped half of DualPipe, in which each stage stores its parameters once.
+    """Return the V-shaped half of DualPipe, in which each stage stores its parameters once.
 
     In the middle of a row every FORWARD task comes directly before a FULL task of the other
     direction, so that the messages of each can overlap with the work of the other. Let F, I and W

@@ -169,6 +169,7 @@ def same_bits(one: Path, other: Path) -> bool:
         }
         states.append(load_arrays(path, manifest, target))
     first, second = states
+    # Bytes are compared, since `==` equates 0.0 with -0.0 and a NaN with nothing.
     return first.keys() == second.keys() and all(
         np.asarray(first[name]).tobytes() == np.asarray(second[name]).tobytes() for name in first
     )

@@ -38,6 +38,7 @@ Step = Callable[[], Tensor]
 
 
 def _gpt_program() -> Any:
+    # Loaded by its path, since this program runs without the package `benchmarks`.
     path = Path(__file__).parents[2] / "zero" / "torch_peer" / "__main__.py"
     spec = importlib.util.spec_from_file_location("zero_torch_program", path)
     assert spec is not None

@@ -31,9 +31,9 @@ _LETTER = 0.62 * _FONT
 
 
 def draw_svg(timeline: Timeline, width: int = 1200) -> str:
-    """Draw stages downwards, time to the right, a box for each task with its microbatch number.
+    """Draw stages downwards, time to the right, and a box for each task with its microbatch number.
 
-    Later chunks of a stage are lighter. A box that is too narrow for its number has none.
+    Later chunks of a stage are lighter. The number is left out if its box is too narrow.
 
     Args:
       width: width of the whole picture, in pixels.

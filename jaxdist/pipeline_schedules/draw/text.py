@@ -21,10 +21,10 @@ _COLOURS = {
 def draw_text(timeline: Timeline, columns: int = 80, *, colour: bool = False) -> str:
     """Draw stages downwards and time to the right, followed by a legend and the figures.
 
-    If it fits, each task shows its kind and microbatch (and chunk, where stages have several);
-    otherwise a character is a unit of time, F, B, I or W, or a dot where the stage waits. Text
-    beyond the columns is cut off, and the line below the picture says so. Times without a common
-    unit are drawn to scale: a character shows the task in its middle.
+    If the picture fits the columns, each task shows its kind and microbatch, and its chunk where
+    stages have several. Otherwise each character is a unit of time: F, B, I or W, or a dot where
+    the stage waits. Text beyond the columns is cut off, and the line below the picture says so.
+    Times without a common unit are drawn to scale: a character shows the task in its middle.
 
     Args:
       columns: width of the terminal, at least 40.

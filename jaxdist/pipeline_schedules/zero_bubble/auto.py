@@ -137,7 +137,9 @@ class _Problem:
             yield self._within(first)
 
     def _within(self, first: Iterable[int]) -> tuple[int, ...]:
-        """Limit numbers of first forward passes to the memory, and below the previous stage's.
+        """Limit each stage's number of first forward passes.
+
+        The number must fit the memory, and be smaller than that of the previous stage.
 
         A stage that begins with as many forward passes as the previous stage would wait for the
         last of them while gradients are ready. If the previous stage begins with all microbatches,
