@@ -86,18 +86,18 @@ class Striker(Recorder):
         self._ready = False
 
     def begun(self) -> None:
-        """See `Recorder`."""
+        """Record, as `Recorder` does, that a generation takes steps; allow the next failure."""
         super().begun()
         # Failures wait for the end of a recovery, because `planned_share` assumes so.
         self._ready = True
 
     def lost(self, run_folder: RunFolder, process: int, how: str, processes: range) -> None:
-        """See `Recorder`."""
+        """Record a failure, as `Recorder` does; allow no other failure until the next steps."""
         super().lost(run_folder, process, how, processes)
         self._ready = False
 
     def look(self, run_folder: RunFolder, statuses: Sequence[Status]) -> None:
-        """See `Recorder`."""
+        """Check the processes, as `Recorder` does; inject a failure if its step is done."""
         super().look(run_folder, statuses)
         if not (self._ready and self.left):
             return

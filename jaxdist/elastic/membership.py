@@ -145,7 +145,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Registry:
-    """The state of the registry. The leader keeps it on disk; a new leader calls `restarted`.
+    """The state of the registry, which the leader keeps on disk; a new leader calls `restarted`.
 
     Attributes:
       alive: the end of each host's registration, by the registry's clock.

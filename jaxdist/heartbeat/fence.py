@@ -22,7 +22,7 @@ FOLDER = "generations"
 
 @dataclass(frozen=True)
 class Fence:
-    """A fence of a storage, which refuses writes of generations older than the newest writer.
+    """The state of a fence, which refuses writes of generations older than the newest writer.
 
     >>> fence = Fence().admit(3)
     >>> fence.admit(2) is None, fence.admit(4)

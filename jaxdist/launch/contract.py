@@ -1,7 +1,8 @@
 """The contract of engines: a job, and the files and commands by which an engine runs it.
 
-An engine only renders files and commands, and starts nothing. Therefore a user can review them
-before the launch, and tests need no cluster; `jaxdist.launch.submit` runs the commands.
+An engine only renders files and commands, and starts nothing. Therefore a user can review the
+files and commands before the launch, and tests need no cluster; `jaxdist.launch.submit` runs the
+commands.
 """
 
 from __future__ import annotations

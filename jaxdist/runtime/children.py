@@ -72,7 +72,7 @@ class Child:
             # `theirs` is closed in this process, or `_read` would not see the end of a dead child.
             with log.open("ab") as errors, theirs:
                 self.process = begin(theirs.fileno(), errors.fileno())
-        except BaseException:  # No reader has been started, which would close the socket.
+        except BaseException:  # The reader, which closes the socket at its end, has not started.
             self._socket.close()
             raise
         # With a thread for each child, the parent can wait for all children in one queue.

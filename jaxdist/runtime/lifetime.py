@@ -21,7 +21,7 @@ def begun(stat: Path = _STAT) -> int:
     """
     now = time.perf_counter_ns()
     try:
-        # The name is in brackets and may contain anything, including brackets.
+        # The command's name is in brackets and may contain spaces and brackets.
         ticks = int(stat.read_text().rpartition(")")[2].split()[_START_TICKS])
         since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
         age_seconds = since_boot - ticks / os.sysconf("SC_CLK_TCK")

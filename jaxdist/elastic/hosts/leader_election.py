@@ -223,7 +223,7 @@ def encode(registry: Registry) -> JsonObject:
         "members": [*registry.generation.members],
         "granted": registry.granted,
         "pauses": registry.pauses,
-        "aside": sorted(registry.quarantined),  # The key keeps its name in stored registries.
+        "aside": sorted(registry.quarantined),  # Stored registries keep this older name of the key.
         "holders": [*registry.holders],
     }
 

@@ -110,7 +110,7 @@ def _done(phases: Sequence[Phase]) -> dict[int, int]:
     found: dict[int, int] = {}
     for one in phases[:-1]:
         if one.name == WAIT:
-            # A wait that an error ended has the number of the step before: the first wait counts.
+            # Only the first wait of a step counts: a wait that an error ends has no new number.
             found.setdefault(one.step, one.end)
     return found
 
