@@ -40,7 +40,7 @@ _CODECS = TypeAdapter[Codec](CodecConfig)
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to reduce the gradients.
+    """A way to reduce the gradients, which the bench times.
 
     Attributes:
       name: the name of its figure.

@@ -37,7 +37,7 @@ _MOST = 64
 
 @dataclass(frozen=True)
 class LabLink:
-    """One kind of link, with equal properties in both directions.
+    """A kind of link, with equal properties in both directions.
 
     Attributes:
       bits_per_s: rate on the wire, headers included.

@@ -28,7 +28,7 @@ KEPT = ("name", "ratio", "goal", "ours", "reference", "unit")
 
 @dataclass(frozen=True)
 class Range:
-    """One figure over the recorded runs.
+    """The values of a figure in all recorded runs.
 
     Attributes:
       name: the name of the figure.

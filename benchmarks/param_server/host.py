@@ -31,7 +31,7 @@ LATE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Case:
-    """One run.
+    """A run to time: a consistency of servers, or an all-reduce.
 
     Attributes:
       name: the name of the case.

@@ -33,7 +33,7 @@ ROUNDING = 0.005
 
 @dataclass(frozen=True)
 class AutoSchedule:
-    """One automatic schedule.
+    """An automatic schedule, with its memory and bubble.
 
     Attributes:
       name: the times F, I and W, or the name of the paper's model.

@@ -42,7 +42,7 @@ class _Message(NamedTuple):
 
 
 class _Stage:
-    """One stage: its row, and the queue of messages from other stages."""
+    """A stage: its row, and the queue of messages from other stages."""
 
     def __init__(self, schedule: Schedule, number: int, costs: Costs, unit_seconds: float) -> None:
         self.schedule, self.number, self.unit_seconds = schedule, number, unit_seconds

@@ -46,7 +46,7 @@ RANKED = Case("Llama-2-7B on v5e:4x4", llama_7b(64), "v5e:4x4", (*SIZES_7B, "tra
 
 @dataclass(frozen=True)
 class Ranked:
-    """One of the best plans, with the results of the formulas and of the compiler."""
+    """A plan among the best, with the results of the formulas and of the compiler."""
 
     judged: Judged
     compiled: Confirmed

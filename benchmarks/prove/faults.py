@@ -76,7 +76,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault at one place.
+    """A fault to plant at one place of the code.
 
     Attributes:
       family: the class of mistakes.

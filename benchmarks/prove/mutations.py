@@ -156,7 +156,7 @@ def judged(fault: Fault, name: str) -> Planted:
 
 
 def _lines(fault: Fault) -> set[str]:
-    """Return the names of a fault's lines, in the form of findings."""
+    """Return the lines of a fault, in the form `file.py:12` that findings use."""
     text = (ROOT / fault.file).read_text()
     line = text[: text.index(fault.was)].count("\n") + 1
     last = line + fault.was.count("\n")

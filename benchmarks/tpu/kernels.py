@@ -29,7 +29,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operation: its predicted seconds, and the least seconds that the chip's limits allow."""
+    """An operation, its predicted seconds, and the least seconds that the chip's limits allow."""
 
     name: str
     seconds: float

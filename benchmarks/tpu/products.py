@@ -42,7 +42,7 @@ LENGTHS = (1024, 4096, 8192, 28672)
 
 @dataclass(frozen=True)
 class Product:
-    """One product and the share of the peak that it reaches.
+    """A matrix product, and the share of the peak that it reaches.
 
     Attributes:
       table: `SCOPED` or `OWN_LIMIT`, the limit of vector memory.

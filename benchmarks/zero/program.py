@@ -73,7 +73,7 @@ def bound_bytes(params_bytes: float, stage: int, devices: int) -> float:
 
 @dataclass(frozen=True)
 class ZeroRow:
-    """One train step of `DEEP` layers; bytes and FLOPs are of one device."""
+    """A train step of `DEEP` layers; bytes and FLOPs are of one device."""
 
     platform: str
     devices: int

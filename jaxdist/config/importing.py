@@ -122,7 +122,7 @@ def _import_module(name: str, path: str) -> Any:
 
 def _no_module(path: str, missing: str) -> NoReturn:
     parent, _, leaf = missing.rpartition(".")
-    # Not "", for which pkgutil keeps the directory that was the current one when it first looked.
+    # For the entry "", pkgutil would search the directory that was current at its first search.
     everywhere = [entry or os.getcwd() for entry in sys.path]
     search = getattr(sys.modules.get(parent), "__path__", None) if parent else everywhere
     names = {module.name for module in pkgutil.iter_modules(search)} | (

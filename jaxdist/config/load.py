@@ -77,7 +77,7 @@ class _Loader:
         data = _read_bytes(file, place, self.left_bytes)
         self.left_bytes -= len(data)
         text = _decoded(data, f"{place}{name}")
-        # By real path, since a symbolic link could give each file of a cycle another name.
+        # Real paths are compared, since symbolic links could give a file of a cycle other names.
         if os.path.realpath(file) in [os.path.realpath(seen) for seen in chain]:
             cycle = " -> ".join(_display(seen) for seen in (*chain, file))
             raise ConfigError(f"{place}files include each other: {cycle}; break the cycle")

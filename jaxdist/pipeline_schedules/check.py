@@ -19,9 +19,9 @@ _SAME_WORK = {
 def check_schedule(schedule: Schedule, slots: int | Sequence[int] | None = None) -> None:
     """Raise ConfigError unless the schedule can be run.
 
-    The order of checks: every chunk is on a stage; every task is known, occurs once and on its
-    chunk's stage; none is missing (a schedule without any backward task is for evaluation); no
-    stage waits for ever; nothing is overwritten in a ring buffer.
+    The checks, in order: Every chunk is on a stage. Every task is known, and occurs once, on the
+    stage of its chunk. No task is missing; a schedule without any backward task is for evaluation.
+    No stage waits for ever. No activation that is still needed is overwritten in a ring buffer.
 
     Args:
       slots: the size of the ring buffer of a chunk's activations, a number or a number for each
