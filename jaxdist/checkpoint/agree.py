@@ -1,7 +1,7 @@
 """Agreement between the processes of a run on values of any of them.
 
-All functions are collectives: every process calls them, on its main thread, in the same order. With
-a single process they communicate nothing.
+All functions are collectives: every process calls them, on its main thread, in the same order. In a
+run with a single process nothing is communicated.
 """
 
 from __future__ import annotations

@@ -207,6 +207,7 @@ def _load_packed(
       whole: whether `stored` has all arrays in these files, as orbax must know.
     """
     ocp = _orbax()
+    # `strict=False` lets orbax cut or pad an array with zeros where the target has another length.
     restore_args = {
         number: ocp.ArrayRestoreArgs(
             sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=False

@@ -110,9 +110,9 @@ def write_identity(run: Path, identity: Identity) -> None:
 
 
 def given_identity(run: Path) -> Identity:
-    """Return the identity of a started run, and first write a new identity if it is missing.
+    """Return the identity of a started run; a run without an identity first receives a new id.
 
-    It is missing if the run started before ids existed.
+    Runs that started before ids existed have no identity.
 
     Raises:
       RunError: see `read_identity`.
@@ -179,7 +179,7 @@ def run_directories(base: Path) -> list[Path]:
 def with_id(base: Path, wanted: str) -> Path | None:
     """Find the directory of the run with an id, among `base` and its numbered successors.
 
-    A process may end before it reports the directory that it took.
+    It serves where a process has ended before it could report the directory that it had taken.
 
     Raises:
       RunError: see `read_identity`.
@@ -192,7 +192,7 @@ def with_id(base: Path, wanted: str) -> Path | None:
 
 
 def family(base: Path) -> list[Path]:
-    """List `base` and its numbered successors, as far as they exist, with gaps in the numbers."""
+    """List the existing directories among `base` and its numbered successors."""
     start = len(base.name) + 1
     numbers = sorted(
         int(path.name[start:])

@@ -41,8 +41,9 @@ def step_directory(directory: Path, step: int) -> Path:
 def staging_directory(directory: Path, step: int, generation: int | None = None) -> Path:
     """Return the directory in which a step's checkpoint is written before it is committed.
 
-    A commit renames this directory. With a generation in its name no other generation can commit
-    it, nor can the same generation once the next has started, which first removes it (`recover`).
+    A commit renames this directory. If its name has a generation, no other generation can commit
+    it. That generation cannot either once the next generation has started, whose first act is to
+    remove the directory (`recover`).
     """
     of = "" if generation is None else f"g{generation}-"
     return directory / f"{_STAGING}{of}{step_directory(directory, step).name}"
@@ -144,8 +145,8 @@ def recover(directory: Path) -> list[str]:
                 os.rename(directory / name, original)
     leftovers = [name for name in names if name.startswith((_STAGING, _REPLACED))]
     for name in leftovers:
-        # The rename removes it atomically: a writer that is still alive may be about to commit it,
-        # and must not commit a directory with some files deleted.
+        # A rename removes the directory atomically: a writer that is still alive may be about to
+        # commit it, and must not commit a directory with some files deleted.
         doomed = directory / f"{_DELETED}{name.removeprefix(_STAGING)}"
         with suppress(OSError):
             if not name.startswith(_DELETED):

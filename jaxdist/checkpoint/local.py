@@ -23,7 +23,7 @@ OWNER = "run"
 def local_folder(directory: Path, run: Identity) -> Path:
     """Return the folder of a run's snapshots.
 
-    The id in its name separates them from the snapshots of other runs, also of an earlier run with
+    The id in the folder's name distinguishes the run from all others, also from an earlier run with
     the same path.
 
     >>> local_folder(Path("/ssd"), Identity("86bcf769", Path("/runs/gpt"))).name
@@ -62,9 +62,9 @@ def claim(directory: Path, run: Identity) -> Path:
 def _is_needless(folder: Path) -> bool:
     """Return whether no resume can use the snapshots in a folder.
 
-    They are useless if the run's directory is gone or belongs to another run, or if the run's
-    newest checkpoint is at least as new. The result is False where this is unknown, and while the
-    run is active.
+    Snapshots are useless if the run's directory is gone or belongs to another run, or if the run
+    has a checkpoint that is at least as new. The result is False if the state of the run is
+    unknown, and while the run is active.
     """
     with suppress(OSError, ValueError, KeyError, TypeError, RunError):
         run = Identity.of(read_json(folder / OWNER))

@@ -74,7 +74,7 @@ class Manifest(Config):
     generation: int | None = None
     """Generation that wrote the checkpoint in a run on several hosts; None for other runs."""
     metric: float | None
-    """Metric for `keep_best`; None if the step has no metric or it was not finite."""
+    """Metric for `keep_best`; None if the step had no finite metric."""
     leaves: dict[str, LeafRecord]
     """Records of the arrays by tree path."""
     cuts: dict[str, Cuts] = Field(default_factory=dict)
@@ -119,7 +119,7 @@ def seal(
 ) -> Manifest:
     """Digest and fsync every file below `directory`, then write and fsync its manifest.
 
-    It costs a read of every file that is not `known`, usually from the page cache.
+    Every file that is not `known` is read, usually from the page cache.
 
     Args:
       cuts, generation: see `Manifest`.
@@ -163,7 +163,7 @@ def seal(
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint and check the digest that it has of itself.
+    """Read the manifest of a checkpoint, and check its content against its digest.
 
     Raises:
       DamageError: the manifest is missing, unreadable, changed, or of another format.
@@ -182,7 +182,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    """Compare every file with the manifest, which reads all files.
+    """Read every file of a checkpoint, and compare its size and digest with the manifest.
 
     Raises:
       DamageError: files are missing, of another length, or changed; the message names them.

@@ -1,8 +1,9 @@
 """Parts of a state by patterns over the paths of its arrays, such as `params` or `!opt_state`.
 
 A pattern is a path whose names may have `*` and `?`; it selects all arrays below that path. A
-pattern with a leading `!` excludes them instead. A part consists of the arrays that at least one
-pattern selects and no pattern excludes; if all patterns exclude, it consists of all other arrays.
+pattern with a leading `!` excludes the arrays below its path. A part consists of the arrays that at
+least one pattern selects and no pattern excludes; if all patterns exclude, the part consists of all
+other arrays.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ pieces/000012/          array number 12
   0.0                   its block that begins at row 0 and column 0: raw bytes in C order
   341.0                 the next block
 
-Files are found by digest, of any array and step. A hard link gives the new step the file of an
-earlier step under a name of its own, so that each step remains complete by itself and deletion
-needs no reference counts. On a file system without hard links the file is written instead.
+A file with the same digest is reused, of any array and any earlier step. A hard link gives the new
+step the file of an earlier step under a name of its own, so that each step remains complete by
+itself and deletion needs no reference counts. On a file system without hard links the file is
+written instead.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from jaxdist.checkpoint.manifest import DIGEST_BYTES, Cuts, FileRecord, Manifest
 
 CHUNK_BYTES = 1 << 20
 _LEAST_SHARE = 8
-"""A shard below a chunk divided by this number gets no file of its own, since there would be too
-many files; orbax packs such arrays."""
+"""Arrays whose shards are smaller than a chunk divided by this number are packed by orbax, since
+they would make too many files."""
 
 
 class Piece(NamedTuple):
@@ -103,8 +104,8 @@ def sizes(number: str, cuts: Cuts, dtype: np.dtype) -> dict[str, int]:
 def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
     """Copy the blocks of an array that this process writes to the host."""
     found: list[Piece] = []
-    # Replica 0 only, so that each block is written by one process. All copies start before the
-    # first is awaited, so that they overlap.
+    # Only replica 0 is copied, so that each block is written by one process. All copies start
+    # before the first is awaited, so that they overlap.
     shards = [shard for shard in array.addressable_shards if not shard.replica_id]
     for shard in shards:
         shard.data.copy_to_host_async()

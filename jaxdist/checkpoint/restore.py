@@ -68,7 +68,7 @@ def committed_steps(directory: Path) -> tuple[int, ...]:
 
 
 def valid_manifests(directory: Path) -> list[Manifest]:
-    """Return the manifests of all checkpoints whose manifest is valid, by ascending step."""
+    """Return all valid manifests of checkpoints in a directory, by ascending step."""
     manifests = []
     for step in steps_present(directory):
         try:
@@ -159,7 +159,8 @@ def restore_as(
 
 
 def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str | None]:
-    """Try to load a step, and return the checkpoint or a problem, the same on every process."""
+    """Try to load a step; return the checkpoint, or on every process the problem with it."""
+    # Only process 0 digests the files, which are then read once rather than by every process.
     problem = broadcast_json(_verify(directory, step) if jax.process_index() == 0 else None)
     if problem is not None:
         return None, problem
@@ -180,6 +181,7 @@ def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str
     # Any exception of orbax or tensorstore means that the checkpoint cannot be loaded.
     except Exception as error:
         state, problem = None, f"{ARRAYS}: {one_line(error)}"
+    # All processes must take or skip the same checkpoint.
     if any_process(problem is not None):
         return None, problem or f"{ARRAYS}: another process could not load it"
     return Restored(step, finish(state), metadata), None

@@ -86,7 +86,8 @@ class Snapshots:
     def take(self, step: int, state: PyTree, metadata: Mapping[str, Json]) -> None:
         """Copy this process's parts to the host, and write them in the background.
 
-        The call first waits for the previous snapshot. After it the caller may donate `state`.
+        The call first waits for the previous snapshot. When it returns, the caller may donate
+        `state`.
         """
         self.wait()
         pieces = list(_pieces(state))
@@ -97,7 +98,7 @@ class Snapshots:
     def forget(self, after: int) -> None:
         """Delete the snapshots after a step from which the run has resumed.
 
-        The run repeats the later steps, and their old snapshots belong to another course of it.
+        The run repeats the later steps, and must not resume from their old snapshots.
         """
         self._unlink(lambda step: step > after)
 
@@ -122,8 +123,8 @@ class Snapshots:
                 file.write(_header(pieces, metadata))
                 for piece in pieces:
                     file.write(_raw(piece.array))
-                # A rename may reach the disk before the content does. Files in memory have no such
-                # order, and an fsync would only cost time.
+                # On a disk the rename may survive a crash without the content. A file in memory
+                # survives no crash, so an fsync would only cost time.
                 if self._lasts:
                     file.flush()
                     os.fsync(file.fileno())

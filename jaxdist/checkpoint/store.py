@@ -49,8 +49,8 @@ class _Pending(NamedTuple):
 class _Outcome(NamedTuple):
     failure: str | None
     met: bool
-    """Whether all processes passed the last barrier of the save, so that none waits in vain for
-    another in a broadcast of the outcome."""
+    """Whether all processes passed the last barrier of the save, so that all can take part in a
+    broadcast of the outcome."""
 
 
 class FencedBy(Protocol):
@@ -122,8 +122,8 @@ class CheckpointStore:
     ) -> None:
         """Copy the arrays to the host, and save them in the background.
 
-        The call first waits for the previous save. After it the caller may donate `state`. A
-        checkpoint of the same step remains complete until the new checkpoint replaces it.
+        The call first waits for the previous save. When it returns, the caller may donate `state`.
+        A checkpoint of the same step remains complete until the new checkpoint replaces it.
 
         Args:
           step: the step of the state, 0 or more.
@@ -281,8 +281,8 @@ class CheckpointStore:
     def _place(self, pending: _Pending) -> tuple[dict[str, FileRecord], str | None]:
         """Write or link this process's part of the large arrays; return records, or a failure.
 
-        It does not raise: other processes wait for this process at the next barrier, and process 0
-        finds missing files when it commits.
+        An error is not raised: other processes wait for this process at the next barrier, and
+        process 0 finds missing files when it commits.
         """
         try:
             steps = [
@@ -342,8 +342,8 @@ class CheckpointStore:
     def _prune(self, step: int) -> None:
         """Delete checkpoints beyond the retention, among the steps up to the committed step.
 
-        Later steps are left from a run that was resumed from an earlier step. If they counted, the
-        step just saved could be deleted in their favour.
+        Later steps are left from before a resume from an earlier step. If the retention counted
+        later steps, it could delete the step just saved.
         """
         manifests = valid_manifests(self.directory)
         later = [manifest.step for manifest in manifests if manifest.step > step]
@@ -369,6 +369,7 @@ class CheckpointStore:
         """Remove the files of a failed save, and describe the failure; raises no OSError."""
         reason = "the disk is full" if is_disk_full(error) else one_line(error)
         try:
+            # With the suffix "/." stat also fails if a file has taken the directory's place.
             if not os.path.samestat(os.stat(f"{self.directory}/."), self._identity):
                 # The run's own directory is gone: orbax has made another for its arrays.
                 raise FileNotFoundError
@@ -376,8 +377,8 @@ class CheckpointStore:
                 layout.recover(self.directory)
             elif self._primary or self._is_deposed():
                 # Only the directory of this save is removed, since other files may belong to the
-                # next generation. In a deposed generation each process removes it, since any
-                # process may be the last to write there.
+                # next generation. In a deposed generation each process removes the directory, since
+                # any process may be the last to write there.
                 shutil.rmtree(self._staging(step), ignore_errors=True)
             good, free = self.steps(), shutil.disk_usage(self.directory).free
         except OSError as lost:

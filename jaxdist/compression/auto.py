@@ -38,8 +38,8 @@ is chosen."""
 class AutoCodec(Config):
     """The candidate with the least predicted time, chosen before the program is traced.
 
-    The choice depends on the shapes, the sizes of the axes and their links, and on nothing
-    measured, so that all processes make the same choice. `explain_candidates` gives the reasons.
+    The choice depends only on shapes, on the sizes of the axes and on their links. Nothing is
+    measured, so that all processes make the same choice. `explain_candidates` shows the times.
     """
 
     type: Literal["auto"] = "auto"
@@ -79,7 +79,7 @@ class CodecCandidate:
 
     @property
     def seconds(self) -> float:
-        """The predicted seconds; infinite where the codec is refused."""
+        """The predicted time in seconds, infinite if the codec cannot encode a leaf."""
         return float("inf") if self.prediction is None else self.prediction.seconds
 
 
@@ -102,7 +102,7 @@ def resolve(
 
     Args:
       leaves: gradients of a single device, or their shapes.
-      sizes: sizes of the axes that gradients are summed over, by name, slowest first.
+      sizes: sizes of the axes over which gradients are summed, by name, slowest first.
       device_kind: kind of the devices, a short name or a `jax.Device.device_kind`; `choice.device`
         overrides it.
       inside: whether gradients are summed exactly over the last axis first, so that messages cross

@@ -39,7 +39,7 @@ class Stages(Config):
     type: Literal["stages"] = "stages"
     """Selects a sequence of codecs."""
     stages: tuple[Stage, ...]
-    """The stages in order of their starts; the first starts at 0."""
+    """The stages in the order of their starts; the first starts at step 0."""
 
     @field_validator("stages")
     @classmethod

@@ -36,7 +36,8 @@ class Compression(Config):
     """The settings of compressed gradients that do not depend on the codec."""
 
     error_feedback: bool | FeedbackConfig = True
-    """Add what a message leaves out to the next gradient: false, true (classic), or a feedback."""
+    """Error feedback, which sends the error of a message later: true is classic feedback, false is
+    no feedback."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Number of steps at the beginning that send whole gradients, or gradually fewer elements."""
     warmup: Literal["whole", "sparser"] = "whole"
@@ -47,7 +48,8 @@ class Compression(Config):
     rules: tuple[CodecRule, ...] = ()
     """Codecs for the parameters whose names match patterns; the first rule that matches counts."""
     vectors: Literal["whole", "otherwise"] = "whole"
-    """Whether parameters of fewer than two dims (norms, biases) are sent uncompressed (whole)."""
+    """Codec of parameters with fewer than two dims (norms, biases): whole sends them uncompressed,
+    otherwise compresses them like matrices."""
 
     @model_validator(mode="after")
     def _fits(self) -> Compression:
@@ -75,7 +77,7 @@ class Compression(Config):
 
     @property
     def feedback(self) -> Feedback:
-        """The error feedback, which sends later the part of a gradient that messages leave out."""
+        """The error feedback that the settings select."""
         if isinstance(self.error_feedback, bool):
             return CLASSIC if self.error_feedback else NoFeedback()
         return self.error_feedback
@@ -158,12 +160,12 @@ class CompressAuto(Compression, AutoCodec):
         Args:
           blocks: shapes of one device's gradients.
           scanned: names of the parameters whose first dim counts layers.
-          sizes: sizes of the axes that gradients are summed over, by name, slowest first.
+          sizes: sizes of the axes over which gradients are summed, by name, slowest first.
           device_kind: kind of the devices.
           algorithm: algorithm of the collectives.
 
         Raises:
-          CollectiveError, CompressionError: as `jaxdist.compression.auto.resolve`.
+          CollectiveError, CompressionError: see `jaxdist.compression.auto.resolve`.
         """
         shapes = {name: tuple(leaf.shape) for name, leaf in flatten_with_names(blocks)}
         across = self.axis == "data.dcn"

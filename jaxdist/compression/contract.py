@@ -68,7 +68,7 @@ def first_round(seed: int = 0, step: int | jax.Array = 0, rank: int | jax.Array 
     3
     """
     count = jnp.asarray(step, jnp.int32)
-    # The constant separates these keys from those into which a training step folds its own count.
+    # The constant makes these keys different from those into which a training step folds its count.
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0x636F6465), count)
     return Round(count, key, jnp.asarray(rank, jnp.int32))
 
@@ -94,17 +94,17 @@ class Codec(Config):
 
     @property
     def unbiased(self) -> bool:
-        """Whether the estimate of x is x on average over rounds."""
+        """Whether the mean of an estimate over many rounds is the encoded number."""
         return False
 
     @property
     def contractive(self) -> bool:
-        """Whether the error of an estimate is smaller than x, which error feedback requires."""
+        """Whether the error is smaller than the encoded array, which error feedback requires."""
         return not self.unbiased
 
     @property
     def lossless(self) -> bool:
-        """Whether every estimate is equal to its x."""
+        """Whether every estimate is equal to the encoded array."""
         return False
 
     def check(self, like: Leaf, name: str = "") -> None:

@@ -57,7 +57,7 @@ class BucketState(NamedTuple):
 
     Attributes:
       up: the feedback's memory for the messages that this device sends, shaped like the bucket.
-      up_view: the view of all devices' messages, of this device's shard only if shards are summed.
+      up_view: the view of all devices' messages; if shards are summed, of this device's shard only.
       down: the feedback's memory for the messages in which this device sends its shard's sum.
       down_view: the view of the messages with the sums of all shards, shaped like the bucket.
       common: the state of the results, which is the same on all devices.
@@ -127,7 +127,7 @@ def scatter_decoded(
     # The sender decodes its own messages, since the residual is the part that the receivers lack.
     up = feedback.settle(x, _joined(jax.vmap(decode)(messages, numbers), x.size), up)
 
-    # Before: this device's messages of all N shards. After: N devices' messages of this shard.
+    # Each device sends its message of shard i to device i, and receives N messages of its shard.
     arrived = _each(messages, lambda m: _exchanged(m, party), 1)
     total = real(_summed(codec, arrived, shards[0], round.part(mine)))
     value, up_view = feedback.receive(total, state.up_view)

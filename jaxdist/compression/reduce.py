@@ -97,8 +97,8 @@ def init_state(
       codec, feedback, bucket_bytes: as for `compressed_all_reduce`.
 
     Returns:
-      The state as arrays [N, ...]. Call this under `jax.jit` with `out_shardings` to create them on
-      their devices.
+      The state as arrays [N, ...]. Under `jax.jit` with `out_shardings` each device creates its own
+      part.
 
     Raises:
       CompressionError: see `compressed_all_reduce`.
@@ -186,8 +186,8 @@ def compressed_all_reduce(
         after.append(next_held)
         for position, result in found.items():
             results[position] = result.astype(leaves[position].dtype)
-    # Only encoded gradients are checked on every device before the sum: a NaN or an infinity in
-    # other leaves reaches the result by itself.
+    # Only gradients that are encoded are checked on every device: a NaN or an infinity in any other
+    # gradient shows in the result.
     encoded = [leaves[i] for group in groups if not group.lossless for i in group.positions]
     finite = _all_finite(encoded, results, axis)
     moved = own._replace(groups=select_tree(finite, tuple(after), own.groups))

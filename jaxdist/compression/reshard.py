@@ -1,9 +1,9 @@
 """Conversion of the state of a compressed all-reduce to another number of devices.
 
 Residuals are errors of a sum, so their sum over the old senders is divided equally between the new
-senders. The same holds for EF21's estimates, whose sum is the holders' view. State that belongs to
+senders. EF21's estimates, whose sum is the receivers' view, are divided likewise. State of the
 shards of a sum is concatenated and split into the new number of shards. State that is equal on all
-devices is copied to new devices.
+devices is copied to the new devices.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def reshard(
     """Convert a state from a mesh with other sizes of some axes to the current mesh.
 
     Args:
-      saved: arrays [devices of that mesh, ...].
+      saved: arrays [devices of the old mesh, ...].
       state: shapes of the requested state, [devices, ...].
       sizes: sizes of the current mesh's axes, slowest first.
       axes: indices of the axes that messages cross; all other axes had the same size.
 
     Raises:
-      CompressionError: devices of the old mesh hold other blocks, which fit no new device.
+      CompressionError: the blocks of the gradients on a device have other shapes than before.
     """
     rows = _Rows.of(jax.tree.leaves(saved)[0].shape[0], sizes, axes)
     groups = [

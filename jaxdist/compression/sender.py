@@ -1,4 +1,4 @@
-"""A codec with feedback between one sender and the holders of its messages."""
+"""A codec with error feedback between one sender and the receivers of its messages."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def encode_once(
 ) -> tuple[Message, CodecState]:
     """Call `codec.encode`, and keep XLA from computing the message twice with different rounding.
 
-    The residual would otherwise belong to another message than to the message that is sent.
+    The residual would otherwise belong to another message than the sent message.
     """
     message, state = codec.encode(x, state, round)
     message = jax.lax.optimization_barrier(message)

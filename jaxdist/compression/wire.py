@@ -66,6 +66,7 @@ def coarse(scale: jax.Array, *, up: bool) -> jax.Array:
 
 def scale_words(scale: jax.Array) -> jax.Array:
     """Convert scales that `coarse` has rounded to uint16 words."""
+    # The cast is exact: bfloat16 has the eight significant bits that `coarse` leaves.
     return to_words(scale.astype(jnp.bfloat16))
 
 
@@ -80,7 +81,7 @@ def power_of_two(limit: jax.Array) -> jax.Array:
     >>> power_of_two(jnp.float32(5.0)).item()
     4.0
     """
-    # 253 keeps the inverse of the result a normal number too.
+    # The largest exponent is 253, so that the inverse of the result is a normal number too.
     exponent = jnp.clip((to_words(limit) >> 23).astype(jnp.int32) & 0xFF, 1, 253)
     return from_words(exponent.astype(jnp.uint32) << 23, jnp.float32)
 

@@ -1,9 +1,9 @@
 """1-bit Adam, and the common part of optimizers for momentum that is sent compressed.
 
 The second moment is frozen before messages become lossy, because errors of messages would corrupt
-it. These optimizers do not communicate themselves. They need gradients that represent the same
-momentum on all devices, which the feedback `CompressedMomentum` returns. Its `b1` must be that of
-the optimizer, and its codec must send whole gradients in the first `freeze_step` steps
+it. These optimizers do not communicate. Their gradients must represent the same momentum on all
+devices, as those that the feedback `CompressedMomentum` returns. The `b1` of the feedback must be
+the optimizer's, and the codec must send whole gradients in the first `freeze_step` steps
 (`jaxdist.compression.warm_up`).
 """
 
@@ -43,11 +43,11 @@ def scale_by_frozen_adam(
     bias_correction: bool = True,
     bounded: bool = True,
 ) -> optax.GradientTransformation:
-    """Build a transformation to Adam's direction that freezes the second moment.
+    """Scale gradients like Adam, with a second moment that is frozen after `freeze_step` steps.
 
-    It is frozen after `freeze_step` steps, as in 1-bit Adam (Tang et al., arXiv 2102.02888,
-    algorithm 1, which has no bias correction). In addition, an element whose gradient was zero in
-    all of these steps never moves: see `frozen_direction`.
+    This is the direction of 1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1, which has no
+    bias correction). In addition, an element whose gradient was zero in the first `freeze_step`
+    steps never moves: see `frozen_direction`.
 
     Args:
       bounded: whether an element moves at most as far as Adam could move it (`adam_bound`). The
@@ -78,6 +78,7 @@ def scale_by_frozen_adam(
         nu = jax.tree.map(partial(second_moment, b2, count <= freeze_step), state.nu, updates)
         one, two = jnp.float32(1), jnp.float32(1)
         if bias_correction:
+            # The frozen moment keeps the correction of the step at which it was frozen.
             one, two = _weight(b1, count), _weight(b2, jnp.minimum(count, freeze_step))
 
         def direction(m: jax.Array, v: jax.Array, g: jax.Array) -> jax.Array:
@@ -110,7 +111,7 @@ def frozen_direction(m: jax.Array, v: jax.Array, eps: float, most: float) -> jax
 
 
 def adam_bound(b1: float, b2: float) -> float:
-    """Return the largest distance that Adam can move an element in a step, in learning rates.
+    """Return the largest distance that Adam can move an element in a step at learning rate 1.
 
     The bound is (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), from the Cauchy-Schwarz inequality for
     the weights of both moments (Kingma and Ba, arXiv 1412.6980, section 2.1, has special cases); it

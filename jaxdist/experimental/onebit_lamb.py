@@ -96,8 +96,8 @@ class OnebitLambRule:
         keep = self.coefficient_decay
         mean = keep * kept.coefficient + (1 - keep) * ratio
         coefficient = jnp.where(warm & usable(pair), mean, kept.coefficient)
-        # The second moment affects only Adam's part of the update, so weight decay keeps the
-        # factor 1.
+        # The second moment affects only Adam's share of the update, so the share of weight decay is
+        # not multiplied. The smallest float avoids 0 / 0 in a layer without an update.
         share = jnp.minimum(1.0, direction / jnp.maximum(update, jnp.finfo("f4").tiny))
         factor = jnp.clip(largest * share + (1 - share), *self.factor_bounds)
         slower, faster = 1 - self.factor_change, 1 + self.factor_change
@@ -239,6 +239,7 @@ class _Tensors(NamedTuple):
         most: float,
     ) -> _Tensors:
         direction = frozen_direction(m, v, eps, most)
+        # An element that never moves must not decide its layer's largest quotient.
         quotient = jnp.where(v > 0, (jnp.sqrt(v) + eps) / (jnp.sqrt(fresh) + eps), 0.0)
         return cls(p, direction + decay * p if decay else direction, direction, quotient)
 
@@ -251,7 +252,7 @@ def _ratios(
     rule: OnebitLambRule,
     warm: jax.Array,
 ) -> list[_Ratio]:
-    """Return the scales and next running values of each leaf; the scale is 1 without a ratio."""
+    """Return the scales and next running values of each leaf; leaves that do not adapt have 1."""
     found = [_Ratio(jnp.float32(1), x) for x in kept]
     on = [i for i, flag in enumerate(adapts) if flag]
     squares = [leaves[i].squares(*tensors[i][:3]) for i in on]
@@ -283,7 +284,7 @@ class OnebitLambConfig(OnebitConfig):
     """Names of dims along which each index has a trust ratio of its own, in the parameters that
     have them."""
     coefficient_decay: Beta = 0.9
-    """Decay of the running mean of trust ratios in the warm-up, a mean that begins at zero."""
+    """Decay of the running mean of trust ratios in the warm-up; the mean begins at zero."""
     ratio_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.01, 10.0)
     """Bounds of the trust ratios in the warm-up."""
     factor_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.5, 4.0)

@@ -130,7 +130,7 @@ def scale(
 def _reference_warmup(
     config: ScaleFromConfig, batch_size: int, total_steps: int, examples_per_epoch: int | None
 ) -> tuple[float, str]:
-    """Return the warm-up at the reference batch, as a fraction of the run, and its description."""
+    """Return the warm-up as a fraction of the run before scaling, and a description of it."""
     if config.warmup_fraction is not None:
         percent = f"{100 * config.warmup_fraction:.4g}%"
         return config.warmup_fraction, f"{percent} of the run at batch {config.batch_size}"
@@ -169,7 +169,7 @@ class BatchPhase:
 
 
 class BatchRampConfig(Config):
-    """A batch size that grows in equal increments, each kept for equally many examples."""
+    """A batch size that grows by equal increments, after equal numbers of examples."""
 
     start_batch_size: Count
     """Examples per optimizer step at the start."""
@@ -213,8 +213,8 @@ def ramp_stages(
     ends = [config.ramp_examples * (i + 1) // count for i in range(count)]
     stages: list[BatchPhase] = []
     step = seen = 0
-    # Each stage counts from the examples really seen: a stage may end beyond its share, and small
-    # shares may then leave a later stage without a step.
+    # A stage begins at the number of examples seen so far, which may be beyond its start: the last
+    # step of a stage is a whole batch. A stage whose end has already passed then has no step.
     for i, end in enumerate([*ends, total_examples]):
         size = start + i * config.increment
         steps = max(0, math.ceil((end - seen) / size))

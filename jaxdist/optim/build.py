@@ -146,7 +146,8 @@ def _check_finite(made: optax.GradientTransformationExtraArgs, path: str) -> Non
     """
     one, ones = jnp.ones(()), {"kernel": jnp.ones((2, 2))}
     try:
-        # On the CPU, so that nothing is compiled for an accelerator or takes its memory.
+        # The check runs on the CPU, so that it compiles nothing for an accelerator and takes none
+        # of its memory.
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             updates, _ = made.update(ones, made.init(ones), ones, grad_norm=2 * one, value=one)
             finite = all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
@@ -200,14 +201,15 @@ class Rate:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optax transformation and what the train step must know about it.
+    """An optax transformation and its properties that a train step needs.
 
     Attributes:
       transform: the optax transformation; see `update` for its arguments.
       schedule: the learning rate inside the transformation, as a function of the step.
       explained: a line for each derived value.
       param_dtype: dtype of the stored parameters; None keeps the model's own dtypes.
-      loss_scale: factor on the loss before the gradient is taken; None scales nothing.
+      loss_scale: rule for the factor on the loss of which the gradient is taken; None has no
+        factor.
       max_skipped: consecutive skipped steps that end a run; None where no step is ever skipped.
       skips_empty: whether a step whose batch has no weight is skipped before the update.
       clock: counter of skipped steps for the schedule inside the transformation.
@@ -348,7 +350,7 @@ def build_optimizer(
       rate: the learning rate to use; None takes the result of `plan_rate`.
 
     Raises:
-      ConfigError: see `plan_rate`; a loss scale that cannot work.
+      ConfigError: see `plan_rate`; the settings of the loss scale contradict each other.
     """
     rate = rate or plan_rate(
         config,
@@ -422,7 +424,7 @@ def _scaled(inner: optax.GradientTransformation, factors: PyTree) -> optax.Gradi
 def _wrapped(
     inner: optax.GradientTransformation, config: OptimizerConfig
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap an update rule, inside in the wrappers of precision, outside in those of safety."""
+    """Wrap an update rule in the wrappers of `precision.py`, and these in those of `safety.py`."""
     if config.bf16_moments:
         inner = bf16_moments(inner)
     if config.master_weights is not None:

@@ -52,7 +52,7 @@ class OptimizerConfig(Config):
     """Number of consecutive steps that may be skipped before the run ends; null is 20 where steps
     may be skipped."""
     bf16_moments: bool = False
-    """Keep the optimizer's moments in bfloat16, stochastically rounded."""
+    """Keep the optimizer's moments in bfloat16, with stochastic rounding after each step."""
     master_weights: Literal["bfloat16", "float16"] | None = None
     """Keep the model's parameters in this dtype, and float32 copies in the optimizer's state."""
     loss_scale: DynamicLossScaleConfig | None = None

@@ -178,8 +178,8 @@ class _Look(NamedTuple):
 
         def correction(b: float, s: jax.Array) -> jax.Array:
             if not rule.bias_correction:
-                # The value is always 1, but a constant would be folded away, and `update` would
-                # again share expressions with `direction`.
+                # The value is 1 in every step, but must be no constant: XLA would simplify both
+                # `direction` and `update` by it, and keep their common parts in a temporary.
                 return jnp.minimum(s, 1.0)
             # The direct form 1 - b^t would lose four of float32's seven digits at b = 0.999, t = 1.
             return -1 / jnp.expm1(s * (math.log(b) if b else -math.inf))
@@ -198,8 +198,8 @@ class _Look(NamedTuple):
         if not squares:
             return self
         last = squares[-1][-1].ravel()[0]
-        # A sum of squares is never negative, so the value stays eps, but XLA cannot know that and
-        # keeps the dependency.
+        # A sum of squares is never negative, so the result is always eps, but XLA cannot know that
+        # and keeps the dependency.
         return self._replace(eps=jnp.where(last < 0, last, self.eps))
 
     def numerator(self, x: _Tensors, scale: Scalar) -> jax.Array:

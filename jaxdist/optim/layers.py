@@ -250,8 +250,8 @@ def _place(stacked: jax.Array, leaf: LayeredLeaf, axes: tuple[str, ...]) -> jax.
     mixed = _mixed(leaf, axes)
     if not mixed:
         return stacked[None]
-    # One all-reduce sums over all axes at once, and would add different layers together if each
-    # device did not write to a slot of its own.
+    # The all-reduce sums over all axes at once, so devices with different layers need separate
+    # slots: their sums would otherwise be added together.
     slots = jnp.arange(math.prod(jax.lax.axis_size(axis) for axis in mixed))
     own = (slots == jax.lax.axis_index(mixed)).reshape(-1, *(1,) * stacked.ndim)
     return jnp.where(own, stacked[None], 0.0)

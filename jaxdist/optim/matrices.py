@@ -206,7 +206,7 @@ class Group:
 
     @property
     def full(self) -> int:
-        """The number of matrices that every device owns at least."""
+        """The number of matrices that every device owns, before those that are left over."""
         return self.count // self.devices
 
     @property
@@ -245,22 +245,23 @@ class Group:
         """Send every matrix to its owner, apply the rule there, and send the results back."""
         first, block = self.held[0], mine.shape[1:]
         if self.last:
-            # An all-to-all needs as many slots on every device, so empty slots hold zeros.
+            # An all-to-all needs the same number of slots on every device, so empty slots hold
+            # zeros.
             mine = jnp.concatenate([mine, jnp.zeros((1, *block), mine.dtype)])[self.order.ravel()]
         sent = mine.reshape(self.devices, self.slots, *block)
-        # Before: a part of each of the K matrices. After: K / devices whole matrices.
+        # The all-to-all turns a part of each of the K matrices into K / devices whole matrices.
         whole = first.join(jax.lax.all_to_all(sent, first.axes, 0, 0, tiled=True))
         done = rule(whole[: self.full]) if self.full else whole[:0]
         if self.last:
             owns = jnp.array([at is not None for at in self.last])
             alone = whole[self.full :]
-            # Without the branch, devices whose last slot is empty would compute as much as owners.
+            # Without the branch, a device would also apply the rule to an empty last slot.
             ruled = jax.lax.cond(owns[jax.lax.axis_index(first.axes)], rule, jnp.zeros_like, alone)
             done = jnp.concatenate([done, ruled])
-        # Before: K / devices whole matrices. After: a part of each of the K matrices.
+        # The all-to-all turns K / devices whole matrices into a part of each of the K matrices.
         back = jax.lax.all_to_all(first.part(done), first.axes, 0, 0, tiled=True)
         flat = back.reshape(-1, *block)
-        # A stable sort by matrix, in which the empty slots come last and are cut off.
+        # The sort finds the slot of each matrix; empty slots come last and are cut off.
         places = np.argsort(self.order.ravel(), kind="stable")[: self.count]
         return flat[places] if self.last else flat
 
@@ -326,9 +327,9 @@ def plan_matrices(
 ) -> Exchange:
     """Plan the owner of every matrix.
 
-    The devices of a group own equal numbers of its matrices, as far as they can be divided equally.
-    The remaining matrices are given out one by one, the most expensive first, each to the device
-    with the least work (Graham 1969, longest processing time first).
+    The devices of a group own equal numbers of its matrices, but for a remainder of fewer matrices
+    than devices. The remainders are given out one by one, the most expensive matrices first, each
+    to the device with the least work (Graham 1969, longest processing time first).
 
     Args:
       specs: partition spec of each tensor.

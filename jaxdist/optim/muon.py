@@ -24,8 +24,8 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Masks, OptState, Params, PyTree, Updates
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of a Newton-Schulz step. Their polynomial is steep at 0, so that few steps suffice;
-singular values end between about 0.7 and 1.2 instead of at 1."""
+"""Coefficients of the polynomial of a Newton-Schulz step. The polynomial is steep at 0, so that few
+steps suffice; singular values end between about 0.7 and 1.2 instead of at 1."""
 UPDATE_RMS = 0.2
 """The usual root mean square of AdamW's updates (Liu et al. 2025, arXiv 2502.16982, section
 2.2)."""
@@ -60,7 +60,7 @@ def newton_schulz(matrices: jax.Array, steps: int = 5, *, eps: float = 1e-8) -> 
 def newton_schulz_flops(size: tuple[int, int], steps: int = 5) -> float:
     """Return the FLOPs of `newton_schulz` on a matrix whose shorter side is m.
 
-    They are steps (4 m^2 n + 2 m^3).
+    The number of FLOPs is steps (4 m^2 n + 2 m^3).
 
     >>> newton_schulz_flops((2, 3), steps=1)
     64.0
@@ -197,7 +197,7 @@ class MuonConfig(OptimizerConfig):
         return plan_matrices(list(found.values()), specs, mesh, cost)
 
     def explain(self, tree: NamedParams) -> tuple[str, ...]:
-        """Name the parameters that Muon updates in a line, and those of AdamW in another.
+        """Return a line with the parameters that Muon updates, and a line with those of AdamW.
 
         Raises:
           ConfigError: no parameter is a matrix; a pattern of `adamw.params` matches no matrix.

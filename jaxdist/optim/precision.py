@@ -101,8 +101,8 @@ def _narrowed(state: OptState, like: Params, key: jax.Array) -> OptState:
     leaves, structure = jax.tree.flatten(state)
     for i, moment in enumerate(_are_moments(state, like)):
         if moment and leaves[i].dtype == jnp.float32:
-            # A key for each leaf: with equal noise, the rounding errors of the leaves would be
-            # correlated.
+            # Each leaf has a key of its own: with equal noise, the rounding errors of the leaves
+            # would be correlated.
             leaves[i] = stochastic_round(leaves[i], jax.random.fold_in(key, i))
     return jax.tree.unflatten(structure, leaves)
 

@@ -95,9 +95,8 @@ class StepClock:
         """Convert a schedule of steps to a schedule of updates, for an optimizer's own count."""
 
         def of_updates(count: ArrayLike) -> jax.Array:
-            # Without skips even 0 is not added, so that compiled programs stay the same. The result
-            # is not made an array: a constant schedule's Python number has no dtype that could
-            # widen the updates.
+            # Without skips even 0 is not added, so that compiled programs stay the same. A result
+            # that is a Python number is not converted to an array, whose dtype could widen updates.
             return cast(
                 jax.Array, schedule(count if self._skipped is None else count + self._skipped)
             )

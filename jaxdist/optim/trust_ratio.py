@@ -103,7 +103,7 @@ def scale_by_layerwise_trust_ratio(
 ) -> optax.GradientTransformationExtraArgs:
     """Build a transformation that scales each layer's update by ||w|| / ||update||.
 
-    It follows any base transformation in an `optax.chain`.
+    In an `optax.chain` this transformation follows any base transformation.
 
     Args:
       layer_dims, specs: see `jaxdist.optim.layers.describe_layers`.

@@ -50,7 +50,7 @@ class LowRank(LinearCodec):
 
     @property
     def exact(self) -> bool:
-        """Whether residuals are exact; a small element may have a large estimate, so no."""
+        """False, since a small element may have a large estimate."""
         return False
 
     def check(self, like: Leaf, name: str = "") -> None:

@@ -59,7 +59,7 @@ class Quantize(Codec):
 
     @property
     def exact(self) -> bool:
-        """Whether residuals are exact; stochastic rounding may take a small element up to s."""
+        """False for stochastic rounding, which may take an element near 0 up to s."""
         return not self.unbiased
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:

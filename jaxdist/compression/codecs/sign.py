@@ -41,14 +41,15 @@ class Sign(Codec):
 
     @property
     def exact(self) -> bool:
-        """Whether residuals are exact; elements far below the mean need more than 24 bits."""
+        """False, since the residual of an element far below the mean needs more than 24 bits."""
         return False
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
         blocks = in_blocks(x, self.block)
         # `jnp.mean` would also count the zeros of padding in the last block.
         mean = jnp.sum(jnp.abs(blocks), axis=1) / block_sizes(x.size, self.block)
-        # The sign bit itself is sent: a comparison with 0 would need a third value for zeros.
+        # The sign bit itself is sent: a comparison with 0 has three results, for which one bit does
+        # not suffice.
         rows = (to_words(blocks) >> 31).reshape(len(blocks), BITS, -1)
         scales = scale_words(coarse(mean, up=False))
         return {"signs": pack_rows(rows, 1), "scales": scales}, state

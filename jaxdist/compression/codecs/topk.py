@@ -79,8 +79,9 @@ def above_threshold(flat: jax.Array, count: int, key: jax.Array) -> tuple[jax.Ar
     """Return `count` positions of elements above a sampled threshold, and a flag for each position.
 
     The flag is false for an empty slot, whose position is 0. Nothing is sorted: a pass over all
-    elements packs a bit for each into words, whose bits come from 32 different rows, and each slot
-    then finds its bit by a binary search among the cumulative counts of the words.
+    elements packs a bit for each element into words, and each slot then finds its bit by a binary
+    search among the cumulative counts of the words. The bits of a word come from 32 different rows,
+    so that whole rows are shifted and joined.
     """
     sample_key, start_key = jax.random.split(key)
     large = jnp.abs(flat) >= _threshold(flat, count, sample_key)
@@ -114,7 +115,7 @@ def _threshold(flat: jax.Array, count: int, key: jax.Array) -> jax.Array:
 
 
 def _packed(flags: jax.Array) -> jax.Array:
-    """Pack flags as bits into uint32 words: bit r of a word comes from row r of a block of rows."""
+    """Pack flags as bits into uint32 words: bit r of a word comes from row r of 32 rows."""
     padding = -flags.size % (WORD * LANES)
     rows = jnp.pad(flags, (0, padding)).reshape(-1, WORD, LANES)
     words = rows[:, 0].astype(jnp.uint32)

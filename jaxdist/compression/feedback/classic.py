@@ -14,12 +14,12 @@ from jaxdist.types import Leaf
 
 
 class Residual(Feedback):
-    """Feedback with the residual of x = gradient + residual, x - decode(encode(x)).
+    """Feedback that adds a residual to the gradient, x = gradient + residual.
 
-    The equation `decode(encode(x)) + residual == x` holds to the bit. Where an estimate may be far
-    from a small x (`Codec.exact` is false), no single float32 can hold the difference. The residual
-    is then the sum of two float32 numbers: the rounded difference and its rounding error (Møller's
-    and Knuth's two-sum).
+    The next residual is x - decode(encode(x)), so that `decode(encode(x)) + residual == x` holds to
+    the bit. Where an estimate may be far from a small x (`Codec.exact` is false), no single float32
+    can hold the difference. The residual is then the sum of two float32 numbers: the rounded
+    difference and its rounding error (Møller's and Knuth's two-sum).
 
     Memory: 4 bytes for each element; 8 bytes for codecs that are not exact, unless `rounded`.
     """
@@ -42,8 +42,9 @@ class Residual(Feedback):
         residual = x - decoded
         if "rounding" not in memory:
             return {"residual": residual}
-        # A two-sum of x and -decoded: residual + rounding is their exact difference. The order of
-        # the operations matters, although in exact arithmetic `rounding` would be 0.
+        # A two-sum of x and -decoded: residual + rounding is their exact difference. A simpler
+        # order of these operations would lose the rounding error, which is 0 only in exact
+        # arithmetic.
         part = residual - x
         rounding = (x - (residual - part)) - (decoded + part)
         return {"residual": residual, "rounding": rounding}
@@ -52,7 +53,7 @@ class Residual(Feedback):
 class ErrorFeedback(Residual):
     """Classic feedback, which adds the residual of a gradient to the next (Seide et al., 2014).
 
-    `Residual` describes its memory.
+    See `Residual` for the memory of this feedback.
     """
 
     type: Literal["classic"] = "classic"

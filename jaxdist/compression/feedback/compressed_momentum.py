@@ -21,9 +21,9 @@ class CompressedMomentum(Residual):
     Each of N devices sends its part of the next momentum, (b1 / N) m + (1 - b1) gradient, plus the
     residual of its earlier messages; m is the last momentum, the same on all devices. The sum m' of
     these parts is returned in the form of a gradient, (m' - b1 m) / (1 - b1), from which an
-    optimizer with the same b1 recovers m'. With lossless messages this is the sum of the gradients.
-    Otherwise it is several times as large as that sum, so it suits only optimizers that use
-    gradients for nothing but their momentum.
+    optimizer with the same b1 recovers m'. With lossless messages the result is the sum of the
+    gradients. Lossy messages make the result several times as large, so this feedback suits only
+    optimizers that use gradients for nothing but their momentum.
 
     Memory: as classic, plus 4 bytes for each element of m.
     """

@@ -64,7 +64,7 @@ class MomentumCorrection(Feedback):
     def settle(self, x: jax.Array, decoded: jax.Array, memory: Memory) -> Memory:
         velocity = memory["velocity"]
         if self.masking:
-            # An element counts as sent if its estimate is not zero. This includes no element that
-            # the codec rounded to zero, whose velocity is therefore kept.
+            # An element counts as sent if its estimate is not zero, so an element that the codec
+            # rounded to zero keeps its velocity.
             velocity = jnp.where(decoded != 0, 0.0, velocity)
         return {"velocity": velocity, "sum": x - decoded}

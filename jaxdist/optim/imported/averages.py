@@ -33,7 +33,7 @@ def eval_params_of(
 ) -> EvalParams | None:
     """Return the function that computes the parameters to evaluate.
 
-    It is None if the trained parameters are evaluated.
+    The result is None if the trained parameters are to be evaluated.
 
     Args:
       path: import path of a function of (the rule's state, trained parameters); None looks for the
@@ -113,7 +113,7 @@ def keeps_average(rule: optax.GradientTransformationExtraArgs, params: Params) -
     copies = [isinstance(var, Var) and var in origins for var in begun.jaxpr.outvars]
     moved = [
         new is not old
-        # The lengths differ: in the arguments, the parameters and the number follow the state.
+        # `strict` is off: after the state, the arguments also have the parameters and the number.
         for new, old in zip(step.jaxpr.outvars, step.jaxpr.invars[count:], strict=False)
     ]
     return sum(c and m for c, m in zip(copies, moved, strict=True)) >= count

@@ -28,8 +28,9 @@ def by_layer(
 
     The state has the structure that it has for a single layer, with a leading dim for the layers in
     each leaf that belongs to a stack. There is no cost where the rule is proven to treat all
-    elements alike, except for a norm over all parameters. Where each layer is updated
-    independently, the cost is a `jax.vmap`; otherwise it is a program as long as that of the list.
+    elements alike, except for a norm over all parameters. A rule that updates each layer
+    independently costs a `jax.vmap`, and any other rule a program whose length grows with the
+    number of layers.
 
     Args:
       stacked: '/'-joined names of the parameters whose first dim counts layers.

@@ -119,7 +119,7 @@ class _Comparison:
         return self.results(range(COMPARED))
 
     def plain(self) -> bool:
-        """Return whether the function on stacks gives the stacks of its results on lists."""
+        """Return whether the function has the same results on stacks as on lists of layers."""
         layers = zip(self.stacked, *map(self.symbols, range(COMPARED)), strict=True)
         leaves = zip(layers, jax.tree.leaves(self.shapes), strict=True)
         given = [
@@ -153,8 +153,8 @@ class _Comparison:
     def alike(self) -> bool:
         """Return whether a list with a single layer gives the same results for that layer.
 
-        Results that belong to no layer must then not depend on any layer. Stacks of different
-        lengths cannot be mapped together.
+        The results that belong to no layer must also be the same, and so depend on no layer. Stacks
+        of different lengths cannot be mapped together.
         """
         leaves = zip(self.stacked, jax.tree.leaves(self.shapes), strict=True)
         if len({shape.shape[0] for flag, shape in leaves if flag}) > 1:

@@ -66,7 +66,7 @@ class TermTable:
         return self._number(("input", name))
 
     def results(self, closed: ClosedJaxpr, inputs: Sequence[TermValue]) -> list[TermValue]:
-        """Return the values of a traced function's results.
+        """Return a value, with its terms, for each result of a traced function.
 
         Raises:
           UnknownError: a stack of layers is passed to an operation that may mix its layers.
