@@ -40,9 +40,9 @@ def reduce_tree(
     Args:
       tree: arrays or scalars of this device, inside `jax.shard_map`.
       axis, op: as for `all_reduce`.
-      algorithm: the algorithm, and the size of a bucket. The size "auto" is 32 MiB; but where the
-        algorithm is `Xla`, or `Auto` chooses `Xla`, each leaf is sent separately, because XLA
-        merges collectives itself, unless `sends_apart`.
+      algorithm: the algorithm, whose `bucket_bytes` is the size of a bucket. The size "auto" is 32
+        MiB; but where the algorithm is `Xla`, or `Auto` chooses `Xla`, each leaf is sent
+        separately, because XLA merges collectives itself, unless `sends_apart`.
       order: positions of the leaves (in the order of `jax.tree.leaves`), in the order in which they
         are computed; None is from the last leaf to the first.
 

@@ -42,7 +42,7 @@ class SeparateChannels:
     def __call__(self, *args: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(args)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
-            # This calls the plain function (which no stub declares), because jax refuses a jit with
+            # The plain function (which no stub declares) is called, because jax refuses a jit with
             # compiler options inside another jit.
             return self.jitted.__wrapped__(*args)  # pyright: ignore[reportAttributeAccessIssue]
         kinds = [(jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves]

@@ -1,9 +1,10 @@
 """The user-facing collectives, inside `jax.shard_map`: any shape, dtype and algorithm.
 
-`reference.py` defines their results; the algorithm's docstring and `traffic` give their cost. All
-take an axis name or a tuple of names (slowest first; devices are counted over all these axes), and
-sizes need not divide by the number of devices. Invalid arguments raise a CollectiveError at trace
-time. Shapes and dtypes cannot differ between devices: shard_map traces one program for all of them.
+`reference.py` defines the results; the algorithm's docstring and `traffic` give the cost. All
+operations take an axis name or a tuple of names (slowest first; devices are counted over all these
+axes), and sizes need not divide by the number of devices. Invalid arguments raise a CollectiveError
+at trace time. Shapes and dtypes cannot differ between devices, because shard_map traces one program
+for all devices.
 
 Reverse-mode differentiation runs the transpose by the same algorithm: all_reduce <-> all_reduce,
 reduce_scatter <-> all_gather, broadcast <-> reduce, all_to_all <-> its inverse. (`Xla` is

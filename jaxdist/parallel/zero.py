@@ -238,9 +238,8 @@ def plan_zero(
 
 
 LANES, SUBLANES = 128, 8
-"""The columns and rows of a TPU's tile. They are equal for all dtypes that ZeRO stores or gathers:
-two rows of bfloat16 share a sublane, but a tile of bfloat16 has 8 rows too (`T(8,128)(2,1)` in a
-program)."""
+"""The columns and rows of a TPU's tile, for every dtype that ZeRO stores or gathers. Two rows of
+bfloat16 share a sublane, but a tile of bfloat16 has 8 rows too (`T(8,128)(2,1)` in a program)."""
 
 
 def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int) -> int | None:

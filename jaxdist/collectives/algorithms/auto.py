@@ -206,9 +206,10 @@ def here_kind() -> str:
 
 
 def described_levels(what: str, sizes: Mapping[str, int], levels: Sequence[Level]) -> list[str]:
-    """Return the heading of a table of alternatives: `what` is sent, and a line for each link.
+    """Return the lines above a table of alternatives: the message and its axes, then each link.
 
     Args:
+      what: description of the message.
       sizes, levels: sizes and links of the axes, in the same order.
     """
     shown = ", ".join(f"{name}: {size}" for name, size in sizes.items())

@@ -22,7 +22,10 @@ from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic
 
 
 class Circulant(Algorithm):
-    """The operations without a root in logarithmic rounds; the others run along a binomial tree."""
+    """The base of algorithms whose operations without a root take ceil(log2 N) rounds.
+
+    Operations with a root run along a binomial tree.
+    """
 
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         return reduce_scatter(blocks, axis, combine)
@@ -55,7 +58,7 @@ def rounds(size: int) -> list[tuple[int, int]]:
 
 
 def reduce_scatter(blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
-    """Reduce-scatter [N, c] -> [c]."""
+    """Reduce-scatter [N, c] -> [c] in ceil(log2 N) rounds."""
     rows = [row[0] for row in _from_here(blocks, axis)]
     for more, fewer in rounds(axis_size(axis)):
         # All blocks of a round are one message, which costs one latency.

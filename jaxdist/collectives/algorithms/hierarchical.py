@@ -176,5 +176,5 @@ class Hierarchical(Algorithm):
 
 
 def _transposed(blocks: jax.Array, rows: int, columns: int) -> jax.Array:
-    """Transpose the first two dims of `[rows, columns, c]`, which the argument has flattened."""
+    """Transpose [rows * columns, c] to [columns * rows, c], as a table of blocks [c]."""
     return blocks.reshape(rows, columns, -1).swapaxes(0, 1).reshape(rows * columns, -1)

@@ -117,7 +117,7 @@ class Ring(Algorithm):
                 for hop in range(hops, 0, -1):
                     start = (root - way * hop) % size
                     arrived = permute(partial, axis, [(start, (start + way) % size)])
-                    # This is valid only on the receiving device, which is the next to send.
+                    # The partial result is valid only on the receiving device, the next to send.
                     partial = combine(arrived, piece if hop > 1 else total)
                 total = partial
             return total

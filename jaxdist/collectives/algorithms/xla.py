@@ -38,7 +38,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _float(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Invert `_bits`."""
+    """Convert integers from `_bits` back to floats of `dtype`."""
     return lax.bitcast_convert_type(bits, jnp.dtype(f"float{8 * bits.dtype.itemsize}")).astype(
         dtype
     )

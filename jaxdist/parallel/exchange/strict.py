@@ -115,7 +115,8 @@ class Strict(Explicit):
         total, factor = lax.optimization_barrier(given)
         mean = jax.tree.map(lambda g: (g * factor).astype(g.dtype), total)
         mean = mean if self.zero is None else self.zero.cut(mean)
-        # This barrier separates the mean from the update, which must be the same program too.
+        # The last barrier separates the mean from the update, which must be the same program for
+        # any number of devices.
         return found._replace(grads=lax.optimization_barrier(mean)), state
 
     def sums(self, compute: Compute, params: Params, buffers: Buffers, batch: Batch) -> Sums:

@@ -40,7 +40,7 @@ def backward(
     Returns:
       The next state, `y` or zeros, and the gradient of the chunk's input (zeros without a task).
     """
-    # Backward tasks only read these buffers. They are closed over instead of passed through the
+    # Backward tasks only read these buffers, which are closed over instead of passed through the
     # conditional, since XLA may copy the results of a conditional.
     unchanged = {name: getattr(state, name) for name in ("inputs", "gradients", "residuals")}
 

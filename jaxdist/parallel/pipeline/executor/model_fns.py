@@ -37,7 +37,7 @@ class Visit(NamedTuple):
 class ModelFns:
     """A model as three functions. The first stage runs `embed`, the last stage runs `head`.
 
-    The argument `shared` has the parameters of embedding and head, which may share parameters.
+    The argument `shared` has the parameters of embedding and head; both may use the same parameter.
 
     Attributes:
       embed: function from (shared, visit) to the first chunk's input.
