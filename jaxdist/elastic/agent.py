@@ -41,8 +41,8 @@ class AgentSettings:
       restarts: the number of consecutive generations that may fail without a new step before the
         run fails.
       stuck_timeouts: how long a process may make no progress.
-      notices: sources of preemption notices besides signals. The training processes poll them as
-        well; the agent polls them for the times when it runs no process.
+      notices: sources of preemption notices besides signals, which the training processes poll as
+        well; the agent polls the sources for the times when it runs no process.
     """
 
     args: Mapping[str, Json]

@@ -1,4 +1,4 @@
-"""A rendezvous on a Redis server: a script swaps the token; a Redis hash holds each kind of values.
+"""A rendezvous on a Redis server: a script swaps the token, and a hash holds each kind of values.
 
 The server must be a single server: a replica that takes over may lack the last writes, and among
 them a swap that was acknowledged. The data need not survive a restart: a server that comes back
