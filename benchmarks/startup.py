@@ -37,6 +37,6 @@ def bench(repeats: int = REPEATS) -> Report:
 
 
 def starts_backend(command: tuple[str, ...]) -> bool:
-    """Return whether a command starts a backend, which shows as a failure on a wrong platform."""
+    """Return whether a command starts jax's backend, by its failure on an unknown platform."""
     environ = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}
     return subprocess.run(command, env=environ, capture_output=True, timeout=120).returncode != 0

@@ -96,7 +96,7 @@ def sums_of_one_number(mesh: Mesh) -> Callable[[int], float]:
 
 
 def coding_alone() -> Callable[[int], float]:
-    """Return a turn of reductions of the gradients on this host's device alone."""
+    """Return a turn of reductions of the gradients over this host's device alone."""
     mesh = make_mesh(jax.local_devices(), (1,), ("data",))
     grads = jax.tree.map(lambda x: jax.device_put(x[None], split(mesh)), first_params())
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), grads)

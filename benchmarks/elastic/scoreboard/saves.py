@@ -98,7 +98,7 @@ def refused_after(run: Path, rng: random.Random) -> bool:
     """Return whether a generation that wakes has its writes refused, and ends with an error."""
     process = started(run, 1)
     try:
-        process.stdout.readline()  # the first step is saved
+        process.stdout.readline()  # wait until the first step is saved
         time.sleep(rng.uniform(0.0, LONGEST_SECONDS))
         process.send_signal(signal.SIGSTOP)
         with saver.store_of(run, 2, lambda line: None) as store:

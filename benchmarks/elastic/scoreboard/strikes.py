@@ -95,7 +95,7 @@ def event(run: Path, generation: int, kind: str) -> JsonObject | None:
 def at_work(run: Path) -> JsonObject | None:
     """Return the "begun" event of the generation that trains now; None if none does.
 
-    It need not follow a strike: on a busy machine a process may miss heartbeats for too long.
+    A generation need not follow a strike: on a busy machine a process may miss heartbeats.
     """
     found = [one for one in read_journal(run) if one["event"] in ("begun", "lost", "ended")]
     return found[-1] if found and found[-1]["event"] == "begun" else None
@@ -190,7 +190,7 @@ def lost_processes(trials: int, seed: int, processes: int = 4) -> Row:
 def stopped_processes(trials: int, seed: int, processes: int = 2) -> Row:
     """Try R19: SIGSTOP; steps of this model take less than 0.1 s."""
     hits, same = struck(trials, seed, processes, signal.SIGSTOP)
-    limit = StuckTimeouts().silent_seconds + 2 * 0.1 + 1.0  # and a second to write the stacks down
+    limit = StuckTimeouts().silent_seconds + 2 * 0.1 + 1.0  # 1 s is for writing the stack traces
     named = sum(one.named for one in hits)
     longest = max(one.detect for one in hits)
     words = (
