@@ -28,7 +28,7 @@ PROCESSES, KILLS, TORCH_KILLS = 4, 5, 3
 PARTS = ("stop", "restart", "restore", "first_step")
 AGENT_SECONDS, AGENT_WINDOWS = 10.0, 6
 EVERY = peer.EVERY
-"""The number of steps between two checkpoints, of jaxdist and of torchrun. From each recovery to the
+"""The number of steps between two checkpoints, of jaxdist and of torchrun. From a recovery to the
 next kill, this number of steps is taken, and a random number of further steps up to as many."""
 
 

@@ -21,7 +21,7 @@ def key(task: Task) -> Dependency:
 
 
 def needed(task: Task, chunks: int) -> list[Dependency]:
-    """Return the dependencies of a task, as `schedule.needs` does, but by result."""
+    """Return the results that a task needs; `schedule.needs` returns the tasks that make them."""
     kind, chunk, microbatch = task.kind, task.chunk, task.microbatch
     if kind is TaskKind.FORWARD:
         return [(False, chunk - 1, microbatch)] if chunk else []
