@@ -1,4 +1,4 @@
-"""Agreement between the processes of a run on values of any of them.
+"""Agreement of all processes of a run on a value that one or several processes have.
 
 All functions are collectives: every process calls them, on its main thread, in the same order. In a
 run with a single process nothing is communicated.
@@ -29,7 +29,7 @@ def broadcast_json(value: Json) -> Json:
 def broadcast_int(value: int) -> int:
     """Return the integer below 2**31 that process 0 passed, on every process.
 
-    Unlike `broadcast_json`, whose arrays vary in length, it compiles a single program.
+    Unlike `broadcast_json`, whose arrays vary in length, this function compiles a single program.
     """
     if jax.process_count() == 1:
         return value

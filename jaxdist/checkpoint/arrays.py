@@ -26,12 +26,12 @@ from jaxdist.types import Leaf, PyTree
 
 WRITE_TIMEOUT_SECONDS = 1200
 MOST_FAILURES = 100
-"""Upper bound of the errors to fetch after a save: more than orbax writes files."""
+"""Largest number of errors to fetch after a save, which exceeds the number of orbax's files."""
 
 
 @cache
 def _orbax() -> Any:
-    """Import orbax on first use, since that takes longer than to import jax, and mute its log.
+    """Import orbax on first use, since its import takes longer than jax's, and mute its log.
 
     Orbax logs the errors that it raises with a traceback; the store reports each in a line.
     """
@@ -44,8 +44,8 @@ def _orbax() -> Any:
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    # asyncio logs failed writes that are not awaited; only the text, if anything, shows that they
-    # come from orbax or tensorstore.
+    # asyncio logs failed writes that are not awaited. Only the text of the record, if anything,
+    # shows that a write was orbax's or tensorstore's.
     text = f"{record.pathname} {record.getMessage()}"
     full = record.exc_info is not None and is_disk_full(record.exc_info[1])
     return not (full or "orbax" in text or "tensorstore" in text)

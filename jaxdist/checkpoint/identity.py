@@ -179,7 +179,7 @@ def run_directories(base: Path) -> list[Path]:
 def with_id(base: Path, wanted: str) -> Path | None:
     """Find the directory of the run with an id, among `base` and its numbered successors.
 
-    It serves where a process has ended before it could report the directory that it had taken.
+    A process may have ended before it could report the directory that it had taken.
 
     Raises:
       RunError: see `read_identity`.

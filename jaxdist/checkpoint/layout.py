@@ -41,9 +41,9 @@ def step_directory(directory: Path, step: int) -> Path:
 def staging_directory(directory: Path, step: int, generation: int | None = None) -> Path:
     """Return the directory in which a step's checkpoint is written before it is committed.
 
-    A commit renames this directory. If its name has a generation, no other generation can commit
-    it. That generation cannot either once the next generation has started, whose first act is to
-    remove the directory (`recover`).
+    A commit renames this directory, so a directory with a generation in its name can be committed
+    by no other generation. A deposed generation cannot commit the directory either, since the next
+    generation first removes it (`recover`).
     """
     of = "" if generation is None else f"g{generation}-"
     return directory / f"{_STAGING}{of}{step_directory(directory, step).name}"
@@ -123,8 +123,8 @@ def delete(path: Path) -> None:
 def clear_older(directory: Path, generation: int) -> None:
     """Remove the incomplete files of older generations' processes.
 
-    Those processes may continue to write for a while after the next generation has called
-    `recover`.
+    Processes of an older generation may continue to write for a while after the next generation has
+    called `recover`.
     """
     for path in directory.glob(f"{_STAGING}*"):
         match = re.match(rf"{re.escape(_STAGING)}(?:deleted-)?g(\d+)-", path.name)

@@ -110,7 +110,7 @@ def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
     for shard in shards:
         shard.data.copy_to_host_async()
     for shard in shards:
-        # This must be a copy: on CPU it could be the array's own memory, which the next step may
+        # Without a copy, the result could be the array's own memory on CPU, which the next step may
         # overwrite.
         held = np.array(shard.data, order="C")
         corner = tuple(part.start or 0 for part in shard.index)
@@ -141,7 +141,7 @@ class Known:
     """An index by digest of the files of earlier steps and of this step.
 
     Args:
-      steps: directory and manifest of each step; of equal files that of the last step is used.
+      steps: directory and manifest of each step; if files are equal, the last step's file is used.
       on_event: function that is called with a line about a file that proves damaged.
     """
 

@@ -207,7 +207,7 @@ def whole_steps(folder: Path) -> list[int]:
 
 
 def _whole(folder: Path) -> dict[int, list[Path]]:
-    """Return the complete set of files of each step, and of several sets that with most files."""
+    """Return the complete set of files of each step; if there are several, the largest set."""
     found: dict[tuple[int, int], list[Path]] = {}
     for path in sorted(folder.glob("step_*")):
         part = snapshot_of(path.name)

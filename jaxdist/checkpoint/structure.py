@@ -40,7 +40,7 @@ def describe_arrays(tree: PyTree, shapes: PyTree = None) -> dict[str, LeafRecord
     """Return the record of every array in a tree, by path.
 
     Args:
-      shapes: a tree like `tree` with the shapes to record; None records those of the arrays.
+      shapes: a tree like `tree` with the shapes to record; None records the arrays' own shapes.
     """
     leaves = named_leaves(tree)
     own = leaves if shapes is None else named_leaves(shapes)

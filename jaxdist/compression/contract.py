@@ -88,7 +88,8 @@ class Codec(Config):
     def exact(self) -> bool:
         """Whether `x - decode(encode(x))` is computed without rounding for every float32 x.
 
-        This holds if every estimate is zero or between half of x and twice x (Sterbenz's lemma).
+        The difference is exact if every estimate is zero or between half of x and twice x
+        (Sterbenz's lemma).
         """
         return True
 

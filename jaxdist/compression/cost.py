@@ -87,8 +87,8 @@ class Prediction:
 def coding_bytes_per_second(kind: str) -> float:
     """Return the bytes of memory per second that a device processes while it encodes and decodes.
 
-    For a GPU or TPU this is the bandwidth of its memory (`runtime.hardware`). For a CPU core it is
-    a measured rate, since arithmetic takes longer there than access to memory.
+    The rate of a GPU or TPU is the bandwidth of its memory (`runtime.hardware`). The rate of a CPU
+    core is measured, since arithmetic takes longer there than access to memory.
 
     >>> coding_bytes_per_second("v5e")
     810000000000.0

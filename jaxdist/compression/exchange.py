@@ -103,8 +103,9 @@ def scatter_decoded(
     shards = split_padded(x, count)
     numbers = jnp.arange(count, dtype=jnp.int32)
 
-    # The second message of a device takes another rank: its own random numbers then differ from
-    # those of the first, while the numbers that all devices share (randomk's positions) are equal.
+    # The second message of a device takes another rank: random numbers of the device's own are then
+    # different in both messages, while numbers that all devices share (randomk's positions) are
+    # equal.
     down_round = round._replace(rank=count + mine)
 
     def real(shard: jax.Array) -> jax.Array:

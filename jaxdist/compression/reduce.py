@@ -44,7 +44,12 @@ EXCHANGES = {"scatter": scatter_decoded, "gather": gather_decoded}
 
 
 class GroupState(NamedTuple):
-    """The state of a group of leaves: each stage's codec states by bucket, and bucket states."""
+    """The state of a group of leaves.
+
+    Attributes:
+      codecs: for each stage, the states of its codec, one for each bucket.
+      buckets: the state of each bucket.
+    """
 
     codecs: tuple[tuple[CodecState, ...], ...]
     buckets: tuple[BucketState, ...]

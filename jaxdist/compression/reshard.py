@@ -101,7 +101,7 @@ class _Rows:
         return self._moved(old, new, share)
 
     def _cut(self, old: jax.Array, new: Leaf, size: int) -> jax.Array:
-        """Concatenate the shards of the old devices, and split them into shards for the new."""
+        """Concatenate the shards of the old devices, and split the result for the new devices."""
 
         def cut(rows: jax.Array) -> jax.Array:
             filled = self.new * new.shape[1]

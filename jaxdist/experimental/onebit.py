@@ -1,9 +1,9 @@
 """1-bit Adam, and the common part of optimizers for momentum that is sent compressed.
 
 The second moment is frozen before messages become lossy, because errors of messages would corrupt
-it. These optimizers do not communicate. Their gradients must represent the same momentum on all
-devices, as those that the feedback `CompressedMomentum` returns. The `b1` of the feedback must be
-the optimizer's, and the codec must send whole gradients in the first `freeze_step` steps
+it. 1-bit optimizers do not communicate themselves. The feedback `CompressedMomentum` gives them
+gradients that represent the same momentum on all devices. The `b1` of the feedback must be the
+optimizer's, and the codec must send whole gradients in the first `freeze_step` steps
 (`jaxdist.compression.warm_up`).
 """
 
@@ -45,9 +45,9 @@ def scale_by_frozen_adam(
 ) -> optax.GradientTransformation:
     """Scale gradients like Adam, with a second moment that is frozen after `freeze_step` steps.
 
-    This is the direction of 1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1, which has no
-    bias correction). In addition, an element whose gradient was zero in the first `freeze_step`
-    steps never moves: see `frozen_direction`.
+    1-bit Adam has the same direction (Tang et al., arXiv 2102.02888, algorithm 1, which has no bias
+    correction). In addition, an element whose gradient was zero in the first `freeze_step` steps
+    never moves: see `frozen_direction`.
 
     Args:
       bounded: whether an element moves at most as far as Adam could move it (`adam_bound`). The

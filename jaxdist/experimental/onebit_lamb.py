@@ -213,7 +213,7 @@ def onebit_lamb(
 
 
 class _Tensors(NamedTuple):
-    """The tensors of a leaf for its ratio.
+    """The tensors of a leaf from which its trust ratio and its update are computed.
 
     Attributes:
       p: weights.
@@ -252,7 +252,10 @@ def _ratios(
     rule: OnebitLambRule,
     warm: jax.Array,
 ) -> list[_Ratio]:
-    """Return the scales and next running values of each leaf; leaves that do not adapt have 1."""
+    """Return the scale of each leaf's update, and the next running values.
+
+    The scale of a leaf that does not adapt is 1.
+    """
     found = [_Ratio(jnp.float32(1), x) for x in kept]
     on = [i for i, flag in enumerate(adapts) if flag]
     squares = [leaves[i].squares(*tensors[i][:3]) for i in on]

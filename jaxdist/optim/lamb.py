@@ -208,7 +208,7 @@ class _Look(NamedTuple):
         return moment if self.g_scale is None else moment + (self.g_scale * scale) * x.g
 
     def direction(self, x: _Tensors, decay: Scalar) -> jax.Array:
-        """Return the direction whose norm the ratio uses; a `decay` of None leaves decay out."""
+        """Return the direction whose norm the ratio uses; it has no decay if `decay` is None."""
         adam = self.numerator(x, 1.0) / (jnp.sqrt(self.nu_scale * x.nu) + self.eps)
         return adam if decay is None else adam + decay * x.p
 

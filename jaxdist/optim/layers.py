@@ -145,9 +145,10 @@ def describe_layers(
       layer_dims: a tree like the parameters with a list for each: the name of each dim along which
         every index has a norm of its own, and None for each dim over which a norm is summed, such
         as `["layers", None, None]` for a stack of matrices. The function `layer_dims` builds such a
-        tree. None in place of a list, or of the whole tree, gives each parameter a single norm.
+        tree. A parameter with None instead of a list has a single norm, and so have all parameters
+        with None instead of the tree.
       specs: a tree of partition specs, as passed to `jax.shard_map`; it has no effect outside of
-        `jax.shard_map`. None if no leaf is split.
+        `jax.shard_map`. With None no leaf counts as split.
 
     Raises:
       ConfigError: a dim that the leaf does not have; an axis that the mesh does not have; a tree
@@ -201,8 +202,8 @@ def _split(name: str, x: jax.Array, spec: PartitionSpec) -> tuple[tuple[str, ...
                 f"spec of parameter {name or 'params'} {x.shape}: {spec} names no mesh axis "
                 f"{axis!r}: {did_you_mean(axis, map(str, mesh.axis_names))}"
             )
-    # Only manual axes count: along an automatic axis the program sees whole arrays, and XLA
-    # completes a sum over them.
+    # Only manual axes count: along an automatic axis the program sees whole arrays, over which XLA
+    # completes every sum.
     split = [tuple(axis for axis in entry if axis in manual) for entry in entries]
     return (*split, *((),) * (x.ndim - len(split)))
 
@@ -233,7 +234,7 @@ def add_shards(squares: Sequence[Squares], leaves: Sequence[LayeredLeaf]) -> lis
 
 
 def _mixed(leaf: LayeredLeaf, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of the all-reduce's axes along which devices hold different layers of a leaf."""
+    """Return the axes of the all-reduce along which devices hold different layers of a leaf."""
     return tuple(axis for axis in leaf.kept_axes if axis in axes)
 
 

@@ -216,7 +216,7 @@ class Group:
 
     @property
     def sent_bytes(self) -> int:
-        """The float32 bytes that a device sends to others in a step, to the owners and back."""
+        """The bytes that a device sends to other devices in a step, for matrices and results."""
         return 2 * (self.devices - 1) * self.slots * math.prod(self.held[0].block) * 4
 
     @cached_property
@@ -284,7 +284,7 @@ class Exchange:
 
     @property
     def sent_bytes(self) -> int:
-        """The float32 bytes that a device sends to other devices in a step."""
+        """The bytes that a device sends to other devices in a step, for all groups."""
         return sum(group.sent_bytes for group in self.groups)
 
     def apply(self, rule: Rule, tensors: Sequence[jax.Array]) -> list[jax.Array]:

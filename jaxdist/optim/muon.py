@@ -32,7 +32,8 @@ UPDATE_RMS = 0.2
 ENDS = ("vocab", "classes")
 """Dims that only embeddings and output heads have; AdamW updates parameters with such a dim."""
 BATCH = 2**24
-"""Number of elements in a batch of matrices: more matrices are computed in several batches."""
+"""Number of elements of the matrices that are orthogonalized at once; if there are more, the
+matrices are orthogonalized in several batches, one after another."""
 
 Scale = Literal["match_rms", "spectral"]
 
@@ -197,7 +198,7 @@ class MuonConfig(OptimizerConfig):
         return plan_matrices(list(found.values()), specs, mesh, cost)
 
     def explain(self, tree: NamedParams) -> tuple[str, ...]:
-        """Return a line with the parameters that Muon updates, and a line with those of AdamW.
+        """Return a line with the parameters of Muon, and a line with the parameters of AdamW.
 
         Raises:
           ConfigError: no parameter is a matrix; a pattern of `adamw.params` matches no matrix.

@@ -46,7 +46,7 @@ def owners(state: OptState, params: Params, stacked: Collection[str] = ()) -> Py
     """Return the `Owner` of each leaf of an optimizer's state, or None, as a tree like the state.
 
     A leaf belongs to the parameter whose path is part of the leaf's own path: optax's states hold
-    trees like that of the parameters, with parts missing (`optax.masked`) or replaced.
+    trees like the tree of parameters, with parts missing (`optax.masked`) or replaced.
 
     Args:
       stacked: names of the parameters whose first dim counts layers; the leaves that belong to such
@@ -90,8 +90,8 @@ def _owner(
 def kept_dims(shape: Sequence[int], of: Sequence[int]) -> tuple[int | None, ...]:
     """Match the dims of a leaf to those of its parameter by their lengths, given both shapes.
 
-    A leaf has either all of the parameter's dims, after some of its own, or some of them in order.
-    The result has None for a dim with several possible matches.
+    A leaf has either dims of its own followed by all of the parameter's dims, or some of the
+    parameter's dims in order. The result has None for a dim with several possible matches.
 
     >>> kept_dims((10, 4, 3), (4, 3)), kept_dims((4, 3), (4, 8, 3)), kept_dims((5, 5), (2, 3))
     ((None, 0, 1), (0, 2), (None, None))

@@ -19,10 +19,10 @@ from jaxdist.types import Leaf
 class MomentumCorrection(Feedback):
     """Deep Gradient Compression (Lin et al., arXiv 1712.01887, algorithm 4 and section 3).
 
-    Each device has a velocity u = m u + gradient, which it accumulates in v = v + u. It sends the
-    largest elements of v, and sets these elements of u and v to zero (factor masking). The
-    optimizer must not have a momentum of its own. Each device clips its gradient to `clip_norm` /
-    sqrt(devices) before the gradients are added up.
+    Each device has a velocity u = m u + gradient, which it accumulates in v = v + u. A message has
+    the largest elements of v, after which the device sets these elements of u and v to zero (factor
+    masking). The optimizer must not have a momentum of its own. Each device clips its gradient to
+    `clip_norm` / sqrt(devices) before the gradients are added up.
 
     The codec's error in an element that is sent remains in v. Memory: 8 bytes for each element.
     """

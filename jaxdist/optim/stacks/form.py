@@ -41,8 +41,8 @@ class Form:
 
     Attributes:
       outer: the structure of the tree with a leaf in the place of each list.
-      inner: for each leaf of `outer`, the structure of a layer of its list; None without a list.
-      counts: for each leaf of `outer`, the number of layers in its list; 0 without a list.
+      inner: for each leaf of `outer`, the structure of a layer of the list; None for other leaves.
+      counts: for each leaf of `outer`, the number of layers in the list; 0 for other leaves.
     """
 
     outer: TreeDef
