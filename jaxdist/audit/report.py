@@ -36,9 +36,9 @@ def audit(
     """Build the train step with and without each knob that is set, and print the knob's effect.
 
     Equal texts before compilation prove that a knob has no effect. If the texts differ, a knob of
-    the sections `jaxdist.audit.step.LAYOUT` is judged by the compiled programs. Other knobs then
-    have an effect; with `full`, they are judged by the compiled programs too, which shows
-    differences that the compiler optimizes away.
+    the sections `jaxdist.audit.step.LAYOUT` is judged by the compiled programs, and any other knob
+    counts as having an effect. With `full`, all knobs are judged by the compiled programs, which
+    excludes differences that the compiler optimizes away.
 
     Args:
       path: the configuration file, with `overrides` on top.

@@ -138,8 +138,8 @@ def judge_knob(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | 
     if default is None and _is_read(step, path):
         return found("default", "what null stands for here")
     if path[:2] == ("sharding", "params"):
-        # On a mesh that splits parameters, a config without these names is refused, and the knob
-        # is judged `required`. Here the mesh splits none.
+        # On a mesh that splits parameters, a config without names of dims is refused, and the knob
+        # is judged `required`. On other meshes the names have no effect, which is not a mistake.
         return found("not in the step", "names dims for meshes that split parameters")
     return found("NO EFFECT", "the same step without it")
 

@@ -5,7 +5,8 @@ which the chip is busy: a straight line between two published points. The site's
 effectiveness (PUE) covers the power of hosts, network and cooling.
 
 The figures of TPU v4 are from Jouppi et al. 2023 (arXiv 2304.01433, table 4: 90 W when idle, 192 W
-at most; MLPerf draws 170 W on average). Those of GPUs are the board power in the SXM data sheets.
+at most; MLPerf draws 170 W on average). The figures of GPUs are the board power in the SXM data
+sheets.
 Google has published no power figures for v5e, v5p, v6e and tpu7x: for these chips the config must
 set `energy.watts`.
 """

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from jaxdist.hlo.estimates import Effort
 
 OTHERS = 0.5
-"""The assumed fraction of the peak for the FLOPs that a kernel without an entry here states."""
+"""The assumed fraction of the peak at which kernels other than those of `SPLASH` compute."""
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 
@@ -150,7 +150,7 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
     kernel = SPLASH[found[1]]
     block = effort.blocks.get(kernel.side, 512)
     query = max(effort.operands, key=lambda shape: shape.elements)
-    # A fused backward kernel has a result of the queries' shape: their gradient, a further product.
+    # A fused backward kernel also computes the gradient of the queries, a result of their shape.
     fused = found[1] == "dkv" and any(r.dims[-3:] == query.dims[-3:] for r in effort.results)
     products = kernel.products + int(fused)
     share_computed = computed_share(query.dims[-2], block)

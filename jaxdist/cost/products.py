@@ -63,9 +63,9 @@ def product_share(
 
 
 def _between(lengths: list[int], length: int) -> tuple[int, int, float]:
-    """Return the entries below and above a length, and its place between them, from 0 to 1.
+    """Return the entries of a table below and above a length, and the position between these two.
 
-    The place is relative to the logarithms of both entries.
+    The position is from 0 to 1, and linear in the logarithm of the length.
     """
     length = min(max(length, lengths[0]), lengths[-1])
     # At least 1: the first entry itself has no entry below.

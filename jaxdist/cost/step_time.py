@@ -32,7 +32,7 @@ class StepTime:
 
     Attributes:
       seconds: total, with the most expensive branch of conditionals whose branch is unknown.
-      seconds_low: total with the cheapest branch of these conditionals.
+      seconds_low: total, with the cheapest branch of conditionals whose branch is unknown.
       compute_seconds: time in which the device computes, including kernels of an assumed rate.
       assumed_seconds: the part of `compute_seconds` at an assumed rate.
       copy_seconds: waits for copies between memories.

@@ -4,15 +4,16 @@ Chips are joined to their neighbours along two or three dims. A collective over 
 the links of each dim in which the box is longer than one, all at once: links of both directions
 where the dim is a ring, and of one direction where it is a line (the end of a line receives
 everything through one link). An all-gather of V bytes among n devices then takes the time of
-V (n-1)/n bytes at the rate of all these links together. A reduce-scatter takes as long, an
-all-reduce twice as long, and an all-to-all a quarter of it (Austin et al., "How to Scale Your
-Model", chapter "Sharded matrices"). The latency of each hop to the farthest chip is added.
+V (n-1)/n bytes at the rate of all used links together. A reduce-scatter takes as long as an
+all-gather, an all-reduce twice as long, and an all-to-all a quarter as long (Austin et al., "How to
+Scale Your Model", chapter "Sharded matrices"). The latency of each hop to the farthest chip is
+added.
 
 A group that is not a box (scattered chips) is assumed to use a single link of a single dim.
 
-The two devices of a chip form a further dim, without links of the torus. A collective that spans
-this dim sends each byte into the chip once. Otherwise the collectives of the chip's two devices run
-at once, and share the links.
+The two devices of a chip form a further dim, without links of the torus. A collective along the dim
+of a chip's devices sends each byte into the chip once. In a collective along other dims only, a
+chip's two devices send their own bytes at once, and share the links.
 """
 
 from __future__ import annotations
@@ -117,10 +118,11 @@ class Torus:
         return self.fast.bytes_per_second / (1 if dims & self._inside else self.cores)
 
     def _extents(self, groups: Sequence[Sequence[int]]) -> list[int]:
-        """Return the extent of the groups in each dim: the largest number of different places."""
+        """Return for each dim the largest number of different coordinates in any group."""
         if len({len(group) for group in groups}) > 1:
             return [max(sizes) for sizes in zip(*(self._extents([g]) for g in groups), strict=True)]
-        # Of shape [group, member, dim]; sorted, so that changes between members count places.
+        # An array [group, member, dim], sorted along members, so that the number of changes between
+        # successive members is the number of different coordinates less one.
         places = np.sort(self.places[np.array(groups)], axis=1)
         return [int(n) for n in 1 + (np.diff(places, axis=1) != 0).sum(axis=1).max(axis=0)]
 

@@ -54,7 +54,8 @@ def in_sequence(parts: list[Totals]) -> Totals:
 def one_of(branches: list[Totals]) -> Totals:
     """Combine branches of which a single one runs.
 
-    Each collective runs at least 0 times; FLOPs range from the cheapest to the dearest branch.
+    The least number of executions of any collective is 0. FLOPs range from those of the cheapest
+    branch to those of the most expensive branch.
     """
     all_maybe = in_sequence([branch.times(0, 1) for branch in branches])
     flops = [branch.flops for branch in branches]
@@ -150,7 +151,7 @@ class _Walk:
         if trips is not None:
             each = self._each_turn(frame, loop, trips) if body.unknown_loops else None
             turns = body.times(trips, trips) if each is None else each
-            # A loop evaluates its condition once more than its body: the last time it is false.
+            # A loop evaluates its condition once more than its body, since it ends with a false.
             return in_sequence([turns, condition.times(trips + 1, trips + 1)])
         # The length is unknown: the body counts from 0 to 1 times, and is marked as unbounded.
         once = in_sequence([body.times(0, 1), condition])

@@ -50,7 +50,8 @@ def describe_collective(
     size = layout.size(axes or ()) if is_permute else max(map(len, groups))
     operands = computation.operand_shapes(instruction)
     if instruction.opcode.startswith("ragged"):
-        operands = operands[:1]  # the other operands are the output's buffer, offsets and sizes
+        # Further operands are the buffer of the output, offsets and sizes, which are not sent.
+        operands = operands[:1]
     shapes = [shape for operand in operands for shape in operand]
     # Sizes come from the operands, since XLA:TPU may fuse a conversion of the result's dtype.
     parts = size if kind == "all-gather" else 1

@@ -171,8 +171,8 @@ class MeshLayout:
         coordinates = self._coordinates[np.array(groups)]
         varies = (coordinates != coordinates[:, :1]).any(axis=1)
         axes = self._names(varies.any(axis=0))
-        # Members of a group differ along these axes only. If they are as many as the axes have
-        # points, they are all of these points.
+        # A group's members differ along `axes` only, and are distinct. A group with as many members
+        # as these axes have points therefore contains all of the points.
         return axes if self.size(axes) == len(groups[0]) else None
 
     def pair_axes(self, pairs: Groups) -> tuple[str, ...]:

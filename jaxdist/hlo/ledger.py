@@ -26,11 +26,12 @@ def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | Module | None 
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, for CPU, GPU or TPU, also ahead of time.
-      mesh: the mesh that the program was compiled for; it names the axes.
+      mesh: the mesh that the program was compiled for, with the names of axes.
       text: the program's text from `compile_with_text`, or the parsed text; None asks `compiled`.
 
     Raises:
-      LedgerError: the program runs on other devices than the mesh's, or XLA cannot print it.
+      LedgerError: the program runs on other devices than the mesh's, or XLA cannot print the
+        program.
     """
     return ledger_of_text(
         program_text(compiled) if text is None else text,

@@ -113,7 +113,7 @@ def mismatch(module: Module, lockstep: Lockstep) -> str | None:
 
     A program matches if it has exactly one loop, with an iteration for each tick, around all
     conditionals of these names, and each conditional has the given branches in order. The order is
-    read from the branch's number, which jax writes into the `op_name` of its instructions.
+    read from the number of a branch, which jax writes into the `op_name` of the instructions there.
     """
     loops = tick_loops(module)
     if len(loops) != 1:
@@ -129,7 +129,7 @@ def mismatch(module: Module, lockstep: Lockstep) -> str | None:
 
 
 def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> str | None:
-    """Explain why a conditional does not match the decision of its name; None if it matches."""
+    """Explain why a conditional does not match the decision of its name; None for a match."""
     name = conditional_name(conditional) or ""
     decision, count = lockstep.decisions.get(name), len(conditional.branches)
     if decision is None:

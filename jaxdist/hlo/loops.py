@@ -1,9 +1,9 @@
 """The number of iterations of a loop: XLA's `known_trip_count`, or else computed from the loop.
 
-XLA:TPU drops that count from the compiled program. It is then computed: the integer scalars that
-the condition depends on are evaluated at the beginning of the loop. Where the body changes each of
-these scalars by equal steps, a division gives the first iteration in which the condition fails.
-Otherwise up to `FOLLOWED` iterations are evaluated one after another.
+XLA:TPU drops `known_trip_count` from the compiled program. The number is then computed from the
+integer scalars on which the condition depends, evaluated at the beginning of the loop. If the body
+changes all such scalars by equal steps, a division gives the first iteration in which the condition
+fails. For other loops up to `FOLLOWED` iterations are evaluated one after another.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Frame:
         return Frame(
             self.module,
             self.called(caller, attribute),
-            # The start of work on SparseCores has no operands: its update hands them over later.
+            # The start of work on SparseCores has no operands, which a later update hands over.
             lambda number, path: (
                 self.value(operands[number], path) if number < len(operands) else None
             ),
@@ -169,7 +169,7 @@ class Frame:
     def turns(self, loop: Instruction, trips: int) -> Iterator[Frame]:
         """Yield for each iteration the frame of the body, in which the counters' values are known.
 
-        In this frame the length of an inner loop can be computed even if it depends on counters.
+        The length of an inner loop that depends on a counter can be computed in such a frame.
         """
         now: Mapping[TuplePath, Value | None] = {
             path: self.value(loop.operands[0], path) for path in self._moves(loop)
@@ -181,7 +181,8 @@ class Frame:
 
     def _moves(self, loop: Instruction) -> dict[TuplePath, Value | None]:
         """Return the effect of an iteration on each integer that the condition depends on."""
-        asked: dict[TuplePath, None] = {}  # a set that keeps the order, for equal results
+        # A dict in place of a set, whose order may differ between runs.
+        asked: dict[TuplePath, None] = {}
 
         def state(path: TuplePath) -> Value:
             asked[path] = None

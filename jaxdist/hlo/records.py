@@ -77,7 +77,8 @@ class Memory:
     temp_bytes: int
     code_bytes: int
     peak_bytes: int
-    """The required memory: arguments, outputs outside of them, temporaries, and more on TPU."""
+    """The required memory: arguments, outputs that do not reuse arguments, temporaries, and on TPU
+    also memory that XLA does not list."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +97,8 @@ class Ledger:
     axes: dict[str, int]
     """The size of each mesh axis."""
     unknown_loops: tuple[str, ...] = ()
-    """Loops whose length only a run would show: their content counts from 0 to 1 times, so that no
-    upper figure is a bound."""
+    """Loops whose length only a run would show. Their bodies count as 0 to 1 iterations, so that
+    the upper figures are not bounds."""
 
     def sent_bytes(self, axis: str | None = None) -> float:
         """Return the bytes that a device sends in a run, over all axes or those of one `axis`.

@@ -218,7 +218,7 @@ def _combined(opcode: str, type_text: str, left: Line, right: Line) -> Line | No
 
 
 def _first_failure(direction: str | None, left: Line, right: Line) -> Holds | None:
-    """Compute when a comparison of two lines first fails, from the sign of their difference."""
+    """Compute in which iteration a comparison of two lines first fails."""
     start, step = left.start - right.start, left.step - right.step
     until = min(left.until, right.until)
     if direction in ("GT", "GE"):

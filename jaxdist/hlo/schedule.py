@@ -4,8 +4,8 @@ An asynchronous collective has one of four forms:
 
 - `all-gather-start` and `all-gather-done`, and likewise for the other kinds;
 - `async-start` and `async-done`, around a computation that contains the collective;
-- the same with an `async-update` that hands over the operands, around a custom call that runs the
-  collective (on the SparseCores of TPU7x);
+- `async-start` without operands, an `async-update` that hands over the operands, and `async-done`,
+  around a custom call that runs the collective (on the SparseCores of TPU7x);
 - on TPU, a fusion that contains the collective and the custom call `AsyncCollectiveStart`, compute
   fusions that contain the collective again and continue it, and a fusion with the custom call
   `AsyncCollectiveDone`.
@@ -57,9 +57,9 @@ def collective_kind(instruction: Instruction) -> CollectiveKind | None:
 def collective_in(
     computation: Computation, module: Module
 ) -> tuple[Instruction, Computation] | None:
-    """Return the first collective of a computation or of its custom calls.
+    """Return the first collective of a computation or of its custom calls; None without one.
 
-    The second element is the computation that contains the collective.
+    The result is a pair of the collective and the computation that contains it.
     """
     for instruction in computation.instructions:
         if collective_kind(instruction) is not None:

@@ -60,8 +60,8 @@ class _Flight:
 class _Piece:
     timeline: ProgramTimeline
     pending: Mapping[int, _Flight]
-    """Operations in flight, by their index in the returned tuple. The time of their end is relative
-    to the end of the computation."""
+    """Operations in flight, by index in the returned tuple. The time at which an operation ends is
+    relative to the end of the computation."""
 
 
 def play(
@@ -132,7 +132,7 @@ class _Run:
     def piece(self) -> _Piece:
         for instruction in self.body.instructions:
             self._step(instruction)
-        # No instruction waits for these operations: they must end before the computation does.
+        # A computation does not end before operations in flight for which no instruction waits.
         for start, flight in self.lost.items():
             self._wait(flight, start)
         leaves = {
@@ -153,7 +153,7 @@ class _Run:
         elif opcode.endswith("-done") or FUSED_DONE in targets_of(instruction, self.player.module):
             self._end(instruction)
         elif launch_of(instruction, self.body) is not instruction:
-            pass  # such a start only reserves memory: its update has the operands, and the time
+            pass  # a start that only reserves memory: the time is that of its update
         elif (collective := self._collective(instruction)) is not None:
             self._communicate(instruction, collective)
         elif self._starts(instruction):
@@ -209,8 +209,8 @@ class _Run:
         piece = self.player.computation(body, {})
         self._inline(piece)
         rest = 0 if trips is None else trips - 1
-        # The first iteration meets nothing in flight; later iterations meet what it left behind,
-        # and are simulated once for all.
+        # Operations that the first iteration leaves in flight delay the second. All iterations from
+        # the second on are assumed to be equal, and only the second is simulated.
         if rest and piece.pending:
             piece = self.player.computation(body, piece.pending)
         if rest:
@@ -246,7 +246,8 @@ class _Run:
     def _branch(self, instruction: Instruction) -> None:
         taken = self.player.choices.get(conditional_name(instruction) or "")
         if taken is not None:
-            # A fraction is the mean over a loop within the tick: both branches, by their shares.
+            # A fraction is the mean number over a loop within the tick, in which some iterations
+            # take one branch, and the rest the next branch.
             number, share = divmod(taken, 1)
             for one, times in ((int(number), 1 - share), (int(number) + 1, share)):
                 if times:

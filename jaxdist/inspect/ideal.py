@@ -60,7 +60,7 @@ def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | No
 def bound_notes(experiment: Experiment) -> tuple[str, ...]:
     """Return phrases for the assumption of `gradient_bound` and for settings that send more.
 
-    The assumption is the first phrase.
+    The first phrase is the assumption, and each further phrase names a setting.
     """
     parallel, program = experiment.config.parallel, experiment.program
     computed = getattr(experiment.config.model, "compute_dtype", None)

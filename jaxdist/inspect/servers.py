@@ -24,8 +24,8 @@ class ServerCost:
       number: the server's number.
       parameter_bytes: bytes of the server's parameters.
       optimizer_bytes: bytes of the optimizer's state on the server.
-      received_bytes: bytes of a push by each client.
-      sent_bytes: bytes of the parameters, sent to each client once.
+      received_bytes: bytes that the server receives if each client pushes once.
+      sent_bytes: bytes that the server sends if each client pulls the parameters once.
     """
 
     number: int

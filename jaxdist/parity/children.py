@@ -46,7 +46,7 @@ def answers(
     jobs: int,
     limit_seconds: float | None = LIMIT_SECONDS,
 ) -> Generator[Any, None, None]:
-    """Yield the function's value for each item in order, or `Ended` where its process crashed.
+    """Yield the function's value for each item in order, or `Ended` where the process crashed.
 
     Args:
       function: a function that can be imported by its name, or a partial of such a function.
@@ -144,7 +144,7 @@ class _Child:
                     target=_serve, args=(self._function, theirs, name), daemon=True
                 )
                 self._process.start()
-            # Closed here, so that the pipe reports the end of the child, its only other holder.
+            # The child must be the only holder of its end of the pipe, for an EOFError at its end.
             theirs.close()
         return self._pipe
 

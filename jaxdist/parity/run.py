@@ -187,7 +187,7 @@ def compare_combination(subject: ParitySubject, cell: Combination) -> ParityResu
     reason = inexact(experiment.program.model, **parts)
     if reason:
         return ParityResult(cell, "skipped", reason=reason)
-    # Both begin with the same state, which the reference drew on a single device.
+    # The combination begins with the state that the single device initialized.
     begun = subject.reference.initial
     try:
         found = trace_differences(trace(experiment, begun), subject.reference)

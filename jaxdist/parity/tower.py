@@ -50,8 +50,9 @@ class Tower(nnx.Module):
     def embed(self, image: jax.Array) -> jax.Array:
         """Return the input of the first block: `[B, embed]`."""
         x = self.first(image.reshape(image.shape[0], -1))
-        # BatchNorm removes the mean: a bias directly before it would have a gradient of 0, of which
-        # only rounding would be left. The product with tanh makes its gradient meaningful.
+        # BatchNorm subtracts the mean, so that the exact gradient of a bias directly before a
+        # BatchNorm is 0, and a comparison would be one of rounding. The product with tanh avoids
+        # this.
         return x if self.norm is None else self.norm(x * jax.numpy.tanh(x))
 
     def trunk(self, x: jax.Array, image: jax.Array) -> jax.Array:

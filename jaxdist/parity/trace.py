@@ -44,8 +44,8 @@ COMPILE: Mapping[str, Json] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
 }
-"""Options with which XLA makes the same plan of a program, but optimizes its loops less. This saves
-time, since each program only runs for `STEPS` steps."""
+"""Options with which XLA makes the same plan of a program, but optimizes its loops less, to save
+time: each program only runs for `STEPS` steps."""
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,8 @@ def norms_at_least(
     difference of a gradient that is small compared with all gradients is therefore divided by
     `SMALL` of the norm of all gradients, and the update of its parameter may differ correspondingly
     more. Some values change by more than the limit when the initial parameters change in their last
-    digits, or when everything is computed in float32. Their difference is divided by this change.
+    digits, or when everything is computed in float32. The difference of such a value is divided by
+    the change.
 
     Args:
       reference: the results of a single device.
@@ -336,7 +337,7 @@ def norms_at_least(
     gradients = dict.fromkeys(reference.gradients, SMALL * total)
 
     def growth(name: str) -> float:
-        """Return the factor by which an update may differ more than its gradient; 1 for buffers."""
+        """Return the factor by which an update may differ more than its gradient."""
         gradient = reference.gradients.get(name)
         return 1.0 if gradient is None else gradients[name] / (_norm(gradient) or 1.0)
 
@@ -364,8 +365,8 @@ def norms_at_least(
 FULL, HALF = 2**-20, 2**-8
 """The relative size of a nudge, of the size of rounding in float32 and in bfloat16."""
 NUDGES = range(3)
-"""The seeds of nudges. There are several, because a single nudge may by chance change a gradient by
-only a fiftieth of the change by others."""
+"""The seeds of nudges. A single nudge would not be enough, since it may by chance change a gradient
+by only a fiftieth of the change by other nudges."""
 
 
 def nudged(state: TrainState, size: float = FULL, seed: int = 0) -> TrainState:

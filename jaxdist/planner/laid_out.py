@@ -49,7 +49,8 @@ def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_by
         with (folder / "said").open("wb") as said:
             child = subprocess.Popen(
                 environment.python_module("jaxdist.planner.laid_out", *command),
-                # `compile_with_text` makes XLA dump into a temporary directory: here below `name`.
+                # `compile_with_text` lets XLA dump into a temporary directory, which TMPDIR places
+                # below the folder that this process watches.
                 env={**os.environ, "TMPDIR": name},
                 stdout=subprocess.DEVNULL,
                 stderr=said,
@@ -102,7 +103,8 @@ def allocated_bytes(text: str) -> int:
 def main(path: str, *rest: str) -> None:
     """Compile a config's train step completely, and write its bytes on each device to a file."""
     *overrides, topology, result = rest
-    environment.prepare(fake_devices=1)  # before the import of jax, which then reads it once
+    # jax reads the number of devices when it is imported, by the imports below.
+    environment.prepare(fake_devices=1)
     from jaxdist.inspect.program import inspect_step, open_subject
     from jaxdist.runtime.topology import topology_devices
 

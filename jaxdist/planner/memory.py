@@ -3,8 +3,8 @@
 The size of the training state is exact: the formula splits it by the rules of ZeRO and of the mesh.
 Kept activations are exact too, and gradients have the dtype and the parts that XLA:TPU gives them.
 The memory of a block, the head and gathered parameters during computation is not exact: the factors
-in `WORK` estimate how much of it is live at once. They are fitted to the buffer assignments of
-compiled programs (`jaxdist.planner.laid_out`).
+in `WORK` estimate how much of it is live at once. The factors are fitted to the buffer assignments
+of compiled programs (`jaxdist.planner.laid_out`).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def share(model: Decoder, plan: Plan) -> Share:
     return _share(model, plan.tensor, plan.stage, plan.state_parts)
 
 
-# Cached by the four numbers that matter: the search asks for many plans that share them.
+# The cache has few entries, since many plans of a search have the same four arguments.
 @lru_cache(maxsize=65536)
 def _share(model: Decoder, tensor: int, stage: int, parts: int) -> Share:
     whole = shard = layer = ends = ends_shard = matrices = matrices_shard = 0
@@ -255,8 +255,8 @@ def _gradients(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> fl
     if plan.zero == 3:
         alone = float(mine.shard * min(model.param_bytes, model.width))
     else:
-        # The gradients of all blocks are live together, whole and in the dtype of parameters. Those
-        # of embedding and head are not, since each is reduced as soon as it is computed.
+        # The whole gradients of all blocks are live together, in the dtype of parameters. Gradients
+        # of embedding and head are reduced as soon as they are computed.
         alone = float((mine.whole - mine.ends) * model.param_bytes)
     return alone + summed * model.param_bytes * (plan.microbatches > 1)
 

@@ -102,7 +102,7 @@ class Target:
         return rate if far else CHIPLET_LINKS * rate
 
     def far(self, dims: Dims) -> Dims:
-        """Return those of the dims along which devices are on different chips."""
+        """Return the dims along which devices are on different chips, a part of `dims`."""
         return dims if self.per_chip == 1 else tuple(d for d in dims if d < len(self.shape) - 1)
 
 
@@ -201,8 +201,8 @@ class Places:
 def meshes(target: Target) -> Iterator[Places]:
     """Yield every layout of stage, data and tensor in a slice, each on whole dims of its torus.
 
-    Whole dims are rings where the torus has rings, and jax refuses other layouts. Of several
-    layouts with equal sizes only the first is yielded: jax also takes the first that fits, from the
+    Whole dims are rings where the torus has rings, and jax refuses other layouts. Only the first
+    of several layouts with equal sizes is yielded, since jax takes the first that fits, from the
     last axis on.
     """
     if not target.is_tpu:

@@ -1,7 +1,7 @@
 """The time of a plan's step, by formula: compute at the chips' rates, collectives over links.
 
 Matrix products run at a fraction of the peak, and elementwise operations at the bandwidth of
-memory. Their times add up, since XLA fuses few elementwise operations with products. The device
+memory. Both times add up, since XLA fuses few elementwise operations with products. The device
 waits for ZeRO's collectives, as XLA:TPU schedules them. Collectives of axis tensor overlap with the
 products of the MLP (`collective_matmul`), whose partial sums pass through memory; around attention
 the device waits for them. A pipeline takes the time of its ticks, each as long as the busiest
@@ -35,8 +35,8 @@ class _Rates:
       attention: fraction of the peak that attention's kernels reach on such devices.
       passes: number of times that the activations of a block pass through memory in the forward
         pass.
-      elements: bytes of activations per FLOP of the peak that the vector unit processes. This
-        bounds elementwise operations where memory is faster.
+      elements: bytes of activations per FLOP of the peak that the vector unit processes, a bound
+        on elementwise operations where memory is faster.
       update: bytes through memory for the update of each parameter, besides those of parameters,
         gradients and the optimizer's state.
     """
@@ -166,7 +166,7 @@ def seconds(
     memory_rate = device.memory_bytes_per_second
     tokens = rows_of(model, plan) * model.window  # tokens of a microbatch on a replica
     count, layers = plan.microbatches, model.layers // plan.stage
-    split = tokens / plan.tensor  # the work of each device of a replica
+    split = tokens / plan.tensor  # tokens for which each device of a replica computes
 
     product = block_seconds(model, plan, target, split, rates.product)
     pairs = split * model.attention_flops / peak
@@ -310,7 +310,7 @@ def _ring_sums_bytes(model: Decoder, plan: Plan, tokens: int) -> float:
 
     Each piece of the MLP's result is added to the partial sum that arrives on the ring, and so is
     each piece of the gradient of the MLP's input. The gradient of a kernel is the sum of products
-    that each contract `MOST_READ` pieces. All passes are counted.
+    that each contract `MOST_READ` pieces. The result is for the forward and the backward pass.
     """
     size = plan.tensor
     if size == 1:
@@ -367,7 +367,8 @@ def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> t
         fast += 2 * gather_seconds(target, dims, plan.data, mine.whole * sum_bytes)
     if plan.zero in (1, 2):
         fast += gather_seconds(target, dims, plan.data, mine.whole * model.param_bytes)
-    # A reduction inside the slice comes first, so that each device sends only its part across.
+    # Gradients are reduced inside the slice first, so that each device only sends its part across
+    # the slow network.
     part = mine.whole / plan.data
     slow = across(target, part * sum_bytes)
     if plan.zero == 3 and plan.scope == "all":

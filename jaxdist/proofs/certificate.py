@@ -24,8 +24,8 @@ from jaxdist.runtime import environment
 from jaxdist.types import Json, JsonObject
 
 ELSEWHERE = ("run", "checkpoint", "metrics", "energy", "elastic", "eval", "mesh")
-"""The sections of a config that are not part of a certificate's digest. The mesh is not, since the
-certificate has a field for it."""
+"""The sections of a config that are not part of a certificate's digest. For the mesh a certificate
+has a field of its own."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Proof:
     def doubted(self) -> bool:
         """Whether all numbers are right, which puts findings of types in doubt.
 
-        The types may confuse dims of the same size, so that their finding may be a false alarm. A
-        plan with such a finding is undecided, since the numbers are those of the reduced size.
+        The rules of types may confuse dims of equal size, so that a finding may be a false alarm. A
+        plan with a doubted finding is undecided: its numbers are right, but at the reduced size.
         """
         decided = not any(one.part == "numbers" for one in self.undecided)
         equal = not any(one.wrong for one in (*self.numbers, *self.near))

@@ -1,4 +1,4 @@
-"""Neighbours of a plan: random plans that differ from it in `CHANGED` settings."""
+"""Neighbours of a plan: random plans that differ from the plan in `CHANGED` settings."""
 
 from __future__ import annotations
 

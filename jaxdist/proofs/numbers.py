@@ -110,8 +110,8 @@ class Scene:
 def scenes(rows: int, shards: int, *, weighted: bool, skips: bool, seed: int) -> list[Scene]:
     """Return the steps to compare.
 
-    Without weights these are two steps and a step after loading; with weights also steps with an
-    empty shard, an empty batch, and a gradient of NaN.
+    Without weights the comparison has two steps and a step after loading. With weights the
+    comparison also has steps with an empty shard, an empty batch, and a gradient of NaN.
 
     Args:
       rows: number of rows of a batch.
@@ -165,7 +165,7 @@ class Steps:
         Args:
           initial: the initial state on the host.
           taken: the scenes.
-          reload: whether to save and load the state before scenes that ask for it.
+          reload: whether to save and load the state before each scene with `Scene.reload`.
         """
         program, traces = self.experiment.program, []
         state, before = place_state(program, initial), initial
@@ -227,7 +227,7 @@ class Reference:
 
     @cached_property
     def initial(self) -> TrainState:
-        """The initial state of all plans, on the host."""
+        """The state on the host with which training under every plan begins."""
         return own_initial_state(self.steps.experiment.program)
 
     def _data(self, sections: JsonObject) -> JsonObject:

@@ -158,7 +158,7 @@ def _layers(experiment: Experiment, model: Json) -> int:
         pipeline = experiment.config.parallel.pipeline
         own = pipeline is not None and pipeline.layers is not None
     if own or isinstance(model["remat"], list):
-        return model["layers"]  # these lists have an entry for each layer or chunk
+        return model["layers"]  # the lists of the config have an entry for each layer or chunk
     return small(model["layers"], chunks, max(2, chunks))
 
 
@@ -189,7 +189,7 @@ def _parallel(parallel: Json) -> JsonObject:
     zero, reduce = parallel["zero"], parallel["reduce"]
     found = {**parallel, "compression": None}
     found["zero"] = {**zero, "whole_below": min(zero["whole_below"], WHOLE_BELOW)}
-    if reduce and isinstance(reduce.get("bucket_bytes"), int):  # neither null nor "auto"
+    if reduce and isinstance(reduce.get("bucket_bytes"), int):  # the value may be null or "auto"
         found["reduce"] = {**reduce, "bucket_bytes": min(reduce["bucket_bytes"], BUCKET_BYTES)}
     return found
 

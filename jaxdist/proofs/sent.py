@@ -1,6 +1,6 @@
 """The comparison of the bytes that a compiled program sends with those that its code asks for.
 
-Inside `shard_map` the code itself names each collective. Elsewhere XLA places the collectives: it
+Inside `shard_map` the code itself names each collective. Elsewhere XLA places the collectives: XLA
 must sum over dims that an axis splits, and may gather arrays that are stored in shards. Any other
 collective moves values to another layout, which the code did not ask for.
 """
@@ -53,7 +53,7 @@ class Unasked:
       where: file and line of the operation, where the program has them.
       operation: the name of the operation for which XLA placed the collective.
       kind: the kind of collective.
-      axes: the mesh axes that it spans; None for groups that are not a product of axes.
+      axes: the mesh axes that the groups span; None for groups that are not a product of axes.
       sent_bytes: the bytes that a device sends.
     """
 

@@ -118,7 +118,7 @@ def draw(seed: int) -> Draw:
         common |= bert(apart, common)
     common |= {"optim": optimizer(random), "seed": random.randrange(100)}
     if any("compression" in plan.parallel for plan in (first, second)):
-        # Compression turns this on by itself, and all plans must have the same optimizer.
+        # Compression turns on `skip_nonfinite` by itself, and all plans must have one optimizer.
         common["optim"] |= {"skip_nonfinite": True}
     return Draw(seed, *with_settings(seed, *(_config(random, common, p) for p in (first, second))))
 
@@ -340,7 +340,7 @@ def _rules(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
 def _tensor_rules(
     random: Random, model: Mapping[str, Json], data: Mapping[str, Json], plan: TrainingPlan
 ) -> Sections:
-    """Draw a rule for axis tensor: a dim that it does not split, or that it splits the sequence."""
+    """Draw a rule by which axis tensor does not split some dim, or splits the sequence as well."""
     if model["type"] not in ("gpt", "bert"):
         return {"channels_out" if model["type"] == "resnet" else "mlp": None}
     if plan.stages == 1 and data["window"] % plan.tensor == 0 and random.random() < 0.5:

@@ -93,7 +93,7 @@ def judge_draw(seed: int) -> DrawOutcome:
 
 
 def _compare(drawn: Draw) -> JsonObject:
-    """Train and compare a draw, and return the fields of its `DrawOutcome` that this determines.
+    """Train and compare a draw, and return the fields of its `DrawOutcome` with the results.
 
     Raises:
       Exception: any error of the draw, except a refusal by jaxdist.

@@ -300,7 +300,8 @@ def _secondary(random: Random, config: Sections) -> Sections | None:
     if not fits or {"compression", "deterministic"} & {*config["parallel"]}:
         return None
     if (config["parallel"]["reduce"] or {}).get("type") == "hierarchical":
-        return None  # a hierarchical reduction does not combine with `zero.secondary`
+        # The second copy is gathered inside one network; a hierarchical algorithm requires two.
+        return None
     return _of_zero(config, secondary=True)
 
 

@@ -27,9 +27,9 @@ class Formulas(Protocol):
         ...
 
     def refusal(self, plan: Plan) -> str | None:
-        """Return why a plan is invalid, without its numbers, since reasons are counted.
+        """Return why a plan is invalid; None for a valid plan.
 
-        The result is None for a valid plan.
+        The reason does not mention the plan's numbers, so that many plans share a reason.
         """
         ...
 
@@ -58,11 +58,11 @@ def invalid(
       zero: the stage of ZeRO.
       scope: the scope of ZeRO.
       staged: whether the plan has a pipeline.
-      split: whether it has axis tensor.
-      two: whether its data axis spans two networks.
-      narrow: whether it reduces gradients in bfloat16.
+      split: whether the plan has axis tensor.
+      two: whether the plan's data axis spans two networks.
+      narrow: whether the plan reduces gradients in bfloat16.
     """
-    # A size of 2 represents every size above 1, so that few results need to be cached.
+    # Sizes of 2 represent all sizes above 1, so that the cache has few entries.
     mesh = {"stage": 2} if staged else {}
     mesh |= {"data_dcn": 2, "data_ici": 2} if two else {"data": 2}
     mesh |= {"tensor": 2} if split else {}

@@ -74,7 +74,7 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
 
 
 def plan_refusal(model: Decoder, plan: Plan) -> str | None:
-    """Return why a plan is invalid, without its numbers; None for a valid plan."""
+    """Return why a plan is invalid; None for a valid plan."""
     found = _indivisible(model, plan)
     if found is not None:
         return found

@@ -3,8 +3,8 @@
 Formulas that know the model's layers exist only for decoders (`jaxdist.planner.memory` and
 `jaxdist.planner.time`). For other models the trace gives the shapes of parameters, the size of the
 optimizer's state, the memory that the forward pass keeps for the backward pass, and the FLOPs.
-These figures suffice for the data axis with ZeRO and microbatches, but not for the communication of
-other axes.
+The trace suffices for plans with the data axis, ZeRO and microbatches, but it does not show the
+communication of other axes.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
         buffer_bytes=_bytes(state.buffers),
         example_bytes=_bytes(program.batch) / examples,
         # XLA keeps the factors and results of products, and recomputes the values between them.
-        # The model's own remat may keep less (`left`), hence the smaller of the two.
+        # The smaller of the two counts, since the model's own remat may keep less (`left`).
         kept_bytes=max(0, min(high[name] - low[name] for name in ("left", "products"))) / added,
         flops=flops.model / examples,
         update_flops=flops.update,

@@ -124,7 +124,8 @@ def all_gather(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     if not eqn.params.get("tiled", False):
         if isinstance(kind, Own | Shard | Whole | Zero | Count):
             return [Value(WHOLE)]
-        # Partial sums side by side along a new dim: the program may sum over that dim later.
+        # The result has the partial sums of all devices along a new dim, over which the program may
+        # sum later.
         return [Value(at.undecided(eqn, f"{kind} is gathered"))]
     if isinstance(kind, Shard) and dim in kind.dims:
         return [Value(WHOLE)]

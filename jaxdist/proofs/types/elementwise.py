@@ -45,11 +45,11 @@ class Context(Protocol):
         ...
 
     def too_large(self, where: str) -> Kind:
-        """Report that the sum at a place adds equal values of all devices, and return a kind."""
+        """Report that the sum at a place adds equal values of all devices; return `Wrong`."""
         ...
 
     def undecided(self, eqn: Any, message: str) -> Unknown:
-        """Return the kind of a result about which no rule decides, with the reason."""
+        """Return `Unknown`, the kind of a result to which no rule applies, with the reason."""
         ...
 
 
@@ -154,7 +154,7 @@ def _even(at: Context, eqn: Any, kinds: Sequence[Kind]) -> bool:
 
 
 def _shares(at: Context, eqn: Any) -> int:
-    """Return how often the number of devices divides an equation's constant divisor; else 0."""
+    """Return n if an equation divides by n times the number of devices, a constant; otherwise 0."""
     factor = getattr(eqn.invars[-1], "val", None)
     if factor is None or eqn.primitive.name not in ("div", "mul") or at.size == 1:
         return 0
@@ -196,8 +196,8 @@ def merged(dim: int, parts: Sequence[tuple[int, Kind]]) -> Kind:
         flat += kind.parts if isinstance(kind, Joined) and kind.dim == dim else [(size, kind)]
     kinds = {kind for _, kind in flat}
     others = kinds - {ZERO}
-    # Zeros may count as any kind. Only partial sums absorb them, so that a later slice that has
-    # zeros alone is still known to be zero.
+    # Zeros may count as any kind. They are merged only with partial sums, so that a later slice
+    # which contains only zeros is still known to be zero.
     if len(kinds) == 1 or (len(others) == 1 and others <= {OWED}):
         return (others or kinds).pop()
     return Joined(dim, tuple(flat))
@@ -263,8 +263,8 @@ def _of_owed(at: Context, eqn: Any, kinds: Sequence[Kind]) -> Kind:
     if name == "is_finite":
         return OWN
     if name in ("eq", "ne") and any(zero):
-        # A guard against division by zero: a device without weight divides by 1 instead, which is
-        # right only if the program multiplies by the same number later.
+        # The usual guard against division by zero lets a device without weight divide by 1, which
+        # is right only if the program multiplies by the same number later.
         return at.undecided(eqn, "asks whether the weight of this device's rows is zero")
     return at.wrong(
         eqn,

@@ -35,8 +35,8 @@ class Shard(Kind):
     The order of rows along that dim may differ.
 
     Attributes:
-      dims: the dims along which the slices may be joined. There are several after a reshape that
-        does not show which of the new dims is sharded.
+      dims: the dims along which the slices may be joined: several dims after a reshape that does
+        not show which of the new dims is sharded.
       inner: for a merged dim of which the outer part is sharded (batch x sequence), the number of
         elements in the inner part, so that a later split of the dim finds the sharded part.
     """
@@ -52,8 +52,9 @@ class Shard(Kind):
 class Count(Kind):
     """A number that is computed from sizes alone: that of the device's rows, or that of all rows.
 
-    The program does not say which. A count that is summed over the devices is taken to be a partial
-    sum, and any other count to be whole; the comparison of numbers shows when this is wrong.
+    The program does not show which of both a count is. A count that is summed over the devices is
+    taken to be a partial sum, and any other count to be whole. The comparison of numbers finds
+    counts that were taken for the wrong kind.
     """
 
     def __str__(self) -> str:

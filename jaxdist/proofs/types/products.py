@@ -160,7 +160,7 @@ def scatter_add(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     scattered = [dim for dim in range(eqn.invars[2].aval.ndim) if dim not in window]
     if isinstance(kind, Whole | Count) and isinstance(indices.kind, Shard):
         rows = {scattered[dim] for dim in indices.kind.dims if dim < len(scattered)}
-        if rows & updates.constant:  # the same number for every row
+        if rows & updates.constant:  # equal numbers for all rows also count as sharded rows
             kind = Shard(frozenset(rows & updates.constant))
     if isinstance(kind, Zero):
         return [Value(table.kind)]
@@ -200,9 +200,9 @@ def scatter_add(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 
 
 def _constant_windows(eqn: Any, table: Value, updates: Value) -> frozenset[int]:
-    """Return the dims of a table along which it remains constant when rows are added to it.
+    """Return the dims along which a table remains constant when rows are added to it.
 
-    Along such a dim the rows are constant, and as long as the table.
+    A dim is one of them if the rows are constant along the dim, and as long as the table.
     """
     numbers = eqn.params["dimension_numbers"]
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}

@@ -58,7 +58,7 @@ def along(axis_of: Callable[[Any], set[int]], linear: bool) -> Rule:
     """Return the rule of an operation along some dims, such as a cumulative sum or a sort.
 
     Args:
-      axis_of: a function from an equation to these dims.
+      axis_of: a function from an equation to the dims along which it operates.
       linear: whether the operation is linear, so that partial sums remain partial sums.
     """
 

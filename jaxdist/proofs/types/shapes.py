@@ -147,7 +147,7 @@ def _reshaped(
             dims.update(news)
             inner = kind.inner
             continue
-        # The number of elements per row of the sharded part of these dims.
+        # The number of elements that a step of one along the sharded part passes.
         within = kind.inner * math.prod(before[dim] for dim in olds if dim > held[-1])
         if within == 1:
             dims.update(news)
@@ -283,7 +283,7 @@ def _in_a_row(dim: int, sizes: Sequence[int], values: Sequence[Value]) -> Value:
     else:
         kind = merged(dim, list(zip(sizes, (value.kind for value in values), strict=True)))
     if isinstance(kind, Shard) and dim in kind.dims:
-        kind = Shard(kind.dims)  # without `inner`: rows are no longer in the order of a merged dim
+        kind = Shard(kind.dims)  # `inner` is dropped, since the order of merged rows has changed
     return Value(kind, constant - ({dim} if kind != ZERO else set()))
 
 

@@ -103,7 +103,7 @@ class Pass:
         )
 
     def too_large(self, where: str) -> Kind:
-        """Report that the sum at a place adds equal values of all devices, and return a kind."""
+        """Report that the sum at a place adds equal values of all devices; return `Wrong`."""
         return self.wrong_at(
             where,
             f"sums over {self.axis!r} what is whole on every device already: the result is "
@@ -111,7 +111,7 @@ class Pass:
         )
 
     def undecided(self, eqn: Any, message: str) -> Unknown:
-        """Return the kind of a result about which no rule decides, with the reason."""
+        """Return `Unknown`, the kind of a result to which no rule applies, with the reason."""
         return Unknown(frozenset([f"{self.axis}: {self.place(eqn)}: {message}"]))
 
     def run(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
@@ -276,13 +276,12 @@ class Pass:
     ) -> tuple[list[Value], list[Value]]:
         """Run a loop's body until the kinds of its carried values no longer change.
 
-        The result has the kinds of the carried values, and of all results of the body.
+        The function returns the kinds of the carried values, and of all results of the body.
         """
         reason = f"{self.axis}: {self.place(eqn)}: a value changes its kind in each pass of a loop"
         recording, self._recording = self._recording, False
-        # The first rounds ignore errors: buffers that are initially zero have no kind of their own
-        # yet, so that an error may be due to them alone. The second rounds begin with the kinds
-        # that the first rounds found.
+        # The first rounds ignore errors, which may be due to buffers that are zero at first and so
+        # have no kind of their own yet. The second rounds begin with the kinds that were found.
         for judges in (False, True):
             for _ in range(PASSES):
                 out = self.run(body, [*fixed, *carry, *rows])
@@ -297,7 +296,7 @@ class Pass:
                 carry = [Value(Unknown(frozenset([reason])))] * len(carry)
         self._recording = recording
         out = self.run(body, [*fixed, *carry, *rows])
-        # This run records errors, with their place.
+        # The kinds are settled, and this last run records the errors.
         carry = [joined(a, b, reason) for a, b in zip(carry, out, strict=False)]
         return carry, out
 
