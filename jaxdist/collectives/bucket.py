@@ -44,7 +44,7 @@ def reduce_tree(
         MiB; but where the algorithm is `Xla`, or `Auto` chooses `Xla`, each leaf is sent
         separately, because XLA merges collectives itself, unless `sends_apart`.
       order: positions of the leaves (in the order of `jax.tree.leaves`), in the order in which they
-        are computed; None is from the last leaf to the first.
+        are computed; None means from the last leaf to the first.
 
     Returns:
       A tree like `tree`.
@@ -118,7 +118,8 @@ def plan_buckets(
             bucket, used_bytes = [index], 0
         else:
             bucket = [*bucket, index]
-        # The bucket becomes the last entry, because the bucket that grew last is complete last.
+        # The bucket becomes the last entry of `filling`: the bucket that grew last is complete
+        # last.
         if bucket:
             filling[dtype] = bucket, used_bytes + size_bytes
     return full + [bucket for bucket, _ in filling.values()]

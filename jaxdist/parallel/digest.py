@@ -118,6 +118,7 @@ class Replicas:
         mapped = jax.shard_map(
             own, mesh=self.mesh, in_specs=(specs,), out_specs=PartitionSpec(*axes), check_vma=False
         )
+        # The result is replicated, so that every process can read all digests.
         whole = jax.sharding.NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(mapped, out_shardings=whole)
 

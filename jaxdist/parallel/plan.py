@@ -126,6 +126,7 @@ def plan_exchange(
     compression = _chosen_codec(config.compression, facts, sent, placed, scanned)
     inside = zero
     if zero is None and compression.axis == "data.dcn":
+        # Small tensors are split too: else every device would send them across the slow network.
         shards = ZeroConfig(stage=1, scope="ici", whole_below=0)
         inside = plan_zero(shards, layout, params, dims)
     messages = _messages(compression, facts, inside, sent, placed, scanned, seed)
@@ -237,7 +238,8 @@ def plan_facts(
     in_use = {layout.axis_of(dim) for dim in named} - {None}
     busy = {name for used in in_use if used for name in axis_names(layout.mesh, used)}
     sizes = dict(layout.mesh.shape)
-    # The stage axis is in use without a sharding rule where a model in parts is on stages.
+    # The stage axis counts as used even without a rule, because stages of a model in parts need no
+    # sharding rule.
     empty = tuple(n for n, size in sizes.items() if size > 1 and n not in {*busy, AXIS})
     return Facts(
         mesh=sizes,

@@ -201,7 +201,7 @@ def on_blocks(
     If `function` ran on whole arrays, XLA would gather them over those axes before sending.
 
     Args:
-      out_specs: partition specs of the results; None is those of the arguments.
+      out_specs: partition specs of the results; None means the same specs as for the arguments.
     """
 
     def run(arrays: list[jax.Array]) -> list[jax.Array]:

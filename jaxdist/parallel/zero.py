@@ -184,7 +184,7 @@ def plan_zero(
       params: the parameters, or their shapes.
       dims: logical dims of each parameter, by name.
       parts: number of parts that a split dim must divide into, a multiple of the number of devices;
-        None is the number of devices.
+        None means the number of devices.
       by_layer: whether stage 1 splits stacked layers where they divide, so that each device has
         whole layers; other stages ignore it, because they send each layer's gradients separately.
 
@@ -252,7 +252,7 @@ def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int)
        layout, from which every gathered tensor is copied;
     2. dims whose shards are whole sublanes: XLA gathers them in the transposed layout, which
        matmuls read without a copy;
-    3. the longest dim.
+    3. the longest dim, and the first of several.
 
     >>> split_dim((4, 16, 48), ("layers", "embed", "mlp"), PartitionSpec(None, None, "tensor"), 8)
     1

@@ -215,6 +215,7 @@ class Layout:
                 return function(*arrays)
             others = {*self.mesh.axis_names} - free
             specs = [self._block(x, of, others) for x, of in zip(arrays, dims, strict=True)]
+            # Inside another `jax.shard_map`, jax takes the mesh from the context.
             return jax.shard_map(
                 function,
                 mesh=None if mesh.manual_axes else self.mesh,

@@ -112,7 +112,7 @@ class Auto(Algorithm):
     def candidates(
         self, kind: Operation, payload_bytes: float, levels: Sequence[Level]
     ) -> list[Candidate]:
-        """Return every alternative with its predicted time, in the order of preference if equal."""
+        """Return every alternative with its time; of equal times, `choose` prefers the first."""
         several = sum(level.size > 1 for level in levels) > 1
         return [
             Candidate(algorithm, predict_seconds(algorithm, kind, payload_bytes, levels))

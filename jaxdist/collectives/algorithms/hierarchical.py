@@ -1,4 +1,7 @@
-"""Collectives over two networks: each of g devices in a fast network sends 1/g across the slow."""
+"""Collectives over two networks: most bytes stay in the fast network, 1/g cross the slow network.
+
+The number of devices in a fast network is g.
+"""
 
 from __future__ import annotations
 

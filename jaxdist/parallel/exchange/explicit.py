@@ -1,8 +1,9 @@
 """The common part of exchanges whose collectives jaxdist calls: each device has its own rows.
 
-There are two `jax.shard_map`s. The first is manual on the data axes only, so that the model inside
-is unchanged and XLA still places the communication of tensor axes. The second is manual on all
-axes, so that a reduction sees plain local blocks, however other axes shard the gradients.
+There are two `jax.shard_map`s. The `jax.shard_map` around the model is manual on the data axes
+only, so that the model is unchanged and XLA still places the communication of tensor axes. The
+`jax.shard_map` around a reduction is manual on all axes, so that the reduction sees plain local
+blocks, however other axes shard the gradients.
 """
 
 from __future__ import annotations
@@ -224,6 +225,7 @@ class Sharding(Explicit):
 
     def _gather(self, shards: Params, into: Params) -> PyTree:
         zero = self.zero
+        # The codec and the dtypes of `wire` are not used: new parameters must be exact.
         wire, dims = ZeroMessages(zero.axes, self.algorithm), zero.dims_of(into)
         lengths, (whole, structure) = zero.lengths_of(into), jax.tree.flatten(into)
 

@@ -1,8 +1,8 @@
 """Sums over all shards from the sums of each device, inside `jax.shard_map`, in a fixed order.
 
 Each device receives its part of the elements from all devices, and adds the received sums in the
-order of `jaxdist.parallel.strict.tree`. Whole results are then gathered. The bytes are those of a
-reduce-scatter and an all-gather, if each device has a single sum.
+order of `jaxdist.parallel.strict.tree`. Whole results are then gathered. If each device has one
+sum, as many bytes are sent as for a reduce-scatter and an all-gather.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class Reduction:
             _dims(self.zero, shards),
             self.order.on(self.devices).shards,
         )
+        # A piece has the same shape on any number of devices, so its sum has the same bits.
         pieces = [
             (rows := jnp.moveaxis(x, dim, 0)).reshape(count, -1, *rows.shape[1:])
             for x, dim in zip(leaves, dims, strict=True)

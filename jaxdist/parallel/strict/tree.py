@@ -145,8 +145,10 @@ def add_blocks(
         for level in range(local.levels):
             found = jax.tree.map(partial(_joined, level, complete), waiting, found)
         found = settled(found, flat=flat)
+        # A complete block waits at no level: its write to the last level is overwritten unread.
         if local.levels:
             waiting = _put(waiting, found, jnp.minimum(complete, local.levels - 1))
+        # Each iteration overwrites the entry of its block, so that the complete sum remains.
         return waiting, _put(blocks, found, number // local.block)
 
     return turns(local.shards, turn, (zeros(local.levels), zeros(local.blocks)))[1]

@@ -79,6 +79,7 @@ def _clock(schedule: Schedule, *, paired: bool) -> dict[Task, int]:
     def ready(task: Task, tick: int, before: Task | None) -> bool:
         wanted = (need for need in needs(task, schedule.chunks) if need in present)
         # For a task that has not run, `get` returns this tick, which is not earlier than itself.
+        # `before` is the forward task of the same tick, which runs first.
         return all(clock.get(need, tick) < tick or need == before for need in wanted)
 
     tick = 0

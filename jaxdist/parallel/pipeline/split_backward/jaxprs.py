@@ -114,7 +114,7 @@ def bind(equation: JaxprEqn, env: Env) -> None:
     """Run an equation and put its results into `env`.
 
     The equation becomes the only equation of a jaxpr, which runs in the context (such as a mesh) in
-    which the equation was traced; `primitive.bind` would not.
+    which the equation was traced. `primitive.bind` would run it in the current context.
     """
     read = [*dict.fromkeys(var for var in equation.invars if not isinstance(var, Literal))]
     made = [var for var in equation.outvars if not isinstance(var, DropVar)]
