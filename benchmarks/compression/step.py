@@ -128,6 +128,7 @@ class Training:
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         if self._contender.inside:
             like = shard_shapes(like, self._mesh.shape[self._axes[1]])
+        # The rows of a new state, one for each party, are equal: each host places its own.
         state = init_state(like, parties, codec=choice)
         return jax.tree.map(lambda x: self._placed(np.asarray(x[:1]), P(self._axes)), state)
 

@@ -66,6 +66,7 @@ def on_hosts(hosts: Lab, function: Callable[..., Iterable[T]], *args: object) ->
 
 def host_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a host: one device, and the malloc settings of `jaxdist`."""
+    # These may request fake devices for this process, which a host must not inherit.
     ours = ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")
     kept = {name: value for name, value in environ.items() if name not in ours}
     kept |= plan_environment(kept, fake_devices=1)

@@ -99,7 +99,8 @@ def torch_schedule(peer: Peer, stages: int, microbatches: int) -> Schedule:
     module: Any = importlib.import_module(MODULE)
     kind = getattr(module, peer.torch_name)
     held = [_stand_in(turn * stages, stages, peer.chunks) for turn in range(peer.chunks)]
-    # Lowering to messages needs more of a stage than a stand-in has, and is not compared.
+    # Lowering to messages needs more of a stage than a stand-in has, and is not compared. `create`
+    # allows for versions of torch that lack one of these functions.
     lower = mock.patch.object(kind, "_prepare_schedule_with_comms", create=True)
     compiled = mock.patch.object(module, "_check_torch_compile_compatibility", create=True)
     with lower, compiled:

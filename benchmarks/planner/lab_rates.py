@@ -152,6 +152,7 @@ def _permuted(x: jax.Array, size: int) -> jax.Array:
     return jax.lax.ppermute(x, "members", [(host, (host + 1) % size) for host in range(size)])
 
 
+# Each result has the size of its input, to be the next input, and means keep its values at 1.
 _ONE: Mapping[str, Callable[[jax.Array, int], jax.Array]] = {
     "all-reduce": lambda x, size: jax.lax.pmean(x, "members"),
     "all-gather": lambda x, size: jax.lax.all_gather(x, "members", tiled=True)[: x.size],

@@ -132,6 +132,7 @@ _COMPUTING = (
 def main() -> None:
     """Entry point of the `jaxdist` command."""
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    # Other commands would gain nothing from a restart, which takes time.
     if command in _COMPUTING:
         from jaxdist.runtime.environment import restart_with_huge_pages
 

@@ -165,6 +165,7 @@ def import_all() -> None:
     """
     for module in ("jaxdist.runtime.connection", "jaxdist.runtime.processes", "jaxdist.run.train"):
         importlib.import_module(module)
+    # A run that needs a missing module reports that itself.
     for module in LATE_MODULES:
         with suppress(ImportError):
             importlib.import_module(module)

@@ -44,6 +44,7 @@ def _set(node: Node, parts: list[str], value: Node, done: KeyPath) -> Node:
         return value
     part, rest = parts[0], parts[1:]
     if isinstance(node.value, list):
+        # `isdigit` alone admits characters such as a superscript 2, which `int` refuses.
         if not (part.isascii() and part.isdigit() and int(part) < len(node.value)):
             raise ConfigError(
                 f"{value.origin}: {dotted(done)} (at {node.origin}) is a list of "

@@ -76,6 +76,7 @@ def validate(document: Document, schema_class: type[Schema]) -> Schema:
     Optim(lr=1.0)
     """
     try:
+        # As JSON, for which strict mode accepts text for a path and a list for a tuple.
         return schema_class.model_validate_json(json.dumps(document.values))
     except ValidationError:
         found = explain_problems(schema_class, document.values)

@@ -199,6 +199,7 @@ def _for_partial_files(schema: Annotation) -> Annotation:
     for key, value in schema.items():
         if key in ("properties", "$defs"):
             partial[key] = {name: _for_partial_files(inner) for name, inner in value.items()}
+        # These hold values, not schemas: a key `required` in them is not a keyword.
         elif key in ("default", "enum", "const", "examples"):
             partial[key] = value
         elif key not in ("required", "discriminator"):

@@ -254,6 +254,7 @@ FEATURES: Mapping[str, Feature] = {
     "train.microbatches": Feature(
         lambda f: f.microbatches > 1, lambda f: f"train.microbatches {f.microbatches}"
     ),
+    # No row names this feature: the matrix shows that it combines with all others.
     "model.remat": Feature(lambda f: True, lambda f: "model.remat"),
     "model.remat: {...: offload}": Feature(
         lambda f: f.offloads, lambda f: "offload in model.remat"

@@ -36,6 +36,7 @@ def _of_dtypes(config: OptimizerConfig, params: Params) -> Iterator[str]:
         return
     (name, dtype), *more = narrow
     also = f" and {len(more)} more" if more else ""
+    # A change by less than half of the distance to the next value is rounded to no change.
     least = float(jnp.finfo(dtype).eps) / 2
     yield (
         f"parameter {name}{also} is {dtype} without a float32 copy: an update or a weight decay "

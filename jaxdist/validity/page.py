@@ -24,6 +24,7 @@ def footnotes(first: str, second: str) -> list[tuple[int, bool]]:
     for number, row in enumerate(ROWS, 1):
         places = [[i for i, group in enumerate(row.groups) if name in group]
                   for name in (first, second)]  # fmt: skip
+        # Two features of the same group are alternatives of the row, not its combination.
         if all(places) and places[0] != places[1]:
             found.append((number, len(row.groups) == 2))
     return found

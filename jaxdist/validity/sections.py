@@ -71,6 +71,7 @@ def _codec(facts: Facts) -> str:
     assert found is not None
     assert not isinstance(found, CompressAuto)
     why = "draws alike in every step" if found.codec.unbiased else "sums no shards"
+    # The last comma closes the clause, after which the message continues.
     return f"parallel.compression.type {getattr(found, 'type', '')}, which {why},"
 
 
