@@ -55,8 +55,8 @@ PRESETS: Mapping[PresetName, Options] = {
         "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
     },
 }
-"""The options of each preset. `overlap` has the options that MaxText sets for v5e and v5p. Most are
-defaults of current libtpu versions, which then compile the same program."""
+"""The options of each preset. `overlap` has the options that MaxText sets for v5e and v5p. Most of
+these options are defaults of current libtpu versions, and then change nothing in the program."""
 ONLY_ON: Mapping[str, tuple[str, ...]] = {
     f"{_FUSION}_fuse_all_gather": ("v5e",),
     SCOPED_VMEM: ("v5e", "v5p", "v6e", "tpu7x"),

@@ -138,7 +138,8 @@ def partition(
 
     Args:
       placement: the stage of each chunk, from the schedule.
-      cap_bytes: bytes available on every stage, or on each stage; None does not limit them.
+      cap_bytes: bytes available on a stage, as a number for all stages or a number for each; None
+        does not limit them.
       live: for each chunk, the number of microbatches whose activations are in memory at once, by
         `live_counts`; None means 1.
 
