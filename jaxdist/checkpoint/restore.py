@@ -159,7 +159,10 @@ def restore_as(
 
 
 def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str | None]:
-    """Try to load a step; return the checkpoint, or on every process the problem with it."""
+    """Try to load a step, and return the checkpoint, or None and a description of its problem.
+
+    All processes return a checkpoint, or all return a problem.
+    """
     # Only process 0 digests the files, which are then read once rather than by every process.
     problem = broadcast_json(_verify(directory, step) if jax.process_index() == 0 else None)
     if problem is not None:

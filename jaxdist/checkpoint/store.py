@@ -342,8 +342,8 @@ class CheckpointStore:
     def _prune(self, step: int) -> None:
         """Delete checkpoints beyond the retention, among the steps up to the committed step.
 
-        Later steps are left from before a resume from an earlier step. If the retention counted
-        later steps, it could delete the step just saved.
+        The directory holds later steps if the run was resumed from an earlier step. If the
+        retention counted later steps, it could delete the step just saved.
         """
         manifests = valid_manifests(self.directory)
         later = [manifest.step for manifest in manifests if manifest.step > step]

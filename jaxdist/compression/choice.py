@@ -171,7 +171,7 @@ def plan_groups(
         choice.check([name for name, _ in named])
     chosen: list[tuple[Codec | Stages, list[int]]] = []
     for index, (name, leaf) in enumerate(named):
-        if 0 in leaf.shape:
+        if 0 in leaf.shape:  # Codecs refuse empty arrays, and there is nothing to send.
             continue
         mine = choice.choice(name, leaf) if isinstance(choice, PerParameter) else choice
         for stage in _stages(mine):
@@ -201,6 +201,7 @@ def _group(
     starts, codecs = zip(*((stage.start, stage.codec) for stage in stages), strict=True)
     for codec in codecs:
         feedback.check(codec)
+    # A codec that depends on the shape has a bucket for each leaf; others are packed end to end.
     shaped = [codec for codec in codecs if not codec.flat]
     mine = [leaves[position] for position in positions]
     buckets = plan_buckets(mine, None if shaped else bucket_bytes)

@@ -90,7 +90,8 @@ class BucketState(NamedTuple):
 
 
 Exchanged: TypeAlias = tuple[jax.Array, CodecState, BucketState]
-"""The result, shaped like the bucket, the codec's next state and the bucket's next state."""
+"""A tuple of the result, which has the bucket's shape, the codec's next state and the bucket's next
+state."""
 
 
 def scatter_decoded(

@@ -178,6 +178,7 @@ def onebit_lamb(
         leaves, structure = describe_layers(params, layer_dims), jax.tree.structure(params)
         pairs = zip(leaves, jax.tree.leaves(params), strict=True)
         shapes = [tuple(x.shape[i] for i in leaf.kept) for leaf, x in pairs]
+        # The factor begins at 1, from where `factor_change` limits its steps.
         zeros, ones = (structure.unflatten(map(made, shapes)) for made in (jnp.zeros, jnp.ones))
         mu, nu, fresh = (jax.tree.map(wide_zeros, params) for _ in range(3))
         return OnebitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh, zeros, ones)
@@ -188,6 +189,8 @@ def onebit_lamb(
         del extra
         assert isinstance(state, OnebitLambState)
         leaves = describe_layers(need_params(params), layer_dims, specs)
+        # By the paper's rule of LAMB biases and norm scales neither decay nor adapt, unless the
+        # masks decide otherwise.
         decays, adapts = decays_and_adapts(
             LambRule(), weight_decay, params, leaves, decay_mask, adapt_mask
         )

@@ -100,6 +100,8 @@ class SgdConfig(OptimizerConfig):
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
+        # For a momentum of 0 optax would still keep a velocity for each parameter; for None it
+        # keeps nothing.
         return optax.chain(
             optax.add_decayed_weights(self.weight_decay, tree.matrices),
             optax.sgd(rate, self.momentum or None, self.nesterov),

@@ -99,9 +99,9 @@ def lamb(
 
     r = m^ / (sqrt(v^) + eps) + weight_decay w;  w <- w - learning_rate phi(||w||) / ||r|| r
 
-    A step makes three passes over the tensors, for moments, norms and updates. Fused with
-    `optax.apply_updates` it moves 53 bytes of memory for each float32 parameter, and needs
-    temporaries of an eighth of one tensor.
+    A step makes three passes over the tensors, for moments, norms and updates. If XLA fuses the
+    step with `optax.apply_updates`, it reads and writes 53 bytes for each float32 parameter, and
+    needs temporaries of an eighth of one tensor.
 
     Args:
       variant: the implementation to follow; `options` override fields of its `LambRule`.
@@ -178,8 +178,8 @@ class _Look(NamedTuple):
 
         def correction(b: float, s: jax.Array) -> jax.Array:
             if not rule.bias_correction:
-                # The value is 1 in every step, but must be no constant: XLA would simplify both
-                # `direction` and `update` by it, and keep their common parts in a temporary.
+                # The value is 1 in every step, but not a constant: XLA would simplify `direction`
+                # and `update` by a constant, and keep the parts that they share in a temporary.
                 return jnp.minimum(s, 1.0)
             # The direct form 1 - b^t would lose four of float32's seven digits at b = 0.999, t = 1.
             return -1 / jnp.expm1(s * (math.log(b) if b else -math.inf))

@@ -307,6 +307,8 @@ class Exchange:
             for x, held in zip(tensors, self.held, strict=True)
         ]
         specs = list(self.specs)
+        # Inside another `jax.shard_map` some axes are already manual: the mesh is then that of the
+        # context, and only the remaining axes become manual here.
         mapped = jax.shard_map(
             run,
             mesh=None if manual else self.mesh,
@@ -327,9 +329,10 @@ def plan_matrices(
 ) -> Exchange:
     """Plan the owner of every matrix.
 
-    The devices of a group own equal numbers of its matrices, but for a remainder of fewer matrices
-    than devices. The remainders are given out one by one, the most expensive matrices first, each
-    to the device with the least work (Graham 1969, longest processing time first).
+    In each group of tensors, all devices own the same number of matrices, as many as the number of
+    matrices allows. The matrices left over in all groups are assigned one by one, the most
+    expensive first, each to the device with the least work (Graham 1969, longest processing time
+    first).
 
     Args:
       specs: partition spec of each tensor.

@@ -231,6 +231,8 @@ class MuonConfig(OptimizerConfig):
         labels = _by_name(tree.params, lambda name: "muon" if name in found else "adamw")
         decays = dict(flatten_with_names(decay_mask(tree.params, tree.dims)))
 
+        # The mask is a function, since `optax.partition` hides the leaves of Muon from AdamW, and a
+        # mask must have the structure of the remaining tree.
         def mask(params: Params) -> Masks:
             return _by_name(params, decays.__getitem__)
 

@@ -183,9 +183,9 @@ def master_weights(
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         updates, moved = inner.update(wide, state.inner, state.master, **extra)
         master = optax.apply_updates(state.master, updates)
-        # The difference is exact, but for the docstring's exception: narrow values are close to
-        # each other, or differ by a whole number of units of the float32 sum, so that neither the
-        # difference nor `optax.apply_updates` rounds.
+        # Neither this difference nor `optax.apply_updates` rounds, except in the case that the
+        # docstring describes: the narrow values are close to each other, or differ by a whole
+        # number of units of the float32 sum.
         steps = jax.tree.map(
             lambda w, p: _rounded(w, narrow) - p.astype(jnp.float32), master, params
         )

@@ -61,6 +61,7 @@ def build_schedule(config: ScheduleConfig, *, peak: float, total_steps: int) -> 
         return decay
     # Step i (0-based) has the rate peak * (i + 1) / warmup, so that the first step is not lost at a
     # rate of 0.
+    # A ramp of one step has no slope: its only step has the peak, with which `decay` begins too.
     ramp = optax.linear_schedule(peak / warmup, peak, warmup - 1) if warmup > 1 else decay
     return optax.join_schedules([ramp, decay], [warmup])
 
