@@ -39,7 +39,7 @@ class Flow(NamedTuple):
 
     Attributes:
       rows: whether the value depends on rows of the batch.
-      several: whether the value has no dim of rows, and so depends on several rows at once.
+      several: whether the value has lost the dim of rows, and so depends on several rows at once.
     """
 
     rows: bool = False

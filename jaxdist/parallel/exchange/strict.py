@@ -154,7 +154,7 @@ class Strict(Explicit):
         params = lax.optimization_barrier(params)
         if self.zero is None or self.zero.stage == 3:
             return params
-        # A gather copies bits, so that of the ordinary exchange gives the same bits too.
+        # A gather only copies bits, so the gather of `Scatter` gives the same bits here too.
         settings = {"mesh": self.mesh, "axes": self.axes, "scanned": self.scanned}
         settings["frozen"] = self.frozen
         return Scatter(self.whole, self.zero, algorithm=XLA, **settings).publish(params, into)

@@ -28,7 +28,7 @@ class XlaExchange(Base):
 
     @property
     def _around(self) -> BatchContext:
-        """The context that lays out new gradients: from stage 2 on, as shards."""
+        """The context that lays out new gradients, as shards from ZeRO's stage 2 on."""
         if self.zero is None:
             return BatchContext()
         lie = self.placements.shares if self.zero.stage >= 2 else self.trained(self.whole)
