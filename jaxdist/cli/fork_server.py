@@ -21,7 +21,7 @@ def main() -> None:
     from jaxdist.runtime.forks import await_fork, hold_signals
 
     hold_signals()
-    # The agent sends SIGUSR2 to a stuck process for its stacks.
+    # If a process is stuck, the agent asks all processes for their stacks by SIGUSR2.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     from jaxdist.cli import output, runs, shared
     from jaxdist.runtime import children
