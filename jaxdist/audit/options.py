@@ -99,6 +99,7 @@ def audit_options(
 
 
 def _effects(subject: InspectedExperiment, given: Options) -> Iterator[OptionEffect]:
+    # The config's own options are a group of their own below, and must not apply to other groups.
     program = replace(subject.experiment.program, options={})
     mesh, device = subject.experiment.layout.mesh, subject.devices[0]
     groups = {name: preset_options(name, device) for name in PRESETS} | {"options": given}
@@ -125,6 +126,7 @@ def _effects(subject: InspectedExperiment, given: Options) -> Iterator[OptionEff
         for name, value, asked in each:
             try:
                 other = compiled(asked)
+            # An option that this compiler does not know is a result, and must not end the audit.
             except jax.errors.JaxRuntimeError as error:
                 yield OptionEffect(preset, name, value, "refused", str(error).splitlines()[0])
                 continue

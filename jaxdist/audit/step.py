@@ -33,8 +33,8 @@ from jaxdist.types import Json
 KnobVerdict = Literal["ok", "default", "required", "not in the step", "NO EFFECT"]
 
 LAYOUT = ("mesh", "parallel", "sharding")
-"""The sections that request a layout. The text before compilation repeats such a request, and only
-the compiled program shows whether the request has an effect."""
+"""The sections that request a layout. The text before compilation repeats a request for a layout,
+and only the compiled program shows whether the request has an effect."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ def judge_knob(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | 
         other = _step(step, document, config, f"without {dotted(path)}")
     except ConfigError as error:
         return None if section else found("required", config_refusal(error))
+    # The default gives the same mesh on the given devices, except for axes of size 1.
     if other.mesh == step.mesh and _same_but_mesh(config, step.config):
         return found("default", "")
     effect = _effect(other, step, compile_both=full or path[0] in LAYOUT)

@@ -21,7 +21,7 @@ Shares = Mapping[tuple[int, int], float]
 
 OWN_LIMIT, SCOPED = "own limit", "scoped"
 """The names of a family's tables. A family on which the preset keeps libtpu's default has only the
-first."""
+table `OWN_LIMIT`."""
 
 
 @cache

@@ -1,9 +1,9 @@
 """The time of a step on a TPU, read from the compiled program.
 
-The time of compute is the compiler's own estimate, that of collectives is their bytes divided by
-the rate of the links, and the schedule determines how long the device waits for collectives. Work
-without an estimate is timed at an assumed rate and listed. No time is predicted for a CPU or a GPU,
-whose compilers write no estimates.
+The time of compute is the compiler's own estimate, and the time of a collective is its bytes
+divided by the rate of its links. The schedule determines how long the device waits for collectives.
+Work without an estimate is timed at an assumed rate and listed. No time is predicted for a CPU or a
+GPU, whose compilers write no estimates.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StepTime:
       unknown_loops: loops of unknown length, counted as a single iteration: the step takes longer.
       bubble_seconds: time for which a pipeline's mean stage waits for the longest stage, over all
         ticks; all other times are means over stages.
-      schedule: the pipeline's schedule whose ticks are timed; empty if no ticks are.
+      schedule: the pipeline's schedule whose ticks are timed; empty if no ticks are timed.
       unmatched: the reason why the schedule's ticks were not found in the program, so that every
         tick takes its most expensive branches; empty if they were found, or without a pipeline.
     """

@@ -151,7 +151,7 @@ class _Walk:
         if trips is not None:
             each = self._each_turn(frame, loop, trips) if body.unknown_loops else None
             turns = body.times(trips, trips) if each is None else each
-            # A loop evaluates its condition once more than its body, since it ends with a false.
+            # A loop evaluates its condition once more than its body, when the condition fails.
             return in_sequence([turns, condition.times(trips + 1, trips + 1)])
         # The length is unknown: the body counts from 0 to 1 times, and is marked as unbounded.
         once = in_sequence([body.times(0, 1), condition])

@@ -19,8 +19,8 @@ _DIM_LABELS = re.compile(r"\bdim_labels=([\w?]+)_([\w?]+)->([\w?]+)")
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _STATED = re.compile(r'"flops":"?(\d+)')
-# The arrays that are the convolution's input, kernel and output, for each cuDNN direction. The
-# numbers are indices into (result, operand 0, operand 1).
+# The convolution's input, kernel and output for each cuDNN direction, as indices into the arrays
+# (result, operand 0, operand 1).
 _CUDNN = {
     "__cudnn$convForward": (1, 2, 0),
     "__cudnn$convBiasActivationForward": (1, 2, 0),

@@ -1,10 +1,10 @@
 """A pipeline's loop over ticks, in which groups of devices take branches known in advance.
 
-All devices run the same program, and a transfer in each tick synchronizes them. The branch that a
-group takes is data of the program. `ConditionalDecision` holds the same data, so that the program
-can be timed with the branches that it takes. A conditional that depends on the tick is in a named
-scope that begins with `SCOPE`. The conditional's name is the rest of that scope's name, after the
-names of the enclosing conditionals: "backward/last".
+All devices run the same program, and a transfer in each tick synchronizes the devices. The program
+contains a table of the branches that a group takes in each tick. `ConditionalDecision` contains the
+same table, so that the program can be timed with these branches. A conditional that depends on the
+tick is in a named scope that begins with `SCOPE`. The conditional's name is the rest of the scope's
+name, after the names of the enclosing conditionals: "backward/last".
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Lockstep:
 
     Attributes:
       name: the pipeline schedule's name.
-      decisions: the branches by the conditional's name. XLA may have compiled some of these
-        conditionals away.
+      decisions: the branches by the conditional's name. The compiled program may lack some of the
+        conditionals.
     """
 
     name: str
@@ -112,7 +112,7 @@ def mismatch(module: Module, lockstep: Lockstep) -> str | None:
     """Explain why the program does not match the schedule's ticks; None if the program matches.
 
     A program matches if it has exactly one loop, with an iteration for each tick, around all
-    conditionals of these names, and each conditional has the given branches in order. The order is
+    conditionals of a schedule, and each conditional has the given branches in order. The order is
     read from the number of a branch, which jax writes into the `op_name` of the instructions there.
     """
     loops = tick_loops(module)
@@ -152,7 +152,7 @@ def _decided(computations: Iterable[Computation]) -> list[Instruction]:
 
 
 def _reached(module: Module, names: Iterable[str]) -> list[Computation]:
-    """Return the computations of these names, and all computations that they call."""
+    """Return the computations with the given names, and all computations that they call."""
     found: dict[str, Computation] = {}
     pending = [*names]
     while pending:

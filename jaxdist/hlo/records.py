@@ -97,8 +97,8 @@ class Ledger:
     axes: dict[str, int]
     """The size of each mesh axis."""
     unknown_loops: tuple[str, ...] = ()
-    """Loops whose length only a run would show. Their bodies count as 0 to 1 iterations, so that
-    the upper figures are not bounds."""
+    """Loops whose length only a run would show. The bodies of such loops count as 0 to 1
+    iterations, so that the upper figures are not bounds."""
 
     def sent_bytes(self, axis: str | None = None) -> float:
         """Return the bytes that a device sends in a run, over all axes or those of one `axis`.

@@ -87,7 +87,7 @@ def scalar_line(start: int, step: int, type_text: str, until: float = math.inf) 
     """Return a `Line` of a dtype, valid until its value leaves the range of that dtype."""
     low, high = limits(type_text)
     if not low <= start <= high:
-        return Line(start, step, -1)
+        return Line(start, step, -1)  # an `until` of -1: the line is valid in no iteration
     room = high - start if step > 0 else start - low
     return Line(start, step, min(until, room // abs(step)) if step else until)
 
@@ -113,7 +113,7 @@ def compute(
     ints = [value for value in values if isinstance(value, int)]
     if len(ints) == len(values):
         if opcode == "shift-right-logical":
-            # A non-negative integer, for which Python's arithmetic shift is the logical shift.
+            # For a non-negative integer, Python's arithmetic shift equals the logical shift.
             low, high = limits(type_text)
             opcode, ints = "shift-right-arithmetic", [ints[0] % (high - low + 1), ints[1]]
         table = _COMPARE if opcode == "compare" else _INTEGERS

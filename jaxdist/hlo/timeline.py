@@ -285,7 +285,7 @@ class _Run:
         inner, callee = found
         is_fusion, starts = instruction.opcode == "fusion", self._starts(instruction)
         if is_fusion and not starts and inner.number("channel_id") in player.in_flight:
-            return None  # a compute fusion that continues a collective which began before
+            return None  # the fusion computes, and continues a collective that began before
         around = CallerContext(
             is_fusion=is_fusion,
             start=(instruction, self.body) if starts else None,
@@ -369,8 +369,8 @@ class _Run:
         if waited <= 0:
             return
         self.now = flight.end
-        # An operation that an earlier iteration began has no entry here: `_inline` later adds this
-        # one to its entry by name.
+        # An operation that an earlier iteration began has no entry in this part. A new entry is
+        # made, which `_inline` later adds to the operation's entry by its name.
         unknown = Entry(flight.entry, source, "links", (), "", 0, 0.0, 0.0)
         entry = self.entries.get(flight.entry, unknown)
         self.entries[flight.entry] = dataclasses.replace(

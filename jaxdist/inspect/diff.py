@@ -24,7 +24,7 @@ class LedgerChange:
     """A number that differs between two inspections.
 
     Attributes:
-      of: the group of the number: mesh axes and a kind of collective, "FLOPs" or "memory".
+      of: the things that are counted: mesh axes and a kind of collective, "FLOPs" or "memory".
       what: the number's name with its unit, such as "sent_bytes".
       before, after: the two values; None where a program has no such number.
     """

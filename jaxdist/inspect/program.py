@@ -204,7 +204,7 @@ def _compiled(
 ) -> tuple[jax.stages.Compiled, str]:
     """Compile a program, and return it with its text."""
     try:
-        # XLA cannot print every compiled program of a TPU, and its dump has estimates of time.
+        # XLA cannot print every compiled program of a TPU, but dumps its text during compilation.
         if subject.devices[0].platform == "tpu":
             return compile_with_text(lowered)
         compiled = lowered.compile()

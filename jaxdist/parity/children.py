@@ -144,7 +144,8 @@ class _Child:
                     target=_serve, args=(self._function, theirs, name), daemon=True
                 )
                 self._process.start()
-            # The child must be the only holder of its end of the pipe, for an EOFError at its end.
+            # If this process kept the child's end of the pipe open, `recv` would raise no EOFError
+            # when the child ends.
             theirs.close()
         return self._pipe
 

@@ -51,8 +51,8 @@ class Tower(nnx.Module):
         """Return the input of the first block: `[B, embed]`."""
         x = self.first(image.reshape(image.shape[0], -1))
         # BatchNorm subtracts the mean, so that the exact gradient of a bias directly before a
-        # BatchNorm is 0, and a comparison would be one of rounding. The product with tanh avoids
-        # this.
+        # BatchNorm is 0, and only rounding would be compared. The product with tanh gives the bias
+        # a gradient.
         return x if self.norm is None else self.norm(x * jax.numpy.tanh(x))
 
     def trunk(self, x: jax.Array, image: jax.Array) -> jax.Array:

@@ -321,9 +321,9 @@ def norms_at_least(
     A gradient whose terms nearly cancel has the rounding error of the terms, not of their sum. The
     difference of a gradient that is small compared with all gradients is therefore divided by
     `SMALL` of the norm of all gradients, and the update of its parameter may differ correspondingly
-    more. Some values change by more than the limit when the initial parameters change in their last
-    digits, or when everything is computed in float32. The difference of such a value is divided by
-    the change.
+    more. The difference of a value is divided by the value's change when the initial parameters
+    change in their last digits, or when everything is computed in float32, if that change exceeds
+    the limit.
 
     Args:
       reference: the results of a single device.
@@ -410,7 +410,7 @@ def half_limit_of(cuts: Sequence[str]) -> Differences:
     """Return the limits on differences where values are rounded to bfloat16.
 
     Each value has a rounding error of up to 2**-9 of itself, and a value that is rounded up in one
-    order may be rounded down in another. A gradient is a long product of such values.
+    order may be rounded down in another. A gradient is a long product of rounded values.
     """
     bound = len(cuts) * 2**-6
     return Differences(loss=bound, gradient=bound, update=2 * bound)

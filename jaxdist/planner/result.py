@@ -82,7 +82,7 @@ def first_numbers(results: Sequence[Result]) -> list[int]:
 def numbered(results: Sequence[Result], number: int) -> tuple[Result, Judged]:
     """Return the plan with a number, and its target's result.
 
-    A single target has numbers for plans that are not printed too.
+    If there is only one target, plans that are not printed have numbers too.
 
     Raises:
       ConfigError: there is no plan with this number.

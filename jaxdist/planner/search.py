@@ -40,7 +40,7 @@ def model_of(config: ExperimentConfig, document: Document) -> Model:
 SPARE = 0.05
 """Fraction of a chip's memory that a plan must leave free, since the formula is not exact."""
 MEMORY = "more memory than a chip has"
-"""The reason for which plans that do not fit are counted."""
+"""The key in `SearchResults.refused` for the number of plans that do not fit."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def formulas_of(model: Model) -> Formulas:
 
 
 MOST_SLICES = 4096
-"""The factor on a target's slices up to which `least_chips` searches."""
+"""The largest factor by which `least_chips` multiplies a target's slices."""
 
 
 def least_chips(model: Model, target: Target) -> int | None:

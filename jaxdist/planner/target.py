@@ -77,6 +77,7 @@ class Target:
         if not self.is_tpu:
             return 1
         far = self.far(dims)
+        # Two chips on a ring have one neighbour, as on a line. The link within a chip counts as 1.
         return sum(2 if self.ends_joined[d] and self.shape[d] > 2 else 1 for d in far) or 1
 
     def hops(self, dims: Dims) -> int:

@@ -177,6 +177,7 @@ def seconds(
         again += forward
     element_rate = min(memory_rate, peak * rates.elements)
     element = rates.passes * split * _width(model) * width / element_rate
+    # A third of the bytes of all passes, since `element` is later multiplied by 3 passes.
     element += _ring_sums_bytes(model, plan, tokens) / 3 / memory_rate
     logits = [(model.embed, model.vocab // plan.tensor)]
     head_share = mean_share(target, logits, rates.product, scoped=model.scoped)
@@ -300,8 +301,8 @@ def _tensor_waits(model: Decoder, plan: Plan, places: Places, target: Target, to
         return 0.0
     again = "attention_out" not in plan.kept
     once = gather_seconds(target, places.dims[2], plan.tensor, tokens * model.embed * model.width)
-    # A gather and a reduce-scatter in each pass, and a gather of the input for the gradients of
-    # weights; both once more where the backward pass recomputes attention's output.
+    # There are a gather and a reduce-scatter in each pass, and a gather of the input for the
+    # gradients of weights. Recomputing attention's output takes a gather and a reduce-scatter more.
     return (7 if again else 5) * once + _ring_waits(model, plan, places, target, tokens)
 
 
@@ -372,6 +373,7 @@ def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> t
     part = mine.whole / plan.data
     slow = across(target, part * sum_bytes)
     if plan.zero == 3 and plan.scope == "all":
+        # Parameters are gathered in both passes, and a gather sends half as much as an all-reduce.
         slow += 0.5 * across(target, 2 * part * model.width) * plan.microbatches
     return fast, slow
 

@@ -77,7 +77,8 @@ class Proof:
         """Whether all numbers are right, which puts findings of types in doubt.
 
         The rules of types may confuse dims of equal size, so that a finding may be a false alarm. A
-        plan with a doubted finding is undecided: its numbers are right, but at the reduced size.
+        plan with a doubted finding is undecided, since numbers are compared only at the reduced
+        size.
         """
         decided = not any(one.part == "numbers" for one in self.undecided)
         equal = not any(one.wrong for one in (*self.numbers, *self.near))

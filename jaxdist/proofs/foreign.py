@@ -246,6 +246,7 @@ class _Runner:
 
 
 def _host(leaf: Any) -> Any:
+    # Arrays of random keys cannot become numpy arrays.
     if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
         return leaf
     return np.array(leaf)

@@ -248,7 +248,8 @@ class Reference:
     def compare(self, plan: str, sections: JsonObject) -> tuple[Compared, Any]:
         """Compare a plan for the same model, optimizer and batch with a single device.
 
-        The second element is the plan's compiled step; None for a plan that is not compared.
+        The result is a pair of the comparison and the plan's `Steps`, which are None for a plan
+        that was not compared.
         """
         try:
             steps = Steps(built(self._data(sections)))

@@ -97,7 +97,7 @@ def draw(seed: int) -> Draw:
     (True, False)
     """
     random = Random(seed)
-    kind = random.choice(["gpt", "gpt", *MODELS])  # more often a gpt, which has the most settings
+    kind = random.choice(["gpt", "gpt", *MODELS])  # a gpt has the most settings to test
     first = second = _plan(random, kind)
     while second is first or math.lcm(first.tensor, second.tensor) > WIDEST:
         second = _plan(random, kind)

@@ -85,6 +85,7 @@ def judge_draw(seed: int) -> DrawOutcome:
     found: JsonObject = {}
     try:
         found = _compare(drawn)
+    # Any error, also a defect of jaxdist, is the outcome of a draw, after which others follow.
     except Exception as error:
         found = {"verdict": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
     jax.clear_caches()  # no other draw uses these programs, which would fill the child's memory

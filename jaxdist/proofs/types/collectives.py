@@ -1,4 +1,4 @@
-"""The rules of jax's collectives, and of jaxdist's own, which functions' names identify."""
+"""The rules of jax's collectives, and of jaxdist's own collectives."""
 
 from __future__ import annotations
 
@@ -220,8 +220,8 @@ def named(name: str) -> Rule | None:
     """Return the rule of one of jaxdist's own collectives by its function's name; None for others.
 
     The algorithms of these collectives send blocks that depend on the device's index, which no rule
-    can follow. `tests/collectives` tests that they sum and gather. Their operands are flat arrays,
-    or blocks [N, c].
+    can follow. `tests/collectives` tests that the algorithms sum and gather. The operands of the
+    collectives are flat arrays, or blocks [N, c].
     """
     return {
         "jaxdist_all_reduce": all_sum,

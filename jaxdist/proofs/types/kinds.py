@@ -32,7 +32,7 @@ class Whole(Kind):
 class Shard(Kind):
     """A slice of the value: all devices' slices, joined along a dim, are the value.
 
-    The order of rows along that dim may differ.
+    The joined slices may have their rows in another order.
 
     Attributes:
       dims: the dims along which the slices may be joined: several dims after a reshape that does

@@ -202,7 +202,7 @@ def scatter_add(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 def _constant_windows(eqn: Any, table: Value, updates: Value) -> frozenset[int]:
     """Return the dims along which a table remains constant when rows are added to it.
 
-    A dim is one of them if the rows are constant along the dim, and as long as the table.
+    The rows must be constant along such a dim, and as long as the table.
     """
     numbers = eqn.params["dimension_numbers"]
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}

@@ -158,7 +158,7 @@ def _reshaped(
                 dims.add(dim)
                 break
             if tail * after[dim] > within or dim == news[0]:
-                # This dim merges the sharded part with some of the elements of each row.
+                # The new dim merges the sharded part with some of the elements of each row.
                 dims.add(dim)
                 inner = max(within // tail, 1)
                 break

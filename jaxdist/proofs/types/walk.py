@@ -121,6 +121,7 @@ class Pass:
         in it. A cached result is not used if a run with errors was not recorded, and errors are to
         be recorded now.
         """
+        # `id` identifies a program, since all programs outlive the pass.
         key = id(jaxpr), tuple(values), self._overwrites
         if key in self._seen and (self._seen[key][1] or not self._recording):
             found, settled = self._seen[key]
@@ -178,6 +179,8 @@ class Pass:
             return [values[1]]
         if not eqn.outvars:
             return []
+        # A sum of equal values may become a mean by a later division, with operations in between
+        # that only move or scale it. Any other operation uses the sum, which is too large.
         if name not in KEEPING:
             values = [
                 value.of_kind(self.too_large(value.kind.where))
@@ -352,7 +355,7 @@ def _literal(var: Any) -> Value:
 def _is_zero(value: Any) -> bool:
     try:
         return bool(value == 0)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # an array of several elements is neither true nor false
         return False
 
 
@@ -360,6 +363,7 @@ def called_by(eqn: Any) -> Any:
     """Return the program that an equation calls, without repetition; None if it calls none."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         called = eqn.params.get(name)
+        # The program of a Pallas kernel works on references to blocks, and not on arrays.
         if called is not None and eqn.primitive.name not in ("pallas_call",):
             return getattr(called, "jaxpr", called)
     return None
