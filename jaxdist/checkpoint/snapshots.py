@@ -86,8 +86,8 @@ class Snapshots:
     def take(self, step: int, state: PyTree, metadata: Mapping[str, Json]) -> None:
         """Copy this process's parts to the host, and write them in the background.
 
-        The call first waits for the previous snapshot. When it returns, the caller may donate
-        `state`.
+        The call first waits for the previous snapshot. The caller may donate `state` after this
+        call.
         """
         self.wait()
         pieces = list(_pieces(state))

@@ -122,8 +122,8 @@ class CheckpointStore:
     ) -> None:
         """Copy the arrays to the host, and save them in the background.
 
-        The call first waits for the previous save. When it returns, the caller may donate `state`.
-        A checkpoint of the same step remains complete until the new checkpoint replaces it.
+        The call first waits for the previous save. The caller may donate `state` after this call. A
+        checkpoint of the same step remains complete until the new checkpoint replaces it.
 
         Args:
           step: the step of the state, 0 or more.

@@ -35,7 +35,7 @@ class ExchangeContext:
       axis: mesh axis of the devices that take part.
       algorithm: algorithm of the collectives.
       feedback: the error feedback of every sender.
-      round: the round as this device sees it, with its own rank.
+      round: the current round, with the rank of this device.
     """
 
     axis: Axis

@@ -153,8 +153,8 @@ class _Comparison:
     def alike(self) -> bool:
         """Return whether a list with a single layer gives the same results for that layer.
 
-        The results that belong to no layer must also be the same, and so depend on no layer. Stacks
-        of different lengths cannot be mapped together.
+        Results that belong to no layer, such as a step count, must also be the same. Stacks of
+        different lengths cannot be mapped together.
         """
         leaves = zip(self.stacked, jax.tree.leaves(self.shapes), strict=True)
         if len({shape.shape[0] for flag, shape in leaves if flag}) > 1:

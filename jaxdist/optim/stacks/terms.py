@@ -171,7 +171,7 @@ class TermTable:
 
 
 def _body(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Return the function that a primitive calls; None where the primitive does not show it."""
+    """Return the jaxpr of the function that a primitive calls; None if its parameters have none."""
     found = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     if found is None:
         return None
