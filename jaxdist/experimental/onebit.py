@@ -1,7 +1,7 @@
 """1-bit Adam, and the common part of optimizers for momentum that is sent compressed.
 
 The second moment is frozen before messages become lossy, because errors of messages would corrupt
-it. The optimizers do not communicate. Their gradients must represent the same momentum on all
+it. The optimizers do not communicate. The gradients must represent the same momentum on all
 devices, which the feedback `CompressedMomentum` ensures. The `b1` of the feedback must be the
 optimizer's, and the codec must send whole gradients in the first `freeze_step` steps
 (`jaxdist.compression.warm_up`).

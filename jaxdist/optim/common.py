@@ -141,7 +141,7 @@ class NamedParams:
         return frozenset(name for name, dims in self.dims.items() if dims[:1] == ("layers",))
 
     def masks(self, rule: LayerwiseRule, exclude_vectors: bool | None) -> dict[str, Masks]:
-        """Return `decay_mask` and `adapt_mask`, each with the matrices only or all parameters.
+        """Return the masks `decay_mask` and `adapt_mask`, each of the matrices or of everything.
 
         Args:
           exclude_vectors: whether both masks are of matrices only; None leaves each to the rule.
