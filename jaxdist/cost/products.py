@@ -68,7 +68,7 @@ def _between(lengths: list[int], length: int) -> tuple[int, int, float]:
     The position is from 0 to 1, and linear in the logarithm of the length.
     """
     length = min(max(length, lengths[0]), lengths[-1])
-    # At least 1: the first entry itself has no entry below.
+    # The index is at least 1, since an entry below it is needed.
     index = max(1, bisect.bisect_left(lengths, length))
     low, high = lengths[index - 1], lengths[index]
     return low, high, math.log(length / low) / math.log(high / low)

@@ -2,9 +2,9 @@
 
 All devices run the same program, and a transfer in each tick synchronizes the devices. The program
 contains a table of the branches that a group takes in each tick. `ConditionalDecision` contains the
-same table, so that the program can be timed with these branches. A conditional that depends on the
-tick is in a named scope that begins with `SCOPE`. The conditional's name is the rest of the scope's
-name, after the names of the enclosing conditionals: "backward/last".
+same table, so that the program can be timed with its own branches. A conditional that depends on
+the tick is in a named scope that begins with `SCOPE`. The conditional's name is the rest of the
+scope's name, after the names of the enclosing conditionals: "backward/last".
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Frame:
     def turns(self, loop: Instruction, trips: int) -> Iterator[Frame]:
         """Yield for each iteration the frame of the body, in which the counters' values are known.
 
-        The length of an inner loop that depends on a counter can be computed in such a frame.
+        With the counters' values, the length of an inner loop that depends on them can be computed.
         """
         now: Mapping[TuplePath, Value | None] = {
             path: self.value(loop.operands[0], path) for path in self._moves(loop)

@@ -1,6 +1,6 @@
 """Arithmetic on integer scalars of a program: exact, or linear in the iteration of a loop.
 
-Loops count their iterations with such scalars. Integers wrap around like their dtype. A comparison
+Loops count their iterations with integer scalars, which wrap around like their dtype. A comparison
 of two `Line`s gives the iteration in which a loop's condition first fails, without the evaluation
 of earlier iterations.
 """
@@ -195,7 +195,7 @@ def _moved(opcode: str, values: Sequence[Value]) -> Moved | None:
 
 
 def _both(values: Sequence[Value]) -> Value | None:
-    """Return when the conjunction of two conditions first fails."""
+    """Return the conjunction of two conditions, which fails as soon as either condition fails."""
     left, right = (
         Holds(math.inf if value else 0) if isinstance(value, int) else value for value in values
     )

@@ -155,7 +155,7 @@ def done_of(
 def launch_of(start: Instruction, computation: Computation) -> Instruction:
     """Return the instruction at which an asynchronous operation starts to run.
 
-    A start with operands runs at once. For work on the SparseCores of a TPU, XLA writes a start
+    An operation whose start has operands runs at once. For work on SparseCores, XLA writes a start
     that has no operands and only reserves scratch memory, and an update that hands the operands
     over when they are ready.
     """

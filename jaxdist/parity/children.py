@@ -80,7 +80,7 @@ def answers(
 class _Child:
     """A child process that is started on demand, and again after a crash.
 
-    Its standard error goes to a file, from which a reason is read.
+    The reason for a crash is read from the child's standard error, which goes to a file.
     """
 
     def __init__(self, function: Callable[[Any], Any], limit_seconds: float | None):

@@ -363,7 +363,7 @@ def norms_at_least(
 
 
 FULL, HALF = 2**-20, 2**-8
-"""The relative size of a nudge, of the size of rounding in float32 and in bfloat16."""
+"""The relative sizes of nudges, which are like the effects of rounding in float32 and bfloat16."""
 NUDGES = range(3)
 """The seeds of nudges. A single nudge would not be enough, since it may by chance change a gradient
 by only a fiftieth of the change by other nudges."""
@@ -391,9 +391,9 @@ def limit_of(cuts: Sequence[str], terms: int) -> Differences:
     """Return the limits on differences that another order of summation causes in float32.
 
     A sum of n terms is rounded n times, at random, so that its relative error is about
-    sqrt(n) 2**-24. Two such sums are compared, for each of `cuts`. The update may differ ten times
-    as much, because Adam divides by the gradient's size, and because an update of 1e-3 that is
-    added to a parameter of 1 is rounded by up to 6e-5 of itself.
+    sqrt(n) 2**-24. For each of `cuts`, two sums with this error are compared. The update may differ
+    ten times as much, because Adam divides by the gradient's size, and because an update of 1e-3
+    that is added to a parameter of 1 is rounded by up to 6e-5 of itself.
 
     Args:
       cuts: the names of the sums that are added in another order, from `cuts_of`.

@@ -163,7 +163,7 @@ def least_chips(model: Model, target: Target) -> int | None:
 def _smallest(model: Model, places: Places, target: Target) -> bool:
     """Return whether the plan with the least memory on a mesh fits."""
     stage, data, tensor = places.sizes
-    # Least memory: one sequence at a time, `remat: full` (the default) and ZeRO 3.
+    # A plan takes least memory with one sequence at a time, `remat: full` (the default) and ZeRO 3.
     plan = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices)
     rows = model.batch // plan.replicas
     plan = dataclasses.replace(plan, microbatches=rows, zero=3 if plan.replicas > 1 else 0)
@@ -191,9 +191,9 @@ def _beaten(one: Judged, by: Judged) -> bool:
 
 
 def judged_of(found: SearchResults, top: tuple[Judged, ...], number: int) -> Judged:
-    """Return the plan with a number, from 1: printed plans, then other valid plans, then the rest.
+    """Return the plan with a number, counted from 1.
 
-    The rest are plans that do not fit.
+    Printed plans come first, then other valid plans, then plans that do not fit.
 
     Raises:
       ConfigError: there is no plan with this number.

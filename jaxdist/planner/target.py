@@ -192,7 +192,7 @@ class Places:
 
     Attributes:
       sizes: sizes of the axes stage, data and tensor.
-      dims: the dims of the torus for each of these axes.
+      dims: the dims of the torus for the axes stage, data and tensor.
     """
 
     sizes: tuple[int, int, int]

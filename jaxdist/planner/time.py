@@ -32,7 +32,7 @@ class _Rates:
     Attributes:
       product: fraction of the peak that matrix products reach on devices without a table in
         `jaxdist.cost.products`.
-      attention: fraction of the peak that attention's kernels reach on such devices.
+      attention: fraction of the peak that attention's kernels reach on devices without a table.
       passes: number of times that the activations of a block pass through memory in the forward
         pass.
       elements: bytes of activations per FLOP of the peak that the vector unit processes, a bound

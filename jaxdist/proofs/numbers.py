@@ -205,7 +205,7 @@ class Steps:
 class Reference:
     """The training on a single device with which plans of the same model are compared.
 
-    Its steps are taken once for each batch size and number of shards.
+    The steps are taken once for each batch size and number of shards.
 
     Attributes:
       sections: the sections of the config at its reduced size.

@@ -84,7 +84,7 @@ def parity_draws(
 
 
 def _earlier(file: Path, seeds: Sequence[int]) -> list[DrawOutcome]:
-    """Return the outcomes of these seeds that an interrupted run wrote to its file.
+    """Return the outcomes of the given seeds that an interrupted run wrote to its file.
 
     Raises:
       ConfigError: the file is not a report of draws, or a seed gives another draw now.

@@ -52,7 +52,7 @@ def counts_of(batch: int, plan: Plan) -> list[int]:
 def invalid(
     zero: int, scope: str, staged: bool, split: bool, two: bool, narrow: bool
 ) -> str | None:
-    """Return the first rule in the table of validity that plans of this kind break; None if valid.
+    """Return the first rule in the table of validity that a kind of plan breaks; None if valid.
 
     Args:
       zero: the stage of ZeRO.
@@ -62,7 +62,7 @@ def invalid(
       two: whether the plan's data axis spans two networks.
       narrow: whether the plan reduces gradients in bfloat16.
     """
-    # Sizes of 2 represent all sizes above 1, so that the cache has few entries.
+    # Every axis that is larger than 1 has size 2 here, so that the cache has few entries.
     mesh = {"stage": 2} if staged else {}
     mesh |= {"data_dcn": 2, "data_ici": 2} if two else {"data": 2}
     mesh |= {"tensor": 2} if split else {}

@@ -130,7 +130,7 @@ class Joined(Kind):
 
     Attributes:
       dim: the dim along which the arrays are joined.
-      parts: pairs of an array's size along that dim and its kind.
+      parts: pairs of an array's size along `dim` and the array's kind.
     """
 
     dim: int
@@ -219,7 +219,7 @@ class Value:
 
 
 def shard(*dims: int, inner: int = 1) -> Shard:
-    """Return the kind of a shard along one of these dims."""
+    """Return the kind of a shard along one of the given dims."""
     return Shard(frozenset(dims), inner)
 
 
