@@ -101,7 +101,7 @@ class TpuRates:
 
 
 def can_predict(devices: Sequence[Any]) -> bool:
-    """Return whether these are devices of a known clock, whose compiler writes estimates."""
+    """Return whether the devices have a known clock, and a compiler that writes estimates."""
     known = find_device(devices[0].device_kind)
     return known is not None and known.clock_hz is not None
 

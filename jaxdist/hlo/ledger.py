@@ -55,7 +55,7 @@ def compile_with_text(
       options: compiler options, in addition to those of the `jax.jit`.
 
     Raises:
-      LedgerError: as for `program_text`, if the compiler dumps nothing.
+      LedgerError: the compiler dumps no text, and XLA cannot print the program (`program_text`).
     """
     with TemporaryDirectory() as directory:
         # `Any`, since values may be numbers although jax's types allow only text.

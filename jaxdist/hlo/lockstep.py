@@ -92,7 +92,7 @@ def conditional_name(conditional: Instruction) -> str | None:
 
 
 def place_of(conditional: Instruction, number: int) -> int:
-    """Return the index in `conditional.branches` of the branch with a number.
+    """Return the index in `conditional.branches` of the branch with the given number.
 
     HLO writes the branch of true (number 1) before that of false (number 0).
     """

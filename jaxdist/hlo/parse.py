@@ -238,7 +238,7 @@ def members(type_text: str) -> list[str]:
 def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
     """Add a `get-tuple-element` for each operand that names a tuple's element, such as `%loop#1`.
 
-    The XLA of jax 0.11 and newer writes such operands instead of a `get-tuple-element`.
+    The XLA of jax 0.11 and newer names elements as operands, without a `get-tuple-element`.
     """
     known = {instruction.name: instruction for instruction in instructions}
     after: dict[str, list[Instruction]] = {}

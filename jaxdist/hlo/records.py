@@ -97,7 +97,7 @@ class Ledger:
     axes: dict[str, int]
     """The size of each mesh axis."""
     unknown_loops: tuple[str, ...] = ()
-    """Loops whose length only a run would show. The bodies of such loops count as 0 to 1
+    """Loops whose length only a run would show. A loop of unknown length counts as 0 to 1
     iterations, so that the upper figures are not bounds."""
 
     def sent_bytes(self, axis: str | None = None) -> float:

@@ -168,7 +168,7 @@ class _Run:
         start = self.body.by_name[update.operands[0]]
         return start if launch_of(start, self.body) is update else None
 
-    # Synchronous work
+    # The methods for instructions that run one after another.
 
     def _compute(self, instruction: Instruction) -> None:
         cycles = estimated_cycles(instruction)
@@ -261,7 +261,7 @@ class _Run:
     def _taken(self, branch: str, operand: str) -> _Piece:
         return self.player.computation(self.frame.enter_branch(branch, operand), {})
 
-    # Concurrent work
+    # The methods for operations that run concurrently with instructions.
 
     def _collective(self, instruction: Instruction) -> Collective | None:
         """Return the collective that an instruction begins, directly or in a callee."""

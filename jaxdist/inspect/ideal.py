@@ -32,7 +32,7 @@ def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | No
 
     In an all-reduce of S bytes over N devices, each device sends at least 2(N-1)/N S bytes, by any
     algorithm; S is the size of the gradients on one device, in the model's compute dtype.
-    Parameters that are split along these axes count whole, since a gather and a reduce-scatter
+    Parameters that are split along the batch's axes count whole, as a gather and a reduce-scatter
     together send as many bytes as an all-reduce. The result is None when no axis shares the batch.
     """
     layout = experiment.layout

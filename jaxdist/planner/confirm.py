@@ -111,7 +111,7 @@ def lay_out(
 def _config(path: Path, overrides: Sequence[str], plan: Plan, target: Target) -> Iterator[Path]:
     """Write a config with the plan for a single slice to a temporary file, and yield its path.
 
-    Callers replace this path in the compiler's messages by that of the original config.
+    In the compiler's messages, callers replace the yielded path by that of the original config.
     """
     values = planned(read(path, overrides).values, of_one_slice(plan))
     # Each slice has its part of the batch.

@@ -174,7 +174,7 @@ def check_plannable(config: ExperimentConfig, document: Document) -> None:
     """Refuse settings that the planner does not take into account, and that a plan would drop.
 
     Raises:
-      ConfigError: the config has such a setting, which the message names.
+      ConfigError: the config has a setting that would be dropped, which the message names.
     """
     for name in ("deterministic", "compression"):
         with at_setting(document, "parallel", name):

@@ -1,11 +1,11 @@
 """The time of a plan's step, by formula: compute at the chips' rates, collectives over links.
 
 Matrix products run at a fraction of the peak, and elementwise operations at the bandwidth of
-memory. Both times add up, since XLA fuses few elementwise operations with products. The device
-waits for ZeRO's collectives, as XLA:TPU schedules them. Collectives of axis tensor overlap with the
-products of the MLP (`collective_matmul`), whose partial sums pass through memory; around attention
-the device waits for them. A pipeline takes the time of its ticks, each as long as the busiest
-stage.
+memory. The times of both add up, since XLA fuses few elementwise operations with products. The
+device waits for ZeRO's collectives, as XLA:TPU schedules them. Collectives of axis tensor overlap
+with the products of the MLP (`collective_matmul`), whose partial sums pass through memory; around
+attention the device waits for them. A pipeline takes the time of its ticks, each as long as the
+busiest stage.
 """
 
 from __future__ import annotations

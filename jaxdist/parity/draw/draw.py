@@ -38,7 +38,8 @@ from jaxdist.validity.table import violations
 
 DEVICES = 8
 STAGES = 4
-"""The largest number of stages. Programs with more take long to compile, and test nothing new."""
+"""The largest number of stages. A program with more stages takes longer to compile, and tests
+nothing new."""
 WIDEST = 8
 """The largest number that the sizes of axis tensor in both plans of a draw must divide."""
 SINGLE_DEVICE: Mapping[str, Json] = {"data": 1, "fake_devices": 1}

@@ -36,8 +36,8 @@ class ModelNeeds:
     """The requirements of a draw's two plans on their model.
 
     Attributes:
-      tensor: a common multiple of the sizes of axis tensor in both plans. The model's dims must be
-        multiples of it.
+      tensor: a number of which the model's dims must be multiples: the least common multiple of the
+        sizes of axis tensor in both plans.
       chunks: the least number of layers: a layer for each chunk of a pipeline.
       whole: whether both plans compute all rows of a batch together, so that batch statistics are
         exact.

@@ -88,7 +88,7 @@ def judge_draw(seed: int) -> DrawOutcome:
     # Any error, also a defect of jaxdist, is the outcome of a draw, after which others follow.
     except Exception as error:
         found = {"verdict": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
-    jax.clear_caches()  # no other draw uses these programs, which would fill the child's memory
+    jax.clear_caches()  # compiled programs would fill the child's memory, and are not used again
     seconds = round(time.perf_counter() - begun, 1)
     return DrawOutcome(seed, **found, seconds=seconds, sections=drawn.sections, reader=drawn.reader)
 

@@ -219,8 +219,8 @@ COLLECTIVES: dict[str, Rule] = {
 def named(name: str) -> Rule | None:
     """Return the rule of one of jaxdist's own collectives by its function's name; None for others.
 
-    The algorithms of these collectives send blocks that depend on the device's index, which no rule
-    can follow. `tests/collectives` tests that the algorithms sum and gather. The operands of the
+    The algorithms of jaxdist send blocks that depend on the device's index, which no rule can
+    follow. `tests/collectives` tests that the algorithms sum and gather. The operands of the
     collectives are flat arrays, or blocks [N, c].
     """
     return {

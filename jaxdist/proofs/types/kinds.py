@@ -52,7 +52,7 @@ class Shard(Kind):
 class Count(Kind):
     """A number that is computed from sizes alone: that of the device's rows, or that of all rows.
 
-    The program does not show which of both a count is. A count that is summed over the devices is
+    The program does not show which of the two a count is. A count that is summed over devices is
     taken to be a partial sum, and any other count to be whole. The comparison of numbers finds
     counts that were taken for the wrong kind.
     """

@@ -202,7 +202,7 @@ def scatter_add(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
 def _constant_windows(eqn: Any, table: Value, updates: Value) -> frozenset[int]:
     """Return the dims along which a table remains constant when rows are added to it.
 
-    The rows must be constant along such a dim, and as long as the table.
+    The added rows must be constant along a dim of the result, and as long as the table.
     """
     numbers = eqn.params["dimension_numbers"]
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}

@@ -147,7 +147,7 @@ def _reshaped(
             dims.update(news)
             inner = kind.inner
             continue
-        # The number of elements that a step of one along the sharded part passes.
+        # The number of elements from one row of the sharded part to the next.
         within = kind.inner * math.prod(before[dim] for dim in olds if dim > held[-1])
         if within == 1:
             dims.update(news)
