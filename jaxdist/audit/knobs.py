@@ -91,7 +91,7 @@ def knob_neighbours(value: Json) -> tuple[Json, ...]:
     >>> knob_neighbours(6), knob_neighbours(0.5), knob_neighbours(True), knob_neighbours("a")
     ((3, 12), (0.25, 1.0), (False,), ())
     """
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # before `int`, of which `bool` is a subclass
         return (not value,)
     if isinstance(value, int):
         return value // 2, value * 2

@@ -125,6 +125,7 @@ def step_time(
     ticks = None if unmatched else lockstep
     timeline = play(module, layout, rates, lockstep=ticks)
     low = timeline
+    # Without unknown branches a second simulation would give the same result.
     if timeline.has_branches:
         low = play(module, layout, rates, dearest=False, lockstep=ticks)
     found = _split(timeline, low.seconds)

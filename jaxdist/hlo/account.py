@@ -67,6 +67,7 @@ def account(module: Module, layout: MeshLayout) -> Totals:
     """Return a device's totals for the whole program, with a record per collective instruction."""
     found = _Walk(module, layout).computation(Frame(module, module.entry), CallerContext())
     merged: dict[str, Collective] = {}
+    # Several callers may share a computation, whose collectives are then found several times.
     for one in found.collectives:
         seen = merged.get(one.name)
         merged[one.name] = one if seen is None else _both(seen, one)
@@ -111,6 +112,7 @@ class _Walk:
                     callee = frame.enter(instruction)
                     inside = self._inside(instruction, frame, callee, surroundings)
                     yield self.computation(callee, inside)
+                # Within an asynchronous start, a custom call runs a collective on SparseCores.
                 case "custom-call" if surroundings.start and instruction.called(CALLED):
                     yield self.computation(frame.enter(instruction), surroundings)
                 case "while":

@@ -107,6 +107,7 @@ def kernel_name(instruction: Instruction) -> str:
     """Return the name of a Pallas kernel in the program; empty for other instructions."""
     if instruction.custom_call_target != "tpu_custom_call":
         return ""
+    # XLA appends numbers to names that would not be unique.
     return re.sub(r"[.\d]+$", "", instruction.name)
 
 

@@ -142,6 +142,7 @@ def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> st
         branch, _ = conditional.branches[place_of(conditional, number)]
         sources = [i.source for i in module.computations[branch].instructions]
         found = {int(n) for source in sources for n in written.findall(source)}
+        # A branch may have no instruction of its own, and so no number to compare.
         if found and number not in found:
             return f"branch {number} of {name} holds what the source has in {sorted(found)}"
     return None

@@ -63,6 +63,7 @@ def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
     >>> parse_shapes("(f32[2,3]{1,0:T(8,128)}, /*index=1*/u32[]{:S(2)})")
     (ArrayShape(dtype='f32', dims=(2, 3)), ArrayShape(dtype='u32', dims=()))
     """
+    # `<=` marks a dim of variable size, which counts with its largest size.
     return tuple(
         ArrayShape(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
         for dtype, dims in _ARRAY.findall(text)

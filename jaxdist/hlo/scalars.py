@@ -108,6 +108,7 @@ def compute(
     >>> compute("compare", "pred[]", "LT", [Line(0, 3), 100])
     Holds(turn=34, until=inf)
     """
+    # For a bool, `operator.invert` would give -1 or -2, neither of which is false.
     if opcode == "not" and type_text.startswith("pred"):
         opcode, values = "xor", [*values, 1]
     ints = [value for value in values if isinstance(value, int)]

@@ -100,6 +100,7 @@ class _Player:
         self.loop = tick_loops(module)[0].name if lockstep else ""
         self.choices: Mapping[str, float] = {}
         self.in_flight = channels_in_flight(module)
+        # A cache, since a computation may be simulated many times.
         self.collectives: dict[Instruction, Collective | None] = {}
 
     def computation(self, frame: Frame, pending: Mapping[int, _Flight]) -> _Piece:
@@ -309,6 +310,7 @@ class _Run:
             self.free.update(dict.fromkeys(links, self.now))
         cycles = estimated_cycles(instruction)
         if cycles:  # the computation that is in the same fusion as the collective
+            # The seconds are added to the entry with `times=0`, since the fusion is counted above.
             extra = self.player.rates.cycles(cycles)
             self._add(instruction, "links", what, extra, extra, collective.axes, times=0)
 

@@ -245,6 +245,7 @@ def moving(state: TrainState) -> dict[str, np.ndarray]:
 
 def leaves_by_name(tree: PyTree) -> dict[str, np.ndarray]:
     """Return the leaves of a tree as arrays in float64, by name."""
+    # In float64, so that the comparison itself adds no rounding.
     return {name: np.asarray(leaf, np.float64) for name, leaf in flatten_with_names(tree)}
 
 

@@ -69,7 +69,7 @@ def energy_kwh(one: Result, results: Sequence[Result], config: ExperimentConfig)
 
 
 def _power_of(target: Target, results: Sequence[Result], config: ExperimentConfig) -> Power | None:
-    # The config's own `energy.watts` are of a single kind of chip.
+    # The power in the config (`energy.watts`) is that of a single kind of chip.
     if len(_kinds(results)) > 1:
         return POWERS.get(target.device.name)
     return config.energy.power_of(target.device.name)

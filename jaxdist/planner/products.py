@@ -44,6 +44,7 @@ def _as_matrix(one: PlannedParameter, tensor: int) -> tuple[int, int]:
     cut = 1 if one.split is None else tensor
     first = one.shape[0] if one.split != 0 else one.shape[0] // cut
     rest = math.prod(one.shape[1:]) if one.split == 0 else math.prod(one.shape[1:]) // cut
+    # Attention's output projection contracts heads and the numbers of a head, two dims.
     if one.name == "out":
         return first * one.shape[1], one.shape[2]
     return first, rest

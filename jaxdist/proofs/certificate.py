@@ -135,6 +135,7 @@ def identity_of(config: ExperimentConfig, devices: int) -> JsonObject:
     """Return the facts for which a certificate is valid: a config's digest, mesh, and versions."""
     values = config.model_dump(mode="json")
     kept = {name: value for name, value in values.items() if name not in ELSEWHERE}
+    # Sorted, so that the digest does not depend on the order of settings.
     text = json.dumps(kept, sort_keys=True)
     return {
         "digest": hashlib.sha256(text.encode()).hexdigest(),

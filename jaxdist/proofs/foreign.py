@@ -197,6 +197,7 @@ class _Runner:
         if self.weight is not None:
             if self.weight not in named:
                 raise RunError(f"prove: the batch has no {self.weight!r}, but {sorted(named)}")
+            # The rows of a batch need not divide over all devices of the mesh.
             shards = next(n for n in range(self.mesh.size, 0, -1) if self._rows % n == 0)
             given = {"weighted": True, "skips": False, "seed": self.seed}
             taken = [*taken[:1], *scenes(self._rows, shards, **given)]

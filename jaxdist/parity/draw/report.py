@@ -103,7 +103,7 @@ def _messages(compression: Mapping[str, Json] | None) -> str:
 
 
 def failure_text(outcome: DrawOutcome, file: Path) -> str:
-    """Format the commands and configs that reproduce a failed or different draw.
+    """Format the commands and configs that reproduce a draw which differs or failed.
 
     Args:
       outcome: the outcome of the draw.

@@ -179,7 +179,7 @@ def replicas_apart(state: PyTree) -> tuple[float, str]:
             own = np.asarray(shard.data, np.float64)
             other = first.setdefault(str(shard.index), own)
             if not np.array_equal(own, other):
-                with np.errstate(all="ignore"):
+                with np.errstate(all="ignore"):  # elements may be zero, infinite or NaN
                     apart = np.abs(own - other).max() / np.abs(other).max()
                 worst = max(worst, (math.inf if np.isnan(apart) else float(apart), name))
     return worst

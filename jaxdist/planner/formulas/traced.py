@@ -150,6 +150,7 @@ class TracedFormulas:
         # Gradients have the dtype of the computation, a sum over microbatches that of parameters.
         alone = model.param_bytes if plan.zero == 0 and count == 1 else model.sent_bytes
         summed = (shard if plan.zero else whole) * model.param_bytes * (count > 1)
+        # A microbatch's rows. The device also has the data of all microbatches of a step.
         rows = model.batch // (plan.replicas * count)
         return PlanMemory(
             parameters=stored * model.param_bytes + model.buffer_bytes,

@@ -284,7 +284,7 @@ class Pass:
         reason = f"{self.axis}: {self.place(eqn)}: a value changes its kind in each pass of a loop"
         recording, self._recording = self._recording, False
         # The first rounds ignore errors, which may be due to buffers that are zero at first and so
-        # have no kind of their own yet. The second rounds begin with the kinds that were found.
+        # have no kind of their own yet. The second rounds begin with the kinds of the first.
         for judges in (False, True):
             for _ in range(PASSES):
                 out = self.run(body, [*fixed, *carry, *rows])
