@@ -300,7 +300,8 @@ def _secondary(random: Random, config: Sections) -> Sections | None:
     if not fits or {"compression", "deterministic"} & {*config["parallel"]}:
         return None
     if (config["parallel"]["reduce"] or {}).get("type") == "hierarchical":
-        # The second copy is gathered inside one network; a hierarchical algorithm requires two.
+        # The second copy is gathered over one network at a time; a hierarchical algorithm
+        # requires two.
         return None
     return _of_zero(config, secondary=True)
 
