@@ -118,7 +118,13 @@ def open_source(path: Path) -> Source:
     Raises:
       DataError: the path has no model, or its config.json cannot be read.
     """
-    if path.is_file() and gguf_files.is_gguf(path):
+    try:
+        is_gguf = path.is_file() and gguf_files.is_gguf(path)
+    except OSError as error:  # such as a name that is too long, or a device
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}; give a directory or a GGUF file"
+        ) from error
+    if is_gguf:
         return Source(path, gguf_files.read(path).config())
     if path.is_file() or not path.is_dir():
         what = "is a file of another kind" if path.is_file() else "does not exist"
@@ -130,7 +136,9 @@ def open_source(path: Path) -> Source:
     if not file.is_file():
         ggufs = sorted(path.glob("*.gguf"))
         more = f"; {ggufs[0]} is a GGUF file, give that" if ggufs else ""
-        raise DataError(f"{path} is no model, for it has no {CONFIG}{more}")
+        raise DataError(
+            f"{path} is not a model: it has no {CONFIG}{more or '; give the directory of a model'}"
+        )
     try:
         config: Any = read_json(file)
     except (OSError, ValueError) as error:

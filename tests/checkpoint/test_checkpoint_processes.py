@@ -90,11 +90,11 @@ CHILD = textwrap.dedent("""
     if process == 0:
         store_module.seal = real
     if process == 1:
-        real, pieces.place = pieces.place, lambda *a: 1 / 0
+        real, pieces.place_pieces = pieces.place_pieces, lambda *a: 1 / 0
     store.save(4, state(4), metadata={})
     said["failed part"] = refusal(store.wait)
     if process == 1:
-        pieces.place = real
+        pieces.place_pieces = real
         said["why"] = seen[-1]
     store.save(5, state(5), metadata={"step": 5})
     store.close()

@@ -27,6 +27,10 @@ READ = {
     "generate run": ["generate", "@", "--prompt", "a"],
     "eject config": ["eject", "@"],
     "replay run": ["replay", "@"],
+    "prove config": ["prove", "@"],
+    "export run": ["export", "@", "exported"],
+    "import model": ["import", "@", "--out", "imported"],
+    "import config": ["import", "adir", "--config", "@", "--table", "file", "--out", "imported"],
     "report runs": ["report", "@"],
     "parity config": ["parity", "@"],
     "inspect config": ["inspect", "@"],
@@ -59,8 +63,12 @@ WRITTEN = {
     "pipeline show trace": [*SCHEDULE, "--trace", "@"],
     "pipeline show csv": [*SCHEDULE, "--csv", "@"],
 }
-ELSEWHERE = {"json_file", "plot", "write", "record", "maxtext"}
+ELSEWHERE = {"json_file", "plot", "write", "record", "maxtext", "weights"}
 """Results of long work, which one function each writes for all commands, and benchmarks."""
+AFTER_A_MODEL = {
+    "import base", "import table", "import out", "export out", "adopt model", "adopt out",
+}  # fmt: skip
+"""Paths that are used after a model, or by a process of its own: see `tests/interchange`."""
 
 NO_FILES = ["nosuch", "adir", "file/x", "loop", "binary", "/proc/self/mem", "n" * 300]
 EMPTY_IS_GOOD = {"simulate choice settings", "simulate fleet settings"}
@@ -155,4 +163,4 @@ def named(commands: typer.Typer, above: str = "") -> Iterator[str]:
 
 def test_no_path_of_a_command_is_left_out() -> None:
     found = {name for name in named(app) if name.split()[-1] not in ELSEWHERE}
-    assert found <= READ.keys() | WRITTEN.keys()
+    assert found <= READ.keys() | WRITTEN.keys() | AFTER_A_MODEL

@@ -32,7 +32,7 @@ from pathlib import Path
 from jaxdist.checkpoint.identity import Identity
 from jaxdist.heartbeat.run_folder import run_folder_of
 from jaxdist.heartbeat.status import Publisher
-from jaxdist.metrics.account import Kind
+from jaxdist.metrics.account import Activity
 from jaxdist.runtime.forks import await_fork, hold_signals
 
 hold_signals()
@@ -50,7 +50,7 @@ if index == 0:
     place.tell_run(Identity(args["run"]["id"], Path(args["at"])))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # as a run that has saved
 with Publisher(place.status(index), index) as publisher:
-    publisher.phase(Kind.STEP)
+    publisher.phase(Activity.STEP)
     first = 0 if args["same"] else 10 * (place.generation - 1)
     for step in range(first, first + 10):
         publisher.step(step)

@@ -32,7 +32,7 @@ from pathlib import Path
 from jaxdist.checkpoint.identity import Identity, write_identity
 from jaxdist.heartbeat.run_folder import run_folder_of
 from jaxdist.heartbeat.status import Publisher
-from jaxdist.metrics.account import Kind
+from jaxdist.metrics.account import Activity
 from jaxdist.runtime.forks import await_fork, hold_signals
 
 agent = os.getppid()  # and not of what forks for it
@@ -63,7 +63,7 @@ told = {
 with (folder / "marks").open("a") as file:
     file.write(json.dumps(told) + "\\n")
 with Publisher(place.status(index), index) as publisher:
-    publisher.phase(Kind.STEP)
+    publisher.phase(Activity.STEP)
     step = 100 * place.generation
     (place.snapshots / f"step_{step:08d}.{index}_of_{count}").write_text(f"{index}")
     while not (folder / "end").exists():
@@ -76,7 +76,7 @@ with Publisher(place.status(index), index) as publisher:
             # that began later would be the furthest behind, whichever of them is stuck.
             publisher.step(100 * place.generation + 99)
         if f"stuck-{place.generation}-{index}" in stuck:
-            publisher.phase(Kind.INPUT_WAIT)
+            publisher.phase(Activity.INPUT_WAIT)
             time.sleep(60)
         if stuck:  # as who waits in a collective
             publisher.wait()

@@ -116,7 +116,7 @@ def damaged(kind, folder, model):
 
 
 BAD = {
-    "no config": r"is no model, for it has no config.json",
+    "no config": r"is not a model: it has no config.json",
     "no json": r"config.json cannot be read: .*download it again",
     "pickle": r"pytorch_model.bin, a pickle, .*never reads it: download the model's safetensors",
     "no weights": r"has no safetensors: download model.safetensors too",

@@ -91,7 +91,7 @@ def test_a_run_that_does_not_get_on_ends_when_it_is_told_to(tmp_path, monkeypatc
         found.events.put(Event(found.fleet.servers[0], applied))
     with pytest.raises(StoppedError, match=r"waited 0 s for clock 0 \(worker 0, worker 1 is") as e:
         found._through(found.prepared.state, set())
-    assert "--resume goes on" in str(e.value)
+    assert "--resume continues" in str(e.value)
     assert e.value.exit_code == STOPPED
     (told,) = found.team.workers[0].told  # it had the chance to stop at a clock
     assert told == found.fleet.servers[0].told[0] == {"stop": found.stop}

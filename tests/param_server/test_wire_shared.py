@@ -134,7 +134,7 @@ def test_workers_push_and_pull_through_it_and_without_it_where_the_server_finds_
     monkeypatch, found
 ):
     if not found:
-        monkeypatch.setattr(rpc.shared, "find", lambda place: None)
+        monkeypatch.setattr(rpc.shared, "open_shared", lambda place: None)
     written: list[int] = []
     write = shared.Direction.write
 

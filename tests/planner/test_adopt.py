@@ -27,5 +27,5 @@ def test_the_best_plan_of_a_config_json_is_written(tmp_path):
 
 
 def test_what_is_no_model_is_refused(tmp_path):
-    with pytest.raises(JaxdistError, match=r"is no model, for it has no config.json"):
+    with pytest.raises(JaxdistError, match=r"is not a model: it has no config.json"):
         adopt(tmp_path, "v5e:2x2", tmp_path / "job.yaml", compiled=False, console=QUIET)

@@ -61,7 +61,7 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
         if begin.parts != ("params",) or begin.step is not None:
             raise CheckpointError(
                 f"{begin.run} is a model, of which all parameters are taken: leave out "
-                "begin_with.parts and begin_with.step, or make a run of it with `jaxdist import`"
+                "checkpoint.begin_with.parts and .step, or make a run of it with `jaxdist import`"
             )
         return [f"params/{leaf.name}" for leaf in matched(program, Path(begin.run))]
     names = [name for name in part_names(program, begin.parts) if name != "step"]
