@@ -277,7 +277,7 @@ def _check_chunks(chunks: int, length: int) -> None:
 
 def _weights(batch: Batch) -> jax.Array:
     """Return the weight of each target `[B, L]`."""
-    shape, rows = batch["segments"].shape, batch["weight"][:, None]
+    shape, rows = batch["tokens"][:, 1:].shape, batch["weight"][:, None]
     weight_BL = jnp.broadcast_to(rows, shape)
     return weight_BL * batch["answer"] if "answer" in batch else weight_BL
 
