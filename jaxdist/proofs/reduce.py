@@ -43,7 +43,7 @@ def shrunk(sizes: Mapping[str, int]) -> dict[str, int]:
     The largest axis is divided by its smallest factor, as often as needed; no axis becomes 1.
 
     >>> shrunk({"data": 64, "tensor": 8})
-    {'data': 4, 'tensor': 2}
+    {'data': 2, 'tensor': 4}
     """
     found = dict(sizes)
     while math.prod(found.values()) > MOST_DEVICES:
