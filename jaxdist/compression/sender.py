@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -16,6 +17,7 @@ from jaxdist.errors import CompressionError
 from jaxdist.types import Leaf, PyTree
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
 class SenderState(NamedTuple):
@@ -107,6 +109,22 @@ class Sender:
           view: the receiver's view; before the first round it is `feedback.view(like)`.
         """
         return self.feedback.receive(self.codec.decode(message, like, round), view)
+
+
+def states_after_push(
+    before: Mapping[K, SenderState], sent: Mapping[K, EncodedGradient], *, finite: bool
+) -> dict[K, SenderState]:
+    """Return the next states of arrays that are sent in one push, by the keys of `sent`.
+
+    A push that is not finite is dropped whole, so its finite arrays are not sent either, and keep
+    their states with one more skipped round.
+
+    Args:
+      finite: whether everything in the push is finite, with what is sent uncompressed.
+    """
+    if finite:
+        return {key: one.state for key, one in sent.items()}
+    return {key: before[key]._replace(skipped=before[key].skipped + 1) for key in sent}
 
 
 def encode_once(

@@ -9,6 +9,8 @@ from jaxdist.param_server.aggregation import Direct, Racks
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import SSP
 from jaxdist.param_server.consistency.rounds import BSP
+from jaxdist.param_server.live.codes import Codes, PushEncoder
+from jaxdist.param_server.live.layout import ShardLayout, ShardPiece
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.ranges import Range
 from jaxdist.param_server.scenario import Crash, SimulationConfig
@@ -88,12 +90,45 @@ def test_parameters_move_by_all_that_is_not_kept(model, codec):
     found = run.run()
     kept = np.zeros((6, 64))
     for worker in run.workers:
+        assert worker.encoder is not None
         for (server, at), state in worker.encoder._states.items():
             one = run.shards[server].ranges[at]
             kept[one.start : one.stop] += state.memory["residual"]
     moved = problem.start["w"] - found.params["w"]
     np.testing.assert_allclose(moved, RATE / 4 * (problem.total - kept), rtol=1e-4, atol=1e-4)
     assert np.abs(kept).max() > 0.1
+
+
+class BrokenBias(Recorded):
+    def gradient(self, params, worker, step):
+        found = super().gradient(params, worker, step)
+        if (worker, step) != (1, 2):
+            return found
+        return found._replace(gradient={**found.gradient, "b": np.float32("nan")})
+
+
+def test_a_nan_at_one_server_loses_nothing_at_the_other_server():
+    """As with live servers, each server drops only the pushes that hold a NaN themselves."""
+    problem, cluster = BrokenBias(), cluster_of(TopK(fraction=0.1), SSP(bound=1))
+    speeds = cluster.simulation.speeds(4)
+    run = Simulation(cluster, problem, Sgd(RATE), speeds, 6, 10, None, BIAS)
+    found = run.run()
+    assert found.dropped == {"it holds a NaN or an infinity": 1}
+    seen = 0
+    for server, shard in enumerate(run.shards):
+        if any(one.name == "b" for one in shard.ranges):
+            continue
+        for at, one in enumerate(shard.ranges):
+            rows = slice(one.start, one.stop)
+            kept = np.zeros((one.stop - one.start, 64))
+            for worker in run.workers:
+                assert worker.encoder is not None
+                kept += worker.encoder._states[server, at].memory["residual"]
+            moved = problem.start["w"][rows] - found.params["w"][rows]
+            wanted = RATE / 4 * (problem.total[rows] - kept)
+            np.testing.assert_allclose(moved, wanted, rtol=1e-4, atol=1e-4)
+            seen += 1
+    assert seen
 
 
 def test_a_bad_network_changes_no_bit_of_a_round():
@@ -140,6 +175,45 @@ def test_messages_and_what_is_kept_are_all_that_was_to_be_sent(codec):
     kept = encoder._states[1, 0].memory["residual"]
     np.testing.assert_allclose(sent + kept, wanted, rtol=1e-4, atol=1e-4)
     assert int(encoder._states[1, 0].skipped) == 2
+
+
+def live_encoder(codec, whole):
+    pieces = (
+        ShardPiece(Range("a", 0, 1, 32), (1, 8), 0),
+        ShardPiece(Range("b", 0, 1, 32), (1, 8), 8),
+    )
+    layout = ShardLayout(0, np.dtype(np.float32), pieces)
+    encoder = PushEncoder(Codes(layout, codec, ErrorFeedback(), whole, 0), 0)
+
+    def push(a, b, sequence):
+        return encoder(np.concatenate([a, b]), sequence)[1]
+
+    return push, lambda: encoder._states[0]
+
+
+def simulated_encoder(codec, whole):
+    encoder = ClientEncoder(Encoding(codec, ErrorFeedback(), whole), client=0)
+    ranges = Range("a", 0, 1, 32), Range("b", 0, 1, 32)
+
+    def push(a, b, sequence):
+        return encoder(0, ranges, (a.reshape(1, 8), b.reshape(1, 8)), sequence)[1]
+
+    return push, lambda: encoder._states[0, 0]
+
+
+@pytest.mark.parametrize("encoder_of", [live_encoder, simulated_encoder])
+@pytest.mark.parametrize("whole", [frozenset(), BIAS])
+def test_a_dropped_push_leaves_the_residual_of_its_finite_ranges(encoder_of, whole):
+    push, state = encoder_of(TopK(fraction=0.25), whole)
+    rising = np.arange(1, 9, dtype="f4")
+    assert push(rising, rising, 0)
+    kept = [1, 2, 3, 4, 5, 6, 0, 0]
+    assert np.asarray(state().memory["residual"]).reshape(-1).tolist() == kept
+    assert not push(rising, np.where(rising == 3, np.nan, rising), 1)
+    assert np.asarray(state().memory["residual"]).reshape(-1).tolist() == kept
+    assert int(state().skipped) == 1
+    assert push(rising, rising, 2)
+    assert np.asarray(state().memory["residual"]).reshape(-1).tolist() == [2, 4, 6, 8, 0, 0, 7, 8]
 
 
 def test_servers_and_clients_keep_apart():

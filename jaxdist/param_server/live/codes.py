@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.compression import Codec, EncodedGradient, Feedback, Sender, SenderState, first_round
+from jaxdist.compression.sender import states_after_push
 from jaxdist.param_server.live.layout import ShardLayout, ShardPiece
 from jaxdist.param_server.wire.contract import Spec
 from jaxdist.types import PyTree
@@ -82,7 +83,9 @@ class PushEncoder:
         self._states: dict[int, SenderState] = {}
 
     def __call__(self, change: np.ndarray, sequence: int) -> tuple[np.ndarray, bool]:
-        """Return an encoded push and whether it is finite; infinite or NaN errors are not fed back.
+        """Return an encoded push and whether it is finite.
+
+        A push that is not finite is dropped whole, and changes no residual.
 
         Args:
           change: flat array in the order of the shard.
@@ -91,20 +94,19 @@ class PushEncoder:
         codes = self.codes
         round = first_round(codes.seed, sequence, self.client)
         parts: list[np.ndarray] = []
-        finite = True
+        finite, sent = True, dict[int, EncodedGradient]()
         for at, piece in enumerate(codes.layout.pieces):
             x = change[piece.slice].reshape(piece.shape)
             if piece.range.name in codes.whole:
                 parts.append(np.ascontiguousarray(x))
                 finite &= bool(np.isfinite(x).all())
                 continue
-            state = self._states.get(at)
-            if state is None:
-                state = codes.sender.init(like(piece))
-            sent: EncodedGradient = codes.encode(x.astype(np.float32), state, round.part(at))
-            self._states[at] = sent.state
-            finite &= bool(sent.finite)
-            parts += [np.asarray(leaf) for leaf in jax.tree.leaves(sent.message)]
+            if at not in self._states:
+                self._states[at] = codes.sender.init(like(piece))
+            sent[at] = codes.encode(x.astype(np.float32), self._states[at], round.part(at))
+            finite &= bool(sent[at].finite)
+            parts += [np.asarray(leaf) for leaf in jax.tree.leaves(sent[at].message)]
+        self._states |= states_after_push(self._states, sent, finite=finite)
         raw = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
         return np.concatenate(raw), finite
 

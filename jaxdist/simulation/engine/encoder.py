@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxdist.compression import Codec, EncodedGradient, Feedback, Sender, SenderState, first_round
+from jaxdist.compression.sender import states_after_push
 from jaxdist.param_server.placement.ranges import Range
 from jaxdist.simulation.engine.shard import Shard
 
@@ -51,7 +52,7 @@ class ClientEncoder:
     ) -> tuple[Shard, bool]:
         """Return the push as the server decodes it, and whether it is finite.
 
-        A range that is not finite does not change its residual.
+        A push that is not finite is dropped whole, and changes no residual.
 
         Args:
           sequence: number of the push among the client's messages to the server.
@@ -59,7 +60,7 @@ class ClientEncoder:
         encoding = self.encoding
         round = first_round(encoding.seed, sequence, self.client)
         found: list[np.ndarray] = []
-        finite = True
+        finite, sent = True, dict[tuple[int, int], EncodedGradient]()
         for at, (one, array) in enumerate(zip(ranges, change, strict=True)):
             if one.name in encoding.whole:
                 found.append(array)
@@ -69,10 +70,10 @@ class ClientEncoder:
             if key not in self._states:
                 self._states[key] = encoding.sender.init(_like(array))
             x = array.astype(np.float32)
-            sent: EncodedGradient = encoding.encode(x, self._states[key], round.part(at))
-            self._states[key] = sent.state
-            finite &= bool(sent.finite)
-            found.append(np.asarray(sent.decoded).astype(array.dtype))
+            sent[key] = encoding.encode(x, self._states[key], round.part(at))
+            finite &= bool(sent[key].finite)
+            found.append(np.asarray(sent[key].decoded).astype(array.dtype))
+        self._states |= states_after_push(self._states, sent, finite=finite)
         return tuple(found), finite
 
 

@@ -132,15 +132,15 @@ class WorkerNode:
 
     def _push(self, change: Computed) -> None:
         counts = change.tokens != 0
-        usable = all(bool(np.isfinite(one).all()) for one in change.gradient.values())
         for server, shard in enumerate(self.run.shards):
-            payload, fine = slices(shard.ranges, change.gradient), usable or not counts
+            payload = slices(shard.ranges, change.gradient)
             if not counts:  # a gradient of no tokens may be 0/0 and spoil the residual
-                payload = tuple(np.zeros_like(array) for array in payload)
+                payload, fine = tuple(np.zeros_like(array) for array in payload), True
             elif self.encoder is not None:
                 sequence = self.links[server].sequence
-                payload, finite = self.encoder(server, shard.ranges, payload, sequence)
-                fine = usable and finite
+                payload, fine = self.encoder(server, shard.ranges, payload, sequence)
+            else:
+                fine = all(bool(np.isfinite(array).all()) for array in payload)
             link, message = client.push(
                 self.links[server], version=self._read[server], tokens=change.tokens, usable=fine
             )
