@@ -85,8 +85,7 @@ def make_program(
         more |= {"offloads": facts.offloads, "frozen": model.frozen}
         exchange, notices = plan_exchange(*given, **more)
     with at("parallel"), own("loss", "model") as imported:
-        # Built-in models are known to keep rows independent, so only the user's models cost a
-        # trace.
+        # Built-in models keep rows independent, so only the user's models cost a trace.
         if imported:
             local = config.parallel.batch_norm == "local"
             objective, pieces = Objective(model, loss), config.train.microbatches
