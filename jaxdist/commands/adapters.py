@@ -68,13 +68,14 @@ def import_adapters(
     shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)
     filled = program.home.stored(jax.tree.unflatten(jax.tree.structure(own), leaves))
     state = program.home.to_files(jax.device_put(filled, shardings))
-    prepare_directory(directory, plain_yaml(document.values))
     with CheckpointStore(
         directory.checkpoints, keep=1, keep_best=False, on_event=console.print
     ) as store:
         metadata = {"imported": str(folder)}
         store.save(0, state, metadata=metadata, shapes=program.own_shapes)
         store.wait()
+    # The config is written last, since a directory with a config counts as a run that has begun.
+    prepare_directory(directory, plain_yaml(document.values))
     count = len(program.model.adapters)
     console.print(f"run    {out}: adapters of {count} kernels", soft_wrap=True, markup=False)
     return {"run": str(out), "kernels": count}

@@ -202,10 +202,8 @@ def _streamed(leaves: Sequence[Leaf]) -> Iterator[Streamed]:
 
 def _with_dtype(source: Source, leaves: Sequence[Leaf]) -> JsonObject:
     """Return the content of config.json with the dtype of the tensors, which `export` reads."""
-    return {
-        **source.config,
-        "dtype": max(leaves, key=lambda leaf: leaf.shape).tensors[0].dtype.name,
-    }
+    largest = max(leaves, key=lambda leaf: math.prod(leaf.filled))
+    return {**source.config, "dtype": largest.tensors[0].dtype.name}
 
 
 def _texts(source: Source) -> dict[str, str]:

@@ -83,6 +83,7 @@ def settings_of(files: Files, rows: Mapping[str, Row]) -> JsonObject:
 
     Raises:
       ConfigError: the adapters have modules that the base model does not have.
+      DataError: the folder's settings lack the rank or alpha.
     """
     own = {_module(row, None): name for name, row in rows.items()}
     found, unknown = set[str](), list[str]()
@@ -100,6 +101,12 @@ def settings_of(files: Files, rows: Mapping[str, Row]) -> JsonObject:
             "of this one"
         )
     given: Any = files.settings
+    lacking = [key for key in ("r", "lora_alpha") if given.get(key) is None]
+    if lacking:
+        raise DataError(
+            f"{files.folder / SETTINGS} lacks {', '.join(lacking)}: download the adapters' own "
+            f"{SETTINGS}"
+        )
     return {
         "rank": given["r"],
         "alpha": float(given["lora_alpha"]),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jaxdist.errors import ConfigError, did_you_mean
+from jaxdist.errors import ConfigError, DataError, did_you_mean
 from jaxdist.models.gpt import GptConfig
 from jaxdist.types import JsonObject
 
@@ -126,6 +126,7 @@ class Family:
 
         Raises:
           ConfigError: a config.json that lacks a key, or has a value that `gpt` does not compute.
+          DataError: a scaling of rotary positions that lacks a key.
         """
         given = {**self.missing, **config}
         for key, allowed in self.fixed.items():
@@ -157,27 +158,39 @@ class Family:
         }
 
 
+_SCALINGS: Mapping[str, Mapping[str, str]] = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_length",
+    },
+}
+"""The options of `rope_scaling` by key of config.json, for each type."""
+
+
 def _rotary(config: Mapping[str, Any]) -> JsonObject:
     """Return theta and the scaling of rotary positions, from the new or old keys of config.json."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(key) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     if kind == "default":
         return {"rope_theta": theta}
-    if kind == "linear":
-        return {"rope_theta": theta, "rope_scaling": {"type": kind, "factor": rope["factor"]}}
-    if kind != "llama3":
+    if kind not in _SCALINGS:
         raise ConfigError(
             f"config.json: rotary positions of type {kind!r} are not computed by model.type gpt: "
             "there are default, linear and llama3"
         )
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    scaling = {name: rope[name] for name in names}
-    length = rope["original_max_position_embeddings"]
-    return {
-        "rope_theta": theta,
-        "rope_scaling": {"type": kind, **scaling, "original_length": length},
-    }
+    lacking = [name for name in _SCALINGS[kind] if name not in rope]
+    if lacking:
+        raise DataError(
+            f"config.json: {key} of type {kind!r} lacks {', '.join(lacking)}: download the model's "
+            "own config.json"
+        )
+    scaling = {own: rope[name] for name, own in _SCALINGS[kind].items()}
+    return {"rope_theta": theta, "rope_scaling": {"type": kind, **scaling}}
 
 
 def _written_rotary(options: JsonObject) -> JsonObject:

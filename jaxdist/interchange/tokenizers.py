@@ -88,10 +88,16 @@ def from_gguf(path: Path, metadata: Mapping[str, Any]) -> str:
 
 
 def pre_of(content: Mapping[str, Any]) -> str | None:
-    """Return the name in `SPLITS` of a tokenizer.json's pattern; None for another pattern."""
+    """Return the name in `SPLITS` of a tokenizer.json's pattern; None for another pattern.
+
+    A pattern with a space before the text (`add_prefix_space`) is another one: for byte pairs
+    llama.cpp puts no space there, whatever the key `add_space_prefix` of a GGUF file says.
+    """
     given = content.get("pre_tokenizer") or {}
     steps = given.get("pretokenizers", [given])
     kinds = [step.get("type") for step in steps]
+    if any(step.get("add_prefix_space") for step in steps):
+        return None
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
         return "gpt-2"
     if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:

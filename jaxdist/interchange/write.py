@@ -81,11 +81,8 @@ def config_of(model: GptConfig, vocab_size: int, folder: Path | None, length: in
       ConfigError: no family has the model's options.
     """
     own = _own(folder)
-    if own is not None:
-        family = family_of(own, where=str(folder))
-        made = GptConfig.model_validate(family.model(own))
-        if architecture(made) == architecture(model) and own.get("vocab_size") == vocab_size:
-            return own
+    if own is not None and _describes(own, model, vocab_size):
+        return own
     fitting = families_of(model)
     if not fitting:
         raise ConfigError(
@@ -154,6 +151,15 @@ def _files(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> dict[str, li
     if len(files) == 1:
         return {SINGLE: files[0]}
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": n for i, n in enumerate(files, 1)}
+
+
+def _describes(config: JsonObject, model: GptConfig, vocab_size: int) -> bool:
+    try:
+        made = GptConfig.model_validate(family_of(config, where=CONFIG).model(config))
+    except ValueError:
+        # The tokenizer may be that of a model which `gpt` does not compute.
+        return False
+    return architecture(made) == architecture(model) and config.get("vocab_size") == vocab_size
 
 
 def _own(folder: Path | None) -> JsonObject | None:

@@ -74,7 +74,7 @@ def tokenizer_metadata(folder: Path | None, config: Mapping[str, Any]) -> JsonOb
     if content["model"]["type"] != "BPE" or pre is None:
         raise ConfigError(
             f"{folder / TOKENIZER} has no byte pairs, or a cut of text that --to gguf does not "
-            "write; use --to hf"
+            "write, such as one with add_prefix_space: true; use --to hf"
         )
     added: Any = {one["id"]: one for one in content.get("added_tokens") or ()}
     held = {i: t for t, i in content["model"]["vocab"].items()}
@@ -150,6 +150,7 @@ def _typed(value: Any) -> bytes:
         return struct.pack("<If", 6, value)
     if isinstance(value, int):
         return struct.pack("<II", 4, value)
-    text = bool(value) and isinstance(value[0], str)
+    # Only an array of texts can be empty: that of merges.
+    text = not value or isinstance(value[0], str)
     items = (_text(one) if text else struct.pack("<i", one) for one in value)
     return struct.pack("<IIQ", 9, 8 if text else 5, len(value)) + b"".join(items)

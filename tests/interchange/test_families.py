@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from benchmarks.models.drawn import CONFIGS, SEEN, ours, tokens, write_drawn
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, DataError
 from jaxdist.interchange.families import FAMILIES, architecture, families_of, family_of
+from jaxdist.interchange.write import config_of
 from jaxdist.models.gpt import GptConfig
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
@@ -90,3 +91,38 @@ REFUSED = [
 def test_what_our_model_does_not_compute_is_refused_by_name(config, words):
     with pytest.raises(ConfigError, match=words):
         family_of(config, where="config.json").model(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "rope", "words"),
+    [
+        ("rope_scaling", {"type": "linear"}, r"rope_scaling of type 'linear' lacks factor:"),
+        (
+            "rope_scaling",
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
+            r"rope_scaling .* lacks high_freq_factor, original_max_position_embeddings:",
+        ),
+        ("rope_parameters", {"rope_type": "linear"}, r"rope_parameters of type 'linear' lacks"),
+    ],
+)
+def test_a_scaling_without_its_keys_is_one_message(key, rope, words):
+    config = {**CONFIGS["llama"], key: rope}
+    with pytest.raises(DataError, match=rf"config\.json: {words}"):
+        family_of(config, where="config.json").model(config)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model_type": "gemma2", "vocab_size": 67},
+        {"model_type": "llama", "vocab_size": 67},
+        {**CONFIGS["llama"], "hidden_act": "relu"},
+    ],
+)
+def test_a_config_of_another_model_beside_the_tokenizer_is_left_out(other, tmp_path):
+    """A tokenizer may be that of any model, also of a family that our model does not compute."""
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    model = GptConfig.model_validate(family_of(CONFIGS["llama"], where="").model(CONFIGS["llama"]))
+    found = config_of(model, 67, tmp_path, 16)
+    assert (found["model_type"], found["hidden_act"]) == ("llama", "silu")
+    assert found["num_hidden_layers"] == CONFIGS["llama"]["num_hidden_layers"]

@@ -1,5 +1,6 @@
 """GGUF files: float and quantized tensors are those of the safetensors, and damage is named."""
 
+import json
 import struct
 
 import numpy as np
@@ -9,13 +10,14 @@ from rich.console import Console
 from benchmarks.models.drawn import CONFIGS, VOCAB, drawn, write_drawn
 from jaxdist.commands.export_model import export_model
 from jaxdist.commands.import_model import import_model
-from jaxdist.errors import DataError, JaxdistError
+from jaxdist.errors import ConfigError, DataError, JaxdistError
 from jaxdist.interchange.families import architecture, family_of
 from jaxdist.interchange.gguf_files import NAMES, read, rows
 from jaxdist.interchange.layouts import Layout
 from jaxdist.interchange.source import leaves_of, open_source
+from jaxdist.interchange.tokenizers import SPLITS
 from jaxdist.interchange.write import assembled, pieces_of
-from jaxdist.interchange.write_gguf import gguf_rows
+from jaxdist.interchange.write_gguf import gguf_rows, tokenizer_metadata, write_file
 from jaxdist.models.functional import functional
 from jaxdist.models.gpt import GptConfig
 from jaxdist.trees import flatten_with_names
@@ -178,3 +180,45 @@ def test_damaged_files_are_one_message_each(tmp_path):
 def test_what_a_gguf_file_changes_is_refused(tmp_path):
     with pytest.raises(JaxdistError, match="1 added to the scales of its norms"):
         rows(family_of(CONFIGS["gemma"], where=""), {})
+
+
+def write_tokenizer(folder, *before, prefix=False):
+    """A tokenizer of two bytes that are never joined."""
+    own = {"type": "ByteLevel", "add_prefix_space": prefix, "use_regex": not before}
+    cut = {"type": "Sequence", "pretokenizers": [*before, own]}
+    pairs = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+    content = {"pre_tokenizer": cut, "model": pairs}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def test_a_tokenizer_without_merges_has_an_array_of_texts(tmp_path):
+    write_tokenizer(tmp_path)
+    write_file(
+        tmp_path / "m.gguf",
+        tokenizer_metadata(tmp_path, {"vocab_size": 2}),
+        {},
+        lambda name, layer: np.zeros(0),
+        dtype="float32",
+    )
+    raw = (tmp_path / "m.gguf").read_bytes()
+    at = raw.index(b"tokenizer.ggml.merges") + len("tokenizer.ggml.merges")
+    # An array (9) of texts (8) without elements.
+    assert struct.unpack_from("<IIQ", raw, at) == (9, 8, 0)
+    assert read(tmp_path / "m.gguf").metadata["tokenizer.ggml.merges"] == []
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        (),
+        ({"type": "Digits", "individual_digits": True},),
+        ({"type": "Split", "pattern": {"Regex": SPLITS["qwen2"]}, "behavior": "Isolated"},),
+    ],
+)
+def test_a_tokenizer_that_puts_a_space_before_the_text_is_refused(before, tmp_path):
+    """For byte pairs llama.cpp puts no space there."""
+    write_tokenizer(tmp_path, *before)
+    assert tokenizer_metadata(tmp_path, {"vocab_size": 2})["tokenizer.ggml.tokens"] == ["a", "b"]
+    write_tokenizer(tmp_path, *before, prefix=True)
+    with pytest.raises(ConfigError, match=r"add_prefix_space: true; use --to hf"):
+        tokenizer_metadata(tmp_path, {"vocab_size": 2})

@@ -150,6 +150,20 @@ def test_what_is_no_model_and_what_exists_are_refused(model, tmp_path):
         import_model(model, tmp_path, console=QUIET)
 
 
+def test_the_dtype_of_a_model_is_that_of_its_largest_parameter(model, tmp_path):
+    """The largest by elements: the embedding has more rows than the layers have."""
+    folder, held = damaged("as it is", tmp_path / "mixed", model), arrays(model)
+    mixed = {n: x.astype(np.float16 if ".mlp." in n else np.float32) for n, x in held.items()}
+    assert (
+        held["model.layers.0.mlp.up_proj.weight"].size * 2 > held["model.embed_tokens.weight"].size
+    )
+    entries = [(name, value.shape, value.dtype) for name, value in mixed.items()]
+    safetensors.write(folder / "model.safetensors", entries, mixed.__getitem__)
+    import_model(folder, tmp_path / "run", SMALL, console=QUIET)
+    written = json.loads((tmp_path / "run/source/config.json").read_text())
+    assert written["dtype"] == "float16"
+
+
 def test_a_tokenizer_that_does_not_fit_is_refused(model, tmp_path):
     folder = damaged("as it is", tmp_path / "bad", model)
     vocab = {"model": {"vocab": {chr(97 + i): i for i in range(VOCAB + 1)}}}

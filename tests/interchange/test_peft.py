@@ -7,12 +7,14 @@ import pytest
 from rich.console import Console
 
 from benchmarks.models.drawn import write_drawn
+from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.commands.adapters import export_adapters, import_adapters
 from jaxdist.commands.export_model import export_model
 from jaxdist.commands.import_model import import_model
 from jaxdist.errors import JaxdistError
 from jaxdist.interchange import safetensors
 from jaxdist.interchange.source import open_source
+from jaxdist.run.directory import RunDirectory
 
 SMALL = ["data.examples=16", "data.heldout_examples=8", "data.window=16"]
 QUIET = Console(quiet=True)
@@ -48,7 +50,8 @@ def write_peft(base, out, *, wider=0, rename=("", ""), **settings):
         tensors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
     entries = [(name, x.shape, x.dtype) for name, x in tensors.items()]
     safetensors.write(out / "adapter_model.safetensors", entries, lambda name: tensors[name])
-    (out / "adapter_config.json").write_text(json.dumps({**SETTINGS, **settings}))
+    written = {name: value for name, value in {**SETTINGS, **settings}.items() if value is not None}
+    (out / "adapter_config.json").write_text(json.dumps(written))
     return found
 
 
@@ -81,6 +84,8 @@ def test_adapters_come_back_to_the_bit_and_merge_into_kernels(base, tmp_path):
     [
         ({"wider": 1}, "blocks/attention/query takes (3, 32)"),
         ({"rename": ("self_attn", "attn")}, "of another base model: base_model.model.model.layers"),
+        ({"r": None}, "adapter_config.json lacks r: download"),
+        ({"r": None, "lora_alpha": None}, "adapter_config.json lacks r, lora_alpha: download"),
         ({"use_dora": True}, "use_dora True: adapters here are a product of two matrices"),
     ],
 )
@@ -90,6 +95,19 @@ def test_adapters_that_do_not_fit_are_refused(base, tmp_path, given, said):
         import_adapters(tmp_path / "given", base / "run", tmp_path / "run", console=QUIET)
     assert said in str(refused.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_import_that_is_cut_off_leaves_no_run(base, tmp_path, monkeypatch):
+    """A directory with a config counts as a run that has begun, so that the config is last."""
+
+    def cut_off(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    write_peft(base, tmp_path / "given")
+    monkeypatch.setattr(CheckpointStore, "save", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        import_adapters(tmp_path / "given", base / "run", tmp_path / "run", console=QUIET)
+    assert not RunDirectory(tmp_path / "run").occupied
 
 
 def test_a_folder_without_adapters_and_a_run_without_adapters_are_told(base, tmp_path):
