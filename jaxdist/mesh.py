@@ -126,9 +126,16 @@ def propose(sizes: Mapping[str, int | Split], device_count: int, most: int = 3) 
 
     >>> propose({"data": 3, "tensor": 2}, 8)
     ['{data: 4, tensor: 2}', '{data: 2, tensor: 4}', '{data: 8, tensor: 1}']
+
+    Sizes across the slow network are kept where they divide the number of devices.
+
+    >>> propose({"data": Split(dcn=2, ici=4)}, 16)
+    ['{data: {dcn: 2, ici: 8}}']
     """
-    axes = list(sizes)
-    wanted = [max(_count(size), 1) for size in sizes.values()]
+    slow = math.prod(size.dcn for size in sizes.values() if isinstance(size, Split))
+    if device_count % slow:
+        sizes, slow = {axis: _count(size) for axis, size in sizes.items()}, 1
+    wanted = [max(size, 1) for size in _inside(sizes)]
 
     def factorings(n: int, k: int) -> list[tuple[int, ...]]:
         if k == 1:
@@ -139,8 +146,21 @@ def propose(sizes: Mapping[str, int | Split], device_count: int, most: int = 3) 
     def distance(found: tuple[int, ...]) -> float:
         return sum(abs(math.log2(a / b)) for a, b in zip(found, wanted, strict=True))
 
-    best = sorted(factorings(device_count, len(axes)), key=distance)[:most]
-    return [describe_mesh(dict(zip(axes, found, strict=True))) for found in best]
+    best = sorted(factorings(device_count // slow, len(sizes)), key=distance)[:most]
+    return [describe_mesh(_with_inside(sizes, found)) for found in best]
+
+
+def _inside(sizes: Mapping[str, int | Split]) -> list[int]:
+    """Return the size of each axis inside the fast network."""
+    return [size.ici if isinstance(size, Split) else size for size in sizes.values()]
+
+
+def _with_inside(sizes: Mapping[str, int | Split], inside: Sequence[int]) -> dict[str, int | Split]:
+    """Replace the sizes inside the fast network, and keep those across the slow network."""
+    return {
+        axis: Split(dcn=size.dcn, ici=count) if isinstance(size, Split) else count
+        for (axis, size), count in zip(sizes.items(), inside, strict=True)
+    }
 
 
 def resolve_sizes(config: MeshConfig, device_count: int) -> dict[str, int | Split]:
@@ -236,18 +256,13 @@ def _on_whole_dims(
         )
         for owner in owners
     }
-    inside = [size.ici if isinstance(size, Split) else size for size in sizes.values()]
+    inside = _inside(sizes)
 
     def distance(one: tuple[int, ...]) -> float:
         return sum(abs(math.log2(a / b)) for a, b in zip(one, inside, strict=True))
 
-    shown = []
-    for one in sorted(found, key=lambda one: (distance(one), one))[:most]:
-        made: dict[str, int | Split] = {}
-        for (axis, size), count in zip(sizes.items(), one, strict=True):
-            made[axis] = Split(dcn=size.dcn, ici=count) if isinstance(size, Split) else count
-        shown.append(describe_mesh(made))
-    return shown
+    best = sorted(found, key=lambda one: (distance(one), one))[:most]
+    return [describe_mesh(_with_inside(sizes, one)) for one in best]
 
 
 def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndarray:

@@ -94,6 +94,16 @@ def test_proposals_use_exactly_the_devices(count, axes):
         assert math.prod(found) == count
 
 
+def test_proposals_keep_the_size_across_the_slow_network():
+    with pytest.raises(MeshError) as caught:
+        resolve_sizes(mesh_config(data={"dcn": 2, "ici": 4}), 16)
+    assert "meshes that fit: {data: {dcn: 2, ici: 8}}; or run" in str(caught.value)
+    sizes = mesh_config(data={"dcn": 2, "ici": 4}, tensor=2).sizes()
+    assert propose(sizes, 8)[0] == "{data: {dcn: 2, ici: 2}, tensor: 2}"
+    # An odd number of devices has no two equal halves.
+    assert propose(sizes, 3) == ["{data: 3, tensor: 1}", "{data: 1, tensor: 3}"]
+
+
 def test_fewer_devices_can_be_given():
     assert build_mesh(mesh_config(data=2), jax.devices()[:2]).size == 2
 

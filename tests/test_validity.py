@@ -262,6 +262,8 @@ TWO = {"data": {"dcn": 2, "ici": 4}}
          r"parallel\.zero\.secondary with mesh \{data: 8\}: .* \{dcn: D, ici: I\}, or "),
         (TWO, None, {"zero": {"stage": 3, "secondary": True, "scope": "ici"}},
          r"parallel\.zero\.secondary with parallel\.zero\.scope ici: .*scope: all, or "),
+        (TWO, None, {"zero": {"stage": 3, "secondary": True}, "reduce": HIERARCHICAL},
+         r"zero\.secondary with parallel\.reduce\.type hierarchical: .*type: ring, or "),
         ({"data": 8}, None, {"compression": {**SIGN, "error_feedback": False, "warmup_steps": 3},
          "zero": {"stage": 3}}, r"warmup_steps 3 with .*stage 3 .*; leave it out, or "),
         ({"data": 8}, None, {"compression": {"type": "topk", "error_feedback": False},

@@ -211,7 +211,7 @@ def plan_zero(
         chosen[name] = None
         if math.prod(leaf.shape) < config.whole_below:
             continue
-        layered = by_layer and config.stage == 1 and dims[name][0] == "layers"
+        layered = by_layer and config.stage == 1 and dims[name][:1] == ("layers",)
         if layered and leaf.shape[0] % parts == 0 and not any(map(entry_names, spec[:1])):
             chosen[name] = 0
             continue

@@ -111,6 +111,12 @@ ROWS: tuple[ValidityRow, ...] = (
         "set parallel.zero.scope: all, or parallel.zero.secondary: false",
     ),
     ValidityRow(
+        (("parallel.zero.secondary",), ("reduce: hierarchical",)),
+        "gradients are summed inside the fast network and across the slow one in two steps "
+        "already, each on one network",
+        "set parallel.reduce.type: ring, or parallel.zero.secondary: false",
+    ),
+    ValidityRow(
         (("parallel.zero.scope: ici",), COMPRESSION[:2]),
         "each part of the state is summed inside the fast network first",
         "set parallel.compression.axis: data.dcn, or parallel.zero.scope: all",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -94,9 +95,31 @@ def test_what_is_cut_short_is_refused(server, tmp_path, monkeypatch):
     assert list((tmp_path / "ours").iterdir()) == []
 
 
+def test_silence_behind_the_header_of_a_list_is_a_copy_error(monkeypatch):
+    """The thread of a replica survives this kind of error alone."""
+    monkeypatch.setattr(copies, "SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as kept:
+
+        def answer():
+            connection = kept.enter_context(listening.accept()[0])
+            file = kept.enter_context(connection.makefile("rwb"))
+            theirs, own = file.read(32), bytes(32)
+            file.write(own)
+            file.flush()
+            copies._receive(file, TOKEN, own)
+            copies._send(file, {"bytes": 100, "blake2b": ""}, TOKEN, theirs)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(CopyError, match="timed out"):
+            list_parts(f"127.0.0.1:{listening.getsockname()[1]}", TOKEN)
+        thread.join()
+
+
 def test_strangers_end_nothing(server: str, tmp_path: Path):
     for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(40) + b"{}\n", bytes(32) + b"[]\n"):
-        with socket.create_connection(tuple(server.split(":")), timeout=5) as stranger:
+        host, port = server.split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as stranger:
             stranger.sendall(said)
     assert list_parts(server, TOKEN) == [NAME]
 

@@ -102,6 +102,15 @@ def test_only_stage_1_gives_a_device_whole_layers(devices):
         assert zero.dims == {"8": 0 if stage == 1 else 1, "6": 1}
 
 
+def test_a_scalar_has_no_layers(devices):
+    layout = make_layout(ShardingConfig(), build_mesh(MeshConfig(data=8)))
+    params = {"gain": jax.ShapeDtypeStruct((), jnp.float32)}
+    config = ZeroConfig(stage=1, whole_below=0)
+    zero = plan_zero(config, layout, params, {"gain": ()}, by_layer=True)
+    assert zero is not None
+    assert zero.dims == {"gain": None}
+
+
 def test_a_dim_is_filled_up_to_twice_its_length_at_most(devices):
     layout = make_layout(ShardingConfig(), build_mesh(MeshConfig(data=8)))
 

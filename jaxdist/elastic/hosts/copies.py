@@ -135,7 +135,7 @@ def list_parts(address: str, token: bytes) -> list[str]:
     """Return the names of the parts that a host has.
 
     Raises:
-      CopyError: the host cannot be reached, or does not know the token.
+      CopyError: the host cannot be reached, does not know the token, or stops answering.
     """
     with _Asked(address, LIST, token) as asked:
         names = json.loads(asked.read().decode())
@@ -206,7 +206,7 @@ class _Asked:
 
     def read(self) -> bytes:
         """Read the whole file, which must be short."""
-        raw = self._file.read(min(int(self._told["bytes"]), _LINE_BYTES))
+        raw = self._read(min(int(self._told["bytes"]), _LINE_BYTES))
         self._check(hashlib.blake2b(raw, digest_size=32).hexdigest())
         return raw
 
@@ -214,16 +214,19 @@ class _Asked:
         """Copy the content of the requested file into an open file."""
         digest, left = hashlib.blake2b(digest_size=32), int(self._told["bytes"])
         while left:
-            try:
-                block = self._file.read(min(left, _BLOCK_BYTES))
-            except OSError as error:
-                raise CopyError(f"{self._who}: {error}") from error
+            block = self._read(min(left, _BLOCK_BYTES))
             if not block:
                 raise CopyError(f"{self._who}: it was cut short by {left} bytes")
             digest.update(block)
             file.write(block)
             left -= len(block)
         self._check(digest.hexdigest())
+
+    def _read(self, size: int) -> bytes:
+        try:
+            return self._file.read(size)
+        except OSError as error:
+            raise CopyError(f"{self._who}: {error}") from error
 
     def _check(self, found: str) -> None:
         if found != self._told["blake2b"]:
