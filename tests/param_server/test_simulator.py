@@ -1,6 +1,8 @@
 """A simulated parameter server on quadratics: exact where the mathematics is."""
 
 import json
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from jaxdist.param_server.scenario import (
     Straggler,
     shares_by_speed,
 )
+from jaxdist.param_server.training.worker import Worker
 from jaxdist.simulation.engine.network import (
     HEADER_BYTES,
     WINDOW_BYTES,
@@ -36,7 +39,7 @@ from jaxdist.simulation.engine.network import (
     Network,
 )
 from jaxdist.simulation.engine.problem import Computed, Sgd
-from jaxdist.simulation.engine.run import simulate_training
+from jaxdist.simulation.engine.run import Simulation, simulate_training
 from jaxdist.simulation.engine.table import simulation_table
 
 RATE = 0.1
@@ -359,6 +362,48 @@ def test_a_value_bound_holds_workers_back():
     assert held.largest_value <= 0.5 + one.largest_value < free.largest_value
 
 
+BY_ORDER = [(np.nan, 0.1), (0.1, np.nan)]
+
+
+@pytest.mark.parametrize("values", BY_ORDER)
+def test_a_value_bound_sees_a_nan_of_any_range_and_of_any_server(values, monkeypatch):
+    model = Asynchronous(reads="ahead", value_bound=1e9)
+    cluster = Cluster(workers=2, servers=2, consistency=model, placement=Balanced(range_bytes=16))
+    run = Simulation(cluster, Quadratic(), Sgd(RATE), (1.0, 1.0), 5, 10, None, frozenset())
+    ranges = tuple(np.array([value]) for value in values)
+    assert np.isnan(run.values.of(ranges))
+    worker = run.workers[0]
+    assert not worker._held_back()
+    monkeypatch.setattr(worker, "under_way", lambda server: (ranges[server],))
+    assert worker._held_back()
+    # A server drops what holds a NaN, so that the report has the largest of the other changes.
+    run.values.look([(np.array([0.1]),)])
+    known = run.values.largest
+    run.values.look([ranges])
+    assert run.values.largest == known > 0
+
+
+@pytest.mark.parametrize("values", BY_ORDER)
+def test_a_worker_under_a_value_bound_sees_a_nan_of_any_server(values):
+    held = []
+
+    class Connected:
+        clock = 0
+
+        def under_way(self, server):
+            return [np.array([values[server], 0.2], np.float32)]
+
+        def wait_until(self, condition, what):
+            held.append(not condition())
+
+    cluster = SimpleNamespace(workers=2)
+    sharded = SimpleNamespace(cluster=cluster, layouts=[None] * 2, rate_of=lambda clock: RATE)
+    ignored = None, None, 0, 1, None, None
+    worker = Worker(cast(Any, Connected()), cast(Any, sharded), *cast(Any, ignored))
+    worker._hold_back(Asynchronous(reads="ahead", value_bound=1e9))
+    assert held == [True]
+
+
 def test_a_time_limit_ends_a_run():
     found = simulated(Asynchronous(), seconds=0.25, step_seconds=0.1, link=INSTANT)
     assert found.seconds <= 0.25
@@ -413,9 +458,9 @@ def test_a_nan_is_dropped_and_the_run_goes_on():
     class Broken(Quadratic):
         def gradient(self, params, worker, step):
             found = super().gradient(params, worker, step)
-            if (worker, step) == (1, 2):
-                found.gradient["b"] = np.float64("nan")
-            return found
+            if (worker, step) != (1, 2):
+                return found
+            return found._replace(gradient={**found.gradient, "b": np.float64("nan")})
 
     for model in BSP(), SSP(), SSP(bound=0):
         found = simulated(model, problem=Broken())

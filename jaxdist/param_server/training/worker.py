@@ -243,7 +243,8 @@ class Worker:
         def small() -> bool:
             found = [self.client.under_way(at) for at in range(len(self.sharded.layouts))]
             sums = (sum(changes[1:], start=changes[0]) for changes in found if changes)
-            largest = max((float(np.abs(one).max(initial=0)) for one in sums), default=0.0)
+            # NumPy's maximum is NaN where any number is, whatever their order.
+            largest = float(np.max([np.abs(one).max(initial=0) for one in sums], initial=0.0))
             return not model.holds_back(unit * largest, workers)
 
         what = "its changes to be applied (strategy.consistency.value_bound)"

@@ -53,12 +53,21 @@ class Values:
         return isinstance(self.model, OnArrival) and self.model.value_bound is not None
 
     def of(self, change: Shard) -> float:
-        """Return the largest change that plain SGD would make to a parameter by these gradients."""
+        """Return the largest change that plain SGD would make to a parameter by these gradients.
+
+        The result is NaN where any gradient is.
+        """
         assert isinstance(self.model, OnArrival)
         unit = self._learning_rate * self.model.rate(0, self._workers)
-        return unit * max(float(np.abs(array).max(initial=0.0)) for array in change)
+        return unit * float(np.max([np.abs(array).max(initial=0.0) for array in change]))
 
     def look(self, under_way: Sequence[Shard]) -> None:
-        """Update `largest` from the changes of each worker that are under way to a server."""
+        """Update `largest` from the changes of each worker that are under way to a server.
+
+        A sum with a NaN or an infinity is not counted: the server will drop the change that holds
+        it.
+        """
         total = tuple(np.sum(parts, axis=0) for parts in zip(*under_way, strict=True))
-        self.largest = max(self.largest, self.of(total))
+        found = self.of(total)
+        if np.isfinite(found):
+            self.largest = max(self.largest, found)

@@ -192,8 +192,8 @@ class WorkerNode:
         if not isinstance(model, OnArrival) or model.value_bound is None:
             return False
         workers = self.run.cluster.workers
-        largest = max(self.run.values.of(self.under_way(at)) for at in range(len(self.links)))
-        return model.holds_back(largest, workers)
+        found = [self.run.values.of(self.under_way(at)) for at in range(len(self.links))]
+        return model.holds_back(float(np.max(found)), workers)
 
     def crash(self) -> None:
         """Crash and lose all state; messages that were sent are still under way."""
