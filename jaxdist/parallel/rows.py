@@ -62,9 +62,11 @@ class RowInterpreter:
         """Return the flows of the results, and descriptions of the operations that tie rows."""
         flows = dict(zip(jaxpr.invars, given, strict=True))
         places: list[str] = []
+        used = {v for e in jaxpr.eqns for v in e.invars if _is_variable(v)}
+        used |= {v for v in jaxpr.outvars if _is_variable(v)}
         for equation in jaxpr.eqns:
             inputs = [flows.get(v, Flow()) if _is_variable(v) else Flow() for v in equation.invars]
-            outputs, inner = self._through(equation, inputs)
+            outputs, inner = self._through(equation, inputs, used)
             places += inner
             if not inner and any(self._tied(equation, inputs, v) for v in equation.outvars):
                 places.append(_place(equation))
@@ -72,8 +74,14 @@ class RowInterpreter:
         found = [flows.get(v, Flow()) if _is_variable(v) else Flow() for v in jaxpr.outvars]
         return found, places
 
-    def _through(self, equation: Any, inputs: list[Flow]) -> tuple[list[Flow], list[str]]:
-        """Return the flows of an equation's results, and the operations inside it that tie rows."""
+    def _through(
+        self, equation: Any, inputs: list[Flow], used: set[Any]
+    ) -> tuple[list[Flow], list[str]]:
+        """Return the flows of an equation's results, and the operations inside it that tie rows.
+
+        Args:
+          used: the variables that are read after their equation.
+        """
         outputs = [self._out(equation, inputs, variable) for variable in equation.outvars]
         if not any(flow.rows for flow in inputs):
             return outputs, []
@@ -86,7 +94,17 @@ class RowInterpreter:
         if name == "while":
             before, skipped = settings["cond_nconsts"], settings["body_nconsts"]
             own = inputs[before:]
-            return self._loop(settings["body_jaxpr"], own, skipped, len(own), outputs)
+            found, places = self._loop(settings["body_jaxpr"], own, skipped, len(own), outputs)
+            given = [*inputs[:before], *found]
+            (again,), more = self.ties(_open(settings["cond_jaxpr"]), given)
+            body = _open(settings["body_jaxpr"])
+            held = [
+                _holds(body, result, carry)
+                for result, carry in zip(body.outvars, body.invars[skipped:], strict=True)
+            ]
+            unread = [variable not in used for variable in equation.outvars]
+            apart = [a or b for a, b in zip(held, unread, strict=True)]
+            return self._decided(equation, again, found, [*places, *more], apart)
         if name == "cond":
             calls = [(branch, inputs[1:]) for branch in settings["branches"]]
         else:
@@ -98,7 +116,36 @@ class RowInterpreter:
             Flow(*map(any, zip(*each, strict=True)))
             for each in zip(*(f for f, _ in found), strict=True)
         ]
-        return merged, [place for _, places in found for place in places]
+        places = [place for _, inner in found for place in inner]
+        if name == "cond":
+            return self._decided(equation, inputs[0], merged, places, [False] * len(merged))
+        return merged, places
+
+    def _decided(
+        self,
+        equation: Any,
+        by: Flow,
+        found: list[Flow],
+        places: list[str],
+        apart: Sequence[bool],
+    ) -> tuple[list[Flow], list[str]]:
+        """Add to the flows of an equation's results the flow of the condition that decided them.
+
+        A condition that keeps the dim of rows (a loop under `vmap`) decides for each row alone.
+
+        Args:
+          apart: whether each result keeps its rows apart all the same: a mask holds the rows that
+            are done, however long the loop runs for the others, or nothing reads the result.
+        """
+        if not by.several:
+            return found, places
+        flows = list(found)
+        for i, variable in enumerate(equation.outvars):
+            if not self._has(variable):
+                flows[i] = Flow(rows=True, several=True)
+            elif not apart[i] and not places:
+                places = [_place(equation)]
+        return flows, places
 
     def _loop(
         self, body: Any, inputs: list[Flow], first: int, last: int, outputs: list[Flow]
@@ -312,6 +359,27 @@ def _called(equation: Any) -> list[Any]:
             if given == shapes or equation.primitive.name == "shard_map":
                 return [value]
     return []
+
+
+def _holds(jaxpr: Any, result: Any, carry: Any) -> bool:
+    """Return whether the body of a loop keeps a carry, or keeps it where a mask says so.
+
+    Such loops compute each row until the row is done, as in `jax.random.poisson`. The mask
+    itself is not examined.
+    """
+    if result is carry:
+        return True
+    for equation in jaxpr.eqns:
+        if not any(v is result for v in equation.outvars):
+            continue
+        if equation.primitive.name in ("select_n", "and", "or"):
+            return any(v is carry for v in equation.invars)
+        at = next(i for i, v in enumerate(equation.outvars) if v is result)
+        for inner in map(_open, _called(equation)):
+            for own, given in zip(equation.invars, inner.invars, strict=True):
+                if own is carry and _holds(inner, inner.outvars[at], given):
+                    return True
+    return False
 
 
 def _open(jaxpr: Any) -> Any:

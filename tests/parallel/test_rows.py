@@ -60,6 +60,72 @@ class Rowwise(nnx.Module):
         return self.last(x.reshape(x.shape[0], -1))
 
 
+class Repeated(Rowwise):
+    """Halves all rows until no pixel of the batch is above 1."""
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        halved = jax.lax.while_loop(lambda x: jnp.any(x > 1), lambda x: x / 2, image)
+        return super().__call__(halved)
+
+
+class Counted(Rowwise):
+    """Divides by the number of times that the largest pixel of the batch can be halved."""
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        most = image.max()
+        count = jax.lax.while_loop(lambda n: 2.0**n < most, lambda n: n + 1, 1.0)
+        return super().__call__(image / count)
+
+
+class Chosen(Rowwise):
+    """Divides by a number that depends on the largest pixel of the batch."""
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        scale = jax.lax.cond(image.max() > 1, lambda: 2.0, lambda: 1.0)
+        return super().__call__(image / scale)
+
+
+class RepeatedByRow(Rowwise):
+    """Halves each row until no pixel of the row is above 1."""
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        def halved(row: jax.Array) -> jax.Array:
+            return jax.lax.while_loop(lambda x: jnp.any(x > 1), lambda x: x / 2, row)
+
+        return super().__call__(jax.vmap(halved)(image))
+
+
+class Masked(Rowwise):
+    """Halves each row until no pixel of the row is above 1, in one loop over all rows."""
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        def above(x: jax.Array) -> jax.Array:
+            return jnp.any(x > 1, axis=(1, 2, 3), keepdims=True)
+
+        halved = jax.lax.while_loop(
+            lambda x: jnp.any(above(x)), lambda x: jnp.where(above(x), x / 2, x), image
+        )
+        return super().__call__(halved)
+
+
+class Drawn(Rowwise):
+    """Draws from a distribution for each pixel by itself; the sampler's loop runs for the last."""
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        drawn = jax.random.poisson(jax.random.key(0), jnp.abs(image))
+        return super().__call__(drawn.astype(jnp.float32))
+
+
+class RepeatedThrice(Rowwise):
+    """Halves all rows three times."""
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        _, halved = jax.lax.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] / 2), (0, image)
+        )
+        return super().__call__(halved)
+
+
 def linen_net(rngs: nnx.Rngs) -> nnx.Module:
     return from_linen(LinenNet(), jnp.zeros((1, 3, 3, 1)))(rngs)
 
@@ -109,6 +175,9 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
         ("Flax", STRICT, None),
         ("linen_net", STRICT, None),
         ("Rowwise", RING, CONTRASTED),
+        ("Repeated", RING, None),
+        ("Counted", RING, None),
+        ("Chosen", RING, None),
     ],
 )
 def test_what_would_compute_other_numbers_on_each_device_is_refused(model, parallel, loss, devices):
@@ -127,6 +196,10 @@ def test_what_would_compute_other_numbers_on_each_device_is_refused(model, paral
         ("linen_net", CODEC),
         ("Rowwise", RING),
         ("Rowwise", STRICT),
+        ("RepeatedByRow", RING),
+        ("Masked", RING),
+        ("Drawn", RING),
+        ("RepeatedThrice", RING),
         ("OwnNorm", None),
     ],
 )
