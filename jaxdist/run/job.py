@@ -11,7 +11,7 @@ from functools import partial
 import jax
 from rich.console import Console
 
-from jaxdist.checkpoint.agree import broadcast_json
+from jaxdist.checkpoint.agree import gather_json
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.config import Document
 from jaxdist.errors import STOPPED, RunError
@@ -187,8 +187,9 @@ class RunJob:
     def _ending(self, step: int) -> Ending:
         if step >= self.lives[-1].experiment.total_steps:
             return Ending(step)
-        # Only process 0 has the reason that a hook gave; other processes only know of a SIGTERM.
-        asked = broadcast_json(self.termination.asked)
+        # Only the process of a hook has the reason that it gave; others only know of a SIGTERM.
+        reasons = gather_json(self.termination.asked)
+        asked = next((reason for reason in reasons if reason is not None), None)
         return Ending(step, asked or self.termination.signal, complete=asked is not None)
 
     def _users(self, experiment: Experiment, start: int, progress: Progress) -> Iterator[CallHooks]:

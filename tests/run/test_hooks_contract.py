@@ -253,13 +253,23 @@ class First(jaxdist.Hook):
     def step(self, run, step, metrics):
         if step == 2:
             run.stop("far enough")
+
+
+class Second(jaxdist.Hook):
+    every_process = True
+
+    def step(self, run, step, metrics):
+        import jax
+        if step == 2 and jax.process_index() == 1:
+            run.stop("far enough")
 """
 
 
-def test_processes_of_an_agent_end_at_one_step_where_a_hook_says_so(jaxdist: Jaxdist):
+@pytest.mark.parametrize("hook", ["First", "Second"])
+def test_processes_of_an_agent_end_at_one_step_where_a_hook_says_so(jaxdist: Jaxdist, hook: str):
     """The run has come to its end: the agent begins nothing anew, and its exit code is 0."""
     (jaxdist.folder / "team_hooks.py").write_text(OF_A_TEAM)
-    names = ({"type": "import", "path": f"team_hooks:{name}"} for name in ("Everywhere", "First"))
+    names = ({"type": "import", "path": f"team_hooks:{name}"} for name in ("Everywhere", hook))
     train = {"steps": 5000, "batch_size": 64, "log_every": 1000}
     jaxdist.config(
         SHORT,
@@ -275,6 +285,6 @@ def test_processes_of_an_agent_end_at_one_step_where_a_hook_says_so(jaxdist: Jax
     *_, last, end = seen[0]
     step = int(last.split()[0])
     assert 3 <= step < 5000
-    assert end == f"end {step} First: far enough"
+    assert end == f"end {step} {hook}: far enough"
     assert steps(jaxdist.run) == [step]
     assert "generation" not in done.out
