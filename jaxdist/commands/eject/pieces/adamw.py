@@ -37,10 +37,10 @@ def update(params: Any, grads: Any, moments: Any, step: jax.Array) -> tuple[Any,
         m, v = m / (1 - B1 ** (step + 1)), v / (1 - B2 ** (step + 1))
         return p - rate * (m / (jnp.sqrt(v) + EPS) + decay * p)
 
-    def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:  #: not decay
+    def stepped(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:  #: not decay
         # Moments start at zero, so they are divided by the sum of their weights so far.
         m, v = m / (1 - B1 ** (step + 1)), v / (1 - B2 ** (step + 1))
         return p - rate * m / (jnp.sqrt(v) + EPS)
 
     return jax.tree_util.tree_map_with_path(moved, params, mu, nu), (mu, nu)  #: decay
-    return jax.tree.map(moved, params, mu, nu), (mu, nu)  #: not decay
+    return jax.tree.map(stepped, params, mu, nu), (mu, nu)  #: not decay
