@@ -1,5 +1,3 @@
-# ruff: noqa: F811 pyright: reportRedeclaration=false An ejected file has only one of the two
-# functions `moved`.
 """Optimizer: Adam with decoupled weight decay (arXiv 1711.05101)."""
 
 from typing import Any

@@ -57,8 +57,7 @@ def mean_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         # Activations move to the next stage, their gradients to the previous; ends receive zeros.
         up = jax.lax.ppermute(up, "stage", [(i, i + 1) for i in range(STAGES - 1)])
         down = jax.lax.ppermute(down, "stage", [(i + 1, i) for i in range(STAGES - 1)])
-        # If a stage has sent nothing, the slot is one past the last, so that the message is
-        # dropped.
+        # If a stage sent nothing, the slot is one past the last, so the message is dropped.
         up_S, down_S = (jnp.where(kind_S == sent, number_S % SLOTS, SLOTS) for sent in (1, 2))
         inputs = inputs.at[up_S[(stage - 1) % STAGES]].set(up, mode="drop")
         cotangents = cotangents.at[down_S[(stage + 1) % STAGES]].set(down, mode="drop")
