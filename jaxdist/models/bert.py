@@ -5,6 +5,7 @@ Dims: B batch, L sequence, D embed, V vocab, P predicted positions.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import jax
@@ -85,6 +86,7 @@ class BertConfig(PartConfig):
             mlp_type="gelu_erf",
             positions=self.positions,
             biases="all",
+            isolate_documents=self.isolate_documents,
             compute_dtype=self.compute_dtype,
         )
 
@@ -96,20 +98,7 @@ class BertConfig(PartConfig):
         family: str = "",
     ) -> AttentionRequest:
         """Return this model's request to an attention kernel; arguments as for `build`."""
-        return AttentionRequest(
-            platform,
-            self.compute_dtype,
-            heads=self.heads,
-            kv_heads=self.heads,
-            head_dim=self.embed // self.heads,
-            segments=self.isolate_documents,
-            length=length,
-            head_parts=hint.parts("heads"),
-            kv_head_parts=hint.parts("kv_heads"),
-            seq_parts=hint.parts("seq"),
-            family=family,
-            causal=False,
-        )
+        return replace(self.block().ask(platform, hint, length, family), causal=False)
 
     def build(
         self,
