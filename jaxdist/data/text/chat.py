@@ -113,7 +113,8 @@ def _messages(line: bytes, where: str) -> list[Message]:
         raise DataError(f"{where} is not JSON: {error}") from error
     if isinstance(row, dict) and "messages" not in row and all(key in row for key in PAIR):
         roles = ("user", ANSWERS)
-        row = {"messages": [{"role": r, "content": row[k]} for r, k in zip(roles, PAIR)]}  # noqa: B905
+        named = zip(roles, (row[key] for key in PAIR), strict=True)
+        row = {"messages": [{"role": role, "content": content} for role, content in named]}
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not all(
         isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages
