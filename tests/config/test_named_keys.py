@@ -34,6 +34,7 @@ OTHERS = {
     "checkpoint.interval": "torchtitan's",
     "metrics.enable_wandb": "torchtitan's",
     "variant.name": "an attribute of a row",
+    "run.stop": "what a hook calls",
 }
 FILES = (
     ".md", ".py", ".json", ".jsonl", ".png", ".npy", ".npz", ".lock", ".yaml", ".bin", ".gguf",

@@ -67,7 +67,8 @@ def test_a_right_plan_is_proved_leaf_by_leaf(ring):
     assert [row[:2] for row in rows] == [
         [f"layers/{layer}/{leaf}", "proved"] for layer in (0, 1) for leaf in ("bias", "kernel")
     ]
-    assert all(len(line) <= 80 for line in ring.said.splitlines() if "/run" not in line)
+    table = [line for line in ring.said.splitlines() if str(ring.folder) not in line]  # any length
+    assert max(map(len, table)) <= 80
     steps = {one.step for compared in ring.proof.numbers for one in compared.quantities}
     assert {"evaluation"} < steps
 
