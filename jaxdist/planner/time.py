@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxdist.cost.kernels import SPLASH, computed_share, splash_block, splash_share
+from jaxdist.cost.kernels import LANES, SPLASH, computed_share, splash_block, splash_share
 from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.pipeline_schedules.schedule import TaskKind
 from jaxdist.planner.memory import optimizer_bytes, rows_of, share
@@ -262,7 +262,9 @@ def _attention_passes(
     family, window = target.device.name, None if model.span is None else model.span - 1
     spent = 0.0
     for name in kernels:
-        block = splash_block(name, family, model.window, window=window, narrow=model.narrow)
+        block = model.window  # plain attention computes all scores, in sequences splash refuses
+        if model.window % LANES == 0:
+            block = splash_block(name, family, model.window, window=window, narrow=model.narrow)
         share_of_peak = rates.attention
         if target.is_tpu:
             share_of_peak = splash_share(name, family, block, model.head_dim)
