@@ -40,7 +40,7 @@ def bench(
         str,
         typer.Argument(
             help="overhead, compile, startup, quickstart, attention, collectives, optim, zero, "
-            "pipeline, tpu, plan, compression, param-server, elastic, prove or models."
+            "pipeline, tpu, plan, compression, param-server, elastic, prove, models or gpu."
         ),
     ],
     json_file: shared.JsonFile = None,
@@ -93,7 +93,8 @@ def bench(
     """Measure jaxdist and a reference in turn; missed goals are reported, but are not errors."""
     from jaxdist.runtime import environment
 
-    environment.prepare(fake_devices=devices)
+    # The bench of a GPU is the only one that needs the accelerator: others count and compare.
+    environment.prepare(fake_devices=None if name == "gpu" else devices)
     shared.find_benchmarks()
     from benchmarks import run
     from benchmarks.core import ranges
