@@ -62,6 +62,9 @@ def test_builds_and_plans_the_step(path):
     document, config = load(path)
     if getattr(config.data, "source", "") == "fashion-mnist":
         document, config = load(path, ["data.source=digits"])
+    if config.data.type == "movielens":  # this would fetch the files
+        fields = len(config.data.fields)
+        document, config = load(path, [f"data={{type: clicks, fields: {fields}}}"])
     experiment = build(config, document, devices=on_this_machine(config))
     program = experiment.program
     _, metrics = jax.eval_shape(program.train, program.state_shapes, program.batch)

@@ -9,22 +9,35 @@ from pydantic import Field
 
 from jaxdist.data.images.dataset import ImagesConfig
 from jaxdist.data.imported import ImportConfig
+from jaxdist.data.recommend.clicks import ClicksConfig
+from jaxdist.data.recommend.criteo import CriteoConfig
+from jaxdist.data.recommend.movielens import MovieLensConfig
 from jaxdist.data.source import Dataset, Source
 from jaxdist.data.synthetic import SyntheticConfig
 from jaxdist.data.text.chat import ChatConfig
 from jaxdist.data.text.dataset import TextConfig
 
 DataConfig = Annotated[
-    TextConfig | ChatConfig | ImagesConfig | SyntheticConfig | ImportConfig,
+    TextConfig
+    | ChatConfig
+    | ImagesConfig
+    | MovieLensConfig
+    | CriteoConfig
+    | ClicksConfig
+    | SyntheticConfig
+    | ImportConfig,
     Field(discriminator="type"),
 ]
 
 __all__ = [
     "ChatConfig",
+    "ClicksConfig",
+    "CriteoConfig",
     "DataConfig",
     "Dataset",
     "ImagesConfig",
     "ImportConfig",
+    "MovieLensConfig",
     "Source",
     "SyntheticConfig",
     "TextConfig",

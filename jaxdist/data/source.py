@@ -64,6 +64,8 @@ class Dataset:
       description: a line for people.
       facts: sizes, by name with the unit.
       tokenizer: the mapping between text and tokens, or None where there are no tokens.
+      fields: number of ids of each categorical field, by name, in the order of the columns of
+        `ids`; None where there are none.
       baselines: function that computes the losses to beat on the held-out split (nats per token),
         by name. The function may take seconds, so it is called only to judge a result.
       unchecked: fields that may hold NaN, infinity, or values out of the declared range.
@@ -76,6 +78,7 @@ class Dataset:
     description: str
     facts: Mapping[str, float | int | str]
     tokenizer: Tokenizer | None = None
+    fields: Mapping[str, int] | None = None
     baselines: Callable[[], Mapping[str, float]] = field(default=dict)
     unchecked: frozenset[str] = frozenset()
 
@@ -85,7 +88,7 @@ class Dataset:
         size = self.vocab_size
         limits = {"tokens": size, "targets": size, "label": self.classes}
         declared = {name: limit for name, limit in limits.items() if limit is not None}
-        return Allowed(declared, self.unchecked)
+        return Allowed(declared, self.unchecked, self.fields or {})
 
 
 class ArraySource:

@@ -20,10 +20,12 @@ class Allowed:
     Attributes:
       limits: limits of fields whose values are integers in [0, limit), by field.
       unchecked: fields that may hold anything.
+      tables: number of ids of each column of the field `ids`, by the column's name.
     """
 
     limits: Mapping[str, int] = field(default_factory=dict)
     unchecked: frozenset[str] = frozenset()
+    tables: Mapping[str, int] = field(default_factory=dict)
 
     def check(
         self, batch: Mapping[str, np.ndarray], examples: np.ndarray, split: str = "training split"
@@ -46,6 +48,8 @@ class Allowed:
 expected a whole number from 0 to 9: correct the data, or what it declares; in imported data, \
 data.unchecked: [label] lets anything pass
         """
+        if self.tables:
+            self._check_ids(batch["ids"], examples, split)
         for name, values in batch.items():
             limit = self.limits.get(name)
             wrong = None if name in self.unchecked else _wrong(values, limit)
@@ -62,6 +66,19 @@ data.unchecked: [label] lets anything pass
                 f"{values[first]}, expected {expected}: correct the data{declared}; in imported "
                 f"data, data.unchecked: [{name}] lets anything pass"
             )
+
+    def _check_ids(self, ids: np.ndarray, examples: np.ndarray, split: str) -> None:
+        """Refuse the first id that has no row in the table of its column."""
+        wrong = (ids < 0) | (ids >= np.array([*self.tables.values()])[None, :])
+        if not wrong.any():
+            return
+        row, column = np.argwhere(wrong)[0].tolist()
+        name, limit = [*self.tables.items()][column]
+        raise DataError(
+            f"data: 'ids'[{column}] of example {examples[row]} of the {split} is "
+            f"{ids[row, column]}, and the table of {name!r} has rows 0 to {limit - 1}: correct the "
+            "data, declare a larger table, or hash ids to its size (data.hash_size)"
+        )
 
 
 def _wrong(values: np.ndarray, limit: int | None) -> np.ndarray | None:

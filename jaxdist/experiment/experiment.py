@@ -15,6 +15,7 @@ from jaxdist.experiment.config import ExperimentConfig, at_setting
 from jaxdist.experiment.facts import config_facts
 from jaxdist.experiment.program import make_program
 from jaxdist.mesh import Device, build_mesh
+from jaxdist.models.build import default_loss
 from jaxdist.models.mean import scalars_in
 from jaxdist.sharding import Layout, make_layout
 from jaxdist.train import replicas as replica_check
@@ -64,9 +65,10 @@ class Experiment:
 
     @property
     def loss_unit(self) -> str | None:
-        """The unit of the loss; None for a user's loss, which has none."""
-        loss = self.config.loss
-        return None if loss is not None and loss.type == "import" else f"nats per {self.unit[:-1]}"
+        """The unit of the loss; None for a user's loss and for squared errors, which have none."""
+        loss = self.config.loss or default_loss(self.config.model)
+        free = loss is not None and loss.type in ("import", "squared_error")
+        return None if free else f"nats per {self.unit[:-1]}"
 
     def baselines(self) -> dict[str, float]:
         """Return held-out losses of simpler models, if this experiment's loss has their unit."""

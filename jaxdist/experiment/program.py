@@ -229,6 +229,7 @@ def build_model(
         # The device is one of the mesh, since a program may be compiled for devices that are not
         # present.
         device=None if layout is None else layout.mesh.local_devices[0],
+        fields=dataset.fields,
     )
     return functional(make)
 

@@ -23,6 +23,9 @@ from jaxdist.models.loss import (
     NextTokenConfig,
     check_fields,
 )
+from jaxdist.models.recommend.dlrm import DlrmConfig
+from jaxdist.models.recommend.loss import ClickConfig, SquaredErrorConfig
+from jaxdist.models.recommend.mf import MfConfig
 from jaxdist.models.remat import check_memory, offloads
 from jaxdist.models.tuning.part import PartConfig
 from jaxdist.runtime.hardware import find_device
@@ -46,7 +49,14 @@ class ImportedModelConfig(PartConfig):
 
 
 ModelConfig = Annotated[
-    GptConfig | BertConfig | MlpConfig | CnnConfig | ResnetConfig | ImportedModelConfig,
+    GptConfig
+    | BertConfig
+    | MlpConfig
+    | CnnConfig
+    | ResnetConfig
+    | MfConfig
+    | DlrmConfig
+    | ImportedModelConfig,
     Field(discriminator="type"),
 ]
 
@@ -68,6 +78,8 @@ def make_model(
     classes: int | None,
     hint: Hint,
     device: Any | None = None,
+    fields: Mapping[str, int] | None = None,
+    served: bool = False,
 ) -> Callable[[nnx.Rngs], nnx.Module]:
     """Return a function of random streams that makes the module.
 
@@ -77,6 +89,8 @@ def make_model(
       classes: number of the data's classes, if it has labels.
       hint: the layout of activations on the mesh.
       device: one of the devices that the model will run on; None is unknown.
+      fields: number of ids of each of the data's categorical fields; None where it has none.
+      served: whether servers hold the tables of the model.
 
     Raises:
       ConfigError: the model does not fit the data or the devices.
@@ -101,6 +115,16 @@ def make_model(
         length = shapes.get("segments", (None,))[-1]
         given: Kwargs = {"hint": hint, "platform": platform, "length": length, "family": family}
         return lambda rngs: config.build(rngs, vocab_size=vocab_size, **given)
+    if isinstance(config, MfConfig | DlrmConfig):
+        if fields is None:
+            raise ConfigError(
+                f"model.type {config.type} needs ids of categorical fields, but the data gives "
+                f"{sorted(shapes)}: set data.type movielens, criteo or clicks"
+            )
+        dense = shapes.get("dense", (0,))[0]
+        more: Kwargs = {"fields": fields, "dense": dense, "hint": hint, "served": served}
+        config.form(fields)
+        return lambda rngs: config.build(rngs, **more)
     image = shapes.get("image")
     if image is None or len(image) != 3 or classes is None:
         raise ConfigError(
@@ -151,6 +175,8 @@ def choose_loss(
     fits = (own.type, "import") if own is not None else ()
     if isinstance(config, GptConfig):
         fits = (*fits, "dpo")
+    if isinstance(config, MfConfig | DlrmConfig):
+        fits = (*fits, "squared_error", "click")
     if own is not None and found.type not in fits:
         raise ConfigError(
             f"loss.type {found.type} does not go with model.type {config.type}; use loss.type "
@@ -165,6 +191,10 @@ def default_loss(config: ModelConfig) -> LossConfig | None:
         return NextTokenConfig(type="next_token")
     if isinstance(config, BertConfig):
         return MaskedTokensConfig(type="masked_tokens")
+    if isinstance(config, MfConfig):
+        return SquaredErrorConfig(type="squared_error")
+    if isinstance(config, DlrmConfig):
+        return ClickConfig(type="click")
     if isinstance(config, MlpConfig | CnnConfig | ResnetConfig):
         return ClassificationConfig(type="classification")
     return None

@@ -49,6 +49,10 @@ class Hint(Protocol):
         """Return the number of parts into which the mesh splits a dim."""
         ...
 
+    def axes(self, dim: str) -> tuple[str, ...]:
+        """Return the mesh axes that split a dim; () where none does."""
+        ...
+
     @property
     def ring(self) -> SequenceRing | None:
         """The ring that overlaps an MLP's collectives with its matmuls; None overlaps nothing."""
@@ -84,6 +88,10 @@ class NoHint:
     def parts(self, dim: str) -> int:
         """Return 1."""
         return 1
+
+    def axes(self, dim: str) -> tuple[str, ...]:
+        """Return (), because a single device splits nothing."""
+        return ()
 
     @property
     def ring(self) -> None:

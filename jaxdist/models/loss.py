@@ -18,7 +18,8 @@ from pydantic import Field
 from jaxdist.config.importing import load_object
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError, RunError
-from jaxdist.models.mean import Mean, OpaqueMean, Sums
+from jaxdist.models.mean import Mean, OpaqueMean, Ranking, RootMean, Sums
+from jaxdist.models.recommend.loss import ClickConfig, SquaredErrorConfig
 from jaxdist.models.tuning.dpo import DpoConfig
 from jaxdist.types import Kwargs, PyTree, Scalar
 
@@ -45,7 +46,9 @@ def weighted(batch: Batch) -> Batch:
     return {**batch, "weight": jnp.ones(rows, jnp.float32)}
 
 
-def _as_mean(name: str, value: Scalar, rows: jax.Array) -> Mean:
+def _as_mean(name: str, value: Scalar, rows: jax.Array) -> Any:
+    if isinstance(value, RootMean | Ranking):
+        return value
     if isinstance(value, Mean):
         return Mean(jnp.asarray(value[0], jnp.float32), jnp.asarray(value[1], jnp.float32))
     if getattr(value, "shape", None) == ():
@@ -56,8 +59,11 @@ def _as_mean(name: str, value: Scalar, rows: jax.Array) -> Mean:
     )
 
 
-def as_sums(result: PyTree, batch: Batch) -> Sums:
+def as_sums(result: PyTree, batch: Batch, *, training: bool = False) -> Sums:
     """Convert the result of a loss to named sums; a scalar becomes an `OpaqueMean`.
+
+    Args:
+      training: whether to leave out what only an evaluation can measure (`RootMean`, `Ranking`).
 
     Raises:
       RunError: the loss returned something else, which the message names.
@@ -70,9 +76,16 @@ def as_sums(result: PyTree, batch: Batch) -> Sums:
     else:
         named = {"loss": result}
     sums = {name: _as_mean(name, value, rows) for name, value in named.items()}
+    if training:
+        sums = training_sums(sums)
     if "loss" not in sums:
         raise RunError(f"the loss returned {sorted(sums)}, without 'loss', which is minimised")
     return sums
+
+
+def training_sums(sums: Sums) -> Sums:
+    """Return the sums that a training step measures too."""
+    return {name: mean for name, mean in sums.items() if isinstance(mean, Mean)}
 
 
 Needs = Mapping[str, tuple[str, ...] | None]
@@ -144,7 +157,13 @@ class ImportedLossConfig(Config):
 
 
 LossConfig = Annotated[
-    NextTokenConfig | MaskedTokensConfig | ClassificationConfig | DpoConfig | ImportedLossConfig,
+    NextTokenConfig
+    | MaskedTokensConfig
+    | ClassificationConfig
+    | SquaredErrorConfig
+    | ClickConfig
+    | DpoConfig
+    | ImportedLossConfig,
     Field(discriminator="type"),
 ]
 
@@ -168,6 +187,7 @@ def check_fields(config: LossConfig, shapes: Mapping[str, tuple[int, ...]]) -> N
         MaskedTokensConfig(type="masked_tokens"),
         NextTokenConfig(type="next_token"),
         ClassificationConfig(type="classification"),
+        ClickConfig(type="click"),
     )
     fitting = [f"loss.type {other.type}" for other in built_in if _reads(other.needs, shapes)]
     instead = (*fitting, "a loss of your own, {type: import, path: ...}")[0]

@@ -6,11 +6,13 @@ devices, and divided once at the end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdist.errors import ConfigError
 
@@ -29,6 +31,56 @@ class OpaqueMean(Mean):
     """
 
     __slots__ = ()
+
+
+class RootMean(NamedTuple):
+    """A sum and its weight, whose mean's root is reported; measured in evaluation only."""
+
+    total: jax.Array
+    weight: jax.Array
+
+    @staticmethod
+    def value(parts: Sequence[RootMean]) -> float:
+        """Return the root of the mean over all parts, added in float64; NaN without weight."""
+        total, weight = (math.fsum(map(float, column)) for column in zip(*parts, strict=True))
+        return math.sqrt(total / weight) if weight else math.nan
+
+
+class Ranking(NamedTuple):
+    """Scores with labels, whose AUC is reported; measured in evaluation only.
+
+    The AUC of a whole split is not a mean of the AUC of its parts, so parts are joined.
+
+    Attributes:
+      score, label, weight: `[B]`; a label is 1 or 0.
+    """
+
+    score: jax.Array
+    label: jax.Array
+    weight: jax.Array
+
+    @staticmethod
+    def value(parts: Sequence[Ranking]) -> float:
+        """Return the area under the ROC curve of all parts together, see `auc`."""
+        return auc(*(np.concatenate([np.ravel(x) for x in xs]) for xs in zip(*parts, strict=True)))
+
+
+def auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> float:
+    """Return the share of pairs (label 1, label 0) whose scores are in order; ties count half.
+
+    Pairs have the product of their weights. NaN if all labels with weight are equal.
+
+    >>> auc(np.array([1.0, 2.0, 2.0]), np.array([0, 1, 0]), np.ones(3))
+    0.75
+    """
+    order = np.argsort(score, kind="stable")
+    score, label, weight = score[order], label[order], weight[order].astype(np.float64)
+    ones, zeros = weight * label, weight * (1 - label)
+    groups = np.flatnonzero(np.r_[True, score[1:] != score[:-1]])
+    up, down = np.add.reduceat(ones, groups), np.add.reduceat(zeros, groups)
+    pairs = up.sum() * down.sum()
+    below = np.cumsum(down) - down / 2
+    return float((up * below).sum() / pairs) if pairs else math.nan
 
 
 Sums = dict[str, Mean]

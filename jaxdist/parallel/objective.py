@@ -48,7 +48,8 @@ class Objective:
             params, buffers, key, statistics_over=around.statistics_over if key is not None else ()
         )
         module.train() if key is not None else module.eval()
-        sums = as_sums(self.loss(module, batch, *self._base(params, buffers)), batch)
+        found = self.loss(module, batch, *self._base(params, buffers))
+        sums = as_sums(found, batch, training=key is not None)
         return sums["loss"].total, (sums, self.model.buffers_of(module))
 
     def _base(self, params: Params, buffers: Buffers) -> tuple[Any, ...]:

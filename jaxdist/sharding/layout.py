@@ -34,6 +34,7 @@ DEFAULT_RULES: Mapping[str, str | None] = {
     "channels_out": "tensor",
     "window": None,
     "classes": None,
+    "rows": None,
 }
 """The mesh axis of each logical dim, or None; `sharding.rules` of a config override these rules."""
 
@@ -132,6 +133,11 @@ class Layout:
         """Return the number of parts into which the mesh splits a dim."""
         axis = self.axis_of(dim)
         return mesh_axis_size(self.mesh, axis) if axis else 1
+
+    def axes(self, dim: str) -> tuple[str, ...]:
+        """Return the mesh axes that split a dim; () where none does."""
+        axis = self.axis_of(dim)
+        return axis_names(self.mesh, axis) if axis is not None and self.parts(dim) > 1 else ()
 
     @property
     def ring(self) -> AxisRing | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 
 from jaxdist.errors import RunError
-from jaxdist.models.loss import Batch, Sums
-from jaxdist.models.mean import check_adds_up
+from jaxdist.models.loss import Batch, Sums, training_sums
+from jaxdist.models.mean import Mean, check_adds_up
 from jaxdist.train.step import Program
 from jaxdist.types import Buffers, Params
 
@@ -78,8 +79,9 @@ def evaluate(
     # Python floats (64 bits), so that the result does not depend on the number of batches.
     fetched = jax.device_get(parts)
     _check_scalars(fetched, rows)
+    whole = {name for name, one in fetched[0].items() if not isinstance(one, Mean)}
     totals: dict[str, tuple[float, float]] = {}
-    for sums in fetched:
+    for sums in map(training_sums, fetched):
         for name, mean in sums.items():
             total, weight = totals.get(name, (0.0, 0.0))
             totals[name] = (total + float(mean.total), weight + float(mean.weight))
@@ -89,6 +91,12 @@ def evaluate(
             "so that there is nothing to take the mean of; give some held-out example a 'weight' "
             "above 0, or none at all"
         )
-    return {
+    means = {
         name: total / weight if weight else math.nan for name, (total, weight) in totals.items()
     }
+    return means | {name: _value_of([sums[name] for sums in fetched]) for name in sorted(whole)}
+
+
+def _value_of(parts: Sequence[Any]) -> float:
+    """Return a value that is measured from all parts of a split together."""
+    return type(parts[0]).value(parts)

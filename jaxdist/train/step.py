@@ -18,7 +18,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxdist.models.functional import Functional
-from jaxdist.models.loss import Batch, Sums
+from jaxdist.models.loss import Batch, Sums, training_sums
 from jaxdist.optim.build import Optimizer
 from jaxdist.optim.loss_scale import scale_for
 from jaxdist.optim.owners import Owner, of_params
@@ -237,13 +237,14 @@ class Program:
 
     @cached_property
     def measured(self) -> Sums:
-        """The shapes of the values that the loss measures.
+        """The shapes of the values that the loss measures in training.
 
         Raises:
           RunError: the loss does not return sums or scalars.
         """
         params = jax.eval_shape(self.optimizer.stored, self.model.params)
-        return jax.eval_shape(self.compute.sums, params, self.model.buffers, self.batch)
+        sums = jax.eval_shape(self.compute.sums, params, self.model.buffers, self.batch)
+        return training_sums(sums)
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxdist.collectives.operations import XLA
-from jaxdist.models.loss import Batch, Sums
+from jaxdist.models.loss import Batch, Sums, training_sums
 from jaxdist.models.mean import check_adds_up, divisor
 from jaxdist.optim.owners import Owner
 from jaxdist.optim.safety import all_finite, global_norm
@@ -127,7 +127,7 @@ class Strict(Explicit):
                 given = (params, buffers, take_entry(rows, number))
                 found = compute.sums(*settled(given, flat=self._alone))
                 check_adds_up(found, self._cut)
-                return found
+                return training_sums(found)
 
             return self.reduction.everywhere(add_blocks(one, self.local, flat=self._alone))
 

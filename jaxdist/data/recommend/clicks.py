@@ -1,0 +1,108 @@
+"""Clicks of any number on any number of ids, with the power law of real ids, by seed and index."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from jaxdist.config.schema import LARGEST, Config, Count
+from jaxdist.data.permutation import mix
+from jaxdist.data.source import Dataset, Example, take_one
+
+_TRAIN, _HELDOUT, _WORLD = range(3)
+
+
+class ClicksConfig(Config):
+    """Generated clicks: ids by a power law, and a click that depends on hidden values of the ids.
+
+    The k-th most frequent id of n comes about as often as k to the power of minus `skew`. A
+    permutation spreads frequent ids over a table.
+    """
+
+    type: Literal["clicks"]
+    """Selects generated clicks."""
+    fields: Count = 8
+    """Number of categorical fields."""
+    ids: Annotated[int, Field(ge=2, le=LARGEST)] = 10_000
+    """Number of ids of each field."""
+    dense: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Number of dense features."""
+    skew: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """Exponent of the power law."""
+    examples: Count = 65_536
+    """Number of training examples; they are computed when read."""
+    heldout_examples: Annotated[int, Field(ge=0, le=LARGEST)] = 4_096
+    """Number of held-out examples, none of which is a training example."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the examples; equal seeds give equal examples."""
+
+    def build(self) -> Dataset:
+        """Build the data set; nothing is stored."""
+        heldout = _Clicks(self, _HELDOUT, self.heldout_examples) if self.heldout_examples else None
+        return Dataset(
+            train=_Clicks(self, _TRAIN, self.examples),
+            heldout=heldout,
+            vocab_size=None,
+            classes=None,
+            fields={f"field_{at}": self.ids for at in range(self.fields)},
+            description=(
+                f"clicks: {self.examples:,} generated, {self.fields} fields of {self.ids:,} ids"
+            ),
+            facts={
+                "train_examples": self.examples,
+                "heldout_examples": self.heldout_examples,
+            },
+        )
+
+
+class _Clicks:
+    """A source of `ids` int32 [F], `target` float32, and perhaps `dense` float32 [C]."""
+
+    def __init__(self, config: ClicksConfig, stream: int, length: int):
+        self._config, self._length = config, length
+        self._key, self._world = (
+            np.random.SeedSequence([config.seed, one]).generate_state(1, np.uint64)[0]
+            for one in (stream, _WORLD)
+        )
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Example:
+        return take_one(self, index)
+
+    def take(self, indices: np.ndarray) -> Example:
+        config = self._config
+        count = config.fields + config.dense + 1
+        unit_BN = _unit(mix(indices.astype(np.uint64) ^ self._key)[:, None], count)
+        # The inverse of the distribution's integral, x^(1 - skew), whose density is x^-skew.
+        share_BF = unit_BN[:, : config.fields] ** (1 / (1 - config.skew))
+        ranks_BF = (config.ids * share_BF).astype(np.int64)
+        # A factor without a common divisor with the number of ids permutes them.
+        ids_BF = ranks_BF * _coprime(config.ids) % config.ids
+        columns = np.arange(config.fields, dtype=np.uint64)[None, :]
+        keys_BF = mix(ids_BF.astype(np.uint64) ^ mix(columns ^ self._world))
+        hidden_BF = 2 * _unit(keys_BF[..., None], 1)[..., 0] - 1
+        logit_B = 2 * (hidden_BF.sum(1) + hidden_BF[:, 0] * hidden_BF[:, -1])
+        found: dict[str, np.ndarray] = {"ids": ids_BF.astype(np.int32)}
+        if config.dense:
+            dense_BC = (2 * unit_BN[:, config.fields : -1] - 1).astype(np.float32)
+            found["dense"] = dense_BC
+            logit_B = logit_B + dense_BC.sum(1)
+        clicked_B = unit_BN[:, -1] < 1 / (1 + np.exp(-logit_B))
+        return {**found, "target": clicked_B.astype(np.float32)}
+
+
+def _unit(keys: np.ndarray, count: int) -> np.ndarray:
+    """Return `count` float64 in (0, 1) for each key, along the last dim, whose size is 1."""
+    bits = mix(keys + np.arange(count, dtype=np.uint64))
+    return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def _coprime(size: int) -> int:
+    found = 1 + size * 5 // 8
+    while np.gcd(found, size) != 1:
+        found += 1
+    return found

@@ -1,0 +1,107 @@
+"""Click logs in the format of Criteo: a label, 13 counts and 26 hexadecimal ids, by tabs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from jaxdist.config.schema import Config, Count
+from jaxdist.data.recommend.rows import hashed, lines_of, parsed, read_file
+from jaxdist.data.source import ArraySource, Dataset
+from jaxdist.errors import DataError
+
+COUNTS, IDS = 13, 26
+COLUMNS = 1 + COUNTS + IDS
+
+
+class CriteoConfig(Config):
+    """Click logs in the format of Criteo's display advertising data, without a header line.
+
+    Counts c become log(1 + max(c, 0)), an empty count 0. Ids are hashed to `hash_size`; an empty
+    id is row 0 of its table.
+    """
+
+    type: Literal["criteo"]
+    """Selects these data."""
+    train: str
+    """File of training examples, one a line."""
+    heldout: str | None = None
+    """File of held-out examples; null evaluates nothing."""
+    hash_size: Count = 100_000
+    """Number of rows of each of the 26 tables."""
+
+    def build(self) -> Dataset:
+        """Read all lines into memory.
+
+        Raises:
+          DataError: a file that cannot be read, or a line that is torn or no example, with its
+            number.
+        """
+        given = {"train": self.train, "heldout": self.heldout}
+        train, heldout = (
+            None if name is None else read_clicks(Path(name).expanduser(), key, self.hash_size)
+            for key, name in given.items()
+        )
+        assert train is not None
+        examples = [len(split) for split in (train, heldout) if split is not None]
+        return Dataset(
+            train=train,
+            heldout=heldout,
+            vocab_size=None,
+            classes=None,
+            fields={f"C{at + 1}": self.hash_size for at in range(IDS)},
+            description=f"Criteo: {' + '.join(f'{n:,}' for n in examples)} clicks and views",
+            facts={"train_examples": examples[0], "heldout_examples": sum(examples[1:])},
+        )
+
+
+def read_clicks(path: Path, key: str, hash_size: int) -> ArraySource:
+    """Read a file of clicks: ids int32 [26], dense float32 [13] and target float32.
+
+    Raises:
+      DataError: see `CriteoConfig.build`.
+    """
+    labels: list[float] = []
+    counts: list[list[float]] = []
+    ids: list[list[int]] = []
+    for number, values in lines_of(read_file(path, f"data.{key}"), str(path)):
+        if len(values) != COLUMNS:
+            raise DataError(
+                f"data: {path}, line {number} has {len(values)} values, expected {COLUMNS} by "
+                f"tabs: a label, {COUNTS} counts and {IDS} ids"
+            )
+        if values[0] not in ("0", "1"):
+            raise DataError(
+                f"data: {path}, line {number}: the label is {values[0][:40]!r}, expected 0 or 1"
+            )
+        labels.append(float(values[0]))
+        counts.append(
+            [
+                parsed(float, text or "0", f"count {at + 1}", str(path), number)
+                for at, text in enumerate(values[1 : 1 + COUNTS])
+            ]
+        )
+        # An id is at most 64 bits; 0 marks an empty one.
+        ids.append(
+            [
+                parsed(_hexadecimal, text, f"id {at + 1}", str(path), number)
+                for at, text in enumerate(values[1 + COUNTS :])
+            ]
+        )
+    keys = np.array(ids, np.uint64)
+    rows = np.stack([hashed(keys[:, at], hash_size, at) for at in range(IDS)], 1)
+    dense = np.log1p(np.maximum(np.array(counts, np.float32), 0))
+    return ArraySource(
+        ids=np.where(keys == 0, 0, rows).astype(np.int32),
+        dense=dense,
+        target=np.array(labels, np.float32),
+    )
+
+
+def _hexadecimal(text: str) -> int:
+    value = int(text, 16) if text else 0
+    if not 0 <= value < 2**64:
+        raise ValueError(text)
+    return value

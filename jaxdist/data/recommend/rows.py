@@ -1,0 +1,106 @@
+"""Lines of text files as columns of values, with the line's number in each error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from jaxdist.data.permutation import mix
+from jaxdist.errors import DataError, did_you_mean
+
+Value = TypeVar("Value")
+
+
+def lines_of(text: bytes, where: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of each line that is not empty, and its values, separated by tabs.
+
+    Raises:
+      DataError: a line is not UTF-8, or the last line has no end, as if the file were torn.
+    """
+    if text and not text.endswith(b"\n"):
+        number = text.count(b"\n") + 1
+        raise DataError(
+            f"data: {where}, line {number} has no end of line, as if the file were cut off there: "
+            "fetch or write the file again (a whole file ends with a line break)"
+        )
+    for number, line in enumerate(text.split(b"\n"), 1):
+        if line:
+            try:
+                yield number, line.rstrip(b"\r").decode().split("\t")
+            except UnicodeDecodeError as error:
+                raise DataError(f"data: {where}, line {number} is not UTF-8: {error}") from error
+
+
+def table_of(
+    text: bytes, where: str, columns: Sequence[str]
+) -> tuple[list[int], dict[str, list[str]]]:
+    """Read columns of a table whose first line names them as `name:type`.
+
+    Returns:
+      The number of each line, and the texts of each column.
+
+    Raises:
+      DataError: a missing column, or a line with another number of values.
+    """
+    rows = lines_of(text, where)
+    _, head = next(rows, (1, [""]))
+    names = [name.split(":")[0] for name in head]
+    for column in columns:
+        if column not in names:
+            raise DataError(
+                f"data: {where}, line 1 names no column {column!r}: {did_you_mean(column, names)}"
+            )
+    places = [names.index(column) for column in columns]
+    numbers: list[int] = []
+    found: dict[str, list[str]] = {column: [] for column in columns}
+    for number, values in rows:
+        if len(values) != len(names):
+            raise DataError(
+                f"data: {where}, line {number} has {len(values)} values, and line 1 names "
+                f"{len(names)} columns"
+            )
+        numbers.append(number)
+        for column, place in zip(columns, places, strict=True):
+            found[column].append(values[place])
+    return numbers, found
+
+
+def parsed(parse: Callable[[str], Value], text: str, what: str, where: str, number: int) -> Value:
+    """Convert a value of a line.
+
+    Raises:
+      DataError: the text is no such value.
+    """
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise DataError(
+            f"data: {where}, line {number}: {what} is {text[:40]!r}, expected a number"
+        ) from error
+
+
+def read_file(path: Path, what: str) -> bytes:
+    """Read a file of the user's.
+
+    Raises:
+      DataError: it cannot be read, or is empty.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{what}: {path} cannot be read: {error.strerror}") from error
+    if not content:
+        raise DataError(f"{what}: {path} is empty")
+    return content
+
+
+def hashed(ids: np.ndarray, size: int, column: int) -> np.ndarray:
+    """Hash 64-bit ids (uint64) to int32 below `size`, differently for each column.
+
+    >>> hashed(np.array([7, 7, 2**63], np.uint64), 1000, 0).tolist()
+    [383, 383, 936]
+    """
+    return (mix(ids ^ mix(np.array([column], np.uint64))) % np.uint64(size)).astype(np.int32)

@@ -1,0 +1,106 @@
+"""DLRM (Naumov et al., "Deep learning recommendation model", arXiv 1906.00091).
+
+Dims: B batch, F fields, D width, K vectors that interact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from pydantic import Field
+
+from jaxdist.config.schema import Count
+from jaxdist.models.hints import Hint, no_hint
+from jaxdist.models.layers import Linear
+from jaxdist.models.recommend.tables import RecommenderConfig, Scored, Tables, penalty_of
+
+Widths = Annotated[tuple[Count, ...], Field(min_length=1)]
+
+
+class DlrmConfig(RecommenderConfig):
+    """Dot products of table rows and of a bottom MLP's vector, below a top MLP."""
+
+    type: Literal["dlrm"]
+    """Selects this model."""
+    bottom: Widths = (64,)
+    """Width of each hidden layer of the MLP on dense features, which ends with `width` values; not
+    used by data without dense features."""
+    top: Widths = (64, 32)
+    """Width of each hidden layer of the MLP on the dot products."""
+
+    def build(
+        self,
+        rngs: nnx.Rngs,
+        *,
+        fields: Mapping[str, int],
+        dense: int = 0,
+        hint: Hint = no_hint,
+        served: bool = False,
+    ) -> Dlrm:
+        """Build the module for any number of fields and of dense features."""
+        return Dlrm(self, rngs, fields=fields, dense=dense, hint=hint, served=served)
+
+
+class Dlrm(nnx.Module):
+    """Tables, bottom MLP, dot interaction and top MLP."""
+
+    def __init__(
+        self,
+        config: DlrmConfig,
+        rngs: nnx.Rngs,
+        *,
+        fields: Mapping[str, int],
+        dense: int,
+        hint: Hint,
+        served: bool,
+    ):
+        self.tables = Tables(config.form(fields), rngs, hint=hint, served=served)
+        self.bottom = Tower([dense, *config.bottom, config.width], rngs, hint) if dense else None
+        vectors = len(fields) + bool(dense)
+        first = config.width * (1 if dense else len(fields))
+        pairs = vectors * (vectors - 1) // 2
+        self.top = Tower([first + pairs, *config.top, 1], rngs, hint)
+        self.bias = nnx.Param(jnp.full((1,), config.start, jnp.float32), dims=("classes",))
+        self.penalty = config.penalty
+
+    def __call__(
+        self, ids_BF: jax.Array, dense: jax.Array | None = None, pulled: jax.Array | None = None
+    ) -> Scored:
+        """Score each example, as a logit, from its ids `[B, F]` and dense features `[B, C]`."""
+        rows_BFD = self.tables(ids_BF, pulled)
+        if self.bottom is None:
+            vectors_BKD, first = rows_BFD, rows_BFD.reshape(rows_BFD.shape[0], -1)
+        else:
+            assert dense is not None
+            first = jax.nn.relu(self.bottom(dense))
+            vectors_BKD = jnp.concatenate([first[:, None], rows_BFD], 1)
+        products_BKK = jnp.einsum("bkd,bjd->bkj", vectors_BKD, vectors_BKD)
+        i, j = np.triu_indices(vectors_BKD.shape[1], 1)
+        features = jnp.concatenate([first, products_BKK[:, i, j]], -1)
+        score = self.top(features)[:, 0] + self.bias[...]
+        return Scored(score, penalty_of(rows_BFD, self.penalty))
+
+
+class Tower(nnx.Module):
+    """Linear layers with ReLU between them, in pairs for tensor parallelism."""
+
+    def __init__(self, sizes: Sequence[int], rngs: nnx.Rngs, hint: Hint):
+        hidden = [("mlp", "embed")[i % 2] for i in range(len(sizes) - 2)]
+        names = ["features", *hidden, "classes"]
+        init = nnx.initializers.he_normal()
+        self.layers = nnx.List(
+            Linear((sizes[i], sizes[i + 1]), (names[i], names[i + 1]), rngs, init=init)
+            for i in range(len(sizes) - 1)
+        )
+        self.names, self.hint = tuple(hidden), hint
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map x `[B, in]` to `[B, out]`."""
+        for layer, name in zip(list(self.layers)[:-1], self.names, strict=True):
+            x = self.hint(jax.nn.relu(layer(x)), "batch", name)
+        return self.layers[-1](x)

@@ -1,0 +1,81 @@
+"""Biased matrix factorisation.
+
+Koren, Bell and Volinsky, "Matrix factorization techniques for recommender systems" (IEEE Computer
+42, 2009), equation 4.
+
+Dims: B batch, F fields, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxdist.errors import ConfigError
+from jaxdist.models.hints import Hint, no_hint
+from jaxdist.models.recommend.rows import RowForm
+from jaxdist.models.recommend.tables import RecommenderConfig, Scored, Tables, penalty_of
+
+
+class MfConfig(RecommenderConfig):
+    """Biased matrix factorisation of two fields: start + b_user + b_item + p_user . q_item."""
+
+    type: Literal["mf"]
+    """Selects this model."""
+
+    def form(self, fields: Mapping[str, int]) -> RowForm:
+        """Return the form of the tables, whose rows end with the bias, which begins at zero."""
+        return replace(super().form(fields), width=self.width + 1, zeros=1)
+
+    def build(
+        self,
+        rngs: nnx.Rngs,
+        *,
+        fields: Mapping[str, int],
+        dense: int = 0,
+        hint: Hint = no_hint,
+        served: bool = False,
+    ) -> Mf:
+        """Build the module for two fields.
+
+        Raises:
+          ConfigError: the data has another number of fields, or dense features.
+        """
+        if len(fields) != 2 or dense:
+            more = f" and {dense} dense features" if dense else ""
+            raise ConfigError(
+                f"model.type mf multiplies the rows of two fields, and the data has "
+                f"{', '.join(fields)}{more}: choose two fields, or model.type dlrm"
+            )
+        return Mf(self, rngs, fields=fields, hint=hint, served=served)
+
+
+class Mf(nnx.Module):
+    """A bias, and rows of factors that end with a bias of their own."""
+
+    def __init__(
+        self,
+        config: MfConfig,
+        rngs: nnx.Rngs,
+        *,
+        fields: Mapping[str, int],
+        hint: Hint,
+        served: bool,
+    ):
+        self.tables = Tables(config.form(fields), rngs, hint=hint, served=served)
+        self.bias = nnx.Param(jnp.full((1,), config.start, jnp.float32), dims=("classes",))
+        self.penalty = config.penalty
+
+    def __call__(
+        self, ids_BF: jax.Array, dense: jax.Array | None = None, pulled: jax.Array | None = None
+    ) -> Scored:
+        """Score each pair of ids `[B, 2]`."""
+        rows_BFD = self.tables(ids_BF, pulled)
+        factors, biases = rows_BFD[..., :-1], rows_BFD[..., -1]
+        score = (factors[:, 0] * factors[:, 1]).sum(-1) + biases.sum(-1) + self.bias[...]
+        return Scored(score, penalty_of(rows_BFD, self.penalty))

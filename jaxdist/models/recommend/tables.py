@@ -1,0 +1,87 @@
+"""The tables of a model as a module, and the settings that all recommenders share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from jaxdist.config.schema import Count
+from jaxdist.errors import ConfigError
+from jaxdist.models.hints import Hint
+from jaxdist.models.recommend.lookup import look_up, look_up_pulled
+from jaxdist.models.recommend.rows import MOST_ROWS, RowForm, seed_of
+from jaxdist.models.tuning.part import PartConfig
+
+PULLED = "table_rows"
+"""The field of a batch with the rows that were pulled for it, where servers hold the tables."""
+
+
+class Scored(NamedTuple):
+    """A model's score of each example, and the penalty on the rows that the example looked up."""
+
+    score: jax.Array
+    penalty: jax.Array
+
+
+class RecommenderConfig(PartConfig):
+    """The settings of a model with a table for each categorical field of the data."""
+
+    width: Count
+    """Number of factors in a row."""
+    row_scale: PositiveFloat = 0.1
+    """Initial factors are uniform between minus this and this."""
+    penalty: NonNegativeFloat = 0.0
+    """Factor of the sum of squares of the rows that an example looks up, which is added to its
+    loss. Unlike optim.weight_decay, it acts on these rows alone."""
+    start: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
+    """Initial value of the bias of all scores, such as the mean rating."""
+
+    def form(self, fields: Mapping[str, int]) -> RowForm:
+        """Return the form of the tables for the fields of the data.
+
+        Raises:
+          ConfigError: the tables have too many rows for 32-bit ids.
+        """
+        if sum(fields.values()) > MOST_ROWS:
+            raise ConfigError(
+                f"the tables of {', '.join(fields)} have {sum(fields.values()):,} rows, and at "
+                f"most {MOST_ROWS:,} have 32-bit ids: set a smaller data.hash_size"
+            )
+        return RowForm(fields, self.width, self.row_scale)
+
+
+class Tables(nnx.Module):
+    """The tables of all fields as one parameter with the dims ("rows", none).
+
+    Args:
+      served: whether servers hold the rows, and the module has no parameter.
+    """
+
+    def __init__(self, form: RowForm, rngs: nnx.Rngs, *, hint: Hint, served: bool):
+        seed = seed_of(rngs.params())
+        self.form, self.hint = form, hint
+        if not served:
+            rows = form.initial(seed, jnp.arange(form.rows, dtype=jnp.uint32), jnp)
+            self.rows = nnx.Param(rows, dims=("rows", None))
+
+    def __call__(self, ids_BF: jax.Array, pulled: jax.Array | None = None) -> jax.Array:
+        """Look up rows `[B, F, D]`.
+
+        Args:
+          ids_BF: ids within each field's table; with `pulled`, places in it.
+          pulled: rows that were pulled for this batch.
+        """
+        if pulled is not None:
+            return look_up_pulled(pulled, ids_BF, self.hint)
+        offsets = jnp.asarray(self.form.offsets)
+        return look_up(self.rows[...], ids_BF + offsets[None, :], self.hint)
+
+
+def penalty_of(rows_BFD: jax.Array, factor: float) -> jax.Array:
+    """Return the penalty `[B]` on the rows of each example."""
+    return factor * jnp.square(rows_BFD).sum((1, 2))
