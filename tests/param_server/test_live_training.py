@@ -279,3 +279,23 @@ def test_learning_rates_are_of_steps_however_many_updates_they_take():
     found = [float(run.sharded.schedule(np.int32(count))) for count in range(32)]
     assert found == [float(schedule(np.int32(count // 4))) for count in range(32)]
     assert isinstance(run.sharded.transform(run.sharded.layouts[0]), optax.GradientTransformation)
+
+
+@pytest.mark.parametrize("codec", [None, {"type": "sign"}], ids=["plain", "sign"])
+def test_what_a_value_bound_looks_at_are_changes_and_not_their_bytes(codec):
+    """Encoded bytes are up to 255, whatever they stand for."""
+    model = {"type": "async", "reads": "ahead", "value_bound": 1.0}
+    run = Training(consistency=model, codec=codec)
+    worker = run.worker(0)
+    with worker.client as client:
+        flats = client.read()
+        found = [np.full_like(one, 1e-3) for one in flats]
+        run.servers[0]._lock.acquire()  # nothing is acknowledged while the lock is held
+        try:
+            client.push(found)
+            (change,) = client.under_way(0)
+        finally:
+            run.servers[0]._lock.release()
+        np.testing.assert_allclose(change, found[0], rtol=1e-3)
+    for server in run.servers:
+        server.close()

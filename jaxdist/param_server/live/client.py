@@ -174,9 +174,13 @@ class Client:
         return written, finite and math.isfinite(tokens)
 
     def under_way(self, server: int) -> list[np.ndarray]:
-        """Return the changes that a server has not settled."""
+        """Return the changes that a server has not settled, as the server will decode them."""
         with self._changed:
-            return list(self._links[server].payloads.values())
+            sent = dict(self._links[server].payloads)
+        if not self._encoders:
+            return list(sent.values())
+        codes = self._encoders[server].codes
+        return [codes.decode(payload, self.number, at) for at, payload in sent.items()]
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for a condition that replies make true.
