@@ -44,7 +44,21 @@ class Inbox:
         if sequence < self.expected:
             return self, ()
         early = {sequence: message, **self.early}  # the first copy of a message is kept
-        ready, expected = [], self.expected
+        return replace(self, early=early)._ready(self.expected)
+
+    def settled_before(self, sequence: int) -> tuple[Inbox, tuple[Message, ...]]:
+        """Expect no message before a sequence, and return the messages that are now ready.
+
+        A client says with each session which is the oldest of its messages without a final reply. A
+        server that took over cannot know of the pulls before it, which are not replicated.
+        """
+        if sequence <= self.expected:
+            return self, ()
+        early = {number: one for number, one in self.early.items() if number >= sequence}
+        return replace(self, early=early)._ready(sequence)
+
+    def _ready(self, expected: int) -> tuple[Inbox, tuple[Message, ...]]:
+        early, ready = dict(self.early), []
         while expected in early:
             ready.append(early.pop(expected))
             expected += 1

@@ -128,8 +128,30 @@ def receive(model: Consistency, state: RangeState, message: Message, now: float 
     inbox = state.inboxes[stamp.client]
     if stamp.sequence < inbox.expected:
         return _again(model, state, message, now)
-    inbox, ready = inbox.put(message)
-    state = replace(state, inboxes={**state.inboxes, stamp.client: inbox})
+    return _all_delivered(model, state, stamp.client, *inbox.put(message), now)
+
+
+def resume(
+    model: Consistency, state: RangeState, client: int, sequence: int, now: float = 0.0
+) -> Step:
+    """Continue with a member whose messages before a sequence have all had their final replies."""
+    if client not in state.clocks.clocks:
+        return Step(state)
+    inbox = state.inboxes[client].settled_before(sequence)
+    return _all_delivered(model, state, client, *inbox, now)
+
+
+def _all_delivered(
+    model: Consistency,
+    state: RangeState,
+    client: int,
+    inbox: Inbox,
+    ready: tuple[Message, ...],
+    now: float,
+) -> Step:
+    if inbox is state.inboxes[client]:
+        return Step(state)
+    state = replace(state, inboxes={**state.inboxes, client: inbox})
     effects: list[Effect] = []
     for one in ready:
         state, more = _delivered(model, state, one, now)

@@ -1,0 +1,257 @@
+"""Replication of a range: a follower on another server has all that the leader has acknowledged.
+
+The leader processes messages as `jaxdist.param_server.protocol.server` describes. Each step that
+settles a push or changes the members becomes an entry: the state of the protocol, with the outcomes
+that make a retry harmless, and the updates of the parameters. An update is sent after aggregation,
+so it costs the bytes of one worker's push. The leader holds back every reply until all required
+followers have the entries before it; so a client never learns of anything that a takeover could
+lose, and no version that it reads is missing later.
+
+An arbiter, the supervisor of a run, decides who leads; a server that starts, or that comes back
+after it was given up, has a number that no server had. It gives each leader an epoch of its own,
+and only a follower that has everything can become the leader. A follower refuses the entries of
+older epochs, so an earlier leader that is still alive can acknowledge nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from jaxdist.param_server.protocol.messages import Acknowledge, Apply, Drop
+from jaxdist.param_server.protocol.server import RangeState, Step, range_in_epoch
+
+
+@dataclass(frozen=True)
+class View:
+    """The arbiter's decision on the servers of a range.
+
+    Attributes:
+      number: number of the decision; a server ignores decisions older than one that it knows.
+      epoch: epoch of the leader, which grows with each takeover.
+      leader: server that answers clients.
+      follower: server that has everything that the leader has acknowledged; None for none.
+      joining: server that the leader copies its state to, and that follows afterwards.
+    """
+
+    number: int
+    epoch: int
+    leader: int
+    follower: int | None = None
+    joining: int | None = None
+
+    def failed(self, server: int, number: int) -> View | None:
+        """Return the view without a server; None if nobody is left who has everything.
+
+        Args:
+          number: number of the view in which the failure was seen. A report from another view may
+            be of a server that has come back since, and changes nothing.
+
+        >>> View(0, 0, leader=1, follower=2).failed(1, number=0)
+        View(number=1, epoch=1, leader=2, follower=None, joining=None)
+        """
+        if number != self.number or server not in (self.leader, self.follower, self.joining):
+            return self
+        if server == self.leader:
+            if self.follower is None:
+                return None
+            return View(self.number + 1, self.epoch + 1, self.follower)
+        follower = None if server == self.follower else self.follower
+        joining = None if server == self.joining else self.joining
+        return replace(self, number=self.number + 1, follower=follower, joining=joining)
+
+    def joined_by(self, server: int) -> View:
+        """Return the view with a server that begins to follow, if a follower is missing."""
+        taken = self.follower is not None or self.joining is not None
+        if taken or server == self.leader:
+            return self
+        return replace(self, number=self.number + 1, joining=server)
+
+    def synced(self, server: int, number: int) -> View:
+        """Return the view after the leader's report that the joining server has everything."""
+        if number != self.number or server != self.joining:
+            return self
+        return replace(self, number=self.number + 1, follower=server, joining=None)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A step of the leader, as a follower takes it over.
+
+    Attributes:
+      index: number of the entry; all entries of all epochs are in one order.
+      state: state of the protocol after the step, see `portable`.
+      updates: updates of the parameters, in order; their arrays travel with the entry.
+      whole: whether the entry carries all arrays in place of updates, for a server that joins.
+    """
+
+    epoch: int
+    index: int
+    state: RangeState
+    updates: tuple[Apply, ...] = ()
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A follower's reply: it has all entries up to an index.
+
+    Attributes:
+      epoch: epoch of the follower; if it is newer than the leader's, the entry was refused.
+      index: index of the follower's newest entry.
+    """
+
+    epoch: int
+    server: int
+    index: int
+
+
+def portable(state: RangeState) -> RangeState:
+    """Return the state without the changes that wait for a merge, as if they had not arrived.
+
+    Followers do not have the arrays of such changes. No client has had a reply to them, so each
+    client sends its change to the next leader.
+    """
+    waiting: dict[int, tuple[int, int]] = {}
+    for one in state.clocks.held:
+        waiting.setdefault(one.client, (one.sequence, one.clock))
+    inboxes = {
+        client: replace(inbox, expected=waiting.get(client, (inbox.expected,))[0], early={})
+        for client, inbox in state.inboxes.items()
+    }
+    members = state.clocks.clocks
+    clocks = {one: waiting[one][1] if one in waiting else members[one] for one in members}
+    held = replace(state.clocks, clocks=clocks, held=())
+    return RangeState(held, state.epoch, inboxes)
+
+
+@dataclass(frozen=True)
+class Leader:
+    """The state of a leader towards its followers.
+
+    Attributes:
+      range: state of the protocol.
+      index: index of the newest entry.
+      has: index of the newest entry that each server has; None if it has no copy yet.
+      entries: entries that some server has not acknowledged.
+      released: largest index that `safe` has had.
+      deposed: whether another server leads in a newer epoch.
+    """
+
+    view: View
+    range: RangeState
+    index: int = 0
+    has: Mapping[int, int | None] = field(default_factory=dict)
+    entries: tuple[Entry, ...] = ()
+    released: int = 0
+    deposed: bool = False
+
+    @property
+    def safe(self) -> int:
+        """The index up to which replies may be sent: every required follower has the entries."""
+        if self.deposed:
+            return self.released
+        return min((at for at in self.has.values() if at is not None), default=self.index)
+
+    @property
+    def synced(self) -> int | None:
+        """The joining server, once it has everything that the leader has acknowledged."""
+        joining = self.view.joining
+        if self.deposed or joining is None:
+            return None
+        at = self.has.get(joining)
+        return joining if at is not None and at >= self.released else None
+
+    def stepped(self, step: Step) -> Leader:
+        """Return the leader after a step of the protocol, with an entry if followers need one."""
+        before, after = self.range, step.state
+        settles = any(isinstance(one, Apply | Acknowledge | Drop) for one in step.effects)
+        same = after is before or (not settles and before.members == after.members)
+        found = replace(self, range=after)
+        if same or not self.has:
+            # Without followers the index counts all the same, since a server that joins needs it.
+            return found if same else replace(found, index=self.index + 1)._noted()
+        updates = tuple(one for one in step.effects if isinstance(one, Apply))
+        entry = Entry(self.view.epoch, self.index + 1, portable(after), updates)
+        return replace(found, index=entry.index, entries=(*self.entries, entry))
+
+    def snapshot(self) -> Entry:
+        """Return an entry with all arrays, for the joining server."""
+        return Entry(self.view.epoch, self.index, portable(self.range), whole=True)
+
+    def copied(self, reply: Copied) -> Leader:
+        """Return the leader after a follower's reply, which may release replies to clients."""
+        if reply.epoch > self.view.epoch:
+            return replace(self, deposed=True, entries=())
+        if reply.epoch < self.view.epoch or reply.server not in self.has or reply.index < 0:
+            return self
+        known = self.has[reply.server]
+        has = {**self.has, reply.server: max(reply.index, -1 if known is None else known)}
+        found = replace(self, has=has)
+        least = min(at or 0 for at in has.values())
+        return replace(found, entries=tuple(e for e in self.entries if e.index > least))._noted()
+
+    def viewed(self, view: View, server: int) -> Leader:
+        """Return the leader after a decision of the arbiter, of which `server` is this server."""
+        if view.number <= self.view.number:
+            return self
+        if (view.epoch, view.leader) != (self.view.epoch, server):
+            return replace(self, view=view, deposed=True, entries=())
+        wanted = [one for one in (view.follower, view.joining) if one is not None]
+        has = {one: self.has.get(one) for one in wanted}
+        return replace(self, view=view, has=has)._noted()
+
+    def _noted(self) -> Leader:
+        return replace(self, released=max(self.released, self.safe))
+
+
+@dataclass(frozen=True)
+class Follower:
+    """The state of a follower, or of a server that joins.
+
+    Attributes:
+      epoch: newest epoch that the server knows of.
+      index: index of the newest entry; -1 before the first copy.
+      range: state of the protocol after that entry; None before the first copy.
+    """
+
+    server: int
+    epoch: int = 0
+    index: int = -1
+    range: RangeState | None = None
+
+    def follow(self, entry: Entry) -> tuple[Follower, bool]:
+        """Return the follower after an entry, and whether it takes the entry's arrays.
+
+        The answer to the leader is `copied`, whether the entry is taken, repeated or refused.
+        """
+        if entry.epoch < self.epoch:
+            return self, False
+        found = replace(self, epoch=entry.epoch)
+        follows = self.range is not None and entry.index == self.index + 1
+        if not (entry.index > self.index if entry.whole else follows):
+            return found, False
+        return replace(found, index=entry.index, range=entry.state), True
+
+    @property
+    def copied(self) -> Copied:
+        """The answer to the leader."""
+        return Copied(self.epoch, self.server, self.index)
+
+    def takes_over(self, view: View) -> Leader:
+        """Return the leader of a new view, which has all that was acknowledged before."""
+        assert self.range is not None, "a server without a copy cannot lead"
+        assert view.epoch > self.range.epoch, f"epoch {view.epoch} after {self.range.epoch}"
+        state = range_in_epoch(self.range, view.epoch)
+        return Leader(view, state, self.index, released=self.index)
+
+
+def begin_leader(view: View, state: RangeState) -> Leader:
+    """Return the first leader of a range, whose follower began with the same state and arrays."""
+    has: dict[int, int | None] = {} if view.follower is None else {view.follower: 0}
+    return Leader(view, state, has=has)
+
+
+def begin_follower(server: int, state: RangeState, epoch: int = 0) -> Follower:
+    """Return the first follower of a range, which has what the leader begins with."""
+    return Follower(server, epoch, 0, state)
