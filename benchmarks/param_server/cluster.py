@@ -26,8 +26,8 @@ from jaxdist.param_server.live.server import Server
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.ranges import placeable_tensors
 from jaxdist.param_server.protocol.rack import WITHIN
-from jaxdist.param_server.wire.contract import Service
-from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
+from jaxdist.wire.contract import Service
+from jaxdist.wire.rpc import RpcServer, RpcWire
 
 STEP_SECONDS = 0.02
 SLOWER = 10

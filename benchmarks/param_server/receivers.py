@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import numpy as np
 
-from jaxdist.param_server.wire.contract import Envelope, Op, Peer, Spec
-from jaxdist.param_server.wire.frames import spec_for
-from jaxdist.param_server.wire.rpc import RpcServer
+from jaxdist.wire.contract import Envelope, Op, Peer, Spec
+from jaxdist.wire.frames import spec_for
+from jaxdist.wire.rpc import RpcServer
 
 TOKEN = "a token of a bench, which lasts a minute"
 ONE_METHOD = "/bench.OneMessage/Push"

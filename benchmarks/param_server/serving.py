@@ -17,9 +17,9 @@ from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.placement.central import Central
 from jaxdist.param_server.placement.ranges import placeable_tensors
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.param_server.wire.contract import Spec
-from jaxdist.param_server.wire.frames import spec_for
-from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
+from jaxdist.wire.contract import Spec
+from jaxdist.wire.frames import spec_for
+from jaxdist.wire.rpc import RpcServer, RpcWire
 
 LOOPBACK = "127.0.0.1"
 

@@ -17,8 +17,8 @@ from benchmarks.core.report import Figure
 from benchmarks.param_server.receivers import ONE_METHOD, UNLIMITED, spec_of
 from benchmarks.param_server.serving import wire_to
 from jaxdist.errors import RunError
-from jaxdist.param_server.wire.contract import Envelope, Op
 from jaxdist.runtime.environment import python_module
+from jaxdist.wire.contract import Envelope, Op
 
 PUSH_BYTES = 64 * 2**20
 GOAL_GB_PER_S = 0.9

@@ -21,10 +21,10 @@ from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.placement.ranges import placeable_tensors, updates_elementwise
 from jaxdist.param_server.protocol.rack import WITHIN
 from jaxdist.param_server.scenario import SimulationConfig, shares_by_speed
-from jaxdist.param_server.wire.config import ProcessesConfig
 from jaxdist.types import Params
 from jaxdist.validity.features import Facts
 from jaxdist.validity.table import check
+from jaxdist.wire.config import ProcessesConfig
 
 Shares = tuple[Count, ...]
 

@@ -15,7 +15,6 @@ import jax
 from jaxdist.errors import ConfigError, RunError, blamed
 from jaxdist.metrics.account import Activity
 from jaxdist.param_server import processes
-from jaxdist.param_server.wire.ports import check_ports
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.job import RunJob
 from jaxdist.run.memory import told_if_too_large
@@ -24,6 +23,7 @@ from jaxdist.train.loop import run_loop
 from jaxdist.train.state import TrainState
 from jaxdist.train.strategy.config import ParameterServer, StrategyConfig
 from jaxdist.train.strategy.contract import Prepared
+from jaxdist.wire.ports import check_ports
 
 
 def run_strategy(strategy: StrategyConfig, job: RunJob) -> TrainState:

@@ -14,10 +14,10 @@ from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.live.aggregator import Aggregator
 from jaxdist.param_server.live.client import Client, Timeouts
 from jaxdist.param_server.protocol.rack import WITHIN
-from jaxdist.param_server.wire.contract import Wire
-from jaxdist.param_server.wire.frames import spec_for
-from jaxdist.param_server.wire.local import LocalWire
-from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
+from jaxdist.wire.contract import Wire
+from jaxdist.wire.frames import spec_for
+from jaxdist.wire.local import LocalWire
+from jaxdist.wire.rpc import RpcServer, RpcWire
 
 Around = Callable[[Wire], Wire]
 

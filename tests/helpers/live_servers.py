@@ -22,11 +22,11 @@ from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.ranges import placeable_tensors
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.param_server.wire.contract import Envelope, Hear, Session, Wire
-from jaxdist.param_server.wire.frames import spec_for
-from jaxdist.param_server.wire.local import LocalWire
-from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
-from jaxdist.param_server.wire.security import Tls
+from jaxdist.wire.contract import Envelope, Hear, Session, Wire
+from jaxdist.wire.frames import spec_for
+from jaxdist.wire.local import LocalWire
+from jaxdist.wire.rpc import RpcServer, RpcWire
+from jaxdist.wire.security import Tls
 
 PARAMS = {"w": np.zeros((10, 4), np.float32), "b": np.zeros(3, np.float32)}
 WHOLE_STEPS = optax.with_extra_args_support(optax.sgd(1.0))

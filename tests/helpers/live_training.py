@@ -26,9 +26,9 @@ from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.state import Sharded, ShardState
 from jaxdist.param_server.training.worker import Clocked, Measured, Worker
-from jaxdist.param_server.wire.frames import spec_for
-from jaxdist.param_server.wire.local import LocalWire
 from jaxdist.train.strategy.config import ParameterServer
+from jaxdist.wire.frames import spec_for
+from jaxdist.wire.local import LocalWire
 
 DIGITS = {
     "model": {"type": "mlp", "hidden": [16]},

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from jaxdist.param_server.protocol import client as worker
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Acknowledge, Answer, Apply, Publish, Refuse
-from jaxdist.param_server.protocol.replica import (
+from jaxdist.replication.decision import (
     Copied,
     Entry,
     Follower,

@@ -22,9 +22,9 @@ from jaxdist.param_server.live.layout import joined_shards
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.training.replay import Replay
 from jaxdist.param_server.training.state import Sharded
-from jaxdist.param_server.wire import ports
 from jaxdist.simulation.engine.problem import Computed, Sgd
 from jaxdist.simulation.engine.run import simulate_training
+from jaxdist.wire import ports
 
 WHOLE = Asynchronous(gradient_weight="whole")
 STEPS = 6

@@ -23,9 +23,9 @@ from pydantic import ValidationError
 
 from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.arrival import Asynchronous
-from jaxdist.param_server.wire.config import ProcessesConfig, TlsConfig
-from jaxdist.param_server.wire.contract import OF_WORKERS, Envelope, Op, Spec, WireError
-from jaxdist.param_server.wire.frames import (
+from jaxdist.wire.config import ProcessesConfig, TlsConfig
+from jaxdist.wire.contract import OF_WORKERS, Envelope, Op, Spec, WireError
+from jaxdist.wire.frames import (
     CHUNK_BYTES,
     CRC,
     HEAD,
@@ -37,9 +37,9 @@ from jaxdist.param_server.wire.frames import (
     spec_for,
     text_payload,
 )
-from jaxdist.param_server.wire.outbox import MOST_SHARDS, MOST_WAITING, Outbox
-from jaxdist.param_server.wire.rpc import METHOD, RpcServer
-from jaxdist.param_server.wire.security import (
+from jaxdist.wire.outbox import MOST_SHARDS, MOST_WAITING, Outbox
+from jaxdist.wire.rpc import METHOD, RpcServer
+from jaxdist.wire.security import (
     TOKEN_KEY,
     make_token,
     read_token,

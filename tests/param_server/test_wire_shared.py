@@ -15,9 +15,9 @@ import pytest
 from live_servers import Servers, at_once
 
 from jaxdist.param_server.consistency.arrival import Asynchronous
-from jaxdist.param_server.wire import rpc, shared
-from jaxdist.param_server.wire.contract import Envelope, Op, Spec
-from jaxdist.param_server.wire.frames import HEADER_BYTES, Assembler, FrameError, frames, spec_for
+from jaxdist.wire import rpc, shared
+from jaxdist.wire.contract import Envelope, Op, Spec
+from jaxdist.wire.frames import HEADER_BYTES, Assembler, FrameError, frames, spec_for
 
 pytestmark = pytest.mark.skipif(not shared.supported(), reason="needs Linux on x86")
 
@@ -110,7 +110,7 @@ def test_nobody_can_cut_it_off_under_a_reader(memory):
 
 def test_it_is_gone_with_its_processes():
     code = (
-        "from jaxdist.param_server.wire import shared\n"
+        "from jaxdist.wire import shared\n"
         "import os, signal\n"
         "print(shared.make(2**20).place, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"

@@ -18,11 +18,11 @@ from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Answer, Drop, Message, Refuse, Reply
 from jaxdist.param_server.protocol.rack import Ask, Forward, RackStep
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.param_server.wire.contract import Wire
+from jaxdist.wire.contract import Wire
 
 
 class Aggregator(Reception):
-    """A `jaxdist.param_server.wire.contract.Service` for the workers of a rack.
+    """A `jaxdist.wire.contract.Service` for the workers of a rack.
 
     When all workers of the rack have left, the aggregator leaves the server. With the next worker
     that joins, the aggregator becomes a new client of the server.

@@ -18,7 +18,7 @@ from jaxdist.param_server.live.layout import ShardLayout
 from jaxdist.param_server.protocol import client as protocol
 from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Reply
-from jaxdist.param_server.wire.contract import Wire
+from jaxdist.wire.contract import Wire
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import numpy as np
 from jaxdist.compression import Codec, EncodedGradient, Feedback, Sender, SenderState, first_round
 from jaxdist.compression.sender import states_after_push
 from jaxdist.param_server.live.layout import ShardLayout, ShardPiece
-from jaxdist.param_server.wire.contract import Spec
 from jaxdist.types import PyTree
+from jaxdist.wire.contract import Spec
 
 
 class Codes:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxdist.param_server.live.envelopes import of_message, to_reply
 from jaxdist.param_server.protocol import client as protocol
 from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Message, Refuse, Reply
-from jaxdist.param_server.wire.contract import (
+from jaxdist.wire.contract import (
     NO_SEQUENCE,
     Envelope,
     Op,
@@ -20,7 +21,6 @@ from jaxdist.param_server.wire.contract import (
     Wire,
     WireError,
 )
-from jaxdist.param_server.wire.messages import of_message, to_reply
 
 AWAY_SECONDS = 0.05
 """Time between two attempts to reach a server."""

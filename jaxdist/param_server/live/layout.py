@@ -12,9 +12,9 @@ from jaxdist.errors import ConfigError
 from jaxdist.param_server.contract import Arrays
 from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.placement.ranges import Range
-from jaxdist.param_server.wire.contract import Spec
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Params
+from jaxdist.wire.contract import Spec
 
 
 @dataclass(frozen=True)

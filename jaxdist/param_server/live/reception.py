@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxdist.param_server.live.codes import Codes
+from jaxdist.param_server.live.envelopes import of_reply, to_message
 from jaxdist.param_server.protocol.messages import Message, Push, Refuse, Reply
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.param_server.wire.contract import (
+from jaxdist.wire.contract import (
     NO_SEQUENCE,
     OF_WORKERS,
     Envelope,
@@ -22,8 +23,7 @@ from jaxdist.param_server.wire.contract import (
     Peer,
     Spec,
 )
-from jaxdist.param_server.wire.frames import FrameError, spec_for, text_payload
-from jaxdist.param_server.wire.messages import of_reply, to_message
+from jaxdist.wire.frames import FrameError, spec_for, text_payload
 
 MOST_REASONS = 64
 """Largest number of distinct reasons that a counter keeps."""
@@ -62,7 +62,7 @@ class Counters:
 
 
 class Reception(ABC):
-    """A `jaxdist.param_server.wire.contract.Service` in front of one range.
+    """A `jaxdist.wire.contract.Service` in front of one range.
 
     This class handles sessions and payloads; subclasses handle the messages.
 

@@ -35,7 +35,7 @@ class Reached:
 
 
 class Server(Reception):
-    """A `jaxdist.param_server.wire.contract.Service` for the clients of one shard.
+    """A `jaxdist.wire.contract.Service` for the clients of one shard.
 
     Args:
       state: state of the protocol, with the initial workers as members.

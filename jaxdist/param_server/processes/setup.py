@@ -9,12 +9,12 @@ from jaxdist.checkpoint.identity import Identity, check_identity
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.param_server.processes.parts import sharded_of
 from jaxdist.param_server.training.state import Sharded
-from jaxdist.param_server.wire.config import stays_on_machine
-from jaxdist.param_server.wire.contract import Service
-from jaxdist.param_server.wire.frames import spec_for
-from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
-from jaxdist.param_server.wire.security import read_tls, read_token
 from jaxdist.types import JsonObject
+from jaxdist.wire.config import stays_on_machine
+from jaxdist.wire.contract import Service
+from jaxdist.wire.frames import spec_for
+from jaxdist.wire.rpc import RpcServer, RpcWire
+from jaxdist.wire.security import read_tls, read_token
 
 
 def run_of(setup: JsonObject) -> Path:

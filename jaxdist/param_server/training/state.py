@@ -22,11 +22,11 @@ from jaxdist.param_server.live.layout import ShardLayout, joined_shards, layouts
 from jaxdist.param_server.live.shard import shapes, split_ranges
 from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.training.separable import server_transform
-from jaxdist.param_server.wire.contract import Spec
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import OptState, Params, PyTree, Updates
+from jaxdist.wire.contract import Spec
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from jaxdist.param_server.training.files import clear, prune, read_shard, write_
 from jaxdist.param_server.training.fleet import EssentialProcesses
 from jaxdist.param_server.training.ledger import ClockReports
 from jaxdist.param_server.training.state import Sharded
-from jaxdist.param_server.wire.security import make_token, read_tls, read_token
 from jaxdist.runtime.children import Event, end_together, how_ended
 from jaxdist.runtime.environment import plan_environment
 from jaxdist.runtime.forks import ForkServer
 from jaxdist.train.state import TrainState
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.types import JsonObject
+from jaxdist.wire.security import make_token, read_tls, read_token
 
 LOGS = "logs"
 POLL_SECONDS = 0.2

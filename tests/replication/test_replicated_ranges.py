@@ -9,11 +9,11 @@ from replica_world import World
 
 from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.protocol import replica
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.inbox import Inbox
 from jaxdist.param_server.protocol.messages import Pull, Push, Stamp
-from jaxdist.param_server.protocol.replica import Leader, View, portable
+from jaxdist.replication import decision as replica
+from jaxdist.replication.decision import Leader, View, portable
 
 MODELS = {
     "bsp": BSP(),

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 
 from jaxdist.errors import RunError
-from jaxdist.param_server.wire.config import TlsConfig
+from jaxdist.wire.config import TlsConfig
 
 TOKEN_KEY = "jaxdist-token"
 TOKEN_LEAST = 32

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxdist.param_server.wire.contract import Envelope, Hear, Service, Session, Spec
-from jaxdist.param_server.wire.frames import Assembler, FrameError, frames
-from jaxdist.param_server.wire.outbox import MOST_SHARDS, Outbox
+from jaxdist.wire.contract import Envelope, Hear, Service, Session, Spec
+from jaxdist.wire.frames import Assembler, FrameError, frames
+from jaxdist.wire.outbox import MOST_SHARDS, Outbox
 
 
 class _End:
@@ -43,7 +43,7 @@ class LocalWire:
     spec_of: Callable[[Envelope], Spec | None]
 
     def open(self, hear: Hear, ended: Callable[[str], None]) -> Session:
-        """Open a session, see `jaxdist.param_server.wire.contract.Wire.open`."""
+        """Open a session, see `jaxdist.wire.contract.Wire.open`."""
         return _LocalSession(self, hear, ended)
 
 

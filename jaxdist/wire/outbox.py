@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from jaxdist.param_server.wire.contract import CARRY_SHARD, Envelope, Op
+from jaxdist.wire.contract import CARRY_SHARD, Envelope, Op
 
 MOST_WAITING = 512
 """Number of queued envelopes at which a peer that reads nothing is disconnected."""

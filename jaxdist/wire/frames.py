@@ -22,7 +22,7 @@ Every frame repeats the header of its envelope, so that each can be checked alon
         72      8  floor
         80      8  tokens, a float64
         88      4  crc32c of all bytes before it, and of the bytes after it
-        92         the bytes; none if they are in a slot (`jaxdist.param_server.wire.shared`)
+        92         the bytes; none if they are in a slot (`jaxdist.wire.shared`)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import google_crc32c
 import numpy as np
 from jax import numpy as jnp
 
-from jaxdist.param_server.wire.contract import (
+from jaxdist.wire.contract import (
     CARRY_SHARD,
     CARRY_TEXT,
     Envelope,
@@ -44,7 +44,7 @@ from jaxdist.param_server.wire.contract import (
     Spec,
     WireError,
 )
-from jaxdist.param_server.wire.shared import Direction
+from jaxdist.wire.shared import Direction
 
 MAGIC = b"JXPS"
 FORMAT = 2

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import grpc
 
-from jaxdist.param_server.wire import shared
-from jaxdist.param_server.wire.contract import (
+from jaxdist.wire import shared
+from jaxdist.wire.contract import (
     Envelope,
     Hear,
     RefusedError,
@@ -20,9 +20,9 @@ from jaxdist.param_server.wire.contract import (
     Spec,
     WireError,
 )
-from jaxdist.param_server.wire.frames import FRAME_BYTES, Assembler, FrameError, frames
-from jaxdist.param_server.wire.outbox import MOST_SHARDS, Outbox
-from jaxdist.param_server.wire.security import TOKEN_KEY, Tls, certificate_refusal, same_token
+from jaxdist.wire.frames import FRAME_BYTES, Assembler, FrameError, frames
+from jaxdist.wire.outbox import MOST_SHARDS, Outbox
+from jaxdist.wire.security import TOKEN_KEY, Tls, certificate_refusal, same_token
 
 SERVICE = "jaxdist.ParameterServer"
 METHOD = f"/{SERVICE}/Session"
@@ -200,7 +200,7 @@ class RpcWire:
     shared_bytes: int = 0
 
     def open(self, hear: Hear, ended: Callable[[str], None]) -> Session:
-        """Open a session, see `jaxdist.param_server.wire.contract.Wire.open`."""
+        """Open a session, see `jaxdist.wire.contract.Wire.open`."""
         return _RpcSession(self, hear, ended)
 
 

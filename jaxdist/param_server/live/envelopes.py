@@ -15,8 +15,8 @@ from jaxdist.param_server.protocol.messages import (
     Reply,
     Stamp,
 )
-from jaxdist.param_server.wire.contract import Envelope, Op
-from jaxdist.param_server.wire.frames import text_payload
+from jaxdist.wire.contract import Envelope, Op
+from jaxdist.wire.frames import text_payload
 
 
 def of_message(message: Message, tensor: int, payload: np.ndarray | None = None) -> Envelope:

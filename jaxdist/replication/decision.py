@@ -41,7 +41,7 @@ class View:
     joining: int | None = None
 
     def failed(self, server: int, number: int) -> View | None:
-        """Return the view without a server; None if nobody is left who has everything.
+        """Return the view without a server; None if no server is left that has everything.
 
         Args:
           number: number of the view in which the failure was seen. A report from another view may

@@ -1,0 +1,1 @@
+"""The replication of ranges of parameters: copies on other servers, which take over."""
