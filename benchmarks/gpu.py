@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,7 @@ CASES = (
             "model.heads=32",
             "model.kv_heads=8",
             "model.mlp=8192",
+            "loss.type=next_token",
             "loss.chunks=4",
         ),
         "all_named",
@@ -96,10 +98,11 @@ def bench(repeats: int = REPEATS, peer: bool = True) -> Report:
     reason = reason or lacking("torch") or _no_transformers()
     figures: list[Figure] = []
     for case in CASES:
+        print(f"{case.name}: both compilers take a minute or more", file=sys.stderr)
         figures += step_figures(case, repeats, reason)
     if reason:
         return Report("gpu", [*figures, Figure.skipped("kernels", reason)])
-    return Report("gpu", [*figures, *(kernel_figure(length, repeats) for length in LENGTHS)])
+    return Report("gpu", [*(kernel_figure(length, repeats) for length in LENGTHS), *figures])
 
 
 def _no_transformers() -> str:
