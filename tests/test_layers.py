@@ -18,7 +18,7 @@ LAYERS = (
     ("sharding", "collectives", "models", "data"),
     ("compression", "optim"),
     ("validity", "experimental"),
-    ("wire",),
+    ("wire", "secure"),
     ("parallel", "param_server"),
     ("replication",),
     ("checkpoint", "metrics"),

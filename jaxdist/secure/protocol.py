@@ -1,0 +1,243 @@
+"""One round of secure aggregation: what a client sends, and how a server obtains the sum.
+
+Bonawitz et al., "Practical secure aggregation for federated learning on user-held data" (arXiv
+1611.04482), section 4, against servers that follow the protocol and look at all that they receive.
+Every round has fresh keys.
+
+1. Each client u sends two public keys (`SecureClient.keys`); the server passes the roster on.
+2. u shares the private key of its pairwise masks, and the key of a mask of its own, among the
+   roster, encrypted for each holder (`shares`).
+3. u sends its vector plus both kinds of masks (`masked`): y = x + PRG(b_u) + sum over v of
+   PRG(s_uv), with the sign of u - v, modulo 2^64. The pairwise masks cancel in the sum.
+4. The server says whose vectors it has. Each client reveals its shares (`reveal`): of b_v for a v
+   whose vector arrived, of the private key for a v that dropped out, and never both of one v.
+   A vector that arrives late thus stays masked.
+
+With n clients and at most d dropouts, n - d shares recover a secret, and one client fewer cannot
+complete the round.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxdist.errors import ConfigError
+from jaxdist.secure.masks import SecureError, add_mask, agreed_key, check_installed
+from jaxdist.secure.shamir import SHARE_BYTES, recover, share
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A client's public keys of a round: for encryption between clients, and for masks."""
+
+    encryption: bytes
+    mask: bytes
+
+
+def threshold(clients: int, dropouts: int) -> int:
+    """Return the number of clients that must complete a round.
+
+    Raises:
+      ConfigError: so few clients could also unmask one of them, or are not the majority without
+        which a server could ask two halves for both secrets of a client.
+
+    >>> threshold(10, 3)
+    7
+    """
+    needed = clients - dropouts
+    if needed < 2 or 2 * needed <= clients:
+        most = max(0, (clients - 1) // 2)
+        raise ConfigError(
+            f"secure aggregation of {clients} clients with {dropouts} dropouts: the clients that "
+            f"complete a round must be at least 2 and more than half; allow at most {most} "
+            "dropouts, of 2 or more clients"
+        )
+    return needed
+
+
+class SecureClient:
+    """A client in one round.
+
+    Args:
+      number: number of the client.
+      threshold: number of clients that must complete the round.
+
+    Raises:
+      SecureError: the package cryptography is not installed.
+    """
+
+    def __init__(self, number: int, threshold: int) -> None:
+        check_installed()
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+        self.number, self.threshold = number, threshold
+        self._encryption, self._mask = X25519PrivateKey.generate(), X25519PrivateKey.generate()
+        self._own = os.urandom(32)
+        self._roster: Mapping[int, Keys] = {}
+        self._received: dict[int, bytes] = {}
+        self._revealed: tuple[frozenset[int], frozenset[int]] | None = None
+
+    @property
+    def keys(self) -> Keys:
+        """The public keys, for the roster."""
+        private = self._encryption, self._mask
+        return Keys(*(one.public_key().public_bytes_raw() for one in private))
+
+    def shares(self, roster: Mapping[int, Keys]) -> dict[int, bytes]:
+        """Return this client's encrypted shares, by the client that holds them.
+
+        Raises:
+          SecureError: the roster is too small, or lacks this client.
+        """
+        _check_enough(roster, self.threshold, "are on the roster of the round")
+        if roster.get(self.number) != self.keys:
+            raise SecureError(f"the roster lacks client {self.number}, or has other keys for it")
+        if len({one.mask for one in roster.values()}) < len(roster):
+            raise SecureError("two clients of the roster have the same key: one of them is forged")
+        self._roster = dict(roster)
+        of_key = share(self._mask.private_bytes_raw(), [*roster], self.threshold)
+        of_own = share(self._own, [*roster], self.threshold)
+        return {
+            holder: self._cipher(holder, self.number, of_key[holder] + of_own[holder], True)
+            for holder in roster
+        }
+
+    def masked(self, vector: np.ndarray, received: Mapping[int, bytes]) -> np.ndarray:
+        """Return a vector plus its masks, uniformly distributed to all who lack the masks' keys.
+
+        Args:
+          vector: integers modulo 2^64 `[n]`, see `jaxdist.secure.masks.encode`.
+          received: encrypted shares for this client by sender; only these clients are masked with,
+            as the secrets of others could not be recovered.
+
+        Raises:
+          SecureError: the shares of too few clients have arrived, or shares were changed.
+        """
+        _check_enough(received, self.threshold, "have shared their keys")
+        if self._received:
+            raise SecureError(f"client {self.number} has sent its vector of this round before")
+        self._received = {
+            sender: self._cipher(self.number, sender, sealed, False)
+            for sender, sealed in received.items()
+        }
+        found = vector.copy()
+        add_mask(found, self._own)
+        for other in received:
+            if other != self.number:
+                key = agreed_key(self._mask, self._roster[other].mask, "mask")
+                add_mask(found, key, subtract=self.number < other)
+        return found
+
+    def reveal(self, arrived: Collection[int]) -> dict[int, bytes]:
+        """Return the share of one secret of each client that shared its keys.
+
+        Args:
+          arrived: clients whose vectors the server has.
+
+        Raises:
+          SecureError: the server has too few vectors, or asks a second time for other clients.
+        """
+        asked = frozenset(arrived), frozenset(self._received) - frozenset(arrived)
+        _check_enough(asked[0], self.threshold, "have sent their vectors")
+        if self._revealed not in (None, asked):
+            raise SecureError(
+                f"client {self.number} is asked for shares of other clients than before: with both "
+                "shares of a client its vector could be read"
+            )
+        self._revealed = asked
+        return {
+            sender: both[SHARE_BYTES:] if sender in asked[0] else both[:SHARE_BYTES]
+            for sender, both in self._received.items()
+        }
+
+    def _cipher(self, holder: int, sender: int, text: bytes, seals: bool) -> bytes:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        other = holder if seals else sender
+        key = agreed_key(self._encryption, self._roster[other].encryption, "shares")
+        # A key between two clients encrypts one message in each direction, told apart by the nonce.
+        nonce, cipher = struct.pack(">QI", sender, 0), AESGCM(key)
+        if seals:
+            return cipher.encrypt(nonce, text, None)
+        try:
+            return cipher.decrypt(nonce, text, None)
+        except InvalidTag as error:
+            raise SecureError(f"the shares of client {sender} were changed on their way") from error
+
+
+class SecureSum:
+    """The server's part of one round: it adds up masked vectors, and removes what does not cancel.
+
+    Args:
+      roster: public keys of the clients that have shared their keys.
+      threshold: number of clients that must complete the round.
+      length: number of elements of the vectors.
+
+    Attributes:
+      arrived: clients whose vectors have been added.
+    """
+
+    def __init__(self, roster: Mapping[int, Keys], threshold: int, length: int) -> None:
+        self.roster, self.threshold = dict(roster), threshold
+        self.arrived: set[int] = set()
+        self._total = np.zeros(length, np.uint64)
+
+    def add(self, client: int, masked: np.ndarray) -> None:
+        """Add a client's masked vector, which is not needed afterwards.
+
+        Raises:
+          SecureError: the client is not on the roster, or has sent a vector before.
+        """
+        if client not in self.roster or client in self.arrived:
+            raise SecureError(f"client {client} is not on the roster, or has sent a vector before")
+        self.arrived.add(client)
+        self._total += masked
+
+    def total(self, revealed: Mapping[int, Mapping[int, bytes]]) -> np.ndarray:
+        """Return the sum of the vectors that arrived, modulo 2^64.
+
+        Args:
+          revealed: answers of `SecureClient.reveal` to `arrived`, by client.
+
+        Raises:
+          SecureError: too few clients answered, or their shares do not fit together.
+        """
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+        _check_enough(revealed, self.threshold, "have revealed their shares")
+        found = self._total.copy()
+        for client in self.roster:
+            secret = recover(dict(_shares_of(client, revealed, self.threshold)))
+            if secret is None:
+                raise SecureError(f"the shares of client {client} do not fit together")
+            if client in self.arrived:
+                add_mask(found, secret, subtract=True)
+                continue
+            private = X25519PrivateKey.from_private_bytes(secret)
+            for other in self.arrived:
+                key = agreed_key(private, self.roster[other].mask, "mask")
+                # The other client subtracted the mask if its number is smaller.
+                add_mask(found, key, subtract=other > client)
+        return found
+
+
+def _shares_of(
+    client: int, revealed: Mapping[int, Mapping[int, bytes]], threshold: int
+) -> Iterable[tuple[int, bytes]]:
+    holders = sorted(holder for holder, one in revealed.items() if client in one)
+    _check_enough(holders, threshold, f"have revealed a share of client {client}")
+    return ((holder, revealed[holder][client]) for holder in holders[:threshold])
+
+
+def _check_enough(clients: Collection[int], threshold: int, what: str) -> None:
+    if len(clients) < threshold:
+        raise SecureError(
+            f"secure aggregation: {len(clients)} clients {what}, and {threshold} are needed; the "
+            "round reveals nothing: repeat it with more clients, or allow more dropouts"
+        )

@@ -1,0 +1,50 @@
+"""Shamir's secret sharing of 32 bytes, over the integers modulo a prime.
+
+Shamir, "How to share a secret" (Communications of the ACM 22, 1979). A secret is the value at 0 of
+a random polynomial of degree threshold - 1, and the share of holder h is its value at h + 1. Any
+`threshold` shares determine the secret, and fewer are uniformly distributed whatever it is.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+
+PRIME = 2**521 - 1
+SECRET_BYTES, SHARE_BYTES = 32, 66
+
+
+def share(secret: bytes, holders: Sequence[int], threshold: int) -> dict[int, bytes]:
+    """Split a secret among holders; any `threshold` of their shares recover it.
+
+    >>> recover(dict(list(share(bytes(range(32)), range(5), 3).items())[2:])) == bytes(range(32))
+    True
+    """
+    assert len(secret) == SECRET_BYTES
+    assert 1 <= threshold <= len(holders)
+    rest = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
+    coefficients = [*rest, int.from_bytes(secret, "big")]
+    found: dict[int, bytes] = {}
+    for holder in holders:
+        value = 0
+        for coefficient in coefficients:
+            value = (value * (holder + 1) + coefficient) % PRIME
+        found[holder] = value.to_bytes(SHARE_BYTES, "big")
+    return found
+
+
+def recover(shares: Mapping[int, bytes]) -> bytes | None:
+    """Return the secret of shares by holder; None if they are too few, or of different secrets.
+
+    All given shares are used, so there must be exactly as many as the threshold or more.
+    """
+    points = {holder + 1: int.from_bytes(one, "big") for holder, one in shares.items()}
+    total = 0
+    for x, y in points.items():
+        above = below = 1
+        for other in points:
+            if other != x:
+                above, below = above * other % PRIME, below * (other - x) % PRIME
+        total += y * above * pow(below, -1, PRIME)
+    found = total % PRIME
+    return found.to_bytes(SECRET_BYTES, "big") if found < 2 ** (8 * SECRET_BYTES) else None
