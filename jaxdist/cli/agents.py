@@ -18,7 +18,9 @@ def agent(
     *,
     rendezvous: Annotated[
         str,
-        typer.Option(help="Rendezvous of hosts: a shared directory, or redis://HOST:PORT."),
+        typer.Option(
+            help="Rendezvous of hosts: a shared directory, redis://HOST:PORT or etcd://HOST:PORT."
+        ),
     ],
     least: Annotated[int, typer.Option("--min", min=1, help="Fewest hosts to start with.")] = 1,
     most: Annotated[int, typer.Option("--max", min=1, help="Most hosts; further hosts wait.")] = 64,

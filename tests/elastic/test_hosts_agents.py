@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from elastic_hosts import ELASTIC, Play, finish, kill, playing
+from etcd_place import etcd_server
 from redis_place import redis_server
 
 
@@ -71,10 +72,11 @@ def test_the_last_host_is_lost_and_another_comes(play: Play):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("server", [redis_server, etcd_server])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_same_with_redis(tmp_path: Path, victim: int):
+def test_the_same_with_a_server_to_meet_at(tmp_path: Path, victim: int, server):
     with (
-        redis_server(tmp_path) as (address, _),
+        server(tmp_path) as (address, _),
         playing(tmp_path, address, mesh={"data": 2}) as play,
     ):
         lost_and_back(play, victim)

@@ -1,14 +1,17 @@
-"""What hosts meet at: a directory, a Redis server; and what is not fit for it."""
+"""What hosts meet at: a directory, a Redis server, etcd; and what is not fit for it."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from certificates import certified
+from etcd_place import etcd_server
 from redis_place import free_port, redis_server
 
 from jaxdist.elastic.hosts.rendezvous import folder as folder_module
@@ -18,12 +21,13 @@ from jaxdist.elastic.hosts.rendezvous.redis_server import RedisRendezvous
 from jaxdist.errors import ConfigError
 
 
-@pytest.fixture(params=["folder", "redis"])
+@pytest.fixture(params=["folder", "redis", "etcd"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "folder":
         yield str(tmp_path / "meet")
         return
-    with redis_server(tmp_path) as (address, _):
+    server = redis_server if request.param == "redis" else etcd_server
+    with server(tmp_path) as (address, _):
         yield address
 
 
@@ -87,6 +91,92 @@ def test_a_server_that_is_gone_or_empty_is_told(tmp_path: Path):
         RedisRendezvous(nobody)
 
 
+def test_runs_on_one_etcd_have_names_and_a_member_that_is_gone_is_passed_over(tmp_path: Path):
+    with etcd_server(tmp_path) as (address, process):
+        member = address.removeprefix("etcd://")
+        two = f"etcd://127.0.0.1:{free_port()},{member}"
+        one, other = open_rendezvous(f"{two}#one"), open_rendezvous(f"{address}#other")
+        one.put("host/a", 1)
+        assert (other.names("host"), one.names("host")) == ([], ["a"])
+        assert one.token() != other.token()
+        one._call("kv/deleterange", {"key": one._key("token")})
+        with pytest.raises(RendezvousError, match="has lost its content"):
+            one.token()
+        process.kill()
+        process.wait()
+        with pytest.raises(RendezvousError, match=r"etcd://.* cannot be reached: 127\.0\.0\.1:"):
+            other.get("host/a")
+
+
+def test_a_swap_whose_answer_is_lost_is_looked_up(tmp_path: Path, monkeypatch):
+    with etcd_server(tmp_path) as (address, _):
+        place = open_rendezvous(address)
+        asked, new = place._asked, str(Token.parse(place.token()).taken("h0"))
+
+        def cut(member, path, body):
+            found = asked(member, path, body)
+            if path.endswith("txn"):
+                raise OSError("cut off")
+            return found
+
+        monkeypatch.setattr(place, "_asked", cut)
+        assert place.compare_and_swap(place.token(), new)
+        with pytest.raises(RendezvousError, match="cut off"):
+            place.compare_and_swap("old", "other")
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("etcd://node1:2379", "on another machine and lacks TLS"),
+     ("etcd://127.0.0.1", "'127.0.0.1' is no HOST:PORT"),
+     ("etcd://me:word@127.0.0.1:1", "let in by its certificate"),
+     ("etcds://node1:2379", "set JAXDIST_ETCD_CA, JAXDIST_ETCD_CERTIFICATE, JAXDIST_ETCD_KEY")],
+)  # fmt: skip
+def test_addresses_of_etcd_that_are_refused(address, words):
+    with pytest.raises(ConfigError, match=words):
+        open_rendezvous(address)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_etcd_lets_hosts_in_by_their_certificates(tmp_path: Path, monkeypatch):
+    ours, other = certified(tmp_path / "ours"), certified(tmp_path / "other")
+    files = {"trusted-ca-file": ours.authority, "cert-file": ours.certificate, "key-file": ours.key}
+
+    def opened(address, own):
+        given = {"CA": ours.authority, "CERTIFICATE": own.certificate, "KEY": own.key}
+        for name, path in given.items():
+            monkeypatch.setenv(f"JAXDIST_ETCD_{name}", str(path))
+        return open_rendezvous(address)
+
+    with etcd_server(tmp_path, files) as (address, _):
+        place = within(20, lambda: opened(address, ours))
+        place.put("host/a", 1)
+        assert place.names("host") == ["a"]
+        with pytest.raises(RendezvousError, match="cannot be reached"):
+            opened(address, other)
+        with pytest.raises(RendezvousError, match="cannot be reached"):
+            open_rendezvous(address.replace("etcds", "etcd"))
+
+
+def within(seconds, attempt):
+    """The result of the first attempt that reaches the server."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return attempt()
+        except RendezvousError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def test_files_of_tls_that_are_not_there(monkeypatch):
+    for name in ("CA", "CERTIFICATE", "KEY"):
+        monkeypatch.setenv(f"JAXDIST_ETCD_{name}", f"/nowhere/{name}")
+    with pytest.raises(ConfigError, match=r"/nowhere/CA, .* cannot be used: .*No such file"):
+        open_rendezvous("etcds://node1:2379")
+
+
 def test_a_directory_that_cannot_be(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RendezvousError, match=r"file/meet cannot be reached: Not a directory"):
@@ -107,8 +197,10 @@ def test_a_directory_that_went_away(tmp_path: Path):
 
 
 def test_an_address_of_another_kind():
-    with pytest.raises(ConfigError, match="give a directory that all hosts see, or redis://"):
-        open_rendezvous("etcd://node1")
+    with pytest.raises(
+        ConfigError, match="directory that all hosts see, redis://HOST:PORT, or etcd"
+    ):
+        open_rendezvous("zookeeper://node1")
 
 
 def copying(old: Path, new: Path) -> None:

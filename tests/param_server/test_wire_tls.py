@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from certificates import certified
 from live_servers import Servers
 
 from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.arrival import Asynchronous
 from jaxdist.param_server.live.client import Client, Timeouts
-from jaxdist.wire.config import TlsConfig
 from jaxdist.wire.security import Tls, certificate_refusal, read_tls
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 WHOLE = Asynchronous(gradient_weight="whole")
-
-
-def openssl(folder: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-
-def certified(folder: Path, name: str = "IP:127.0.0.1,DNS:localhost") -> TlsConfig:
-    """A new authority, and a certificate for this machine, or another name, that it signed."""
-    folder.mkdir()
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    own = ("-subj", "/CN=localhost", "-addext", f"subjectAltName={name}")
-    openssl(folder, "req", "-x509", *curve, "-subj", "/CN=authority", "-days", "1",
-            "-keyout", "ca.key", "-out", "ca.pem")  # fmt: skip
-    openssl(folder, "req", *curve, *own, "-keyout", "own.key", "-out", "own.csr")
-    openssl(folder, "x509", "-req", "-in", "own.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
-            "-days", "1", "-copy_extensions", "copy", "-out", "own.pem")  # fmt: skip
-    (folder / "own.key").chmod(0o600)
-    paths = (folder / name for name in ("ca.pem", "own.pem", "own.key"))
-    return TlsConfig(**dict(zip(("authority", "certificate", "key"), paths, strict=True)))
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-"""The rendezvous at which hosts exchange values: a directory, or a Redis server."""
+"""The rendezvous at which hosts exchange values: a directory, a Redis server, or etcd."""

@@ -8,10 +8,11 @@ from jaxdist.elastic.hosts.rendezvous.contract import Rendezvous
 from jaxdist.errors import ConfigError
 
 SCHEMES = ("redis://", "rediss://")
+ETCD = ("etcd://", "etcds://")
 
 
 def open_rendezvous(address: str) -> Rendezvous:
-    """Open the rendezvous at an address: a directory, or redis://HOST:PORT.
+    """Open the rendezvous at an address: a directory, redis://HOST:PORT or etcd://HOST:PORT.
 
     Raises:
       ConfigError: the address has an unknown form, or a package for it is missing.
@@ -21,9 +22,14 @@ def open_rendezvous(address: str) -> Rendezvous:
         from jaxdist.elastic.hosts.rendezvous.redis_server import RedisRendezvous
 
         return RedisRendezvous(address)
+    if address.startswith(ETCD):
+        from jaxdist.elastic.hosts.rendezvous.etcd_server import EtcdRendezvous
+
+        return EtcdRendezvous(address)
     if "://" in address:
         raise ConfigError(
-            f"--rendezvous {address}: give a directory that all hosts see, or redis://HOST:PORT"
+            f"--rendezvous {address}: give a directory that all hosts see, redis://HOST:PORT, or "
+            "etcd://HOST:PORT"
         )
     from jaxdist.elastic.hosts.rendezvous.folder import FolderRendezvous
 

@@ -1,7 +1,7 @@
 """The contract of a rendezvous: one token with compare-and-swap, and atomic values.
 
 Several hosts may change the token at once; every other value has one writer at a time. A
-rendezvous is either a folder or a Redis server that all hosts can access.
+rendezvous is a folder, a Redis server or an etcd cluster that all hosts can access.
 """
 
 from __future__ import annotations

@@ -1,0 +1,206 @@
+"""A rendezvous on etcd: its transactions swap the token, over its HTTP gateway for JSON.
+
+The cluster may have several members, of which a majority must live: etcd is linearizable, so a swap
+that it acknowledged is never lost. Each value is a key below `/jaxdist/NAME/`. Nothing expires: the
+hosts' own leases and leader election depend on swaps of the token alone, whatever the rendezvous.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import os
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+from urllib.parse import urldefrag, urlsplit
+
+from jaxdist.elastic.hosts.rendezvous.contract import LostError, RendezvousError, Token, is_loopback
+from jaxdist.errors import ConfigError
+from jaxdist.types import Json
+
+CA, CERTIFICATE, KEY = (f"JAXDIST_ETCD_{name}" for name in ("CA", "CERTIFICATE", "KEY"))
+SECONDS = 5.0
+"""The time within which a member must answer; the next member is asked then."""
+
+
+class EtcdRendezvous:
+    """A `jaxdist.elastic.hosts.rendezvous.contract.Rendezvous` on an etcd cluster.
+
+    Args:
+      address: etcd://HOST:PORT[,HOST:PORT...], etcds:// for TLS, and `#NAME` for another run on the
+        same cluster. With TLS the environment names the files of the authority (JAXDIST_ETCD_CA)
+        and of this host's certificate and key (JAXDIST_ETCD_CERTIFICATE, JAXDIST_ETCD_KEY).
+
+    Raises:
+      ConfigError: the address has no host, a member on another machine lacks TLS, or a file of the
+        environment is missing.
+      RendezvousError: no member of the cluster answers.
+    """
+
+    def __init__(self, address: str) -> None:
+        url, name = urldefrag(address)
+        self.address, self._prefix = address, f"/jaxdist/{name or 'run'}/"
+        self._members, self._tls = members(url), None
+        if url.startswith("etcds://"):
+            self._tls = tls_context(os.environ)
+        # Only the first host creates the token: a key without any version does not exist.
+        self._swap("version", 0, str(Token(token_hex(16))))
+
+    def token(self) -> str:
+        """Return the current token."""
+        found = self._range("token")
+        if not found:
+            raise LostError(self.address)
+        return found[0][1]
+
+    def secret(self) -> bytes:
+        """Return the name of the rendezvous, which only clients of the cluster can read."""
+        return Token.parse(self.token()).name.encode()
+
+    def compare_and_swap(self, seen: str, new: str) -> bool:
+        """Compare and swap the token in a transaction, which the cluster commits as a whole.
+
+        If no answer arrives, the swap may have succeeded all the same: the token, which no other
+        host would have written, tells.
+        """
+        try:
+            return self._swap("value", _coded(seen), new)
+        except RendezvousError:
+            if self.token() == new:
+                return True
+            raise
+
+    def put(self, name: str, value: Json) -> None:
+        """Write a value under its key."""
+        self._call("kv/put", {"key": self._key(name), "value": _coded(json.dumps(value))})
+
+    def get(self, name: str) -> Json:
+        """Return a value; None if there is none."""
+        found = self._range(name)
+        return json.loads(found[0][1]) if found else None
+
+    def names(self, kind: str) -> list[str]:
+        """Return the names of all values of a kind."""
+        # The keys from `kind/` up to `kind0`, as 0 is the character after /.
+        found = self._range(f"{kind}/", until=f"{kind}0", keys_only=True)
+        return sorted(key.removeprefix(f"{self._prefix}{kind}/") for key, _ in found)
+
+    def drop(self, name: str) -> None:
+        """Delete a value."""
+        self._call("kv/deleterange", {"key": self._key(name)})
+
+    def _key(self, name: str) -> str:
+        return _coded(self._prefix + name)
+
+    def _range(
+        self, name: str, *, until: str | None = None, keys_only: bool = False
+    ) -> list[tuple[str, str]]:
+        asked: dict[str, Json] = {"key": self._key(name), "keys_only": keys_only}
+        if until is not None:
+            asked["range_end"] = self._key(until)
+        found = self._call("kv/range", asked).get("kvs", [])
+        return [(_text(one["key"]), _text(one.get("value", ""))) for one in found]
+
+    def _swap(self, target: str, seen: Json, new: str) -> bool:
+        key = self._key("token")
+        compare = {"key": key, "target": target.upper(), "result": "EQUAL", target: seen}
+        put = {"request_put": {"key": key, "value": _coded(new)}}
+        return bool(self._call("kv/txn", {"compare": [compare], "success": [put]}).get("succeeded"))
+
+    def _call(self, method: str, asked: Mapping[str, Json]) -> dict[str, Any]:
+        """Return the answer of the first member that answers, which is asked first from then on."""
+        problems: list[str] = []
+        for member in [*self._members]:
+            try:
+                found = self._asked(member, f"/v3/{method}", json.dumps(asked))
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                problems.append(f"{member}: {error}")
+                self._members = [*self._members[1:], self._members[0]]
+                continue
+            return found
+        raise RendezvousError(
+            f"the rendezvous {self.address} cannot be reached: {'; '.join(problems)}; see that a "
+            "majority of the cluster runs and that this host may connect to it"
+        )
+
+    def _asked(self, member: str, path: str, body: str) -> dict[str, Any]:
+        # A connection for each call: calls come from several threads, a few in a second.
+        connection = (
+            http.client.HTTPConnection(member, timeout=SECONDS)
+            if self._tls is None
+            else http.client.HTTPSConnection(member, timeout=SECONDS, context=self._tls)
+        )
+        try:
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read()
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise ValueError(f"HTTP {answer.status}: {text[:200].decode(errors='replace')}")
+        return json.loads(text)
+
+
+def members(url: str) -> list[str]:
+    """Return the members that an address names, as HOST:PORT.
+
+    >>> members("etcd://127.0.0.1:2379,localhost:2381")
+    ['127.0.0.1:2379', 'localhost:2381']
+
+    Raises:
+      ConfigError: a member lacks a host or a port, or is on another machine and lacks TLS.
+    """
+    scheme, _, rest = url.partition("://")
+    found = rest.rstrip("/").split(",")
+    for member in found:
+        try:
+            parts = urlsplit(f"//{member}")
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if not host or port is None or "@" in member:
+            raise ConfigError(
+                f"--rendezvous {url}: {member!r} is no HOST:PORT; a host is let in by its "
+                f"certificate ({CERTIFICATE}), not by a name and a password"
+            )
+        if scheme != "etcds" and host != "localhost" and not is_loopback(host):
+            raise ConfigError(
+                f"the rendezvous {url} is on another machine and lacks TLS (etcds://); anyone who "
+                "reaches it could take over the run"
+            )
+    return found
+
+
+def tls_context(environ: Mapping[str, str]) -> ssl.SSLContext:
+    """Return the TLS settings from the files that the environment names.
+
+    Raises:
+      ConfigError: a variable is missing, or a file cannot be read. Without a certificate of each
+        host, anyone who reaches the cluster could take over the run.
+    """
+    missing = [name for name in (CA, CERTIFICATE, KEY) if name not in environ]
+    if missing:
+        raise ConfigError(
+            f"--rendezvous etcds://: set {', '.join(missing)} to the files of the authority, "
+            "and of this host's certificate and key"
+        )
+    paths = [Path(environ[name]) for name in (CA, CERTIFICATE, KEY)]
+    try:
+        context = ssl.create_default_context(cafile=paths[0])
+        context.load_cert_chain(paths[1], paths[2])
+    except OSError as error:
+        given = ", ".join(map(str, paths))
+        raise ConfigError(f"--rendezvous etcds://: {given} cannot be used: {error}") from error
+    return context
+
+
+def _coded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _text(coded: str) -> str:
+    return base64.b64decode(coded).decode()
