@@ -22,7 +22,7 @@ class SecureError(RunError):
 
 
 def check_installed() -> None:
-    """Refuse to go on without the package of the cryptographic primitives.
+    """Check that the package of the cryptographic primitives is installed.
 
     Raises:
       SecureError: the package is not installed.
@@ -42,7 +42,7 @@ def encode(x: np.ndarray, clients: int, weight: float = 1.0) -> np.ndarray:
       clients: number of vectors in the sum, which must not wrap around.
 
     Raises:
-      SecureError: an element is not finite, or the sum of so many elements could wrap around.
+      SecureError: an element is not finite, or the sum of the clients' elements could wrap around.
 
     >>> decode(encode(np.array([0.25, -3.0]), 2) + encode(np.array([1.0, 1.0]), 2))
     array([ 1.25, -2.  ])

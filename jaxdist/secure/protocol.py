@@ -1,4 +1,4 @@
-"""One round of secure aggregation: what a client sends, and how a server obtains the sum.
+"""A round of secure aggregation: what a client sends, and how a server obtains the sum.
 
 Bonawitz et al., "Practical secure aggregation for federated learning on user-held data" (arXiv
 1611.04482), section 4, against servers that follow the protocol and look at all that they receive.
@@ -161,7 +161,7 @@ class SecureClient:
 
         other = holder if seals else sender
         key = agreed_key(self._encryption, self._roster[other].encryption, "shares")
-        # A key between two clients encrypts one message in each direction, told apart by the nonce.
+        # A key between two clients encrypts one message in each direction, distinguished by the nonce.
         nonce, cipher = struct.pack(">QI", sender, 0), AESGCM(key)
         if seals:
             return cipher.encrypt(nonce, text, None)
