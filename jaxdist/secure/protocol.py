@@ -161,7 +161,7 @@ class SecureClient:
 
         other = holder if seals else sender
         key = agreed_key(self._encryption, self._roster[other].encryption, "shares")
-        # A key between two clients encrypts one message in each direction, distinguished by the nonce.
+        # The key of two clients encrypts a message each way, with nonces that differ.
         nonce, cipher = struct.pack(">QI", sender, 0), AESGCM(key)
         if seals:
             return cipher.encrypt(nonce, text, None)
