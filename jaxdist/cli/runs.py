@@ -339,29 +339,47 @@ def generate(
     run: shared.Run,
     overrides: shared.Overrides = None,
     *,
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to add.")] = 256,
+    prompts: Annotated[
+        list[str],
+        typer.Option("--prompt", help="Text to continue; given again, texts of one batch."),
+    ],
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add to each text.")] = 256,
     temperature: Annotated[
         float, typer.Option(min=0, help="0 always takes the likeliest token.")
     ] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Choose among this number of likeliest tokens.")
+    ] = None,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Choose among the fewest tokens whose probabilities add up to this."
+        ),
+    ] = 1.0,
+    stops: Annotated[
+        list[str] | None,
+        typer.Option("--stop", help="A token that ends a text, besides the end of a document."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random choices.")] = 0,
     step: shared.CheckpointStep = None,
     devices: shared.Devices = None,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Continue a prompt with a run's language model."""
+    """Continue prompts with a run's language model, which keeps its keys and values."""
     extra = shared.prepare_run(run, overrides, devices)
     from jaxdist.commands.evaluate import generate_from_run
+    from jaxdist.train.sampling import Sampling
 
-    text = generate_from_run(
+    texts = generate_from_run(
         run,
         extra,
-        prompt=prompt,
+        prompts=prompts,
         tokens=tokens,
-        temperature=temperature,
-        seed=seed,
+        sampling=Sampling(temperature, top_k, top_p, seed),
+        stops=stops or (),
         step=step,
         json_file=json_file,
         console=shared.console(),
     )
-    typer.echo(text)
+    for text in texts:
+        typer.echo(text)

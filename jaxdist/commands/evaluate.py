@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from jaxdist.checkpoint.parts import taken
 from jaxdist.checkpoint.restore import Restored, restore_as
 from jaxdist.config.importing import foreign_code
+from jaxdist.data.text.tokenizer import Tokenizer
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.metrics.report import plain, write_json
@@ -23,6 +25,7 @@ from jaxdist.run.report.results import print_results
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.generate import generate
 from jaxdist.train.parts import evaluated_parts
+from jaxdist.train.sampling import Sampling
 from jaxdist.trees import flatten_with_names
 
 
@@ -97,18 +100,21 @@ def generate_from_run(
     run: Path,
     overrides: Sequence[str] = (),
     *,
-    prompt: str,
+    prompts: Sequence[str],
     tokens: int,
-    temperature: float,
-    seed: int,
+    sampling: Sampling,
+    stops: Sequence[str] = (),
     step: int | None = None,
     json_file: Path | None = None,
     console: Console,
-) -> str:
-    """Continue a prompt with the run's model, and return the prompt and its continuation.
+) -> list[str]:
+    """Continue prompts with the run's model, and return each prompt with its continuation.
+
+    A text ends before `tokens` tokens at the end of a document, or at a token of `stops`. The JSON
+    file also has the tokens and the logarithm of the probability of each added token.
 
     Raises:
-      RunError: the run's model does not produce text.
+      RunError: the run's model does not produce text, or a text of `stops` is not a single token.
     """
     experiment, restored = open_run(run, overrides, step=step, console=console)
     tokenizer = experiment.dataset.tokenizer
@@ -120,21 +126,46 @@ def generate_from_run(
             "text: generate needs a decoder, model.type gpt"
         )
     state: Any = restored.state
-    out = generate(
+    # The stream has the separator before every document, so a prompt begins with it too.
+    begin = tokenizer.end_of_document
+    given = [os.fsencode(prompt) for prompt in prompts]
+    found = generate(
         experiment.program,
         experiment.program.evaluated(state),
         state.buffers,
-        # The stream has the separator before every document, so a prompt begins with it too.
-        prompt=[tokenizer.end_of_document, *tokenizer.encode([os.fsencode(prompt)])[0].tolist()],
+        prompts=[[begin, *text.tolist()] for text in tokenizer.encode(given)],
         window=experiment.program.batch["tokens"].shape[1] - 1,
         vocab_size=experiment.dataset.vocab_size or 0,
         count=tokens,
-        temperature=temperature,
-        seed=seed,
+        sampling=sampling,
+        stops={begin, *(_stop(tokenizer, text) for text in stops)},
+        log_probs=json_file is not None,
     )
-    text = tokenizer.decode(out)
+    texts = [tokenizer.decode(text.tokens) for text in found]
     if json_file is not None:
-        settings = {"prompt": prompt, "temperature": temperature, "seed": seed}
-        report = {"run": str(run), "step": restored.step, **settings, "text": text}
+        samples = [
+            {"prompt": prompt, "text": text, **own._asdict()}
+            for prompt, text, own in zip(prompts, texts, found, strict=True)
+        ]
+        settings = {**asdict(sampling), "stops": [*stops]}
+        report = {"run": str(run), "step": restored.step, **settings, "samples": samples}
         write_json(json_file, report, what="text")
-    return text
+    return texts
+
+
+def _stop(tokenizer: Tokenizer, text: str) -> int:
+    """Return the token that a text names or spells.
+
+    Raises:
+      RunError: the text is several tokens, or none.
+    """
+    number = tokenizer.number(text)
+    if number is not None:
+        return number
+    spelled = tokenizer.encode([os.fsencode(text)])[0].tolist()
+    if len(spelled) != 1:
+        raise RunError(
+            f"--stop {text!r} is {len(spelled)} tokens of this run's tokenizer, and a text ends at "
+            "a single token: give one, such as <|im_end|> or a line break"
+        )
+    return spelled[0]

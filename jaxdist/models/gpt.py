@@ -22,15 +22,7 @@ from jaxdist.models.attention.choose import Attend, KernelName, choose_kernel, k
 from jaxdist.models.attention.contract import AttentionRequest
 from jaxdist.models.fences import Pass, fence
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, SequenceRing, no_hint
-from jaxdist.models.layers import (
-    ComputeDtype,
-    LayerNorm,
-    RMSNorm,
-    Stacked,
-    matmul,
-    param,
-    stack,
-)
+from jaxdist.models.layers import ComputeDtype, LayerNorm, RMSNorm, Stacked, matmul, param, stack
 from jaxdist.models.remat import RematConfig, named
 from jaxdist.models.rotary import RopeScaling, rotate
 from jaxdist.models.tuning.part import PartConfig
@@ -276,10 +268,8 @@ class Attention(nnx.Module):
             q_BLHd, k_BLKd = self.query_norm(q_BLHd), self.key_norm(k_BLKd)
         if self.config.positions is None:
             theta, scaling = self.config.rope_theta, self.config.rope_scaling
-            q_BLHd, k_BLKd = (
-                rotate(x, theta=theta, scaling=scaling, by_product=self.on_tpu)
-                for x in (q_BLHd, k_BLKd)
-            )
+            turn = partial(rotate, theta=theta, scaling=scaling, by_product=self.on_tpu)
+            q_BLHd, k_BLKd = (turn(x, at=self.attend.at) for x in (q_BLHd, k_BLKd))
         taken = named(q_BLHd, "query"), named(k_BLKd, "key"), named(v_BLKd, "value")
         y_BLHd = self.attend(*taken, segments_BL)
         y_BLHd = fence(y_BLHd, "backward" if self.on_tpu else "none")
@@ -417,16 +407,27 @@ class Gpt(Stacked):
             normal = nnx.initializers.normal(0.02)
             self.positions = param(rngs, normal, (config.positions, D), (None, "embed"))
 
-    def embed(self, tokens_BL: jax.Array, segments_BL: jax.Array | None = None) -> jax.Array:
-        """Embed tokens `[B, L]` as `[B, L, D]` in the compute dtype; segments are ignored."""
+    def embed(
+        self,
+        tokens_BL: jax.Array,
+        segments_BL: jax.Array | None = None,
+        *,
+        at_BL: jax.Array | None = None,
+    ) -> jax.Array:
+        """Embed tokens `[B, L]` as `[B, L, D]` in the compute dtype; segments are ignored.
+
+        Args:
+          at_BL: positions, for learned ones; None is 0..L-1.
+        """
         del segments_BL
         with jax.named_scope("embed"):
             x_BLD = self.embedding[...][tokens_BL].astype(jnp.dtype(self.config.compute_dtype))
             if self.config.scale_embeddings:
                 x_BLD = x_BLD * jnp.asarray(self.config.embed**0.5, x_BLD.dtype)
             if self.config.positions is not None:
-                own_LD = self.positions[...][: tokens_BL.shape[1]]
-                x_BLD = x_BLD + own_LD[None].astype(x_BLD.dtype)
+                table, length = self.positions[...], tokens_BL.shape[1]
+                own_BLD = table[:length][None] if at_BL is None else table[at_BL]
+                x_BLD = x_BLD + own_BLD.astype(x_BLD.dtype)
         return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)
 
     def operands(

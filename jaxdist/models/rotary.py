@@ -64,6 +64,7 @@ def rotate(
     theta: float,
     scaling: LinearScaling | Llama3Scaling | None = None,
     by_product: bool = False,
+    at: tuple[jax.Array, int] | None = None,
 ) -> jax.Array:
     """Rotate pairs of features, one from each half of a head; positions are 0..L-1.
 
@@ -73,8 +74,9 @@ def rotate(
       scaling: change of the frequencies for longer sequences.
       by_product: whether to swap the halves by a product with a permutation, which is exact in
         bfloat16. On a TPU each half of a head fills half a tile, which is slow to cut and to join.
+      at: positions int32 `[B, L]`, and a number of positions that exceeds them; None is 0..L-1.
     """
-    length, half = x_BLHd.shape[1], x_BLHd.shape[-1] // 2
+    length, half = at[1] if at else x_BLHd.shape[1], x_BLHd.shape[-1] // 2
     # Angles are constants unless they are too many: XLA would recompute an expression for each row
     # and head.
     xp = np if length * half <= MOST_ANGLES else jnp
@@ -82,7 +84,10 @@ def rotate(
     if scaling is not None:
         frequency = scaling.scaled(frequency, xp)
     angle = xp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
-    cos, sin = (jnp.asarray(f(angle))[None, :, None, :] for f in (xp.cos, xp.sin))
+    cos, sin = (jnp.asarray(f(angle)) for f in (xp.cos, xp.sin))
+    # Rows of the same table have the same bits, wherever they are in a sequence.
+    cos, sin = (x[at[0]] if at else x[None] for x in (cos, sin))
+    cos, sin = cos[:, :, None], sin[:, :, None]
     wide = x_BLHd.astype(jnp.float32)
     if by_product and x_BLHd.dtype == jnp.bfloat16:
         cos, sin = (jnp.concatenate([x, x], axis=-1) for x in (cos, sin))

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from jaxdist.commands import evaluate
 from jaxdist.errors import RunError
+from jaxdist.train.sampling import Sampling
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,6 @@ def test_models_that_cannot_continue_a_text_are_refused(
         dataset=SimpleNamespace(tokenizer=tokenizer), program=SimpleNamespace(batch=batch)
     )
     monkeypatch.setattr(evaluate, "open_run", lambda *_, **__: (experiment, None))
-    settings = {"prompt": "", "tokens": 1, "temperature": 0.0, "seed": 0, "console": Console()}
+    settings = {"prompts": [""], "tokens": 1, "sampling": Sampling(), "console": Console()}
     with pytest.raises(RunError, match=words):
         evaluate.generate_from_run(tmp_path, **settings)

@@ -12,6 +12,7 @@ from jaxdist.models.functional import functional
 from jaxdist.models.gpt import GptConfig
 from jaxdist.models.loss import Mean, NextTokenConfig
 from jaxdist.train.generate import generate
+from jaxdist.train.sampling import Sampling
 
 VOCAB, WIDE = 13, 64
 DATA = {**TOKENS, "vocab_size": VOCAB}
@@ -122,7 +123,7 @@ def test_text_has_no_padding_in_it():
     made = of({"data": 1}, own_loss=False)
     state = made.program.init()
     text = generate(
-        made.program, state.params, {}, prompt=[1], window=8, vocab_size=WIDE, count=40,
-        temperature=1e6, seed=0,
-    )  # fmt: skip
-    assert max(text) < VOCAB
+        made.program, state.params, {}, prompts=[[1]], window=8, vocab_size=WIDE, count=40,
+        sampling=Sampling(temperature=1e6),
+    )[0]  # fmt: skip
+    assert max(text.tokens) < VOCAB

@@ -87,14 +87,33 @@ def generated(jaxdist: Jaxdist, *options: object, devices: int = 8) -> str:
 def test_generate(speaking: Jaxdist) -> None:
     text = generated(speaking, "--seed", 3, "--json", "a.json")
     found = json.loads((speaking.folder / "a.json").read_text())
-    assert (found["schema"], found["step"], found["text"] + "\n") == (1, 40, text)
-    assert (found["prompt"], found["seed"], found["temperature"]) == ("the ", 3, 0.8)
+    (sample,) = found["samples"]
+    assert (found["schema"], found["step"], sample["text"] + "\n") == (1, 40, text)
+    assert (sample["prompt"], found["seed"], found["temperature"]) == ("the ", 3, 0.8)
+    assert len(sample["log_probs"]) == len(sample["tokens"]) - 5 <= 48
+    assert all(x <= 0 for x in sample["log_probs"])
     assert generated(speaking, "--seed", 3, devices=1) == text
     assert generated(speaking, "--seed", 4) != text
     greedy = generated(speaking, "--temperature", 0, "--seed", 1)
     assert greedy == generated(speaking, "--temperature", 0, "--seed", 2)
     assert len(greedy) <= 4 + 48 + 1
     assert generated(speaking, "--temperature", 0, "--step", 20) != greedy
+
+
+def test_a_batch_of_prompts_and_a_stop(speaking: Jaxdist) -> None:
+    words = ("--prompt", "the ", "--prompt", "one of ", "--tokens", 30, "--devices", 8)
+    out = speaking.here("generate", RUN, *words, "--stop", "e", "--top-k", 1, "--json", "b.json")
+    assert out.code == 0, out
+    samples = json.loads((speaking.folder / "b.json").read_text())["samples"]
+    assert [s["prompt"] for s in samples] == ["the ", "one of "]
+    assert "".join(s["text"] + "\n" for s in samples) == out.out
+    for sample in samples:
+        added = sample["text"].removeprefix(sample["prompt"])
+        assert sample["stopped"] == added.endswith("e")
+        assert "e" not in added[:-1]
+    refused = speaking.here("generate", RUN, *words, "--stop", "the")
+    assert refused.code == 3
+    assert "--stop 'the' is 3 tokens" in refused.message
 
 
 def test_a_prompt_longer_than_the_window_and_an_empty_one(speaking: Jaxdist) -> None:

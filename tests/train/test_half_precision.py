@@ -14,6 +14,7 @@ from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.generate import generate
+from jaxdist.train.sampling import Sampling
 
 STEPS = 12
 
@@ -69,11 +70,10 @@ def test_a_decoder_in_two_bytes_learns_as_in_four(compute_dtype, dtype, optim, w
         found.program,
         state.params,
         state.buffers,
-        prompt=[1, 2],
+        prompts=[[1, 2]],
         window=16,
         vocab_size=found.dataset.vocab_size or 0,
         count=2,
-        temperature=0.0,
-        seed=0,
-    )
+        sampling=Sampling(),
+    )[0].tokens
     assert len(tokens) == 4

@@ -81,6 +81,10 @@ class Attend:
     ask: AttentionRequest
     hint: Hint
 
+    @property
+    def at(self) -> None:
+        """None: a call has the positions 0..L-1."""
+
     def __call__(
         self,
         q_BLHd: jax.Array,

@@ -1,0 +1,182 @@
+"""Decoding with a cache of keys and values: a position at a time, through the blocks of training.
+
+A block runs unchanged: only its attention is replaced, by one that reads a layer's cache.
+
+Dims: B batch, L sequence, D embed, H heads, K kv_heads, G = H / K, d head_dim; N layers, W cached
+positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxdist.models.attention.choose import Attend
+from jaxdist.models.attention.contract import AttentionRequest
+from jaxdist.models.functional import Functional, NestedDict
+from jaxdist.models.gpt import Gpt
+from jaxdist.models.hints import RESIDUAL, Hint
+from jaxdist.models.layers import whole
+from jaxdist.types import Dims, Leaf
+
+HIDDEN = -0.7 * float(np.finfo(np.float32).max)
+"""Score of a key that a query does not see: finite, and of weight 0 beside any other."""
+
+
+class Cache(NamedTuple):
+    """The keys and values of all positions so far, in the compute dtype.
+
+    Attributes:
+      keys: `[N, B, K, W, d]`.
+      values: `[N, B, K, d, W]`; products over positions read the last dim.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+
+
+def reason_against(model: Functional, hint: Hint) -> str | None:
+    """Return a clause that explains why a model is not decoded with a cache; None if it is."""
+    module: Any = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
+    if not isinstance(module, Gpt):
+        return f"{type(module).__name__} is not the decoder gpt"
+    if hint.parts("residual_seq") > 1 or hint.parts("seq") > 1:
+        return "the mesh splits the sequence, and a step has a single position"
+    return None
+
+
+def empty_cache(model: Gpt, rows: int, length: int) -> Cache:
+    """Return a cache of zeros for `rows` sequences of at most `length` tokens."""
+    config = model.config
+    heads, layers = config.kv_heads or config.heads, config.layers
+    zeros = jnp.zeros((layers, rows, heads, length, config.head_dim), config.compute_dtype)
+    return _laid_out(Cache(zeros, zeros.swapaxes(-1, -2)), model.hint)
+
+
+def decode(
+    model: Gpt, tokens_BL: jax.Array, at_BL: jax.Array, cache: Cache, *, window: int
+) -> tuple[jax.Array, Cache]:
+    """Run tokens at positions; return hidden states `[B, L, D]` and the cache with these tokens.
+
+    Args:
+      at_BL: the positions; several positions of a sequence are its first, 0..L-1.
+      window: number of positions of a sequence in training, which exceeds all of `at_BL`.
+    """
+    x_BLD = model.embed(tokens_BL, at_BL=at_BL)
+    graph, state = nnx.split(model.blocks)
+
+    def body(
+        carry: tuple[jax.Array, Cache], layer: tuple[jax.Array, Any]
+    ) -> tuple[tuple[jax.Array, Cache], None]:
+        x_BLD, cache = carry
+        number, params = layer
+        block: Any = nnx.merge(graph, whole(params))
+        # The loop carries the whole cache, which XLA then updates in place.
+        reads = CachedAttention(block.attention.attend, cache, number, (at_BL, window))
+        block.attention.attend = reads
+        x_BLD = block(x_BLD, None)
+        return (x_BLD, _laid_out(reads.cache, model.hint)), None
+
+    numbers = jnp.arange(jax.tree.leaves(state)[0].shape[0])
+    (x_BLD, cache), _ = jax.lax.scan(body, (x_BLD, cache), (numbers, state))
+    return model.hint(x_BLD, *RESIDUAL), cache
+
+
+@dataclass
+class CachedAttention:
+    """Attention of a layer that writes to the cache; it replaces `Attend` while a block runs.
+
+    Attributes:
+      cache: the cache of all layers, before the call and after it.
+      layer: number of the layer.
+      at: positions of the queries, int32 `[B, L]`, and the window, which exceeds them.
+    """
+
+    inner: Attend
+    cache: Cache
+    layer: jax.Array
+    at: tuple[jax.Array, int]
+
+    @property
+    def ask(self) -> AttentionRequest:
+        """The request common to all calls."""
+        return self.inner.ask
+
+    def __call__(
+        self,
+        q_BLHd: jax.Array,
+        k_BLKd: jax.Array,
+        v_BLKd: jax.Array,
+        segments_BL: jax.Array | None,
+    ) -> jax.Array:
+        """Write the keys and values of these positions, and attend to all positions so far."""
+        keys, values = self.cache
+        if q_BLHd.shape[1] > 1:
+            start = self.layer, 0, 0, 0, 0
+            new = k_BLKd.transpose(0, 2, 1, 3)[None], v_BLKd.transpose(0, 2, 3, 1)[None]
+            update = jax.lax.dynamic_update_slice
+            self.cache = Cache(update(keys, new[0], start), update(values, new[1], start))
+            return self.inner(q_BLHd, k_BLKd, v_BLKd, segments_BL)
+        rows, heads = jnp.arange(keys.shape[1])[:, None], jnp.arange(keys.shape[2])[None]
+        at_B1 = self.at[0]
+        keys = keys.at[self.layer, rows, heads, at_B1].set(k_BLKd[:, 0])
+        values = values.at[self.layer, rows, heads, :, at_B1].set(v_BLKd[:, 0])
+        self.cache = Cache(keys, values)
+        return self._last(q_BLHd, keys[self.layer], values[self.layer], at_B1)
+
+    def _last(
+        self, q_B1Hd: jax.Array, k_BKWd: jax.Array, v_BKdW: jax.Array, at_B1: jax.Array
+    ) -> jax.Array:
+        """Attend from the last position, with the operations of the kernel `plain`."""
+        B, _, H, d = q_B1Hd.shape
+        q_BKGd = q_B1Hd.reshape(B, k_BKWd.shape[1], -1, d)
+        wide = {"preferred_element_type": jnp.float32}
+        scores_BKGW = jnp.einsum("bkgd,bkwd->bkgw", q_BKGd, k_BKWd, **wide) * d**-0.5
+        distance_BW = at_B1 - jnp.arange(k_BKWd.shape[2])[None]
+        reach = k_BKWd.shape[2] if self.ask.window is None else self.ask.window
+        seen_BW = (distance_BW >= 0) & (distance_BW <= reach)
+        scores_BKGW = jnp.where(seen_BW[:, None, None], scores_BKGW, HIDDEN)
+        weights_BKGW = jax.nn.softmax(scores_BKGW, -1).astype(v_BKdW.dtype)
+        return jnp.einsum("bkgw,bkdw->bkgd", weights_BKGW, v_BKdW).reshape(B, 1, H, d)
+
+
+def _laid_out(cache: Cache, hint: Hint) -> Cache:
+    keys = hint(cache.keys, None, "batch", "kv_heads", None, "head_dim")
+    return Cache(keys, hint(cache.values, None, "batch", "kv_heads", "head_dim", None))
+
+
+def turned(model: Functional, params: NestedDict, *, back: bool = False) -> NestedDict:
+    """Move the dims that products with a row sum over to the end of kernels, or back.
+
+    XLA:CPU multiplies a single row by such a kernel at the speed of memory.
+    """
+
+    def turn(path: Any, leaf: Leaf) -> jax.Array:
+        name = "/".join(entry.key for entry in path)
+        dims = model.dims.get(name) or ()
+        first, last = _moved(dims)
+        if first == last:
+            return leaf
+        return jnp.moveaxis(leaf, last, first) if back else jnp.moveaxis(leaf, first, last)
+
+    return jax.tree_util.tree_map_with_path(turn, params)
+
+
+def _moved(dims: Dims) -> tuple[int, int]:
+    """Return where the embed dim of a kernel is, and where it belongs; equal for other leaves.
+
+    >>> _moved(("layers", "embed", "mlp")), _moved(("layers", "mlp", "embed"))
+    ((1, 2), (2, 1))
+    >>> _moved(("layers", "embed")), _moved(("vocab", "embed"))
+    ((0, 0), (0, 0))
+    """
+    before = int(dims[:1] == ("layers",))
+    own, last = dims[before:], len(dims) - 1
+    if len(own) < 2 or own[0] == "vocab" or "embed" not in (own[0], own[-1]):
+        return 0, 0
+    return (before, last) if own[0] == "embed" else (last, before)

@@ -1,0 +1,52 @@
+"""The choice of a token from the logits of a next-token model.
+
+Dims: B texts, V vocab.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The choice of a token from logits.
+
+    Attributes:
+      temperature: 0 always takes the most likely token.
+      top_k: number of most likely tokens to choose among; None is all.
+      top_p: choose among the fewest tokens whose probabilities add up to this number.
+      seed: seed of the choices; a text does not depend on the other texts of its batch.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def draw(self, logits_BV: jax.Array, number: jax.Array) -> jax.Array:
+        """Choose a token of each text, int32 `[B]`; `number` counts the choices."""
+        if self.temperature == 0:
+            return logits_BV.argmax(-1).astype(jnp.int32)
+        scaled_BV = self._kept(logits_BV / self.temperature)
+        key = jax.random.fold_in(jax.random.key(self.seed), number)
+        rows = jnp.arange(logits_BV.shape[0])
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+        return jax.vmap(jax.random.categorical)(keys, scaled_BV).astype(jnp.int32)
+
+    def _kept(self, logits_BV: jax.Array) -> jax.Array:
+        """Give probability 0 to the tokens that `top_k` and `top_p` leave out."""
+        if self.top_k is not None:
+            least_B1 = jax.lax.top_k(logits_BV, min(self.top_k, logits_BV.shape[1]))[0][:, -1:]
+            logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+        if self.top_p < 1:
+            sorted_BV = -jnp.sort(-logits_BV, axis=-1)
+            shares_BV = jax.nn.softmax(sorted_BV, -1)
+            # A token stays if the more likely ones do not add up to `top_p`: the first always does.
+            stays_BV = jnp.cumsum(shares_BV, -1) - shares_BV < self.top_p
+            least_B1 = jnp.where(stays_BV, sorted_BV, jnp.inf).min(-1, keepdims=True)
+            logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+        return logits_BV

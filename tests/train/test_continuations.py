@@ -1,0 +1,99 @@
+"""Continuations with a cache of keys and values, and by whole windows."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from pipeline_configs import TOKENS, experiment
+
+from jaxdist.train.generate import generate
+from jaxdist.train.sampling import Sampling
+
+GPT = {"type": "gpt", "layers": 2, "embed": 16, "heads": 4, "kv_heads": 2}
+FAMILIES = {
+    "window": {"attention_window": 5, "tied_head": False},
+    "gpt2": {"norm": "layer", "positions": 16, "mlp_type": "gelu", "biases": "all"},
+    "qwen3": {"qk_norm": True, "biases": "qkv", "head_size": 8},
+    "gemma": {"norm": "rms_offset", "mlp_type": "geglu", "scale_embeddings": True, "kv_heads": 1},
+    "blockwise": {"attention": "blockwise", "isolate_documents": True},
+    "llama3": {
+        "rope_scaling": {
+            "type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_length": 8,
+        },
+    },
+}  # fmt: skip
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+
+
+def of(mesh=None, model=None, window=16, **more):
+    data = {**TOKENS, "window": window, "vocab_size": 32}
+    made = experiment(mesh or {"data": 1}, model={**GPT, **(model or {})}, data=data, **more)
+    state = made.program.init()
+    settings = {"window": window, "vocab_size": 32, "count": 8, "sampling": Sampling()}
+    return partial(generate, made.program, state.params, state.buffers, **settings), made, state
+
+
+@pytest.mark.parametrize(
+    "family",
+    [*("window", "gpt2"), *(pytest.param(f, marks=pytest.mark.full) for f in (*FAMILIES,)[2:])],
+)
+def test_a_cache_changes_no_token(family):
+    run = of(model=FAMILIES[family])[0]
+    cached, whole = (run(prompts=PROMPTS, cached=c) for c in (True, False))
+    assert [t.tokens for t in cached] == [t.tokens for t in whole]
+    assert [t.tokens[: len(p)] for t, p in zip(cached, PROMPTS, strict=True)] == PROMPTS
+
+
+def test_on_a_mesh_past_the_window_with_log_probabilities_of_training():
+    """A text does not depend on the mesh; three rows fill up two parts of the data axis."""
+    model = {"layers": 1}
+    sampling = Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=3)
+    asked = {"prompts": PROMPTS, "count": 14, "sampling": sampling, "log_probs": True}
+    one, made, state = of(model=model)
+    texts, several = one(**asked), of({"data": 2, "tensor": 2}, model)[0](**asked)
+    assert [t.tokens for t in texts] == [t.tokens for t in several]
+    assert max(len(t.tokens) for t in texts) == 19
+    module = made.program.model.bind(state.params, state.buffers)
+
+    @jax.jit
+    def log_probs(tokens_BL, targets_BL):
+        logits_BLV = module.padded_head(module.hidden(tokens_BL, jnp.zeros_like(tokens_BL)))
+        return -optax.softmax_cross_entropy_with_integer_labels(logits_BLV, targets_BL)
+
+    longest = np.asarray([texts[2].tokens])
+    found = [log_probs(longest[:, i : i + 16], longest[:, i + 1 : i + 17])[0] for i in (0, 1, 2)]
+    expected = [*found[0][4:], found[1][-1], found[2][-1]]
+    assert texts[2].log_probs == [float(x) for x in expected]
+
+
+def test_a_stop_token_ends_one_text_alone():
+    run = of(model={"layers": 1})[0]
+    free = run(prompts=PROMPTS)
+    stop = free[0].tokens[5]
+    texts = run(prompts=PROMPTS, stops=[stop])
+    for text, other, prompt in zip(texts, free, PROMPTS, strict=True):
+        added = other.tokens[len(prompt) :]
+        kept = added[: added.index(stop) + 1] if stop in added else added
+        assert (text.tokens, text.stopped) == ([*prompt, *kept], stop in added)
+    assert any(t.stopped for t in texts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.7}, {0, 1}),
+        ({"top_p": 0.62, "top_k": 3}, {0}),
+        ({}, {0, 1, 2, 3}),
+    ],
+)
+def test_tokens_to_choose_among(settings, kept):
+    """With probabilities .6, .25, .1 and .05; the first is .63 of the first three."""
+    logits_BV = jnp.log(jnp.asarray([[0.6, 0.25, 0.1, 0.05]]))
+    sampling = Sampling(temperature=1.0, seed=1, **settings)
+    draw = jax.jit(sampling.draw)
+    assert {int(draw(logits_BV, jnp.int32(i))[0]) for i in range(200)} == kept
