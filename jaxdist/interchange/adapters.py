@@ -37,6 +37,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None,),
 }
 """Settings of PEFT that change what adapters compute, with the values that our adapters allow."""
+_NUMBERS = ("r", "lora_alpha", "lora_dropout")
 _LISTED = 4
 
 
@@ -83,7 +84,7 @@ def settings_of(files: Files, rows: Mapping[str, Row]) -> JsonObject:
 
     Raises:
       ConfigError: the adapters have modules that the base model does not have.
-      DataError: the folder's settings lack the rank or alpha.
+      DataError: the folder's settings lack the rank or alpha, or have a text for a number.
     """
     own = {_module(row, None): name for name, row in rows.items()}
     found, unknown = set[str](), list[str]()
@@ -106,6 +107,12 @@ def settings_of(files: Files, rows: Mapping[str, Row]) -> JsonObject:
         raise DataError(
             f"{files.folder / SETTINGS} lacks {', '.join(lacking)}: download the adapters' own "
             f"{SETTINGS}"
+        )
+    odd = [key for key in _NUMBERS if type(given.get(key) or 0) not in (int, float)]
+    if odd:
+        listed = ", ".join(f"{key} {given[key]!r}" for key in odd)
+        raise DataError(
+            f"{files.folder / SETTINGS}: {listed} is no number; write it without quotes"
         )
     return {
         "rank": given["r"],

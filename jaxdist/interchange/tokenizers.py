@@ -98,13 +98,18 @@ def pre_of(content: Mapping[str, Any]) -> str | None:
     kinds = [step.get("type") for step in steps]
     if any(step.get("add_prefix_space") for step in steps):
         return None
-    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+    # Only the last step, of bytes, may cut a text once more, by the pattern of gpt-2.
+    cuts_again = steps[-1].get("use_regex", True)
+    if kinds == ["ByteLevel"] and cuts_again:
         return "gpt-2"
-    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
+    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits") and cuts_again:
         return "smollm"
-    if kinds == ["Split", "ByteLevel"]:
-        text = steps[0]["pattern"].get("Regex")
-        return next((name for name, split in SPLITS.items() if split == text), None)
+    if kinds == ["Split", "ByteLevel"] and not cuts_again:
+        split = steps[0]
+        if split.get("behavior", "Isolated") != "Isolated" or split.get("invert"):
+            return None
+        names = {text: name for name, text in SPLITS.items() if text not in (None, "digits")}
+        return names.get(split["pattern"].get("Regex"))
     return None
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdist.errors import ConfigError, RunError
+from jaxdist.config.files import read_json
+from jaxdist.errors import ConfigError, DataError, RunError
 from jaxdist.interchange import safetensors
 from jaxdist.interchange.families import Row, architecture, families_of, family_of
 from jaxdist.interchange.layouts import Layout
@@ -79,6 +80,7 @@ def config_of(model: GptConfig, vocab_size: int, folder: Path | None, length: in
 
     Raises:
       ConfigError: no family has the model's options.
+      DataError: the folder's config.json cannot be read.
     """
     own = _own(folder)
     if own is not None and _describes(own, model, vocab_size):
@@ -165,5 +167,11 @@ def _describes(config: JsonObject, model: GptConfig, vocab_size: int) -> bool:
 def _own(folder: Path | None) -> JsonObject | None:
     if folder is None or not (folder / CONFIG).is_file():
         return None
-    found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    try:
+        found = read_json(folder / CONFIG)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{folder / CONFIG} cannot be read ({error}), and an export would have its content: "
+            "mend the file, or delete it"
+        ) from error
     return found if isinstance(found, dict) and "model_type" in found else None
