@@ -1,6 +1,6 @@
 """Continuations of texts by a next-token model, of a batch at a time, in a compiled loop.
 
-A decoder keeps its keys and values (`jaxdist.models.decode`); any other model of tokens computes
+A decoder keeps its keys and values (`jaxdist.train.decode`); any other model of tokens computes
 its whole window again for each token, which needs only its logits. So does a decoder from the token
 on at which a text is longer than the window: each further token moves every position.
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdist.models import decode
+from jaxdist.train import decode
 from jaxdist.train.sampling import Sampling
 from jaxdist.train.step import Program
 from jaxdist.types import Buffers, Params, PyTree
