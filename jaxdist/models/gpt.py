@@ -414,11 +414,7 @@ class Gpt(Stacked):
         *,
         at_BL: jax.Array | None = None,
     ) -> jax.Array:
-        """Embed tokens `[B, L]` as `[B, L, D]` in the compute dtype; segments are ignored.
-
-        Args:
-          at_BL: positions, for learned ones; None is 0..L-1.
-        """
+        """Embed tokens `[B, L]`, at learned positions `at_BL` (None is 0..L-1), as `[B, L, D]`."""
         del segments_BL
         with jax.named_scope("embed"):
             x_BLD = self.embedding[...][tokens_BL].astype(jnp.dtype(self.config.compute_dtype))

@@ -25,7 +25,7 @@ from jaxdist.models.layers import whole
 from jaxdist.types import Dims, Leaf
 
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
-"""Score of a key that a query does not see: finite, and of weight 0 beside any other."""
+"""Score of a key that a query does not see: finite, with weight 0 where another key is seen."""
 
 
 class Cache(NamedTuple):

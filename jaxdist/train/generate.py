@@ -207,7 +207,7 @@ class _Run:
         count: int,
         most: int | None,
     ) -> _Loop:
-        """Add up to `count` tokens, while all texts that go on are shorter than `most`."""
+        """Add up to `count` tokens, while all unfinished texts are shorter than `most`."""
         stops = jnp.asarray(self.stops or (-1,), jnp.int32)[None]
 
         def goes_on(loop: _Loop) -> jax.Array:
