@@ -45,7 +45,7 @@ class Sampling:
         if self.top_p < 1:
             sorted_BV = -jnp.sort(-logits_BV, axis=-1)
             shares_BV = jax.nn.softmax(sorted_BV, -1)
-            # A token stays if all more likely tokens do not add up to `top_p`; the first always does.
+            # A token stays if all likelier tokens do not add up to `top_p`; the first always does.
             stays_BV = jnp.cumsum(shares_BV, -1) - shares_BV < self.top_p
             least_B1 = jnp.where(stays_BV, sorted_BV, jnp.inf).min(-1, keepdims=True)
             logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
