@@ -30,6 +30,7 @@ BENCHES: dict[str, str] = {
     "compile": "benchmarks.compile:bench",
     "compression": "benchmarks.compression.report:bench",
     "elastic": "benchmarks.elastic.report:bench",
+    "experts": "benchmarks.experts:bench",
     "gpu": "benchmarks.gpu:bench",
     "models": "benchmarks.models.report:bench",
     "optim": "benchmarks.optim:bench",

@@ -161,6 +161,9 @@ EVERY += [
         zero=ZeroConfig(stage=3, prefetch=True),
     ),
     replace(DATA, strategy="lookahead", optim=replace(ADAMW, averages=True)),
+    with_settings(model__experts="{}"),
+    replace(with_settings("synchronous", model__experts="{}"), mesh={"data": 4, "stage": 2}),
+    replace(DATA, mesh={"data": 2, "expert": 4}, shards=8),
 ]  # fmt: skip
 """Facts of each row that speaks of other sections."""
 

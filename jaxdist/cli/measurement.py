@@ -40,7 +40,7 @@ def bench(
         str,
         typer.Argument(
             help="overhead, compile, startup, quickstart, attention, collectives, optim, zero, "
-            "pipeline, tpu, plan, compression, param-server, elastic, prove, models or gpu."
+            "pipeline, tpu, plan, compression, param-server, elastic, prove, models, gpu, experts."
         ),
     ],
     json_file: shared.JsonFile = None,

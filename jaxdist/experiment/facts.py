@@ -21,6 +21,7 @@ from jaxdist.validity.features import Facts, OptimFacts
 OFF: Mapping[str, object] = {
     "model.freeze": [],
     "model.lora": None,
+    "model.experts": None,
     "parallel.zero": ParallelConfig().model_dump(mode="json")["zero"],
     "train.batch_ramp": None,
     "train.phases": None,
@@ -70,7 +71,8 @@ def _settings(config: ExperimentConfig) -> dict[str, str]:
     found: dict[str, str] = {}
     for path, off in OFF.items():
         section, name = path.split(".")
-        value = values[section][name]
+        # Only some models have experts.
+        value = values[section].get(name, off)
         if value != off:
             found[path] = value if isinstance(value, str) else shown(value)
     clip = _lamb_clip(config.optim)

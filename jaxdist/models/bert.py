@@ -17,7 +17,8 @@ from jaxdist.config.schema import Count
 from jaxdist.errors import ConfigError
 from jaxdist.models.attention.choose import Attend, KernelName, choose_kernel
 from jaxdist.models.attention.contract import AttentionRequest
-from jaxdist.models.gpt import Attention, GptConfig, SwiGLU
+from jaxdist.models.feed_forward.swiglu import SwiGLU
+from jaxdist.models.gpt import Attention, GptConfig
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, no_hint
 from jaxdist.models.layers import ComputeDtype, LayerNorm, Stacked, matmul, param, stack
 from jaxdist.models.remat import RematConfig, named

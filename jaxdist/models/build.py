@@ -175,6 +175,11 @@ def choose_loss(
     fits = (own.type, "import") if own is not None else ()
     if isinstance(config, GptConfig):
         fits = (*fits, "dpo")
+        if config.experts is not None and own is not None and found.type != own.type:
+            raise ConfigError(
+                f"loss.type {found.type} leaves out what balances the load of model.experts: use "
+                f"loss.type {own.type}"
+            )
     if isinstance(config, MfConfig | DlrmConfig):
         fits = (*fits, "squared_error", "click")
     if own is not None and found.type not in fits:

@@ -14,7 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxdist.models.feed_forward.measure import LOAD, Settle
+from jaxdist.models.feed_forward.stack import RoutedStack
 from jaxdist.models.layers import Deferred, Stacked, dims_of, whole
+from jaxdist.models.mean import Sums
 from jaxdist.models.scans import sliced
 from jaxdist.models.tuning import lora
 from jaxdist.models.tuning.lora import Adapter
@@ -67,6 +70,8 @@ class Functional:
       frozen: names of the parameters that are not trained.
       adapters: low-rank adapters of kernels, whose parameters are among `params`.
       in_parts: whether the module has `parts()`, a list of dissimilar parts.
+      settle: function that moves buffers once a step, by the sums of the whole batch; None leaves
+        them as the passes do.
     """
 
     make: Callable[[nnx.Rngs], nnx.Module]
@@ -84,6 +89,11 @@ class Functional:
     _rng_shapes: tuple[tuple[int, ...], ...]
     frozen: frozenset[str] = frozenset()
     adapters: tuple[Adapter, ...] = ()
+    settle: Settle | None = None
+
+    def settled(self, buffers: NestedDict, sums: Sums) -> NestedDict:
+        """Return the buffers after a step, given those after its passes and the batch's sums."""
+        return buffers if self.settle is None or LOAD not in sums else self.settle(buffers, sums)
 
     @property
     def trained(self) -> NestedDict:
@@ -305,4 +315,5 @@ def functional(make: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         _rng_paths=tuple(path for path, _ in flat_rngs),
         _rng_types=tuple(type(variable) for _, variable in flat_rngs),
         _rng_shapes=tuple(variable.shape for _, variable in flat_rngs),
+        settle=module.settling() if isinstance(module, RoutedStack) else None,
     )

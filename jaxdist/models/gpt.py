@@ -7,7 +7,6 @@ Dims: B batch, L sequence, D embed, H heads, K kv_heads, d head_dim, F mlp, V vo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -20,9 +19,13 @@ from jaxdist.config.schema import Count
 from jaxdist.errors import ConfigError
 from jaxdist.models.attention.choose import Attend, KernelName, choose_kernel, kernel_refusal
 from jaxdist.models.attention.contract import AttentionRequest
+from jaxdist.models.feed_forward.config import ExpertsConfig
+from jaxdist.models.feed_forward.mixture import Mixture
+from jaxdist.models.feed_forward.stack import Routed, RoutedStack
+from jaxdist.models.feed_forward.swiglu import Mlp, SwiGLU, biased
 from jaxdist.models.fences import Pass, fence
-from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, SequenceRing, no_hint
-from jaxdist.models.layers import ComputeDtype, LayerNorm, RMSNorm, Stacked, matmul, param, stack
+from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, no_hint
+from jaxdist.models.layers import ComputeDtype, LayerNorm, RMSNorm, matmul, param, stack
 from jaxdist.models.remat import RematConfig, named
 from jaxdist.models.rotary import RopeScaling, rotate
 from jaxdist.models.tuning.part import PartConfig
@@ -30,15 +33,6 @@ from jaxdist.models.vocabulary import cut_padding, filled_up, hide_padding, padd
 
 Biases = Literal["none", "qkv", "attention", "all"]
 Norm = Literal["rms", "rms_offset", "layer"]
-Mlp = Literal["swiglu", "geglu", "gelu", "gelu_erf"]
-GATED = ("swiglu", "geglu")
-"""MLPs whose hidden values are the product of a gate and an up projection."""
-ACTIVATIONS: Mapping[Mlp, Callable[[jax.Array], jax.Array]] = {
-    "swiglu": jax.nn.silu,
-    "geglu": jax.nn.gelu,
-    "gelu": jax.nn.gelu,
-    "gelu_erf": partial(jax.nn.gelu, approximate=False),
-}
 
 
 class GptConfig(PartConfig):
@@ -83,6 +77,8 @@ class GptConfig(PartConfig):
     """Normalize the features of each head of queries and keys, before the rotation."""
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of their width."""
+    experts: ExpertsConfig | None = None
+    """A mixture of experts in place of the MLP of some or all blocks; null is none."""
     isolate_documents: bool = False
     """Block attention across the documents packed in one window."""
     attention: KernelName = "auto"
@@ -118,12 +114,28 @@ class GptConfig(PartConfig):
             raise ValueError("rope_scaling has no effect with learned positions: leave out one")
         if self.scan_unroll > self.layers:
             raise ValueError(f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}")
+        if self.experts is not None:
+            self._check_experts(self.experts)
         if isinstance(self.remat, tuple) and len(self.remat) > self.layers:
             raise ValueError(f"remat lists {len(self.remat)} blocks, and layers is {self.layers}")
         refused = kernel_refusal(self.attention, self.ask())
         if refused is not None:
             raise ValueError(refused)
         return self
+
+    def _check_experts(self, experts: ExpertsConfig) -> None:
+        if self.layers % experts.every:
+            near = max(n for n in range(1, experts.every + 1) if self.layers % n == 0)
+            raise ValueError(
+                f"model.experts.every {experts.every} must divide layers {self.layers}: use {near}"
+            )
+        if self.biases == "all":
+            raise ValueError("experts have no biases, and biases is all: use attention")
+        if isinstance(self.remat, tuple) and experts.every > 1:
+            raise ValueError(
+                "a list of remat has an entry for each block, and model.experts.every "
+                f"{experts.every} computes as many together: use one policy"
+            )
 
     @field_validator("attention", mode="before")
     @classmethod
@@ -185,6 +197,12 @@ class GptConfig(PartConfig):
                 "all: set sharding.collective_matmul: false",
                 setting=("biases",),
             )
+        if hint.ring is not None and self.experts is not None:
+            raise ConfigError(
+                "sharding.collective_matmul overlaps the products of an MLP, and model.experts has "
+                "experts in its place: set sharding.collective_matmul: false",
+                setting=("experts",),
+            )
         attend = Attend(self.attention, ask, hint)
         return Gpt(self, rngs, vocab_size=vocab_size, hint=hint, attend=attend)
 
@@ -223,13 +241,6 @@ def _norm(config: GptConfig, rngs: nnx.Rngs, size: int, dim: str = "embed") -> R
         return LayerNorm(size, rngs, epsilon=config.norm_epsilon, dim=dim)
     offset = 1.0 if config.norm == "rms_offset" else 0.0
     return RMSNorm(size, rngs, epsilon=config.norm_epsilon, dim=dim, offset=offset)
-
-
-def _biased(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
-    """Add a bias of the last dims, if there is one."""
-    if bias is None:
-        return y
-    return y + bias[...].astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
 class Attention(nnx.Module):
@@ -278,7 +289,7 @@ class Attention(nnx.Module):
         else:
             flat = y_BLHd.reshape(*y_BLHd.shape[:2], -1)
             out_BLD = matmul(flat, self.out[...].reshape(-1, self.out.shape[-1]))
-        return _biased(out_BLD, getattr(self, "out_bias", None))
+        return biased(out_BLD, getattr(self, "out_bias", None))
 
     def _project(self, x_BLD: jax.Array, name: str) -> jax.Array:
         """Project x `[B, L, D]` to the heads of queries, keys or values."""
@@ -288,71 +299,7 @@ class Attention(nnx.Module):
             y_BLHd = jnp.tensordot(x_BLD, kernel[...].astype(x_BLD.dtype), 1)
         else:
             y_BLHd = matmul(x_BLD, kernel[...])
-        return _biased(y_BLHd, getattr(self, f"{name}_bias", None))
-
-
-class SwiGLU(nnx.Module):
-    """down(silu(gate x) * up x) (Shazeer 2020, arXiv 2002.05202), or its variants.
-
-    The variants are `mlp_type` geglu, with gelu for silu, and gelu or gelu_erf: down(gelu(up x)).
-    """
-
-    def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, *, fences: Pass = "none"):
-        D, F = config.embed, config.mlp_width
-        init = nnx.initializers.normal(D**-0.5)
-        down = nnx.initializers.normal(F**-0.5 / (2 * config.layers) ** 0.5)
-        self.kind: Mlp = config.mlp_type
-        if self.kind in GATED:
-            self.gate = param(rngs, init, (D, F), ("embed", "mlp"))
-        self.up = param(rngs, init, (D, F), ("embed", "mlp"))
-        self.down = param(rngs, down, (F, D), ("mlp", "embed"))
-        if config.biases == "all":
-            zeros = nnx.initializers.zeros
-            if self.kind in GATED:
-                self.gate_bias = param(rngs, zeros, (F,), ("mlp",))
-            self.up_bias = param(rngs, zeros, (F,), ("mlp",))
-            self.down_bias = param(rngs, zeros, (D,), ("embed",))
-        self.hint = hint
-        self.fences: Pass = fences
-
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        """Map x `[B, L, D]`, laid out as the residual stream, to the same shape and layout."""
-        # The kernels into the hidden width, in the order of `_activated`: gate, if any, then up.
-        names = ("gate", "up") if self.kind in GATED else ("up",)
-        into = [getattr(self, name)[...] for name in names]
-        down_FD, ring = self.down[...], self.hint.ring
-        if ring is None:
-            x_BLD = self.hint(x_BLD, *WITHIN, was=RESIDUAL)
-            biases = [getattr(self, f"{name}_bias", None) for name in names]
-            h_BLF = self._activated(
-                *(_biased(matmul(x_BLD, w), b) for w, b in zip(into, biases, strict=True))
-            )
-            y_BLD = self.hint(matmul(h_BLF, down_FD), *RESIDUAL, was=WITHIN)
-            return _biased(y_BLD, getattr(self, "down_bias", None))
-        dims = RESIDUAL, *[("embed", "mlp")] * len(into), ("mlp", "embed")
-        on_ring = self.hint.on_blocks(partial(self._on_ring, ring), *dims, axes=(ring.axis,))
-        return on_ring(x_BLD, *(w.astype(x_BLD.dtype) for w in (*into, down_FD)))
-
-    def _activated(self, *columns_BLF: jax.Array) -> jax.Array:
-        """Return the hidden features from the product of up, or from those of gate and up."""
-        names = ("mlp_gate", "mlp_up")[-len(columns_BLF) :]
-        act = ACTIVATIONS[self.kind]
-        first_BLF, *more = (
-            fence(named(x_BLF, name), self.fences)
-            for x_BLF, name in zip(columns_BLF, names, strict=True)
-        )
-        h_BLF = act(first_BLF) * more[0] if more else act(first_BLF)
-        return fence(self.hint(h_BLF, "batch", "seq", "mlp"), self.fences)
-
-    def _on_ring(
-        self, ring: SequenceRing, x_BlD: jax.Array, *into_and_down: jax.Array
-    ) -> jax.Array:
-        """Compute the MLP for a device's piece of the sequence and its part of F."""
-        *into, down_FD = into_and_down
-        columns = ring.products(ring.gathered(x_BlD), *into)
-        h_BlF = tuple(self._activated(*pieces) for pieces in zip(*columns, strict=True))
-        (y_BlD,) = ring.products(h_BlF, down_FD, leaving=True)
-        return ring.reduced(y_BlD)
+        return biased(y_BLHd, getattr(self, f"{name}_bias", None))
 
 
 class Block(nnx.Module):
@@ -363,12 +310,23 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs, hint, attend)
         self.mlp_norm = _norm(config, rngs, config.embed)
         on_tpu = attend.ask.platform == "tpu"
-        self.mlp = SwiGLU(config, rngs, hint, fences="both" if on_tpu else "none")
+        self.mlp = self._feed_forward(config, rngs, hint, attend.ask.platform)
         self.hint = hint
         self.after_norms: Pass = "backward" if on_tpu else "none"
 
+    def _feed_forward(
+        self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, platform: str | None
+    ) -> nnx.Module:
+        return SwiGLU(config, rngs, hint, fences="both" if platform == "tpu" else "none")
+
     def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
         """Map x `[B, L, D]` to the same shape."""
+        x_BLD = self._attended(x_BLD, segments_BL)
+        with jax.named_scope("mlp"):
+            x_BLD = x_BLD + self.mlp(fence(self.mlp_norm(x_BLD), self.after_norms))
+        return self.hint(x_BLD, *RESIDUAL)
+
+    def _attended(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
         x_BLD = named(x_BLD, "block_input")
         # Scopes appear in the compiled program, and so in `inspect`'s most expensive operations.
         with jax.named_scope("attention"):
@@ -377,13 +335,38 @@ class Block(nnx.Module):
             y_BLD = self.attention(h_BLD, segments_BL)
             # The name comes after the hint, so that remat saves the value in its final layout, and
             # does not reduce it a second time.
-            x_BLD = x_BLD + named(self.hint(y_BLD, *RESIDUAL, was=WITHIN), "attention_out")
-        with jax.named_scope("mlp"):
-            x_BLD = x_BLD + self.mlp(fence(self.mlp_norm(x_BLD), self.after_norms))
-        return self.hint(x_BLD, *RESIDUAL)
+            return x_BLD + named(self.hint(y_BLD, *RESIDUAL, was=WITHIN), "attention_out")
 
 
-class Gpt(Stacked):
+class ExpertsBlock(Block):
+    """A pre-norm residual block with experts, after `every` - 1 blocks without."""
+
+    def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, attend: Attend):
+        every = 1 if config.experts is None else config.experts.every
+        self.before = nnx.List([Block(config, rngs, hint, attend) for _ in range(every - 1)])
+        super().__init__(config, rngs, hint, attend)
+
+    def _feed_forward(
+        self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, platform: str | None
+    ) -> nnx.Module:
+        assert config.experts is not None
+        return Mixture(config, config.experts, rngs, hint, platform)
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, carried: Routed, segments_BL: jax.Array | None, weight_BL: jax.Array
+    ) -> Routed:
+        """Map x `[B, L, D]` and the statistics of routers to the same after this block."""
+        x_BLD, statistics = carried
+        for block in self.before:
+            x_BLD = block(x_BLD, segments_BL)
+        x_BLD = self._attended(x_BLD, segments_BL)
+        with jax.named_scope("experts"):
+            h_BLD = fence(self.mlp_norm(x_BLD), self.after_norms)
+            y_BLD, statistics = self.mlp(h_BLD, weight_BL, statistics)
+        return self.hint(x_BLD + y_BLD, *RESIDUAL), statistics
+
+
+class Gpt(RoutedStack):
     """A model from tokens int32 `[B, L]` to logits `[B, L, vocab_size]` of each next token.
 
     An optional second input, segments int32 `[B, L]`, is the document of each position; with
@@ -393,13 +376,16 @@ class Gpt(Stacked):
     def __init__(
         self, config: GptConfig, rngs: nnx.Rngs, *, vocab_size: int, hint: Hint, attend: Attend
     ):
-        self.config, self.hint = config, hint
+        self.config, self.hint, self.experts = config, hint, config.experts
         self.vocab_size = vocab_size
         self.remat, self.unroll = config.remat, config.scan_unroll
         D = config.embed
         V = padded_size(vocab_size, config.vocab_multiple)
         self.embedding = param(rngs, filled_up(vocab_size, D), (V, D), ("vocab", "embed"))
-        self.blocks = stack(lambda r: Block(config, r, hint, attend), config.layers, rngs)
+        kind, every = Block, 1
+        if config.experts is not None:
+            kind, every = ExpertsBlock, config.experts.every
+        self.blocks = stack(lambda r: kind(config, r, hint, attend), config.layers // every, rngs)
         self.norm = _norm(config, rngs, D)
         if not config.tied_head:
             self.output = param(rngs, filled_up(D, vocab_size), (D, V), ("embed", "vocab"))

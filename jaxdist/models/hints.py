@@ -74,6 +74,25 @@ class Hint(Protocol):
         """
         ...
 
+    def over_experts(
+        self,
+        compute: Callable[..., jax.Array],
+        x_BLD: jax.Array,
+        ids_BLk: jax.Array,
+        weights_BLk: jax.Array,
+        *kernels: tuple[tuple[str | None, ...], jax.Array],
+        capacity: int | None,
+    ) -> jax.Array:
+        """Compute experts where their kernels are, which tokens are brought to; return `[B, L, D]`.
+
+        Args:
+          compute: function of tokens `[T, D]`, numbers of experts and their weights `[T, k]`, and
+            the kernels of some experts, whose numbers begin at 0; larger numbers belong to others.
+          kernels: pairs of dims, the first of which counts experts, and a kernel.
+          capacity: the largest number of tokens of a sequence for an expert; None is all.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class NoHint:
@@ -105,6 +124,20 @@ class NoHint:
     ) -> Callable[..., jax.Array]:
         """Return the function itself, because the only block is the whole array."""
         return function
+
+    def over_experts(
+        self,
+        compute: Callable[..., jax.Array],
+        x_BLD: jax.Array,
+        ids_BLk: jax.Array,
+        weights_BLk: jax.Array,
+        *kernels: tuple[tuple[str | None, ...], jax.Array],
+        capacity: int | None,
+    ) -> jax.Array:
+        """Compute all experts for all tokens here."""
+        del capacity
+        tokens = (x.reshape(-1, x.shape[-1]) for x in (x_BLD, ids_BLk, weights_BLk))
+        return compute(*tokens, *(kernel for _, kernel in kernels)).reshape(x_BLD.shape)
 
 
 no_hint = NoHint()

@@ -191,15 +191,16 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
 
 def scan_blocks(
     stacked: nnx.Module,
-    x: jax.Array,
+    x: PyTree,
     *operands: PyTree,
     remat: Remat | Sequence[Remat] = "none",
     unroll: int = 1,
-) -> jax.Array:
+) -> Any:
     """Run the blocks of a stack in order, in a single compiled loop body.
 
     Args:
       stacked: made by `stack` or `nnx.vmap`; each block maps `(x, *operands)` to a new x.
+      x: an array, or a pytree of floating-point arrays.
       remat: what the backward pass recomputes, and what it keeps: see `jaxdist.models.remat`. A
         list has an entry for each block and is repeated over the layers; its blocks make up a loop
         iteration, which holds the activations of all of them.
@@ -215,7 +216,7 @@ def scan_blocks(
 
     unroll = min(unroll, jax.tree.leaves(state)[0].shape[0])
 
-    def block(x: jax.Array, layer: Params) -> jax.Array:
+    def block(x: PyTree, layer: Params) -> Any:
         return _run(graph, whole(layer), x, operands)
 
     if any(leaf.merges for leaf in _deferred(state)):
@@ -236,9 +237,7 @@ def _first(state: nnx.State) -> Params:
     return jax.tree.map(operator.itemgetter(0), state)
 
 
-def _run(
-    graph: nnx.GraphDef, layer: Params, x: jax.Array, operands: tuple[PyTree, ...]
-) -> jax.Array:
+def _run(graph: nnx.GraphDef, layer: Params, x: PyTree, operands: tuple[PyTree, ...]) -> Any:
     """Run a block, and check that it left its own state unchanged (random streams excepted)."""
     block: Any = nnx.merge(graph, layer)
     given = _kept(block)
@@ -265,20 +264,20 @@ def _kept(block: nnx.Module) -> dict[str, list[jax.Array]]:
 
 
 def _scan_lists(
-    block: BlockFn, policies: Sequence[Remat], state: nnx.State, x: jax.Array, unroll: int
-) -> jax.Array:
+    block: BlockFn, policies: Sequence[Remat], state: nnx.State, x: PyTree, unroll: int
+) -> Any:
     """Loop over lists of policies, an entry per block; blocks that do not fill a list come last."""
     together = len(policies)
     count = jax.tree.leaves(state)[0].shape[0]
     looped = count - count % together
 
-    def run(x: jax.Array, layers: Params, *, prevent_cse: bool) -> jax.Array:
+    def run(x: PyTree, layers: Params, *, prevent_cse: bool) -> Any:
         for i, policy in zip(range(jax.tree.leaves(layers)[0].shape[0]), policies, strict=False):
             layer = jax.tree.map(operator.itemgetter(i), layers)
             x = recomputed(block, policy, prevent_cse=prevent_cse)(x, layer)
         return x
 
-    def body(x: jax.Array, layers: Params) -> tuple[jax.Array, None]:
+    def body(x: PyTree, layers: Params) -> tuple[Any, None]:
         # XLA removes a loop of a single iteration; without a loop, CSE would undo remat.
         return run(x, layers, prevent_cse=unroll > 1 or looped == together), None
 
@@ -299,10 +298,10 @@ def _deferred(state: nnx.State) -> list[Deferred]:
 def _scan_ahead(
     graph: nnx.GraphDef,
     state: nnx.State,
-    x: jax.Array,
+    x: PyTree,
     operands: tuple[PyTree, ...],
     remat: Remat | Sequence[Remat],
-) -> jax.Array:
+) -> Any:
     if remat != "full":
         raise ConfigError(
             "parallel.zero.prefetch keeps the inputs of layers alone and recomputes the rest, and "
@@ -310,7 +309,7 @@ def _scan_ahead(
             "parallel.zero.prefetch: false"
         )
 
-    def block(layer: Params, x: jax.Array, *operands: PyTree) -> jax.Array:
+    def block(layer: Params, x: PyTree, *operands: PyTree) -> Any:
         return _run(graph, layer, x, operands)
 
     return scan_ahead(block, whole, state, x, operands)

@@ -18,6 +18,7 @@ from pydantic import Field
 from jaxdist.config.importing import load_object
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.models.feed_forward.measure import Auxiliary
 from jaxdist.models.mean import Mean, OpaqueMean, Ranking, RootMean, Sums
 from jaxdist.models.recommend.loss import ClickConfig, SquaredErrorConfig
 from jaxdist.models.tuning.dpo import DpoConfig
@@ -220,8 +221,26 @@ def next_token(module: Model, batch: Batch) -> Sums:
     """
     inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     given, padded = (inputs, batch["segments"]), _padded_head(module)
-    logits_BLV = module(*given) if padded is None else padded(module.hidden(*given))
-    return {"loss": _nats(logits_BLV, targets, _weights(batch))}
+    if padded is None:
+        return {"loss": _nats(module(*given), targets, _weights(batch))}
+    x_BLD, more = _hidden(module, batch)
+    return _with_auxiliary(_nats(padded(x_BLD), targets, _weights(batch)), module, more)
+
+
+def _hidden(module: Model, batch: Batch) -> tuple[jax.Array, Auxiliary | None]:
+    """Return the input of a model's head, and what its routers add to the loss, if it has any."""
+    given = batch["tokens"][:, :-1], batch["segments"]
+    if hasattr(module, "measured"):
+        return module.measured(*given, _weights(batch))
+    return module.hidden(*given), None
+
+
+def _with_auxiliary(nats: Mean, module: Model, more: Auxiliary | None) -> Sums:
+    """Return the sums of a loss and of its auxiliary losses, which evaluation leaves out of it."""
+    if more is None:
+        return {"loss": nats}
+    penalty = 0.0 if module.deterministic else more.penalty
+    return {"loss": Mean(nats.total + penalty, nats.weight), "cross_entropy": nats, **more.sums}
 
 
 def _padded_head(module: Model) -> Callable[[jax.Array], jax.Array] | None:
@@ -247,7 +266,7 @@ def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
             "1"
         )
     _check_chunks(chunks, inputs.shape[1])
-    x_BLD, padded = module.hidden(inputs, batch["segments"]), _padded_head(module)
+    (x_BLD, more), padded = _hidden(module, batch), _padded_head(module)
 
     # Without a checkpoint, the backward pass would keep the logits of all pieces.
     @jax.checkpoint
@@ -263,7 +282,8 @@ def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
 
     pieces = cut(x_BLD), cut(targets), cut(_weights(batch))
     nothing = jnp.zeros((), jnp.float32)
-    return {"loss": jax.lax.scan(add, Mean(nothing, nothing), pieces)[0]}
+    nats_of_all = jax.lax.scan(add, Mean(nothing, nothing), pieces)[0]
+    return _with_auxiliary(nats_of_all, module, more)
 
 
 def masked_tokens(module: Model, batch: Batch) -> Sums:

@@ -235,8 +235,7 @@ def plan_facts(
         if batch_axes and dim is not None and layout.axis_of(dim) == axis
     }
     named = {dim for found in dims.values() for dim in found} | {"batch", "seq"}
-    in_use = {layout.axis_of(dim) for dim in named} - {None}
-    busy = {name for used in in_use if used for name in axis_names(layout.mesh, used)}
+    busy = {name for dim in named for name in layout.names_of(dim)}
     sizes = dict(layout.mesh.shape)
     # The stage axis counts as used even without a rule, because stages of a model in parts need no
     # sharding rule.

@@ -32,7 +32,7 @@ def model_of(config: ExperimentConfig, document: Document) -> Model:
       ConfigError: settings that no plan would keep, or a config that cannot be built.
     """
     check_plannable(config, document)
-    if isinstance(config.model, GptConfig):
+    if isinstance(config.model, GptConfig) and config.model.experts is None:
         return decoder_of(config, document)
     return traced_of(config, document)
 

@@ -13,8 +13,15 @@ from pydantic import Field, field_validator
 
 from jaxdist.config.schema import Config
 from jaxdist.errors import ShardingError, did_you_mean
-from jaxdist.mesh import AXES, axis_names, mesh_axis_size
+from jaxdist.mesh import AXES, MeshAxis, axis_names, mesh_axis_size
 from jaxdist.sharding.collective_matmul import AxisRing
+from jaxdist.sharding.experts import (
+    EXCHANGES,
+    ExchangeName,
+    Place,
+    choose_exchange,
+    most_sent,
+)
 from jaxdist.trees import flatten_with_names, pattern_of
 from jaxdist.types import Dims, Params, PyTree
 
@@ -35,6 +42,7 @@ DEFAULT_RULES: Mapping[str, str | None] = {
     "window": None,
     "classes": None,
     "rows": None,
+    "experts": "expert",
 }
 """The mesh axis of each logical dim, or None; `sharding.rules` of a config override these rules."""
 
@@ -58,6 +66,10 @@ class ShardingConfig(Config):
     collective_matmul: bool = False
     """Whether MLPs (gpt) pass pieces of the sequence around the axis of `residual_seq` during their
     matmuls, instead of a gather before and a reduction after the matmuls."""
+    experts: ExchangeName = "auto"
+    """The way of tokens to experts on other devices: padded (all-to-all of buffers with room
+    for the worst case), ring (all-gather of all tokens, and reduce-scatter of the results), ragged
+    (all-to-all of what there is, not on CPU), or auto, whichever sends least."""
 
     @field_validator("rules")
     @classmethod
@@ -88,6 +100,7 @@ class Layout:
     mesh: Mesh
     rules: tuple[tuple[str, str | None], ...] = field(default=tuple(DEFAULT_RULES.items()))
     collective_matmul: bool = False
+    experts: ExchangeName = "auto"
 
     def axis_of(self, dim: str | None) -> str | None:
         """Return the mesh axis that splits `dim`, or None.
@@ -110,10 +123,21 @@ class Layout:
         """Return a tensor's partition spec, given its dims; absent and size-1 axes do not split."""
         entries: list[Any] = []
         for dim in dims:
-            axis = self.axis_of(dim)
-            names = axis_names(self.mesh, axis) if axis is not None else ()
+            names = self.names_of(dim)
             entries.append(names[0] if len(names) == 1 else (names or None))
         return PartitionSpec(*entries)
+
+    def names_of(self, dim: str | None) -> tuple[str, ...]:
+        """Return the mesh's names of the axes that split `dim`.
+
+        The axis of experts splits the batch too, inside the axis of the batch: devices that hold
+        different experts have different tokens.
+        """
+        axis = self.axis_of(dim)
+        names = axis_names(self.mesh, axis) if axis is not None else ()
+        if dim == "batch" and axis not in (None, MeshAxis.EXPERT):
+            names += axis_names(self.mesh, MeshAxis.EXPERT)
+        return names
 
     def sharding(self, dims: Sequence[str | None]) -> NamedSharding:
         """Return the sharding of a tensor with these dims."""
@@ -129,15 +153,13 @@ class Layout:
         """The number of parts into which the batch is split."""
         return self.parts("batch")
 
-    def parts(self, dim: str) -> int:
+    def parts(self, dim: str | None) -> int:
         """Return the number of parts into which the mesh splits a dim."""
-        axis = self.axis_of(dim)
-        return mesh_axis_size(self.mesh, axis) if axis else 1
+        return self._size(self.names_of(dim))
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """Return the mesh axes that split a dim; () where none does."""
-        axis = self.axis_of(dim)
-        return axis_names(self.mesh, axis) if axis is not None and self.parts(dim) > 1 else ()
+        return self.names_of(dim) if self.parts(dim) > 1 else ()
 
     @property
     def ring(self) -> AxisRing | None:
@@ -233,6 +255,47 @@ class Layout:
 
         return run
 
+    def over_experts(
+        self,
+        compute: Callable[..., jax.Array],
+        x_BLD: jax.Array,
+        ids_BLk: jax.Array,
+        weights_BLk: jax.Array,
+        *kernels: tuple[Dims, jax.Array],
+        capacity: int | None,
+    ) -> jax.Array:
+        """Compute experts on the devices that hold them: see `jaxdist.models.hints.Hint`.
+
+        Kernels may be split over a further axis along their hidden width, which is summed over.
+        """
+        axes = self.names_of("experts")
+        inside, tensor = self._size(axes), self.names_of("mlp")
+        tensor = tensor if self._size(tensor) > 1 else ()
+        platform = self.mesh.devices.flat[0].platform
+
+        def run(x_blD: jax.Array, *arrays: jax.Array) -> jax.Array:
+            x_TD, ids_Tk, weights_Tk = (x.reshape(-1, x.shape[-1]) for x in (x_blD, *arrays[:2]))
+            own = arrays[2:]
+
+            def local(*tokens: jax.Array) -> jax.Array:
+                return compute(*tokens, *own)
+
+            tokens, here = len(x_TD), own[0].shape[0]
+            if inside == 1:
+                y_TD = local(x_TD, ids_Tk, weights_Tk)
+            else:
+                most = most_sent(tokens, len(x_blD), capacity, here)
+                given = self.experts, tokens, most, inside, ids_Tk.shape[1], platform
+                exchange = EXCHANGES[choose_exchange(*given)]
+                y_TD = exchange(Place(axes, here, most), local, x_TD, ids_Tk, weights_Tk)
+            y_TD = jax.lax.psum(y_TD, tensor) if tensor else y_TD
+            return y_TD.reshape(x_blD.shape)
+
+        tokens = ("batch", "seq", "embed"), ("batch", "seq", None), ("batch", "seq", None)
+        dims = *tokens, *(of for of, _ in kernels)
+        on_blocks = self.on_blocks(run, *dims)
+        return on_blocks(x_BLD, ids_BLk, weights_BLk, *(kernel for _, kernel in kernels))
+
     def _block(self, x: jax.Array, dims: Dims, manual: Iterable[str]) -> PartitionSpec:
         entries = self._entries(x, dims, manual)
         sizes = zip(x.shape, entries, strict=True)
@@ -254,7 +317,7 @@ class Layout:
                 axis = self.axis_of(dim)
             except ShardingError as error:
                 return f"{shown}: {error}"
-            parts = mesh_axis_size(self.mesh, axis) if axis else 1
+            parts = self.parts(dim)
             if axis is None or parts == 1:
                 continue
             if axis in taken:
@@ -280,7 +343,8 @@ def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
     """Combine the default rules with the config's, on a mesh.
 
     Raises:
-      ShardingError: collective matmuls are requested, but no single mesh axis can be their ring.
+      ShardingError: collective matmuls are requested, but no single mesh axis can be their ring;
+        experts lie on an axis that does not split the batch.
     """
     rules = {**DEFAULT_RULES, **config.rules}
     axis = rules["residual_seq"]
@@ -296,7 +360,13 @@ def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
             f"sharding.collective_matmul goes round one axis of one network, and {axis} is split "
             f"over two: give mesh.{axis} one size, or set sharding.collective_matmul: false"
         )
-    return Layout(mesh, tuple(rules.items()), config.collective_matmul)
+    layout = Layout(mesh, tuple(rules.items()), config.collective_matmul, config.experts)
+    if not {*layout.names_of("experts")} <= {*layout.names_of("batch")}:
+        raise ShardingError(
+            f"sharding.rules.experts: {rules['experts']} splits experts among devices with the "
+            "same tokens: set sharding.rules.experts: expert, an axis that splits the batch too"
+        )
+    return layout
 
 
 def param_shardings(layout: Layout, params: Params, dims: Mapping[str, Dims]) -> PyTree:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxdist.errors import RunError
+from jaxdist.models.feed_forward.measure import LOAD
 from jaxdist.models.loss import Batch, Sums, training_sums
 from jaxdist.models.mean import Mean, check_adds_up
 from jaxdist.train.step import Program
@@ -83,6 +84,8 @@ def evaluate(
     totals: dict[str, tuple[float, float]] = {}
     for sums in map(training_sums, fetched):
         for name, mean in sums.items():
+            if name == LOAD:  # A table, which is of interest in training alone.
+                continue
             total, weight = totals.get(name, (0.0, 0.0))
             totals[name] = (total + float(mean.total), weight + float(mean.weight))
     if not totals.get("loss", (0.0, 0.0))[1]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
+from jaxdist.models.feed_forward.measure import scalars
 from jaxdist.models.functional import Functional
 from jaxdist.models.loss import Batch, Sums, training_sums
 from jaxdist.optim.build import Optimizer
@@ -163,7 +164,7 @@ class Program:
         trained, frozen = self.model.divided(state.params)
         grads, params = self.exchange.shares(found.grads, trained)
         norm = self.exchange.norm(grads)
-        values = {name: mean.total / mean.weight for name, mean in found.sums.items()}
+        values = scalars(found.sums)
         owned = of_params(params)
         given = (grads, owned), (params, owned), (state.opt_state, self.home.owners)
         with jax.named_scope("optimizer"):
@@ -181,7 +182,7 @@ class Program:
             step=state.step + 1,
             params=join_leaves(params, frozen),
             opt_state=opt_state,
-            buffers=found.buffers,
+            buffers=self.model.settled(found.buffers, found.sums),
             exchange=found.exchange,
         )
         if self.optimizer.max_skipped is not None:
@@ -253,7 +254,7 @@ class Program:
         Raises:
           RunError: the loss does not return sums or scalars.
         """
-        shapes = self.measured
+        shapes = jax.eval_shape(scalars, self.measured)
         skips = SKIP_METRICS if self.optimizer.max_skipped is not None else ()
         scale = ("loss_scale",) if self.optimizer.loss_scale is not None else ()
         own = sorted(shapes, key=lambda name: (name != "loss", name))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jaxdist.compression import CompressedMomentum, MomentumCorrection, NoFeedback
 from jaxdist.compression.config import CompressAuto
-from jaxdist.validity.features import FEATURES, Facts, Feature
+from jaxdist.validity.features import FEATURES, Facts, Feature, shown_mesh
 
 LINEAR = ("sgd", "onebit_adam", "onebit_lamb")
 """Optimizers whose steps are linear in the momentum, as long as their second moment is frozen."""
@@ -81,6 +81,7 @@ _PATHS = (
     "train.phases",
     "model.freeze",
     "model.lora",
+    "model.experts",
     "train.check_replicas",
     "optim.clip_norm",
     "optim.rates",
@@ -106,6 +107,9 @@ SECTIONS: Mapping[str, Feature] = {
         lambda f: " and ".join(
             f"mesh axis {name} of {n} devices" for name, n in _beside(f).items()
         ),
+    ),
+    "mesh axis expert": Feature(
+        lambda f: any(n > 1 for name, n in f.mesh.items() if _kind(name) == "expert"), shown_mesh
     ),
     "parallel.zero.prefetch": Feature(
         lambda f: f.zero.prefetch, lambda f: "parallel.zero.prefetch true"
@@ -158,12 +162,15 @@ SECTIONS: Mapping[str, Feature] = {
 
 def _beside(facts: Facts) -> dict[str, int]:
     """Return the mesh axes larger than 1 that a worker of a parameter server must not have."""
-    kinds = {name: name.removesuffix("_dcn").removesuffix("_ici") for name in facts.mesh}
     return {
         name: size
         for name, size in facts.mesh.items()
-        if size > 1 and kinds[name] not in ("data", "tensor")
+        if size > 1 and _kind(name) not in ("data", "tensor")
     }
+
+
+def _kind(name: str) -> str:
+    return name.removesuffix("_dcn").removesuffix("_ici")
 
 
 EVERY: Mapping[str, Feature] = {**FEATURES, **SECTIONS}

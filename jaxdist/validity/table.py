@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.mean import AS_MEAN, OPAQUE
+from jaxdist.validity.experts import EXPERTS
 from jaxdist.validity.features import FLAT, Facts
 from jaxdist.validity.messages import MESSAGES
 from jaxdist.validity.row import COMPRESSION, FROZEN, REDUCTIONS, SCOPES, ZERO_STAGES, ValidityRow
@@ -208,6 +209,7 @@ ROWS: tuple[ValidityRow, ...] = (
     ),
     *MESSAGES,
     *SERVERS,
+    *EXPERTS,
 )
 """Every combination that is refused."""
 

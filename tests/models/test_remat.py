@@ -83,6 +83,7 @@ def test_names_change_what_other_policies_keep_by_nothing(monkeypatch: pytest.Mo
     words = ("none", "elementwise", "dots", "full")
     with_names = [kept_bytes(word) for word in words]
     monkeypatch.setattr("jaxdist.models.gpt.named", lambda x, _: x)
+    monkeypatch.setattr("jaxdist.models.feed_forward.swiglu.named", lambda x, _: x)
     assert [kept_bytes(word) for word in words] == with_names
 
 

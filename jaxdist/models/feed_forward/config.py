@@ -1,0 +1,88 @@
+"""The settings of a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from jaxdist.config.schema import Config, Count
+
+ProductName = Literal["auto", "loop", "ragged_dot", "megablox"]
+"""Way to multiply rows by the kernels of their experts."""
+BALANCE = 0.01
+"""The default weight of the balance loss, as in the Switch Transformer (arXiv 2101.03961)."""
+
+
+class ExpertsConfig(Config):
+    """Experts in place of the MLP: a router sends each token to a few of them."""
+
+    count: Count
+    """Number of experts of a layer."""
+    top_k: Count = 2
+    """Number of experts that each token is sent to."""
+    mlp: Count | None = None
+    """Hidden width of an expert; null is that of the model's MLP."""
+    shared: Annotated[int, Field(ge=0)] = 0
+    """Number of experts that see every token, besides those of the router."""
+    every: Count = 1
+    """Experts are in every n-th block; the other blocks have the model's MLP."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the experts, from which the largest are selected: softmax over all experts, or a
+    sigmoid of each."""
+    normalize: bool = True
+    """Divide the weights of a token's selected experts by their sum."""
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """Factor of the weights of the selected experts."""
+    balance_loss: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the auxiliary loss that balances the load (Switch's, over each sequence); null is
+    0.01, or 0 with bias_rate."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the square of the logarithm of the sum of the exponentials of router logits."""
+    bias_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Change per step of a bias that only selects experts: it rises for experts with less than the
+    mean load, and falls for others (arXiv 2408.15664). No gradient reaches it."""
+    capacity_factor: Annotated[float, Field(gt=0)] | None = None
+    """Tokens of a sequence that an expert takes, in units of an even load (rounded up): the later
+    tokens of the sequence are dropped; null drops none."""
+    product: ProductName = "auto"
+    """The product of rows with the kernels of their experts: loop (over blocks of rows),
+    ragged_dot (XLA's, which on CPU computes every expert for every row) or megablox (a Pallas
+    kernel, TPU); auto is loop on CPU, megablox on TPU where its tiles fit, and else ragged_dot."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ExpertsConfig:
+        if self.top_k > self.count:
+            raise ValueError(
+                f"top_k {self.top_k} exceeds the number of experts: use top_k {self.count} or "
+                f"less, or count {self.top_k}"
+            )
+        if self.capacity_factor is not None and self.capacity_factor * self.top_k < 1:
+            raise ValueError(
+                f"capacity_factor {self.capacity_factor:g} leaves most tokens without any of their "
+                f"{self.top_k} experts: use {1 / self.top_k:g} or more, or null, which drops none"
+            )
+        if self.router == "softmax" and self.normalize and self.top_k == 1:
+            raise ValueError(
+                "normalize makes the single weight of top_k 1 the constant 1, from which the "
+                "router learns nothing: set normalize: false"
+            )
+        return self
+
+    @property
+    def balance(self) -> float:
+        """The weight of the balance loss."""
+        if self.balance_loss is not None:
+            return self.balance_loss
+        return 0.0 if self.bias_rate else BALANCE
+
+    def capacity(self, length: int) -> int | None:
+        """Return the tokens of a sequence of `length` that an expert takes; None is all.
+
+        >>> ExpertsConfig(count=4, top_k=2, capacity_factor=1.25).capacity(10)
+        7
+        """
+        if self.capacity_factor is None:
+            return None
+        even = length * self.top_k / self.count
+        return min(length, -int(-self.capacity_factor * even // 1))

@@ -1,0 +1,167 @@
+"""Products of rows with the kernels of their experts.
+
+The rows of each expert are contiguous, in the order of the experts: `counts_E` rows each. Rows
+beyond all counts give zeros. Dims: R rows, E experts, D features in, F features out, n blocks of m
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.errors import ConfigError
+from jaxdist.models.feed_forward.config import ProductName
+
+TILE = 128
+"""Rows and columns of the tiles of a TPU's matmul unit."""
+
+
+class Product(Protocol):
+    """A way to multiply rows by the kernels of their experts."""
+
+    def __call__(self, x_RD: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, block: int) -> Any:
+        """Return `[R, F]` in the dtype of x; R and all counts are multiples of `block`."""
+        ...
+
+    def block(self, rows: int, experts: int) -> int:
+        """Return the number that counts must be multiples of; `rows` is that of all."""
+        ...
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop over blocks of rows, each of a single expert; blocks without rows are skipped."""
+
+    def __call__(self, x_RD: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, block: int) -> Any:
+        """Multiply a block of rows after another."""
+        return _looped(x_RD, w_EDF, jnp.cumsum(counts_E), block)
+
+    def block(self, rows: int, experts: int) -> int:
+        """Return the rows of a block: a quarter of an even load, a power of two from 8 to 128."""
+        quarter = max(1, rows // (4 * experts))
+        return min(TILE, max(8, 1 << (quarter.bit_length() - 1)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _looped(x_RD: jax.Array, w_EDF: jax.Array, ends_E: jax.Array, m: int) -> jax.Array:
+    w_EDF = w_EDF.astype(x_RD.dtype)
+
+    def one(piece: tuple[jax.Array, ...]) -> jax.Array:
+        x_mD, expert = piece
+        shape = m, w_EDF.shape[2]
+        return lax.cond(
+            expert < len(ends_E),
+            lambda: x_mD @ w_EDF[jnp.minimum(expert, len(ends_E) - 1)],
+            lambda: jnp.zeros(shape, x_mD.dtype),
+        )
+
+    experts_n = _experts_of_blocks(ends_E, len(x_RD), m)
+    return lax.map(one, (x_RD.reshape(-1, m, x_RD.shape[1]), experts_n)).reshape(len(x_RD), -1)
+
+
+def _experts_of_blocks(ends_E: jax.Array, rows: int, m: int) -> jax.Array:
+    starts_n = jnp.arange(rows // m) * m
+    return jnp.searchsorted(ends_E, starts_n, side="right").astype(jnp.int32)
+
+
+def _looped_forward(x: jax.Array, w: jax.Array, ends: jax.Array, m: int) -> Any:
+    return _looped(x, w, ends, m), (x, w, ends)
+
+
+def _looped_backward(m: int, kept: Any, grad_RF: jax.Array) -> Any:
+    x_RD, w_EDF, ends_E = kept
+    of_x = _looped(grad_RF, w_EDF.swapaxes(1, 2), ends_E, m)
+    count = len(ends_E)
+
+    def add(total: jax.Array, piece: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        x_mD, grad_mF, expert = piece
+        at = jnp.minimum(expert, count - 1)
+        more = lax.cond(
+            expert < count,
+            lambda: jnp.matmul(x_mD.T, grad_mF, preferred_element_type=total.dtype),
+            lambda: jnp.zeros(total.shape[1:], total.dtype),
+        )
+        return total.at[at].add(more), None
+
+    blocks = x_RD.reshape(-1, m, x_RD.shape[1]), grad_RF.reshape(-1, m, grad_RF.shape[1])
+    experts_n = _experts_of_blocks(ends_E, len(x_RD), m)
+    wide = jnp.promote_types(w_EDF.dtype, jnp.float32)
+    of_w, _ = lax.scan(add, jnp.zeros(w_EDF.shape, wide), (*blocks, experts_n))
+    return of_x, of_w.astype(w_EDF.dtype), None
+
+
+_looped.defvjp(_looped_forward, _looped_backward)
+
+
+@dataclass(frozen=True)
+class RaggedDot:
+    """XLA's product of ragged groups of rows."""
+
+    def __call__(self, x_RD: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, block: int) -> Any:
+        """Multiply."""
+        return lax.ragged_dot(x_RD, w_EDF.astype(x_RD.dtype), counts_E)
+
+    def block(self, rows: int, experts: int) -> int:
+        """Return 1: counts are any numbers."""
+        return 1
+
+
+@dataclass(frozen=True)
+class Megablox:
+    """The kernel of megablox (Gale et al., arXiv 2211.15841), for TPU, from jax's library."""
+
+    def __call__(self, x_RD: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, block: int) -> Any:
+        """Multiply; D and F are multiples of 128."""
+        from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+        rows = len(x_RD)
+        x_RD = jnp.pad(x_RD, ((0, -rows % TILE), (0, 0)))
+        sizes = *x_RD.shape, w_EDF.shape[2]
+        tiling = tuple(next(t for t in (512, 256, TILE) if n % t == 0) for n in sizes)
+        y_RF = gmm(x_RD, w_EDF.astype(x_RD.dtype), counts_E, x_RD.dtype, tiling)
+        # The kernel leaves rows beyond all counts undefined.
+        used_R1 = (jnp.arange(rows) < counts_E.sum())[:, None]
+        return jnp.where(used_R1, y_RF[:rows], 0)
+
+    def block(self, rows: int, experts: int) -> int:
+        """Return 1: counts are any numbers."""
+        return 1
+
+
+PRODUCTS: Mapping[ProductName, Callable[[], Product]] = {
+    "loop": Loop,
+    "ragged_dot": RaggedDot,
+    "megablox": Megablox,
+}
+
+
+def choose_product(name: ProductName, platform: str | None, *widths: int) -> Product:
+    """Choose a product for devices of a platform.
+
+    Args:
+      widths: features in and out.
+
+    Raises:
+      ConfigError: megablox on other devices than TPUs, or for widths that its tiles do not divide.
+    """
+    fits = platform == "tpu" and all(width % TILE == 0 for width in widths)
+    if name == "megablox" and not fits:
+        why = (
+            f"its tiles of {TILE} do not divide widths {' and '.join(map(str, widths))}"
+            if platform == "tpu"
+            else f"it runs on tpu, and these devices are {platform or 'unknown'}"
+        )
+        raise ConfigError(
+            f"model.experts.product megablox: {why}; set product: auto",
+            setting=("experts", "product"),
+        )
+    if name == "auto":
+        name = "megablox" if fits else "ragged_dot" if platform in ("tpu", "gpu") else "loop"
+    return PRODUCTS[name]()

@@ -1,0 +1,130 @@
+"""The router of a mixture of experts: which tokens go to which experts, and with what weight.
+
+All statistics are sums over the tokens of a sequence, so that they add up over rows, microbatches
+and devices. A token counts by its weight in the loss.
+
+Dims: B batch, L sequence, E experts, k experts of a token, N layers with experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.models.feed_forward.config import ExpertsConfig
+
+SUMS = ("balance_loss", "z_loss", "router_entropy", "dropped_tokens")
+"""The names of the columns of `Statistics.sums`."""
+
+
+class Choice(NamedTuple):
+    """The experts of each token.
+
+    Attributes:
+      ids: the selected experts, int32 `[B, L, k]`; for a dropped copy, the number of experts.
+      weights: the weights of their results, float32 `[B, L, k]`; 0 for a dropped copy.
+    """
+
+    ids: jax.Array
+    weights: jax.Array
+
+
+class Statistics(NamedTuple):
+    """The measurements of routers, summed over the tokens of each sequence, float32.
+
+    Attributes:
+      sums: the columns `SUMS`, `[B, S]`, added up over layers.
+      load: the fraction of a token's copies that are each expert's, `[N, B, E]`; the last layer
+        comes last.
+    """
+
+    sums: jax.Array
+    load: jax.Array
+
+    @classmethod
+    def zeros(cls, layers: int, rows: int, experts: int) -> Statistics:
+        """Return the statistics before the first layer."""
+        shapes = (rows, len(SUMS)), (layers, rows, experts)
+        return cls(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
+
+    def add(self, sums_BS: jax.Array, load_BE: jax.Array) -> Statistics:
+        """Return the statistics after a further layer."""
+        load_NBE = jnp.concatenate([self.load[1:], load_BE[None]])
+        return Statistics(self.sums + sums_BS, load_NBE)
+
+
+def route(
+    logits_BLE: jax.Array, bias_E: jax.Array, weight_BL: jax.Array, config: ExpertsConfig
+) -> tuple[Choice, jax.Array, jax.Array]:
+    """Select the experts of each token; return also its `sums_BS` and `load_BE`.
+
+    Ties go to the expert with the smaller number. Capacity is that of each sequence, and drops its
+    later tokens, so that the dropped set does not depend on the mesh or on microbatches.
+
+    Args:
+      logits_BLE: float32.
+      bias_E: added to the scores in the selection only.
+      weight_BL: weight of each token in the loss.
+    """
+    k, E = config.top_k, config.count
+    soft_BLE = jax.nn.softmax(logits_BLE, -1)
+    score_BLE = soft_BLE if config.router == "softmax" else jax.nn.sigmoid(logits_BLE)
+    ranked_BLE = jax.lax.stop_gradient(score_BLE + bias_E.reshape(1, 1, E))
+    ids_BLk = jax.lax.top_k(ranked_BLE, k)[1]
+    weights_BLk = jnp.take_along_axis(score_BLE, ids_BLk, -1)
+    if config.normalize:
+        weights_BLk = weights_BLk / (weights_BLk.sum(-1, keepdims=True) + 1e-20)
+    weights_BLk = weights_BLk * config.scale
+    chosen_BLE = (ids_BLk[..., None] == jnp.arange(E).reshape(1, 1, 1, E)).sum(-2)
+    load_BE = (chosen_BLE * weight_BL[..., None]).sum(1) / k
+    dropped_BL = jnp.zeros_like(weight_BL)
+    capacity = config.capacity(logits_BLE.shape[1])
+    if capacity is not None:
+        before_BLE = jnp.cumsum(chosen_BLE, 1) - chosen_BLE
+        fits_BLk = jnp.take_along_axis(before_BLE, ids_BLk, -1) < capacity
+        dropped_BL = 1 - fits_BLk.mean(-1)
+        ids_BLk = jnp.where(fits_BLk, ids_BLk, E)
+        weights_BLk = jnp.where(fits_BLk, weights_BLk, 0)
+    share_BLE = soft_BLE
+    if config.router == "sigmoid":
+        share_BLE = score_BLE / (score_BLE.sum(-1, keepdims=True) + 1e-20)
+    sums = (
+        _balance(load_BE, share_BLE, weight_BL),
+        (jax.nn.logsumexp(logits_BLE, -1) ** 2 * weight_BL).sum(1),
+        (-(share_BLE * jnp.log(share_BLE + 1e-20)).sum(-1) * weight_BL).sum(1),
+        (dropped_BL * weight_BL).sum(1),
+    )
+    return Choice(ids_BLk, weights_BLk), jnp.stack(sums, -1), load_BE
+
+
+def _balance(load_BE: jax.Array, share_BLE: jax.Array, weight_BL: jax.Array) -> jax.Array:
+    """Return Switch's loss of each sequence, E sum_i f_i P_i, times the sequence's weight.
+
+    f_i is the fraction of the sequence's copies that go to expert i, and P_i the mean share of
+    its probability; an even load gives 1 (Fedus et al., arXiv 2101.03961, section 2.2).
+    """
+    weight_B = weight_BL.sum(1)
+    divisor_B = jnp.where(weight_B == 0, 1, weight_B)
+    mean_BE = (share_BLE * weight_BL[..., None]).sum(1) / divisor_B[:, None]
+    return load_BE.shape[-1] * (jax.lax.stop_gradient(load_BE) * mean_BE).sum(-1)
+
+
+def corrected(bias_NE: jax.Array, load_NE: jax.Array, rate: float) -> jax.Array:
+    """Move the bias of each expert by `rate` towards an even load (arXiv 2408.15664).
+
+    >>> corrected(jnp.zeros(3), jnp.array([3.0, 1.0, 2.0]), 0.5).tolist()
+    [-0.5, 0.5, 0.0]
+    """
+    return bias_NE + rate * jnp.sign(load_NE.mean(-1, keepdims=True) - load_NE)
+
+
+def violation(load: jax.Array) -> jax.Array:
+    """Return MaxVio of the last dim: the largest load over the mean load, minus 1.
+
+    >>> float(violation(jnp.array([3.0, 1.0, 2.0])))
+    0.5
+    """
+    mean = load.mean(-1)
+    return jnp.where(mean == 0, 0.0, load.max(-1) / jnp.where(mean == 0, 1, mean) - 1)

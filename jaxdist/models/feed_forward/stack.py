@@ -1,0 +1,70 @@
+"""A stack of blocks whose routers measure, and add to the loss.
+
+Dims: B batch, L sequence, D embed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.models.feed_forward.config import ExpertsConfig
+from jaxdist.models.feed_forward.measure import Auxiliary, Settle, auxiliary, settled
+from jaxdist.models.feed_forward.router import Statistics
+from jaxdist.models.layers import Stacked, scan_blocks
+
+Routed = tuple[jax.Array, Statistics]
+"""The residual stream, with the statistics of the routers before."""
+
+
+class RoutedStack(Stacked):
+    """A `Stacked` whose blocks may have experts: then they map `Routed` to `Routed`.
+
+    Attributes:
+      experts: settings of the experts; None without experts, as in a plain `Stacked`.
+      deterministic: whether the model evaluates, which leaves auxiliary losses out of the loss.
+    """
+
+    experts: ExpertsConfig | None = None
+    # `nnx.Module.eval` and `train` set it.
+    deterministic: bool = False
+
+    def trunk(self, x: jax.Array, *inputs: Any) -> jax.Array:
+        """Run all blocks in order."""
+        if self.experts is None:
+            return super().trunk(x, *inputs)
+        return self._routed(self.experts, x, inputs, jnp.zeros(x.shape[:2], jnp.float32))[0]
+
+    def _routed(
+        self, experts: ExpertsConfig, x_BLD: jax.Array, inputs: Sequence[Any], weight_BL: jax.Array
+    ) -> Routed:
+        layers = len(jax.tree.leaves(self.blocks)[0])
+        begun = x_BLD, Statistics.zeros(layers, len(x_BLD), experts.count)
+        more = *self.operands(*inputs), weight_BL
+        return scan_blocks(self.blocks, begun, *more, remat=self.remat, unroll=self.unroll)
+
+    def measured(
+        self, tokens_BL: jax.Array, segments_BL: jax.Array | None, weight_BL: jax.Array
+    ) -> tuple[jax.Array, Auxiliary | None]:
+        """Return the input of the head, and the auxiliary losses; None without experts.
+
+        Args:
+          weight_BL: weight of each token in the loss, which auxiliary losses are weighted by too.
+        """
+        if self.experts is None:
+            return self.hidden(tokens_BL, segments_BL), None
+        model: Any = self
+        x_BLD = model.embed(tokens_BL, segments_BL)
+        given = tokens_BL, segments_BL
+        x_BLD, statistics = self._routed(self.experts, x_BLD, given, weight_BL)
+        return x_BLD, auxiliary(statistics, weight_BL, self.experts)
+
+    def settling(self) -> Settle | None:
+        """Return the function that moves the biases of routers after a step; None without any."""
+        if self.experts is None or not self.experts.bias_rate:
+            return None
+        return partial(settled, rate=self.experts.bias_rate)

@@ -1,0 +1,31 @@
+"""Rows on mixtures of experts."""
+
+from __future__ import annotations
+
+from jaxdist.validity.row import ValidityRow
+
+_SETTING = ("model", "experts")
+_EXPERTS = ("model.experts",)
+
+EXPERTS: tuple[ValidityRow, ...] = (
+    ValidityRow(
+        (_EXPERTS, ("stage (a pipeline)",)),
+        "stages pass on activations alone, and routers measure for the loss of the last stage",
+        "take mesh.stage away, and split experts over mesh.expert",
+        _SETTING,
+    ),
+    ValidityRow(
+        (_EXPERTS, ("strategy: parameter_server",)),
+        "the load of experts is summed over the devices of one mesh, and workers share none",
+        "set strategy.type: synchronous",
+        _SETTING,
+    ),
+    ValidityRow(
+        (("mesh axis expert",), ("deterministic: strict",)),
+        "an expert multiplies the tokens of several logical shards at once, in an order that "
+        "depends on their devices",
+        "take mesh.expert away, or set parallel.deterministic: null",
+        ("parallel", "deterministic"),
+    ),
+)
+"""Refused combinations with experts, and with the mesh axis of experts."""
