@@ -7,17 +7,18 @@ those of one device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 
+from benchmarks.prove.pieces import kept
 from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.parity.draw.draw import draw
 from jaxdist.proofs.types.program import types_of
-from jaxdist.types import Json
+from jaxdist.types import Json, JsonObject
 
 ROWS = 4
 """The factor on the batches of the draws: with a single row on each device and microbatch, the dim
@@ -46,11 +47,14 @@ class Outcome:
 
 def outcomes(seeds: Iterable[int]) -> Iterator[Outcome]:
     """Yield the result for each draw."""
-    for seed in seeds:
-        yield judged(seed)
+
+    def one(seed: int) -> JsonObject:
         # Each draw traces other programs, which jax would keep in memory.
         if seed % 10 == 0:
             jax.clear_caches()
+        return asdict(judged(seed))
+
+    yield from (Outcome(**found) for found in kept("draws", seeds, one))
 
 
 def judged(seed: int) -> Outcome:

@@ -24,6 +24,15 @@ TOWER = {
     "loss": {"type": "classification"},
     "optim": {"type": "adamw", "learning_rate": 1e-3, "skip_nonfinite": True},
 }
+FACTORED = {
+    **MLP,
+    "optim": {
+        "type": "import",
+        "path": "optax:adafactor",
+        "learning_rate": 1e-2,
+        "args": {"min_dim_size_to_factor": 2},
+    },
+}
 TOWER_ARGS = {"features": 64, "classes": 10, "layers": 2, "embed": 8, "mlp": 8}
 GPT = {
     "model": {"type": "gpt", "layers": 2, "embed": 16, "heads": 2, "tied_head": True},
@@ -62,6 +71,8 @@ PLANS: dict[str, dict[str, Any]] = {
         reduce=RING,
         zero={"stage": 1},
     ),
+    "factored": _plan(FACTORED, FOUR, reduce=RING, zero={"stage": 1}),
+    "factored3": _plan(FACTORED, FOUR, reduce=RING, zero={"stage": 3}),
     "buffers": _plan(_tower(batch_norm=True), FOUR, reduce=RING),
     "dropout": _plan(
         {**_tower(dropout=0.5), "train": {"steps": 8, "batch_size": 64, "microbatches": 2}},

@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +18,7 @@ import jax
 
 import jaxdist
 from benchmarks.prove.faults import PLANS, Fault, faults
+from benchmarks.prove.pieces import kept
 from jaxdist.config import Document, validate
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.proofs.numbers import Reference
@@ -114,8 +115,8 @@ def _function(found: Any) -> Any:
 
 
 @cache
-def plan(name: str) -> tuple[JsonObject, Reference, Reference]:
-    """Return a plan's sections at reduced size, and the references of one device.
+def plan(name: str) -> tuple[str, JsonObject, Reference, Reference]:
+    """Return a plan's program and sections at reduced size, and the references of one device.
 
     The first reference has data without weights, the second with weights.
     """
@@ -124,7 +125,7 @@ def plan(name: str) -> tuple[JsonObject, Reference, Reference]:
     for reference in references:
         compared, _ = reference.compare("as it is", sections)
         assert not compared.wrong, (name, compared.wrong)
-    return sections, *references
+    return _text(_built(sections)), sections, *references
 
 
 def judged(fault: Fault, name: str) -> Planted:
@@ -133,9 +134,7 @@ def judged(fault: Fault, name: str) -> Planted:
     Numbers are compared if types do not report a spoiled leaf, and with weights only if they are
     right without: devices that disagree about a weight take different branches, and never end.
     """
-    sections, *references = plan(name)
-    jax.clear_caches()
-    right = _text(_built(sections))
+    right, sections, *references = plan(name)
     with planted(fault):
         experiment = _built(sections)
         changed = _text(experiment) != right
@@ -183,17 +182,16 @@ def _text(experiment: Experiment) -> str:
 def mutations(count: int, seed: int) -> Iterator[Planted]:
     """Plant `count` random faults that change a program, and yield the reports of each.
 
-    Faults are sorted by plan, since the reference of each plan is cached.
+    Faults are sorted by plan, since the reference of each plan is cached. A fault that does not
+    change its plan's program is replaced by one of the other pairs.
     """
-    pairs = drawn(seed)
-    for fault, name in sorted(pairs[:count], key=lambda pair: pair[1]):
-        found = judged(fault, name)
-        if found.changed:
-            yield found
-            continue
-        # A fault that does not change this plan's program is replaced by one of the other pairs.
-        while len(pairs) > count:
-            found = judged(*pairs.pop(count))
-            if found.changed:
-                yield found
-                break
+    pairs, all_ = drawn(seed), faults()
+    numbered = [(all_.index(fault), name) for fault, name in pairs]
+    left = count
+    for some in (sorted(numbered[:count], key=lambda pair: pair[1]), numbered[count:]):
+        for found in kept("faults", some, lambda pair: asdict(judged(all_[pair[0]], pair[1]))):
+            if not left:
+                return
+            if found["changed"]:
+                left -= 1
+                yield Planted(**{**found, "fault": Fault(**found["fault"])})

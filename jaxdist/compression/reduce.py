@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxdist.collectives.axis import Axis, axis_size, checked, rank
 from jaxdist.collectives.bucket import BUCKET_BYTES, pack, unpack
 from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.marks import begins, ends
 from jaxdist.collectives.operations import XLA
 from jaxdist.compression.choice import Choice, CodecGroup, plan_groups
 from jaxdist.compression.contract import CodecState, first_round
@@ -183,14 +184,15 @@ def compressed_all_reduce(
     party = ExchangeContext(axis, algorithm, feedback, first_round(seed, own.step, rank(axis)))
     # Skipped rounds do not count, as in the optimizer, so that stages follow the optimizer's steps.
     taken = own.step - own.skipped
-    sent = [x / size for x in leaves] if op == "mean" else leaves
+    terms = [begins(x, axis, number) for number, x in enumerate(leaves)]
+    sent = [x / size for x in terms] if op == "mean" else terms
     ready = feedback.prepare(sent, size)
     results, after = list(leaves), []
     for index, (group, held) in enumerate(zip(groups, own.groups, strict=True)):
         found, next_held = _reduce_group(group, ready, held, party.part(index), taken)
         after.append(next_held)
         for position, result in found.items():
-            results[position] = result.astype(leaves[position].dtype)
+            results[position] = ends(result.astype(leaves[position].dtype), axis, position)
     # Only gradients that are encoded are checked on every device: a NaN or an infinity in any other
     # gradient shows in the result.
     encoded = [leaves[i] for group in groups if not group.lossless for i in group.positions]
@@ -227,9 +229,7 @@ def _reduce_group(
     """
     members = [[leaves[i].astype(jnp.float32) for i in bucket] for bucket in group.buckets]
     xs = [pack(member) if _flat(group) else member[0] for member in members]
-    # The name of the scope tells `jaxdist.proofs` that these results are not exact sums.
-    run = _run if group.lossless else jax.named_scope("jaxdist_lossy")(_run)
-    branches = [partial(run, group, stage, party) for stage in range(len(group.codecs))]
+    branches = [partial(_run, group, stage, party) for stage in range(len(group.codecs))]
     if len(branches) == 1:
         totals, after = branches[0](xs, state)
     else:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives.bucket import BUCKET_BYTES, plan_buckets
+from jaxdist.collectives.marks import begins, ends
 from jaxdist.collectives.operations import all_gather, all_to_all
 from jaxdist.optim.safety import total_square
 from jaxdist.parallel.strict.pieces import once
@@ -53,9 +54,9 @@ class Reduction:
         leaves, structure = jax.tree.flatten(blocks)
         floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
         found = [x[-1] for x in leaves]
-        sums = _in_buckets(total, [leaves[i] for i in floating])
+        sums = _in_buckets(total, [begins(leaves[i], self.axes, i) for i in floating])
         for i, leaf in zip(floating, sums, strict=True):
-            found[i] = leaf
+            found[i] = ends(leaf, self.axes, i)
         return structure.unflatten(found)
 
     def mean_like(self, total: jax.Array, like: jax.Array) -> jax.Array:
@@ -66,6 +67,7 @@ class Reduction:
     def total(self, blocks: Grads) -> PyTree:
         """Sum all shards to this device's part of tensors that ZeRO splits, else whole tensors."""
         leaves, structure = jax.tree.flatten(blocks)
+        leaves = [begins(x, self.axes, i) for i, x in enumerate(leaves)]
         dims = _dims(self.zero, blocks)
         whole = [i for i, dim in enumerate(dims) if dim is None]
         split = [i for i, dim in enumerate(dims) if dim is not None]
@@ -73,7 +75,7 @@ class Reduction:
         totals = _in_buckets(self._whole, [leaves[i] for i in whole])
         parts = _in_buckets(self._part, cut, lead=2)
         for i, leaf in zip([*whole, *split], [*totals, *parts], strict=True):
-            leaves[i] = leaf
+            leaves[i] = ends(leaf, self.axes, i, dims[i])
         return structure.unflatten(leaves)
 
     def _cut(self, blocks: jax.Array, dim: int | None) -> jax.Array:

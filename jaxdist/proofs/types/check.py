@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxdist.proofs.types.kinds import WHOLE, Kind, Terms, Unknown, Value, Wrong
+from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types.walk import Pass, called_by, manual_axes, regions_of
 
 
@@ -62,12 +62,15 @@ class Typed:
         return tuple(leaf for leaf in self.outputs if leaf not in wrong | set(self.undecided))
 
 
-def check_types(closed: Any, out_names: Sequence[str]) -> Typed:
+def check_types(
+    closed: Any, out_names: Sequence[str], scheduled: frozenset[str] = frozenset()
+) -> Typed:
     """Follow every manual axis through every `shard_map` of a program.
 
     Args:
       closed: the program as `jax.make_jaxpr` returns it.
       out_names: a name for each output of the program.
+      scheduled: the axes along which stages send each other activations by tables that are right.
     """
     jaxpr = closed.jaxpr
     # A jitted function is a program of a single equation, which calls another program.
@@ -79,7 +82,7 @@ def check_types(closed: Any, out_names: Sequence[str]) -> Typed:
     undecided: dict[str, list[str]] = {}
     outputs: dict[str, None] = {}
     count = 0
-    between: dict[tuple[Any, str], Kind] = {}
+    between: dict[tuple[Any, str], k.Kind] = {}
     for region in regions_of(jaxpr):
         count += 1
         leaves = [_leaf(jaxpr, var, out_names) for var in region.outvars]
@@ -87,14 +90,14 @@ def check_types(closed: Any, out_names: Sequence[str]) -> Typed:
         for axis in sorted(manual_axes(region)):
             if dict(region.params["mesh"].shape)[axis] == 1:
                 continue
-            at, kinds = _region(region, axis, between)
+            at, kinds = _region(region, axis, between, scheduled)
             for where, message in at.findings:
                 found.setdefault((axis, where, message), {})
             for leaf, kind in zip(leaves, kinds, strict=True):
-                if isinstance(kind, Wrong) and leaf:
+                if isinstance(kind, k.Wrong) and leaf:
                     for where, message in kind.findings:
                         found.setdefault((axis, where, message), {})[leaf] = None
-                elif isinstance(kind, Unknown) and leaf:
+                elif isinstance(kind, k.Unknown) and leaf:
                     undecided.setdefault(leaf, []).extend(sorted(kind.reasons))
     findings = [
         Finding(axis, message, where, tuple(spoils))
@@ -109,17 +112,17 @@ def check_types(closed: Any, out_names: Sequence[str]) -> Typed:
 
 
 def _region(
-    region: Any, axis: str, between: dict[tuple[Any, str], Kind]
-) -> tuple[Pass, list[Kind]]:
-    at = Pass(axis, dict(region.params["mesh"].shape)[axis])
+    region: Any, axis: str, between: dict[tuple[Any, str], k.Kind], scheduled: frozenset[str]
+) -> tuple[Pass, list[k.Kind]]:
+    at = Pass(axis, dict(region.params["mesh"].shape)[axis], scheduled)
     values = [
-        Value(WHOLE if isinstance(var, core.Literal) else between.get((var, axis), WHOLE))
+        k.Value(k.WHOLE if isinstance(var, core.Literal) else between.get((var, axis), k.WHOLE))
         for var in region.invars
     ]
     kinds = [value.kind for value in at.equation(region, values)]
     for var, kind in zip(region.outvars, kinds, strict=True):
         # A value that is not whole has the same kind when it enters a later `shard_map`.
-        if isinstance(kind, Terms | Unknown | Wrong):
+        if isinstance(kind, k.Terms | k.Unknown | k.Wrong):
             between[var, axis] = kind
     return at, kinds
 

@@ -6,28 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jaxdist.proofs.types.kinds import (
-    COUNT,
-    OWED,
-    OWN,
-    WHOLE,
-    ZERO,
-    Count,
-    Extreme,
-    Joined,
-    Kind,
-    Multiple,
-    Owed,
-    Own,
-    Rank,
-    Shard,
-    Terms,
-    Unknown,
-    Value,
-    Whole,
-    Zero,
-    spoiled,
-)
+from jaxdist.proofs.types import kinds as k
 
 
 class Context(Protocol):
@@ -35,8 +14,11 @@ class Context(Protocol):
 
     axis: str
     size: int
+    scheduled: frozenset[str]
+    chosen: bool
+    begun: dict[str, tuple[k.Kind, int]]
 
-    def wrong(self, eqn: Any, message: str) -> Kind:
+    def wrong(self, eqn: Any, message: str) -> k.Kind:
         """Report an error at an equation, and return the kind of its results."""
         ...
 
@@ -44,16 +26,18 @@ class Context(Protocol):
         """Return the file and line of an equation."""
         ...
 
-    def too_large(self, where: str) -> Kind:
+    def too_large(self, where: str) -> k.Kind:
         """Report that the sum at a place adds equal values of all devices; return `Wrong`."""
         ...
 
-    def undecided(self, eqn: Any, message: str) -> Unknown:
+    def undecided(self, eqn: Any, message: str) -> k.Unknown:
         """Return `Unknown`, the kind of a result to which no rule applies, with the reason."""
         ...
 
 
-Rule = Callable[[Context, Any, Sequence[Value]], list[Value]]
+Found = k.Kind | k.Value | list[k.Value]
+"""The results of an operation: a kind or a value that all have, or each by itself."""
+Rule = Callable[[Context, Any, Sequence[k.Value]], Found]
 """A function from an equation and the kinds of its operands to the kinds of its results."""
 
 
@@ -74,6 +58,10 @@ _OTHERS = (
 )
 ELEMENTWISE = LINEAR | frozenset(_OTHERS.split())
 """All elementwise operations."""
+_MOVING = "reshape broadcast_in_dim transpose squeeze expand_dims slice split concatenate"
+MOVING = frozenset(_MOVING.split())
+KEEPING = ELEMENTWISE | MOVING
+"""Operations that a program may apply to a sum before the division that makes the sum a mean."""
 
 
 def all_constant(aval: Any) -> frozenset[int]:
@@ -81,7 +69,7 @@ def all_constant(aval: Any) -> frozenset[int]:
     return frozenset(range(aval.ndim))
 
 
-def elementwise(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def elementwise(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kinds of the results of an elementwise operation."""
     shape = eqn.outvars[0].aval.shape
     constants = []
@@ -89,68 +77,72 @@ def elementwise(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
         full = var.aval.shape == shape
         constants.append(value.constant if full else frozenset(range(len(shape))))
     constant = frozenset(range(len(shape))).intersection(*constants)
-    return [Value(_elementwise(at, eqn, values), constant)] * len(eqn.outvars)
+    return [k.Value(_elementwise(at, eqn, values), constant)] * len(eqn.outvars)
 
 
-def each_by_itself(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def each_by_itself(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
     """Return the kinds of a barrier's results, each of which is an operand."""
     return list(values)
 
 
-def _elementwise(at: Context, eqn: Any, values: Sequence[Value]) -> Kind:
+def _elementwise(at: Context, eqn: Any, values: Sequence[k.Value]) -> k.Kind:
     name = eqn.primitive.name
     kinds = [value.kind for value in values]
-    if any(isinstance(kind, Joined) for kind in kinds):
+    if any(isinstance(kind, k.Joined) for kind in kinds):
         return _of_joined(at, eqn, values)
-    spoilt = spoiled(kinds)
+    spoilt = k.spoiled(kinds)
     if spoilt is not None:
         return spoilt
-    if name in ("mul", "and") and any(isinstance(kind, Zero) for kind in kinds):
-        return ZERO
-    if all(isinstance(kind, Zero) for kind in kinds) and name in LINEAR - {"div"}:
-        return ZERO
-    if name == "select_n" and isinstance(kinds[0], Zero):
+    if name in ("mul", "and") and any(isinstance(kind, k.Zero) for kind in kinds):
+        return k.ZERO
+    if all(isinstance(kind, k.Zero) for kind in kinds) and name in LINEAR - {"div"}:
+        return k.ZERO
+    if name == "select_n" and isinstance(kinds[0], k.Zero):
         return kinds[1]  # the predicate is False everywhere, which selects the first case
-    multiples = [kind for kind in kinds if isinstance(kind, Multiple)]
+    multiples = [kind for kind in kinds if isinstance(kind, k.Multiple)]
     if multiples:
         if name in LINEAR and len(kinds) == 1:
             return kinds[0]
-        if _shares(at, eqn) == 1 and isinstance(kinds[0], Multiple):
-            return WHOLE
+        if _shares(at, eqn) == 1 and isinstance(kinds[0], k.Multiple):
+            return k.WHOLE
         return at.too_large(multiples[0].where)
-    terms = [kind for kind in kinds if isinstance(kind, Terms)]
+    terms = [kind for kind in kinds if isinstance(kind, k.Terms)]
     if terms:
-        same = name in LINEAR and all(kind == terms[0] or isinstance(kind, Zero) for kind in kinds)
+        same = name in LINEAR and all(
+            kind == terms[0] or isinstance(kind, k.Zero) for kind in kinds
+        )
         return terms[0] if same else at.undecided(eqn, f"{name} of {terms[0]}")
-    if any(isinstance(kind, Rank) for kind in kinds):
+    if any(isinstance(kind, k.Rank) for kind in kinds):
         if _scalars(eqn):
             return _of_rank(eqn, kinds)
-        kinds = [OWN if isinstance(kind, Rank) else kind for kind in kinds]
-    if any(isinstance(kind, Owed) for kind in kinds):
+        kinds = [k.OWN if isinstance(kind, k.Rank) else kind for kind in kinds]
+    if any(isinstance(kind, k.Owed) for kind in kinds):
         return _of_owed(at, eqn, kinds)
-    if any(isinstance(kind, Extreme) for kind in kinds):
+    if any(isinstance(kind, k.Extreme) for kind in kinds):
         return _of_extreme(at, eqn, kinds)
-    shards = [kind for kind in kinds if isinstance(kind, Shard)]
+    shards = [kind for kind in kinds if isinstance(kind, k.Shard)]
     if shards:
         return _of_shards(at, eqn, values, shards)
     if name in ("div", "mul") and _even(at, eqn, kinds):
-        return COUNT
-    if any(isinstance(kind, Own) for kind in kinds):
-        return OWN
-    counts = any(isinstance(kind, Count) for kind in kinds) and all(
-        isinstance(kind, Count) or var.aval.shape == () or value.constant == all_constant(var.aval)
+        return k.COUNT
+    if any(isinstance(kind, k.Own) for kind in kinds):
+        return k.OWN
+    counts = any(isinstance(kind, k.Count) for kind in kinds) and all(
+        isinstance(kind, k.Count)
+        or var.aval.shape == ()
+        or value.constant == all_constant(var.aval)
         for kind, var, value in zip(kinds, eqn.invars, values, strict=True)
     )
-    return COUNT if counts else WHOLE
+    return k.COUNT if counts else k.WHOLE
 
 
-def _even(at: Context, eqn: Any, kinds: Sequence[Kind]) -> bool:
+def _even(at: Context, eqn: Any, kinds: Sequence[k.Kind]) -> bool:
     """Return whether an equation divides a whole value by the number of devices.
 
     The sum of the quotients over all devices is the value, so that a quotient may be added to a
     partial sum.
     """
-    return isinstance(kinds[0], Whole) and _shares(at, eqn) >= 1
+    return isinstance(kinds[0], k.Whole) and _shares(at, eqn) >= 1
 
 
 def _shares(at: Context, eqn: Any) -> int:
@@ -163,44 +155,44 @@ def _shares(at: Context, eqn: Any) -> int:
     return times if abs(copies / at.size - times) < 1e-6 else 0
 
 
-def _of_joined(at: Context, eqn: Any, values: Sequence[Value]) -> Kind:
+def _of_joined(at: Context, eqn: Any, values: Sequence[k.Value]) -> k.Kind:
     """Return the kind of an elementwise operation on joined arrays, part by part.
 
     The other operands must be joined in the same way, or be whole.
     """
-    (first, *_) = (value.kind for value in values if isinstance(value.kind, Joined))
+    (first, *_) = (value.kind for value in values if isinstance(value.kind, k.Joined))
     parts = []
     for place, (size, _) in enumerate(first.parts):
         mine = []
         for var, value in zip(eqn.invars, values, strict=True):
             kind = value.kind
-            if isinstance(kind, Joined):
+            if isinstance(kind, k.Joined):
                 if kind.dim != first.dim or [s for s, _ in kind.parts] != [
                     s for s, _ in first.parts
                 ]:
                     return at.undecided(eqn, "arrays that are joined in unlike ways")
                 kind = kind.parts[place][1]
-            elif isinstance(kind, Shard):
+            elif isinstance(kind, k.Shard):
                 return at.undecided(eqn, f"{eqn.primitive.name} of joined arrays and a shard")
             mine.append(
-                Value(kind, all_constant(var.aval) if not var.aval.shape else value.constant)
+                k.Value(kind, all_constant(var.aval) if not var.aval.shape else value.constant)
             )
         parts.append((size, _elementwise(at, eqn, mine)))
     return merged(first.dim, parts)
 
 
-def merged(dim: int, parts: Sequence[tuple[int, Kind]]) -> Kind:
+def merged(dim: int, parts: Sequence[tuple[int, k.Kind]]) -> k.Kind:
     """Return the kind of arrays that are joined along a dim: `Joined`, or the kind of all parts."""
-    flat: list[tuple[int, Kind]] = []
+    flat: list[tuple[int, k.Kind]] = []
     for size, kind in parts:
-        flat += kind.parts if isinstance(kind, Joined) and kind.dim == dim else [(size, kind)]
+        flat += kind.parts if isinstance(kind, k.Joined) and kind.dim == dim else [(size, kind)]
     kinds = {kind for _, kind in flat}
-    others = kinds - {ZERO}
+    others = kinds - {k.ZERO}
     # Zeros may count as any kind, but are merged only with partial sums, so that a later slice
     # which contains only zeros is still known to be zero.
-    if len(kinds) == 1 or (len(others) == 1 and others <= {OWED}):
+    if len(kinds) == 1 or (len(others) == 1 and others <= {k.OWED}):
         return (others or kinds).pop()
-    return Joined(dim, tuple(flat))
+    return k.Joined(dim, tuple(flat))
 
 
 def _scalars(eqn: Any) -> bool:
@@ -208,7 +200,7 @@ def _scalars(eqn: Any) -> bool:
     return eqn.outvars[0].aval.ndim == 0
 
 
-def _of_rank(eqn: Any, kinds: Sequence[Kind]) -> Kind:
+def _of_rank(eqn: Any, kinds: Sequence[k.Kind]) -> k.Kind:
     """Return the kind of arithmetic on a device's index: `Rank` for a multiple, otherwise `Own`."""
     name = eqn.primitive.name
     if name in ("convert_element_type", "copy", "pvary"):
@@ -216,36 +208,36 @@ def _of_rank(eqn: Any, kinds: Sequence[Kind]) -> Kind:
     if name == "mul":
         for var, kind in zip(reversed(eqn.invars), kinds, strict=True):
             factor = getattr(var, "val", None)
-            if isinstance(kind, Rank) and factor is not None:
-                return Rank(kind.factor * int(factor))
-    if name == "lt" and isinstance(kinds[0], Rank) and isinstance(kinds[1], Zero):
-        return ZERO  # jnp asks whether an index is negative, which a device's index never is
-    if name in ("add", "sub") and isinstance(kinds[0], Rank) and isinstance(kinds[1], Zero):
+            if isinstance(kind, k.Rank) and factor is not None:
+                return k.Rank(kind.factor * int(factor))
+    if name == "lt" and isinstance(kinds[0], k.Rank) and isinstance(kinds[1], k.Zero):
+        return k.ZERO  # jnp asks whether an index is negative, which a device's index never is
+    if name in ("add", "sub") and isinstance(kinds[0], k.Rank) and isinstance(kinds[1], k.Zero):
         return kinds[0]
-    if name == "add" and isinstance(kinds[0], Zero) and isinstance(kinds[1], Rank):
+    if name == "add" and isinstance(kinds[0], k.Zero) and isinstance(kinds[1], k.Rank):
         return kinds[1]
-    return OWN
+    return k.OWN
 
 
-def _of_owed(at: Context, eqn: Any, kinds: Sequence[Kind]) -> Kind:
+def _of_owed(at: Context, eqn: Any, kinds: Sequence[k.Kind]) -> k.Kind:
     """Return the kind of an operation on partial sums: a partial sum only if it is linear."""
     name = eqn.primitive.name
-    if any(isinstance(kind, Own) for kind in kinds):
+    if any(isinstance(kind, k.Own) for kind in kinds):
         return at.undecided(eqn, f"{name} of a partial sum with what differs between devices")
-    owed = [isinstance(kind, Owed) for kind in kinds]
-    zero = [isinstance(kind, Zero) for kind in kinds]
-    whole = [isinstance(kind, Whole | Zero | Count) for kind in kinds]
+    owed = [isinstance(kind, k.Owed) for kind in kinds]
+    zero = [isinstance(kind, k.Zero) for kind in kinds]
+    whole = [isinstance(kind, k.Whole | k.Zero | k.Count) for kind in kinds]
     if name in ("add", "sub", "add_any"):
-        if all(isinstance(kind, Owed | Zero | Count) for kind in kinds):
-            return OWED
-        other = next(k for k, a, b in zip(kinds, owed, zero, strict=True) if not a and not b)
-        said = "a whole value" if isinstance(other, Whole) else str(other)
+        if all(isinstance(kind, k.Owed | k.Zero | k.Count) for kind in kinds):
+            return k.OWED
+        other = next(one for one, a, b in zip(kinds, owed, zero, strict=True) if not a and not b)
+        said = "a whole value" if isinstance(other, k.Whole) else str(other)
         more = f", which each of the {at.size} devices would add" if said == "a whole value" else ""
         return at.wrong(eqn, f"adds a partial sum over {at.axis!r} and {said}{more}")
     if name == "mul" and sum(owed) == 1 and all(a or b for a, b in zip(owed, whole, strict=True)):
-        return OWED
+        return k.OWED
     if name == "div" and owed[0] and whole[1]:
-        return OWED
+        return k.OWED
     if name == "div" and owed[1]:
         return at.wrong(
             eqn,
@@ -257,11 +249,11 @@ def _of_owed(at: Context, eqn: Any, kinds: Sequence[Kind]) -> Kind:
         and whole[0]
         and all(a or b for a, b in zip(owed[1:], zero[1:], strict=True))
     ):
-        return OWED
+        return k.OWED
     if name in LINEAR and len(kinds) == 1:
-        return OWED
+        return k.OWED
     if name == "is_finite":
-        return OWN
+        return k.OWN
     if name in ("eq", "ne") and any(zero):
         # The usual guard against division by zero lets a device without weight divide by 1, which
         # is right only if the program multiplies by the same number later.
@@ -273,9 +265,9 @@ def _of_owed(at: Context, eqn: Any, kinds: Sequence[Kind]) -> Kind:
     )
 
 
-def _of_extreme(at: Context, eqn: Any, kinds: Sequence[Kind]) -> Kind:
+def _of_extreme(at: Context, eqn: Any, kinds: Sequence[k.Kind]) -> k.Kind:
     name = eqn.primitive.name
-    (found, *_) = (kind for kind in kinds if isinstance(kind, Extreme))
+    (found, *_) = (kind for kind in kinds if isinstance(kind, k.Extreme))
     if name in ("convert_element_type", "stop_gradient", "copy") or (
         name == found.name and all(kind == found for kind in kinds)
     ):
@@ -283,7 +275,9 @@ def _of_extreme(at: Context, eqn: Any, kinds: Sequence[Kind]) -> Kind:
     return at.undecided(eqn, f"{name} of {found} over {at.axis!r}")
 
 
-def _of_shards(at: Context, eqn: Any, values: Sequence[Value], shards: Sequence[Shard]) -> Kind:
+def _of_shards(
+    at: Context, eqn: Any, values: Sequence[k.Value], shards: Sequence[k.Shard]
+) -> k.Kind:
     dims = frozenset.intersection(*(found.dims for found in shards))
     if not dims:
         first, other = shards[0], next(one for one in shards if not one.dims & shards[0].dims)
@@ -294,7 +288,7 @@ def _of_shards(at: Context, eqn: Any, values: Sequence[Value], shards: Sequence[
     inner = {found.inner for found in shards}
     shape = eqn.outvars[0].aval.shape
     for var, value in zip(eqn.invars, values, strict=True):
-        if not isinstance(value.kind, Whole | Count) or var.aval.shape != shape:
+        if not isinstance(value.kind, k.Whole | k.Count) or var.aval.shape != shape:
             continue
         wide = {dim for dim in dims if var.aval.shape[dim] != 1}
         if wide and not dims & value.constant:
@@ -305,4 +299,4 @@ def _of_shards(at: Context, eqn: Any, values: Sequence[Value], shards: Sequence[
                 f"count from 0 on each device)",
             )
         dims = dims & value.constant if wide and dims & value.constant else dims
-    return Shard(dims, inner.pop() if len(inner) == 1 else 1)
+    return k.Shard(dims, inner.pop() if len(inner) == 1 else 1)

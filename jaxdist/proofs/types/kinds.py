@@ -114,14 +114,21 @@ class Own(Kind):
 
 @dataclass(frozen=True)
 class Part(Kind):
-    """The device's entry of a stack with an entry for each device, such as a stage's layers.
+    """A value of the device's own, which may leave `shard_map` as its entry of a stack.
 
-    The entry may leave `shard_map` as part of a stack. Messages between devices that combine
-    different entries are not followed.
+    Attributes:
+      role: "entry" of a stack with an entry for each device, such as a stage's layers; "tally", a
+        sum that began with zeros, of terms that are each computed on a single device; or "message",
+        a value between the two marks of a sum that jaxdist takes itself.
     """
 
+    role: str = "entry"
+
     def __str__(self) -> str:
-        return "this device's own entry of a stack"
+        return {
+            "entry": "this device's own entry of a stack",
+            "tally": "a sum of the terms that this device computed",
+        }.get(self.role, "a message")
 
 
 @dataclass(frozen=True)
@@ -197,7 +204,8 @@ class Wrong(Kind):
         return "wrong"
 
 
-ZERO, WHOLE, COUNT, OWED, OWN, PART = Zero(), Whole(), Count(), Owed(), Own(), Part()
+ZERO, WHOLE, COUNT, OWED, OWN = Zero(), Whole(), Count(), Owed(), Own()
+PART, TALLY, MESSAGE = Part(), Part("tally"), Part("message")
 DOUBTFUL = Owed(sure=False)
 """A partial sum of which the program does not show whether it is one."""
 
@@ -274,6 +282,8 @@ def joined(first: Value, second: Value, reason: str) -> Value:
             return Value(one, constant)
         if isinstance(one, Own) and isinstance(other, Whole | Shard | Rank):
             return Value(OWN, constant)
-        if isinstance(one, Part) and isinstance(other, Whole | Count | Own | Rank):
+        if one == MESSAGE and not spoiled([other]):
+            return Value(MESSAGE, constant)
+        if isinstance(one, Part) and isinstance(other, Part | Whole | Count | Own | Rank):
             return Value(PART, constant)
     return Value(spoiled((a, b)) or Unknown(frozenset([reason])), constant)

@@ -6,30 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxdist.errors import JaxdistError, did_you_mean
+from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types.elementwise import (
     ELEMENTWISE,
     Context,
+    Found,
     Rule,
     all_constant,
     each_by_itself,
     elementwise,
-)
-from jaxdist.proofs.types.kinds import (
-    OWN,
-    WHOLE,
-    ZERO,
-    Count,
-    Extreme,
-    Kind,
-    Owed,
-    Own,
-    Rank,
-    Shard,
-    Value,
-    Whole,
-    Zero,
-    shard,
-    spoiled,
 )
 from jaxdist.proofs.types.products import convolution, dot_general, gather, scatter, scatter_add
 from jaxdist.proofs.types.shapes import (
@@ -48,10 +33,10 @@ from jaxdist.proofs.types.shapes import (
 )
 
 
-def iota(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def iota(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kind of an iota: whole, and constant along all dims except its own."""
     dims = all_constant(eqn.outvars[0].aval)
-    return [Value(WHOLE, dims - {eqn.params["dimension"]})]
+    return k.Value(k.WHOLE, dims - {eqn.params["dimension"]})
 
 
 def along(axis_of: Callable[[Any], set[int]], linear: bool) -> Rule:
@@ -62,58 +47,50 @@ def along(axis_of: Callable[[Any], set[int]], linear: bool) -> Rule:
       linear: whether the operation is linear, so that partial sums remain partial sums.
     """
 
-    def rule(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
-        kind = spoiled([value.kind for value in values])
-        dims = axis_of(eqn)
-        if kind is None:
-            kind = _kind_along(at, eqn, values, linear)
-        if isinstance(kind, Shard):
+    def rule(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
+        dims, kind = axis_of(eqn), _kind_along(at, eqn, values, linear)
+        if isinstance(kind, k.Shard):
             left = kind.dims - dims
-            kind = Shard(left, kind.inner) if left else at.undecided(
+            kind = k.Shard(left, kind.inner) if left else at.undecided(
                 eqn, f"{eqn.primitive.name} along a sharded dim"
             )  # fmt: skip
-        return [Value(kind)] * len(eqn.outvars)
+        return kind
 
     return rule
 
 
-def _kind_along(at: Context, eqn: Any, values: Sequence[Value], linear: bool) -> Kind:
+def _kind_along(at: Context, eqn: Any, values: Sequence[k.Value], linear: bool) -> k.Kind:
     kinds = {value.kind for value in values}
-    if any(isinstance(kind, Owed) for kind in kinds) and not (linear and len(kinds) == 1):
+    if any(isinstance(kind, k.Owed) for kind in kinds) and not (linear and len(kinds) == 1):
         return at.wrong(eqn, f"takes {eqn.primitive.name} of a partial sum over {at.axis!r}")
-    shards = [kind for kind in kinds if isinstance(kind, Shard)]
+    shards = [kind for kind in kinds if isinstance(kind, k.Shard)]
     if shards:
         dims = frozenset.intersection(*(one.dims for one in shards))
-        return Shard(dims) if dims else at.undecided(eqn, "shards along unlike dims")
-    if kinds == {ZERO}:
-        return ZERO
-    return OWN if kinds & {OWN} or any(isinstance(k, Rank) for k in kinds) else WHOLE
+        return k.Shard(dims) if dims else at.undecided(eqn, "shards along unlike dims")
+    if kinds == {k.ZERO}:
+        return k.ZERO
+    return k.OWN if kinds & {k.OWN} or any(isinstance(one, k.Rank) for one in kinds) else k.WHOLE
 
 
-def bitcast(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def bitcast(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kind of an array whose bits are read in another dtype."""
-    kind = spoiled([values[0].kind]) or values[0].kind
-    keeps = spoiled([kind]) or isinstance(kind, Whole | Zero | Count | Own | Shard)
-    return [Value(kind if keeps else at.undecided(eqn, f"the bits of {kind}"))]
+    kind = values[0].kind
+    keeps = isinstance(kind, k.Whole | k.Zero | k.Count | k.Own | k.Shard)
+    return kind if keeps else at.undecided(eqn, f"the bits of {kind}")
 
 
-def random_numbers(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def random_numbers(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kinds of random keys and bits: each device's own if any operand differs."""
-    spoilt = spoiled([value.kind for value in values])
-    if spoilt is not None:
-        return [Value(spoilt)] * len(eqn.outvars)
-    own = any(isinstance(value.kind, Own | Rank | Shard) for value in values)
-    return [Value(OWN if own else WHOLE)] * len(eqn.outvars)
+    own = any(isinstance(value.kind, k.Own | k.Rank | k.Shard) for value in values)
+    return k.OWN if own else k.WHOLE
 
 
-def by_default(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def by_default(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kinds of an operation without a rule: whole if all operands are, or undecided."""
-    spoilt = spoiled([value.kind for value in values])
-    if spoilt is None and all(isinstance(value.kind, Whole | Zero | Count) for value in values):
-        return [Value(WHOLE)] * len(eqn.outvars)
+    if all(isinstance(value.kind, k.Whole | k.Zero | k.Count) for value in values):
+        return k.WHOLE
     label = label_of(eqn)
-    kind = spoilt or at.undecided(eqn, f"{label} has no rule: see jaxdist.proofs.rule({label!r})")
-    return [Value(kind)] * len(eqn.outvars)
+    return at.undecided(eqn, f"{label} has no rule: see jaxdist.proofs.rule({label!r})")
 
 
 def label_of(eqn: Any) -> str:
@@ -147,23 +124,23 @@ def rule(name: str, *, like: str | None = None, rows: int | None = None) -> None
 
 
 def _by_rows(dim: int) -> Rule:
-    def found(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    def found(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
         kinds = [value.kind for value in values]
-        kind = spoiled(kinds)
-        if kind is None and any(isinstance(one, Owed | Extreme) for one in kinds):
-            kind = at.wrong(eqn, f"gives {label_of(eqn)} a partial sum over {at.axis!r}")
-        shards = [one for one in kinds if isinstance(one, Shard)]
-        if kind is None and all(dim in one.dims for one in shards):
-            own = any(isinstance(one, Own | Rank) for one in kinds)
-            kind = shard(dim) if shards else OWN if own else WHOLE
-        kind = kind or at.undecided(eqn, f"{label_of(eqn)} of shards along a dim that is not {dim}")
-        return [Value(kind)] * len(eqn.outvars)
+        label, shards = label_of(eqn), [one for one in kinds if isinstance(one, k.Shard)]
+        if any(isinstance(one, k.Owed | k.Extreme) for one in kinds):
+            return at.wrong(eqn, f"gives {label} a partial sum over {at.axis!r}")
+        if not all(dim in one.dims for one in shards):
+            return at.undecided(eqn, f"{label} of shards along a dim that is not {dim}")
+        own = any(isinstance(one, k.Own | k.Rank) for one in kinds)
+        return k.shard(dim) if shards else k.OWN if own else k.WHOLE
 
     return found
 
 
 KERNELS = ("pallas_call", "ffi_call", "custom_call", "custom_partitioning")
 """Primitives that call a kernel, whose name is part of the operation's name."""
+EACH: dict[str, Rule] = {"optimization_barrier": each_by_itself}
+"""The rules of operations whose results do not depend on all operands."""
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     "broadcast_in_dim": broadcast_in_dim,
@@ -182,7 +159,6 @@ RULES: dict[str, Rule] = {
     "gather": gather,
     "scatter-add": scatter_add,
     "scatter": scatter,
-    "optimization_barrier": each_by_itself,
     "bitcast_convert_type": bitcast,
     "iota": iota,
     "split": same_dims,

@@ -6,33 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdist.proofs.types.elementwise import Context, Rule, merged
-from jaxdist.proofs.types.kinds import (
-    COUNT,
-    DOUBTFUL,
-    OWED,
-    OWN,
-    PART,
-    WHOLE,
-    ZERO,
-    Count,
-    Extreme,
-    Joined,
-    Kind,
-    Owed,
-    Own,
-    Rank,
-    Shard,
-    Terms,
-    Value,
-    Whole,
-    Zero,
-    shard,
-    spoiled,
-)
+from jaxdist.proofs.types import kinds as k
+from jaxdist.proofs.types.elementwise import Context, Found, Rule, merged
 
 
-def broadcast_in_dim(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def broadcast_in_dim(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kind of a broadcast array, which is constant along its new dims."""
     to = eqn.params["broadcast_dimensions"]
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
@@ -40,33 +18,33 @@ def broadcast_in_dim(at: Context, eqn: Any, values: Sequence[Value]) -> list[Val
     grown = {new for old, new in places.items() if before[old] != after[new]}
     constant = {new for new in range(len(after)) if new not in to} | grown
     constant |= {places[dim] for dim in values[0].constant}
-    return [Value(moved(values[0].kind, places), frozenset(constant))]
+    return k.Value(moved(values[0].kind, places), frozenset(constant))
 
 
-def moved(kind: Kind, to: Mapping[int, int]) -> Kind:
+def moved(kind: k.Kind, to: Mapping[int, int]) -> k.Kind:
     """Return a kind with other numbers of its dims.
 
     Args:
       kind: the kind.
       to: the new number of each dim that remains.
     """
-    if isinstance(kind, Terms):
-        return Terms(to[kind.dim])
-    if isinstance(kind, Joined):
-        return Joined(to[kind.dim], tuple((size, moved(part, to)) for size, part in kind.parts))
-    if not isinstance(kind, Shard):
+    if isinstance(kind, k.Terms):
+        return k.Terms(to[kind.dim])
+    if isinstance(kind, k.Joined):
+        return k.Joined(to[kind.dim], tuple((size, moved(part, to)) for size, part in kind.parts))
+    if not isinstance(kind, k.Shard):
         return kind
-    return Shard(frozenset(to[dim] for dim in kind.dims if dim in to), kind.inner)
+    return k.Shard(frozenset(to[dim] for dim in kind.dims if dim in to), kind.inner)
 
 
-def transpose(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def transpose(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kind of a transposed array."""
     to = {old: new for new, old in enumerate(eqn.params["permutation"])}
     constant = frozenset(to[dim] for dim in values[0].constant)
-    return [Value(moved(values[0].kind, to), constant)]
+    return k.Value(moved(values[0].kind, to), constant)
 
 
-def reshape(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def reshape(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kind of a reshaped array: a sharded dim may be merged with others, or split."""
     value = values[0]
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
@@ -77,19 +55,19 @@ def reshape(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     if len(value.constant) == len(before):
         constant = set(range(len(after)))
     kind = value.kind
-    if isinstance(kind, Terms):
+    if isinstance(kind, k.Terms):
         rest = [size for dim, size in enumerate(before) if dim != kind.dim]
-        kind = OWED if list(after) == rest else at.undecided(eqn, f"reshape of {kind}")
-    if isinstance(kind, Joined):
+        kind = k.OWED if list(after) == rest else at.undecided(eqn, f"reshape of {kind}")
+    if isinstance(kind, k.Joined):
         kind = _reshaped_parts(at, eqn, kind, before, after)
-    if isinstance(kind, Shard):
+    if isinstance(kind, k.Shard):
         kind = _reshaped(at, eqn, kind, before, after, groups)
-    return [Value(kind, frozenset(constant))]
+    return k.Value(kind, frozenset(constant))
 
 
 def _reshaped_parts(
-    at: Context, eqn: Any, kind: Joined, before: Sequence[int], after: Sequence[int]
-) -> Kind:
+    at: Context, eqn: Any, kind: k.Joined, before: Sequence[int], after: Sequence[int]
+) -> k.Kind:
     """Return the kind of joined arrays in a shape that differs only by dims of size 1."""
     wide = [dim for dim, size in enumerate(before) if size != 1]
     new = [dim for dim, size in enumerate(after) if size != 1]
@@ -129,11 +107,11 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 def _reshaped(
     at: Context,
     eqn: Any,
-    kind: Shard,
+    kind: k.Shard,
     before: Sequence[int],
     after: Sequence[int],
     groups: Sequence[tuple[list[int], list[int]]],
-) -> Kind:
+) -> k.Kind:
     dims: set[int] = set()
     inner = 1
     for olds, news in groups:
@@ -141,11 +119,11 @@ def _reshaped(
         if not held:
             continue
         wide = [dim for dim in olds if before[dim] != 1]
-        if len([dim for dim in news if after[dim] != 1]) <= 1 and wide in ([], held[-1:]):
+        kept = len([dim for dim in news if after[dim] != 1]) <= 1 and wide in ([], held[-1:])
+        if kept and kind.inner == 1:
             # A new dim of size 1 may be the sharded dim too, as when a device's two rows are split
             # into two microbatches.
             dims.update(news)
-            inner = kind.inner
             continue
         # The number of elements from one row of the sharded part to the next.
         within = kind.inner * math.prod(before[dim] for dim in olds if dim > held[-1])
@@ -165,7 +143,7 @@ def _reshaped(
             tail *= after[dim]
     if not dims:
         return at.undecided(eqn, f"reshape of {kind}")
-    return Shard(frozenset(dims), inner)
+    return k.Shard(frozenset(dims), inner)
 
 
 def dropped(dims: Sequence[int], ndim: int) -> dict[int, int]:
@@ -177,45 +155,45 @@ def dropped(dims: Sequence[int], ndim: int) -> dict[int, int]:
 def reduction(name: str) -> Rule:
     """Return the rule of a reduction over some dims, such as "sum" or "max"."""
 
-    def rule(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    def rule(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
         value, ndim = values[0], eqn.invars[0].aval.ndim
         axes = tuple(eqn.params["axes"])
         to = dropped(axes, ndim)
         constant = frozenset(to[dim] for dim in value.constant if dim in to)
-        kind = spoiled([other.kind for other in values]) or value.kind
-        if isinstance(kind, Shard):
+        kind = value.kind
+        if isinstance(kind, k.Shard):
             left, shape = kind.dims - set(axes), eqn.invars[0].aval.shape
             held = any(shape[dim] != 1 for dim in kind.dims)
             doubtful = bool(held and left) and all(shape[dim] == 1 for dim in left)
             left = frozenset() if doubtful else left
             if left:
-                kind = moved(Shard(left, kind.inner), to)
-            elif name == "sum" and not held:
-                kind = DOUBTFUL  # jax writes the removal of a dim of size 1 as a sum too
+                kind = moved(k.Shard(left, kind.inner), to)
             elif name == "sum":
-                kind = DOUBTFUL if doubtful else OWED
+                # jax writes the removal of dims of size 1 as a sum too.
+                removal = all(shape[dim] == 1 for dim in axes)
+                kind = k.DOUBTFUL if doubtful or removal else k.OWED
             elif name in ("max", "min"):
-                kind = Extreme(name)
+                kind = k.Extreme(name)
             elif name in ("and", "or"):
-                kind = OWN
+                kind = k.OWN
             else:
                 kind = at.undecided(eqn, f"{eqn.primitive.name} over a sharded dim")
-        elif isinstance(kind, Whole | Count) and name == "sum":
+        elif isinstance(kind, k.Whole | k.Count) and name == "sum":
             shape = eqn.invars[0].aval.shape
             if any(dim in value.constant and shape[dim] != 1 for dim in axes):
-                kind = COUNT
-        elif isinstance(kind, Terms | Joined):
+                kind = k.COUNT
+        elif isinstance(kind, k.Terms | k.Joined):
             kind = at.undecided(eqn, f"{eqn.primitive.name} of {kind}")
-        elif isinstance(kind, Owed) and name != "sum":
+        elif isinstance(kind, k.Owed) and name != "sum":
             kind = at.wrong(eqn, f"takes {name} of a partial sum over {at.axis!r}")
-        elif isinstance(kind, Zero) and name not in ("sum", "max", "min", "or", "and"):
-            kind = WHOLE
-        return [Value(kind, constant)] * len(eqn.outvars)
+        elif isinstance(kind, k.Zero) and name not in ("sum", "max", "min", "or", "and"):
+            kind = k.WHOLE
+        return k.Value(kind, constant)
 
     return rule
 
 
-def squeeze(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def squeeze(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kind of an array without dims of size 1.
 
     If a removed dim was the sharded dim, the result is the device's own entry of a stack.
@@ -223,99 +201,104 @@ def squeeze(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
     value = values[0]
     to = dropped(eqn.params["dimensions"], eqn.invars[0].aval.ndim)
     kind = value.kind
-    if isinstance(kind, Terms):
-        kind = Terms(to[kind.dim]) if kind.dim in to else OWED
-    if isinstance(kind, Shard):
-        kind = moved(kind, to) if kind.dims & to.keys() else PART
-    return [Value(kind, frozenset(to[dim] for dim in value.constant if dim in to))]
+    if isinstance(kind, k.Terms):
+        kind = k.Terms(to[kind.dim]) if kind.dim in to else k.OWED
+    if isinstance(kind, k.Shard):
+        kind = moved(kind, to) if kind.dims & to.keys() else k.PART
+    return k.Value(kind, frozenset(to[dim] for dim in value.constant if dim in to))
 
 
-def expand_dims(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def expand_dims(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kind of an array with new dims of size 1."""
     new = set(eqn.params["dimensions"])
     kept = [dim for dim in range(eqn.outvars[0].aval.ndim) if dim not in new]
     to = dict(enumerate(kept))
     constant = frozenset(to[dim] for dim in values[0].constant) | new
-    return [Value(moved(values[0].kind, to), frozenset(constant))]
+    return k.Value(moved(values[0].kind, to), frozenset(constant))
 
 
-def concatenate(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def concatenate(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kind of concatenated arrays: their common kind, or `Joined` with every part."""
     dim = eqn.params["dimension"]
-    return [_in_a_row(dim, [var.aval.shape[dim] for var in eqn.invars], values)]
+    return _in_a_row(dim, [var.aval.shape[dim] for var in eqn.invars], values)
 
 
-def stack(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def stack(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kind of arrays that are stacked along a new dim."""
     new = eqn.params["axis"]
     to = {dim: dim + (dim >= new) for dim in range(eqn.invars[0].aval.ndim)}
     wide = [
-        Value(moved(value.kind, to), frozenset(to[dim] for dim in value.constant))
+        k.Value(moved(value.kind, to), frozenset(to[dim] for dim in value.constant))
         for value in values
     ]
-    return [_in_a_row(new, [1] * len(values), wide)]
+    return _in_a_row(new, [1] * len(values), wide)
 
 
-def unstack(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def unstack(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kinds of the entries of an array along a dim, which the entries do not have."""
     value, gone = values[0], eqn.params["axis"]
     to = dropped([gone], eqn.invars[0].aval.ndim)
     kind = value.kind
-    if isinstance(kind, Joined) and kind.dim == gone:
+    if isinstance(kind, k.Joined) and kind.dim == gone:
         kinds = [part for size, part in kind.parts for _ in range(size)]
-    elif isinstance(kind, Shard) and not kind.dims & to.keys():
+    elif isinstance(kind, k.Shard) and not kind.dims & to.keys():
         kinds = [at.undecided(eqn, "a sharded dim is taken apart")] * len(eqn.outvars)
     else:
         kinds = [kind] * len(eqn.outvars)
     constant = frozenset(to[dim] for dim in value.constant if dim in to)
-    return [Value(moved(one, to), constant) for one in kinds]
+    return [k.Value(moved(one, to), constant) for one in kinds]
 
 
-def _in_a_row(dim: int, sizes: Sequence[int], values: Sequence[Value]) -> Value:
+def _in_a_row(dim: int, sizes: Sequence[int], values: Sequence[k.Value]) -> k.Value:
     """Return the kind of arrays that are joined along a dim."""
     kinds = {value.kind for value in values}
     constant = frozenset.intersection(*(value.constant for value in values))
-    dims = [kind.dims for kind in kinds if isinstance(kind, Shard)]
-    if len(kinds - {ZERO}) <= 1:
-        kind = next(iter(kinds - {ZERO}), ZERO)
-    elif all(isinstance(kind, Shard | Zero) for kind in kinds) and frozenset.intersection(*dims):
-        kind = Shard(frozenset.intersection(*dims))
+    dims = [kind.dims for kind in kinds if isinstance(kind, k.Shard)]
+    if len(kinds - {k.ZERO}) <= 1:
+        kind = next(iter(kinds - {k.ZERO}), k.ZERO)
+    elif all(isinstance(kind, k.Shard | k.Zero) for kind in kinds) and frozenset.intersection(
+        *dims
+    ):
+        kind = k.Shard(frozenset.intersection(*dims))
     else:
         kind = merged(dim, list(zip(sizes, (value.kind for value in values), strict=True)))
-    if isinstance(kind, Shard) and dim in kind.dims:
-        kind = Shard(kind.dims)  # `inner` is dropped, since the order of merged rows has changed
-    return Value(kind, constant - ({dim} if kind != ZERO else set()))
+    if isinstance(kind, k.Shard) and dim in kind.dims:
+        kind = k.Shard(kind.dims)  # `inner` is dropped, since the order of merged rows has changed
+    return k.Value(kind, constant - ({dim} if kind != k.ZERO else set()))
 
 
-def same_dims(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def same_dims(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kinds of a padded, sliced, split or reversed array, which keeps its kind."""
     kinds = [value.kind for value in values]
-    if isinstance(kinds[0], Joined):
+    if isinstance(kinds[0], k.Joined):
         pads = eqn.primitive.name == "pad"
-        return [Value(_padded(at, eqn, kinds[0], kinds[1]))] if pads else _cut(at, eqn, kinds[0])
-    kind = spoiled(kinds) or kinds[0]
-    rest = kinds[1:]
-    if eqn.primitive.name == "pad" and not isinstance(rest[0], Zero) and not isinstance(kind, Zero):
-        if isinstance(kind, Owed):
+        return _padded(at, eqn, kinds[0], kinds[1]) if pads else _cut(at, eqn, kinds[0])
+    kind, *rest = kinds
+    if (
+        eqn.primitive.name == "pad"
+        and not isinstance(rest[0], k.Zero)
+        and not isinstance(kind, k.Zero)
+    ):
+        if isinstance(kind, k.Owed):
             kind = at.wrong(eqn, f"pads a partial sum over {at.axis!r} with what is not zero")
-        return [Value(kind)]
-    if eqn.primitive.name == "pad" and isinstance(kind, Zero):
-        kind = spoiled(rest) or rest[0]
-    keeps = eqn.primitive.name != "pad" or isinstance(kind, Zero)
+        return kind
+    if eqn.primitive.name == "pad" and isinstance(kind, k.Zero):
+        kind = rest[0]
+    keeps = eqn.primitive.name != "pad" or isinstance(kind, k.Zero)
     constant = values[0].constant if keeps else frozenset()
-    return [Value(kind, constant)] * len(eqn.outvars)
+    return k.Value(kind, constant)
 
 
-def _padded(at: Context, eqn: Any, joined: Joined, filler: Kind) -> Kind:
+def _padded(at: Context, eqn: Any, joined: k.Joined, filler: k.Kind) -> k.Kind:
     """Return the kind of joined arrays that are padded with zeros at both ends."""
     low, high, inner = eqn.params["padding_config"][joined.dim]
-    if inner or min(low, high) < 0 or not isinstance(filler, Zero):
+    if inner or min(low, high) < 0 or not isinstance(filler, k.Zero):
         return at.undecided(eqn, f"pad of {joined}")
-    ends = [[(size, ZERO)] if size else [] for size in (low, high)]
+    ends = [[(size, k.ZERO)] if size else [] for size in (low, high)]
     return merged(joined.dim, [*ends[0], *joined.parts, *ends[1]])
 
 
-def _cut(at: Context, eqn: Any, joined: Joined) -> list[Value]:
+def _cut(at: Context, eqn: Any, joined: k.Joined) -> Found:
     """Return the kinds of a slice, or of the pieces of a split, of joined arrays."""
     dim, name = joined.dim, eqn.primitive.name
     if name == "slice" and eqn.params["strides"] is None:
@@ -324,7 +307,7 @@ def _cut(at: Context, eqn: Any, joined: Joined) -> list[Value]:
         ends = [sum(eqn.params["sizes"][: i + 1]) for i in range(len(eqn.outvars))]
         pieces = list(zip([0, *ends], ends, strict=False))
     else:
-        return [Value(at.undecided(eqn, f"{name} of {joined}"))] * len(eqn.outvars)
+        return at.undecided(eqn, f"{name} of {joined}")
     found = []
     for start, stop in pieces:
         begin, held = 0, []
@@ -333,54 +316,48 @@ def _cut(at: Context, eqn: Any, joined: Joined) -> list[Value]:
             if overlap > 0:
                 held.append((overlap, kind))
             begin += size
-        found.append(Value(merged(dim, held) if held else ZERO))
+        found.append(k.Value(merged(dim, held) if held else k.ZERO))
     return found
 
 
-def dynamic_slice(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def dynamic_slice(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kind of a slice at a variable index.
 
     The slice of a whole array that begins at the device's index times its size is a shard.
     """
     value, starts = values[0], values[1:]
-    spoilt = spoiled([other.kind for other in values])
-    if spoilt is not None:
-        return [Value(spoilt)]
     sizes, shape = eqn.params["slice_sizes"], eqn.invars[0].aval.shape
     for dim, start in enumerate(starts):
-        if isinstance(start.kind, Rank):
-            if isinstance(value.kind, Whole) and start.kind.factor == sizes[dim]:
+        if isinstance(start.kind, k.Rank):
+            if isinstance(value.kind, k.Whole) and start.kind.factor == sizes[dim]:
                 whole = sizes[dim] * at.size == shape[dim]
-                return [Value(shard(dim) if whole else OWN, value.constant)]
-            if isinstance(value.kind, Owed | Whole):
-                return [Value(at.undecided(eqn, "a slice that each device takes elsewhere"))]
-        if isinstance(start.kind, Own | Shard):
-            return [Value(at.undecided(eqn, "a slice that each device takes elsewhere"))]
-    return [Value(value.kind, value.constant)]
+                return k.Value(k.shard(dim) if whole else k.OWN, value.constant)
+            if isinstance(value.kind, k.Owed | k.Whole):
+                return at.undecided(eqn, "a slice that each device takes elsewhere")
+        if isinstance(start.kind, k.Own | k.Shard):
+            return at.undecided(eqn, "a slice that each device takes elsewhere")
+    return k.Value(value.kind, value.constant)
 
 
-def dynamic_update_slice(at: Context, eqn: Any, values: Sequence[Value]) -> list[Value]:
+def dynamic_update_slice(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kind of an array in which a slice at a variable index is replaced."""
     target, update, starts = values[0], values[1], values[2:]
-    spoilt = spoiled([value.kind for value in values])
-    if spoilt is not None:
-        return [Value(spoilt)]
-    if any(isinstance(start.kind, Rank | Own | Shard) for start in starts):
-        return [Value(at.undecided(eqn, "each device writes to a place of its own"))]
-    return [Value(written(at, eqn, target, update))]
+    if any(isinstance(start.kind, k.Rank | k.Own | k.Shard) for start in starts):
+        return at.undecided(eqn, "each device writes to a place of its own")
+    return written(at, eqn, target, update)
 
 
-def written(at: Context, eqn: Any, target: Value, update: Value) -> Kind:
+def written(at: Context, eqn: Any, target: k.Value, update: k.Value) -> k.Kind:
     """Return the kind of an array in which `update` replaces a part of `target`."""
     kinds = {target.kind, update.kind}
-    if len(kinds - {ZERO}) <= 1:
-        return next(iter(kinds - {ZERO}), ZERO)
-    if kinds <= {WHOLE, COUNT, ZERO}:
-        return WHOLE
+    if len(kinds - {k.ZERO}) <= 1:
+        return next(iter(kinds - {k.ZERO}), k.ZERO)
+    if kinds <= {k.WHOLE, k.COUNT, k.ZERO}:
+        return k.WHOLE
     for one, other in ((target, update), (update, target)):
-        if isinstance(one.kind, Shard):
-            dims = other.kind.dims if isinstance(other.kind, Shard) else other.constant
-            shards = isinstance(other.kind, Shard | Whole) and one.kind.dims & dims
+        if isinstance(one.kind, k.Shard):
+            dims = other.kind.dims if isinstance(other.kind, k.Shard) else other.constant
+            shards = isinstance(other.kind, k.Shard | k.Whole) and one.kind.dims & dims
             if shards:
-                return Shard(shards)
+                return k.Shard(shards)
     return at.undecided(eqn, f"{update.kind} is written into {target.kind}")

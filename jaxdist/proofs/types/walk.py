@@ -6,37 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core
 
+from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types.collectives import COLLECTIVES, named, on_other_axes, parted
-from jaxdist.proofs.types.elementwise import ELEMENTWISE, all_constant
-from jaxdist.proofs.types.kinds import (
-    DOUBTFUL,
-    WHOLE,
-    ZERO,
-    Count,
-    Extreme,
-    Joined,
-    Kind,
-    Multiple,
-    Owed,
-    Own,
-    Part,
-    Rank,
-    Shard,
-    Terms,
-    Unknown,
-    Value,
-    Whole,
-    Wrong,
-    Zero,
-    doubted,
-    doubtful,
-    joined,
-    shard,
-    spoiled,
-)
-from jaxdist.proofs.types.rules import RULES, by_default, label_of
+from jaxdist.proofs.types.elementwise import KEEPING, Found, all_constant
+from jaxdist.proofs.types.rules import EACH, RULES, by_default, label_of
 
 LIBRARY = "in a library"
 """The place that is reported for code without a line outside of libraries."""
@@ -44,17 +20,9 @@ PASSES = 8
 """The number of iterations after which a loop is undecided if its kinds still change."""
 
 
-LOSSY = "jaxdist_lossy"
-"""The name of the scope in which `jaxdist.compression.reduce` sends lossy messages instead of
-sums."""
 OVERWRITING = "overwrite_chunk"
 """The name of the function in `jaxdist.parallel.layer_chunks` that is the body of a loop which
 overwrites whole arrays chunk by chunk."""
-
-
-_MOVING = "reshape broadcast_in_dim transpose squeeze expand_dims slice split concatenate"
-KEEPING = ELEMENTWISE | frozenset(_MOVING.split())
-"""Operations that a program may apply to a sum before the division that makes the sum a mean."""
 
 
 LIBRARIES = ("site-packages", "dist-packages", "/jaxdist/proofs/", "/jaxdist/collectives/")
@@ -67,34 +35,36 @@ class Pass:
     Attributes:
       axis: the name of the axis.
       size: the number of devices along the axis.
+      scheduled: the axes along which devices send values of their own by tables that were checked.
+      chosen: whether the code at hand is in a branch that only some devices take.
+      begun: the kind and rank of each sum whose first mark was passed.
       findings: place and message of each error, in order.
     """
 
-    def __init__(self, axis: str, size: int) -> None:
-        self.axis, self.size = axis, size
+    def __init__(self, axis: str, size: int, scheduled: frozenset[str] = frozenset()) -> None:
+        self.axis, self.size, self.scheduled = axis, size, scheduled
+        self.chosen, self.begun = False, dict[str, tuple[k.Kind, int]]()
         self.findings: dict[tuple[str, str], None] = {}
         self._recording = True
         self._overwrites = False
         self._errors = 0
         self._calls: list[str] = []
         self._doubts = False
-        self._seen: dict[Any, tuple[list[Value], bool]] = {}
+        self._seen: dict[Any, tuple[list[k.Value], bool]] = {}
 
-    def wrong(self, eqn: Any, message: str) -> Kind:
+    def wrong(self, eqn: Any, message: str) -> k.Kind:
         """Report an error at an equation, and return the kind of its results."""
         if self._doubts:
             return self.undecided(eqn, "sums over a dim that may be sharded, or may not be")
-        if LOSSY in str(eqn.source_info.name_stack):
-            return self.undecided(eqn, "a lossy message takes the place of a sum, by the config")
         return self.wrong_at(self.place(eqn), message)
 
-    def wrong_at(self, where: str, message: str) -> Kind:
+    def wrong_at(self, where: str, message: str) -> k.Kind:
         """Report an error at a place, and return the kind of a wrong value."""
         self._errors += 1
         if not self._recording:
-            return Wrong(frozenset())
+            return k.Wrong(frozenset())
         self.findings[where, message] = None
-        return Wrong(frozenset([(where, message)]))
+        return k.Wrong(frozenset([(where, message)]))
 
     def place(self, eqn: Any) -> str:
         """Return the file and line of an equation, or of the innermost call with a known line."""
@@ -102,7 +72,7 @@ class Pass:
             (line for line in (line_of(eqn), *self._calls[::-1]) if line != LIBRARY), LIBRARY
         )
 
-    def too_large(self, where: str) -> Kind:
+    def too_large(self, where: str) -> k.Kind:
         """Report that the sum at a place adds equal values of all devices; return `Wrong`."""
         return self.wrong_at(
             where,
@@ -110,11 +80,11 @@ class Pass:
             f"{self.size} times too large",
         )
 
-    def undecided(self, eqn: Any, message: str) -> Unknown:
+    def undecided(self, eqn: Any, message: str) -> k.Unknown:
         """Return `Unknown`, the kind of a result to which no rule applies, with the reason."""
-        return Unknown(frozenset([f"{self.axis}: {self.place(eqn)}: {message}"]))
+        return k.Unknown(frozenset([f"{self.axis}: {self.place(eqn)}: {message}"]))
 
-    def run(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
+    def run(self, jaxpr: Any, values: Sequence[k.Value]) -> list[k.Value]:
         """Return the kinds of a program's results, from those of its operands.
 
         Results are cached, since the body of a loop is run several times, together with all loops
@@ -122,7 +92,7 @@ class Pass:
         be recorded now.
         """
         # `id` identifies a program, since all programs outlive the pass.
-        key = id(jaxpr), tuple(values), self._overwrites
+        key = id(jaxpr), tuple(values), self._overwrites, self.chosen
         if key in self._seen and (self._seen[key][1] or not self._recording):
             found, settled = self._seen[key]
             self._errors += not settled
@@ -132,12 +102,12 @@ class Pass:
         self._seen[key] = found, self._recording or self._errors == errors
         return found
 
-    def _run(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
-        known: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
+    def _run(self, jaxpr: Any, values: Sequence[k.Value]) -> list[k.Value]:
+        known: dict[Any, k.Value] = dict(zip(jaxpr.invars, values, strict=True))
         for var in jaxpr.constvars:
-            known[var] = Value(WHOLE)
+            known[var] = k.Value(k.WHOLE)
 
-        def read(var: Any) -> Value:
+        def read(var: Any) -> k.Value:
             return known[var] if var in known else _literal(var)
 
         for eqn in jaxpr.eqns:
@@ -149,7 +119,7 @@ class Pass:
             _literal(var) if isinstance(var, core.Literal) else read(var) for var in jaxpr.outvars
         ]
 
-    def equation(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    def equation(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
         """Return the kinds of an equation's results, from those of its operands."""
         name = eqn.primitive.name
         if name == "scan":
@@ -163,11 +133,9 @@ class Pass:
             return self.region(eqn, values)
         if called is not None:
             rule = named(function_name(eqn, called))
-            if rule is not None and values and isinstance(values[-1].kind, Part):
-                return [Value(parted(self, eqn, values))]
             if rule is not None and values:
                 if self.axis in axes_of(called):
-                    return rule(self, eqn, values[-1:])
+                    return _spread(rule(self, eqn, values[-1:]), eqn)
                 other = on_other_axes(function_name(eqn, called), self, eqn, values[-1])
                 if other is not None:
                     return [other]
@@ -184,28 +152,37 @@ class Pass:
         if name not in KEEPING:
             values = [
                 value.of_kind(self.too_large(value.kind.where))
-                if isinstance(value.kind, Multiple)
+                if isinstance(value.kind, k.Multiple)
                 else value
                 for value in values
             ]
-        if any(isinstance(value.kind, Part) for value in values):
-            kind = parted(self, eqn, values)
-            return [Value(kind)] * len(eqn.outvars)
-        rule = COLLECTIVES.get(name) or RULES.get(label_of(eqn)) or RULES.get(name, by_default)
-        self._doubts = any(doubtful(value.kind) for value in values)
-        found = rule(self, eqn, values)
+        self._doubts = any(k.doubtful(value.kind) for value in values)
+        found = self._by_rule(eqn, values)
         assert len(found) == len(eqn.outvars), name
         if self._doubts:
-            found = [value.of_kind(doubted(value.kind)) for value in found]
+            found = [value.of_kind(k.doubted(value.kind)) for value in found]
         self._doubts = False
         return [
             value
             if fits(value.kind, var.aval)
-            else Value(self.undecided(eqn, f"{name} of arrays of unlike kinds joined in one"))
+            else k.Value(self.undecided(eqn, f"{name} of arrays of unlike kinds joined in one"))
             for value, var in zip(found, eqn.outvars, strict=True)
         ]
 
-    def region(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    def _by_rule(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
+        name, kinds = eqn.primitive.name, [value.kind for value in values]
+        alone = COLLECTIVES.get(name) or EACH.get(name)
+        found: Found
+        if alone is not None:
+            found = alone(self, eqn, values)
+        elif any(isinstance(kind, k.Part) for kind in kinds):
+            found = parted(self, eqn, values)
+        else:
+            rule = RULES.get(label_of(eqn)) or RULES.get(name, by_default)
+            found = k.spoiled(kinds) or rule(self, eqn, values)
+        return _spread(found, eqn)
+
+    def region(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
         """Return the kinds of a `shard_map`'s results, as values outside of the `shard_map`.
 
         A result that is whole, or sharded as `out_specs` says, is a whole array outside.
@@ -213,7 +190,7 @@ class Pass:
         body = called_by(eqn)
         within = [
             value
-            if isinstance(value.kind, Terms) or spoiled([value.kind])
+            if isinstance(value.kind, k.Terms) or k.spoiled([value.kind])
             else entering(spec, self.axis)
             for value, spec in zip(values, eqn.params["in_specs"], strict=True)
         ]
@@ -223,14 +200,19 @@ class Pass:
         for value, spec, var in zip(out, eqn.params["out_specs"], body.outvars, strict=True):
             maker = None if isinstance(var, core.Literal) else makers.get(var)
             kind = check_leaving(self, value, spec, line_of(maker if maker is not None else eqn))
-            settled = isinstance(kind, Terms) or spoiled([kind])
-            found.append(Value(kind if settled else WHOLE))
+            settled = isinstance(kind, k.Terms) or k.spoiled([kind])
+            found.append(k.Value(kind if settled else k.WHOLE))
         return found
 
-    def _scan(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    def _scan(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
         constants, carried = eqn.params["num_consts"], eqn.params["num_carry"]
         fixed = list(values[:constants])
         carry = list(values[constants : constants + carried])
+        if any(isinstance(value.kind, k.Part) for value in values):
+            carry = [
+                value.of_kind(k.TALLY) if value.kind == k.ZERO and _floats(var) else value
+                for value, var in zip(carry, eqn.invars[constants:], strict=False)
+            ]
         rows = [
             self._row(eqn, value, var)
             for value, var in zip(
@@ -242,41 +224,41 @@ class Pass:
             return self._overwrite(body, fixed, carry, rows)
         carry, out = self._settle(eqn, body, fixed, carry, rows)
         stacked = [
-            Value(_stacked(value.kind), frozenset(dim + 1 for dim in value.constant))
+            k.Value(_stacked(value.kind), frozenset(dim + 1 for dim in value.constant))
             for value in out[carried:]
         ]
         return [*carry, *stacked]
 
     def _overwrite(
-        self, body: Any, fixed: Sequence[Value], carry: list[Value], rows: Sequence[Value]
-    ) -> list[Value]:
+        self, body: Any, fixed: Sequence[k.Value], carry: list[k.Value], rows: Sequence[k.Value]
+    ) -> list[k.Value]:
         """Return the kinds of the results of a loop that overwrites all of its carried arrays."""
         outer, self._overwrites = self._overwrites, True
         out = self.run(body, [*fixed, *carry, *rows])
         self._overwrites = outer
         return out
 
-    def _row(self, eqn: Any, value: Value, var: Any) -> Value:
+    def _row(self, eqn: Any, value: k.Value, var: Any) -> k.Value:
         """Return the kind of a row of an array over which a scan iterates."""
         to = {dim: dim - 1 for dim in range(1, var.aval.ndim)}
         kind = value.kind
-        if isinstance(kind, Shard):
+        if isinstance(kind, k.Shard):
             left = kind.dims - {0}
             kind = (
-                Shard(frozenset(to[dim] for dim in left), kind.inner)
+                k.Shard(frozenset(to[dim] for dim in left), kind.inner)
                 if left
                 else self.undecided(eqn, "a loop goes over a sharded dim")
             )
-        return Value(kind, frozenset(to[dim] for dim in value.constant if dim in to))
+        return k.Value(kind, frozenset(to[dim] for dim in value.constant if dim in to))
 
     def _settle(
         self,
         eqn: Any,
         body: Any,
-        fixed: Sequence[Value],
-        carry: list[Value],
-        rows: Sequence[Value],
-    ) -> tuple[list[Value], list[Value]]:
+        fixed: Sequence[k.Value],
+        carry: list[k.Value],
+        rows: Sequence[k.Value],
+    ) -> tuple[list[k.Value], list[k.Value]]:
         """Run a loop's body until the kinds of its carried values no longer change.
 
         The function returns the kinds of the carried values, and of all results of the body.
@@ -289,67 +271,83 @@ class Pass:
             for _ in range(PASSES):
                 out = self.run(body, [*fixed, *carry, *rows])
                 after = [
-                    a if spoiled([b.kind]) and not judges else joined(a, b, reason)
+                    a if k.spoiled([b.kind]) and not judges else k.joined(a, b, reason)
                     for a, b in zip(carry, out, strict=False)
                 ]
                 if after == carry:
                     break
                 carry = after
             else:
-                carry = [Value(Unknown(frozenset([reason])))] * len(carry)
+                carry = [k.Value(k.Unknown(frozenset([reason])))] * len(carry)
         self._recording = recording
         out = self.run(body, [*fixed, *carry, *rows])
         # The kinds are settled, and this last run records the errors.
-        carry = [joined(a, b, reason) for a, b in zip(carry, out, strict=False)]
+        carry = [k.joined(a, b, reason) for a, b in zip(carry, out, strict=False)]
         return carry, out
 
-    def _while(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    def _while(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
         of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         test, fixed = values[:of_test], values[of_test : of_test + of_body]
         carry = list(values[of_test + of_body :])
         carry, _ = self._settle(eqn, eqn.params["body_jaxpr"].jaxpr, fixed, carry, [])
         (goes_on,) = self.run(eqn.params["cond_jaxpr"].jaxpr, [*test, *carry])
-        if isinstance(goes_on.kind, Whole | Zero | Count):
+        if isinstance(goes_on.kind, k.Whole | k.Zero | k.Count):
             return carry
-        kind = spoiled([goes_on.kind]) or self.undecided(
+        kind = k.spoiled([goes_on.kind]) or self.undecided(
             eqn, "a loop's number of passes differs between devices"
         )
-        return [Value(kind)] * len(carry)
+        return [k.Value(kind)] * len(carry)
 
-    def _cond(self, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    def _cond(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
         index, operands = values[0], values[1:]
         reason = f"{self.axis}: {self.place(eqn)}: the branches give values of unlike kinds"
-        found: list[Value] | None = None
+        found: list[k.Value] | None = None
+        outer, own = self.chosen, isinstance(index.kind, k.Part | k.Rank)
+        self.chosen = outer or own
         for branch in eqn.params["branches"]:
             out = self.run(branch.jaxpr, operands)
             pairs = zip(found or out, out, strict=True)
-            found = [joined(a, b, reason) for a, b in pairs]
+            found = [k.joined(a, b, reason) for a, b in pairs]
         assert found is not None
-        if isinstance(index.kind, Whole | Zero | Count):
+        self.chosen = outer
+        if isinstance(index.kind, k.Whole | k.Zero | k.Count):
             return found
-        if isinstance(index.kind, Part | Rank):
-            return [one.of_kind(parted(self, eqn, [index, one])) for one in found]
-        kind = spoiled([index.kind]) or self.undecided(eqn, "devices take different branches")
-        return [Value(spoiled([one.kind, kind]) or kind) for one in found]
+        if own:
+            kept = (k.ZERO, k.TALLY)
+            return [
+                one if one.kind in kept else one.of_kind(parted(self, eqn, [index, one]))
+                for one in found
+            ]
+        kind = k.spoiled([index.kind]) or self.undecided(eqn, "devices take different branches")
+        return [k.Value(k.spoiled([one.kind, kind]) or kind) for one in found]
 
 
-def fits(kind: Kind, aval: Any) -> bool:
+def fits(kind: k.Kind, aval: Any) -> bool:
     """Return whether the sizes of joined arrays add up to the size of an array along their dim."""
-    if not isinstance(kind, Joined):
+    if not isinstance(kind, k.Joined):
         return True
     return kind.dim < aval.ndim and sum(kind.sizes) == aval.shape[kind.dim]
 
 
-def _stacked(kind: Kind) -> Kind:
-    if not isinstance(kind, Shard):
+def _stacked(kind: k.Kind) -> k.Kind:
+    if not isinstance(kind, k.Shard):
         return kind
-    return Shard(frozenset(dim + 1 for dim in kind.dims), kind.inner)
+    return k.Shard(frozenset(dim + 1 for dim in kind.dims), kind.inner)
 
 
-def _literal(var: Any) -> Value:
+def _spread(found: Found, eqn: Any) -> list[k.Value]:
+    found = k.Value(found) if isinstance(found, k.Kind) else found
+    return [found] * len(eqn.outvars) if isinstance(found, k.Value) else found
+
+
+def _floats(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
+
+
+def _literal(var: Any) -> k.Value:
     value = getattr(var, "val", None)
     zero = value is not None and _is_zero(value)
-    return Value(ZERO if zero else WHOLE, all_constant(var.aval))
+    return k.Value(k.ZERO if zero else k.WHOLE, all_constant(var.aval))
 
 
 def _is_zero(value: Any) -> bool:
@@ -421,15 +419,15 @@ def manual_axes(eqn: Any) -> set[str]:
     )
 
 
-def entering(spec: Any, axis: str) -> Value:
+def entering(spec: Any, axis: str) -> k.Value:
     """Return the kind of an operand inside a `shard_map`, by its entry of `in_specs`."""
     for dim, entry in enumerate(spec or ()):
         if axis in (entry if isinstance(entry, tuple) else (entry,)):
-            return Value(shard(dim))
-    return Value(WHOLE)
+            return k.Value(k.shard(dim))
+    return k.Value(k.WHOLE)
 
 
-def check_leaving(at: Pass, value: Value, spec: Any, where: str) -> Kind:
+def check_leaving(at: Pass, value: k.Value, spec: Any, where: str) -> k.Kind:
     """Compare a result of `shard_map` with its entry of `out_specs`, and return its kind.
 
     Args:
@@ -444,33 +442,34 @@ def check_leaving(at: Pass, value: Value, spec: Any, where: str) -> Kind:
         for dim, entry in enumerate(spec or ())
         if axis in (entry if isinstance(entry, tuple) else (entry,))
     ]
-    if isinstance(kind, Multiple):
+    if isinstance(kind, k.Multiple):
         return at.too_large(kind.where)
-    if spoiled([kind]) or isinstance(kind, Zero):
+    if k.spoiled([kind]) or isinstance(kind, k.Zero):
         return kind
     if not dims:
-        if isinstance(kind, Whole | Count):
+        if isinstance(kind, k.Whole | k.Count):
             return kind
-        if isinstance(kind, Part | Own) or kind == DOUBTFUL:
-            return Unknown(frozenset([f"{axis}: {where}: {kind} leaves as a whole value"]))
+        unsure = isinstance(kind, k.Part) and kind != k.TALLY
+        if unsure or isinstance(kind, k.Own) or kind == k.DOUBTFUL:
+            return k.Unknown(frozenset([f"{axis}: {where}: {kind} leaves as a whole value"]))
         remedy = {
-            Owed: f"a psum over {axis!r} is missing",
-            Shard: f"an all-gather over {axis!r} is missing, or {axis!r} in out_specs",
-            Extreme: f"a pmax or pmin over {axis!r} is missing",
-            Rank: "each device keeps another value",
-            Terms: f"a psum over {axis!r} is missing",
+            k.Owed: f"a psum over {axis!r} is missing",
+            k.Shard: f"an all-gather over {axis!r} is missing, or {axis!r} in out_specs",
+            k.Extreme: f"a pmax or pmin over {axis!r} is missing",
+            k.Rank: "each device keeps another value",
+            **dict.fromkeys((k.Terms, k.Part), f"a psum over {axis!r} is missing"),
         }.get(type(kind), "each part of it needs what it is owed")
         return at.wrong_at(where, f"leaves as a whole value, and is {kind} over {axis!r}: {remedy}")
-    if isinstance(kind, Part) or (isinstance(kind, Shard) and dims[0] in kind.dims):
+    if isinstance(kind, k.Part) or (isinstance(kind, k.Shard) and dims[0] in kind.dims):
         return kind
-    if isinstance(kind, Whole) and dims[0] in value.constant:
+    if isinstance(kind, k.Whole) and dims[0] in value.constant:
         return kind
-    if isinstance(kind, Owed):
-        return Terms(dims[0])
-    if isinstance(kind, Whole):
+    if isinstance(kind, k.Owed):
+        return k.Terms(dims[0])
+    if isinstance(kind, k.Whole):
         return at.wrong_at(
             where,
             f"leaves as shards along dim {dims[0]}, and is whole on every device: the result has "
             f"{at.size} copies of it",
         )
-    return Unknown(frozenset([f"{axis}: {where}: a value that is {kind} leaves as shards"]))
+    return k.Unknown(frozenset([f"{axis}: {where}: a value that is {kind} leaves as shards"]))
