@@ -10,11 +10,12 @@ import jax
 
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment
+from jaxdist.mesh import axis_names
 from jaxdist.proofs.certificate import Proof, Undecided
 from jaxdist.proofs.neighbours import neighbours
 from jaxdist.proofs.numbers import Compared, Reference
 from jaxdist.proofs.reduce import reduced
-from jaxdist.proofs.sent import Sent, compare
+from jaxdist.proofs.sent import Sent, compare, owed_sums
 from jaxdist.proofs.types.check import Typed
 from jaxdist.proofs.types.program import types_of
 from jaxdist.train.step import Program
@@ -40,7 +41,6 @@ def prove(experiment: Experiment, *, near: int, seed: int, say: Say) -> Proof:
     sections, notes = reduced(experiment)
     for note in notes:
         say(f"reduced  {note}")
-    undecided += _left_out(experiment)
     found: list[Compared] = []
     plain, weighted = Reference(sections, False, seed), Reference(sections, True, seed)
     say("numbers  one device against the plan, at a reduced size")
@@ -89,19 +89,13 @@ def _typed(program: Program) -> tuple[Typed | None, list[Undecided]]:
 
 
 def _sent(steps: Any) -> tuple[Sent | None, list[Undecided]]:
-    program, mesh = steps.experiment.program, steps.experiment.layout.mesh
-    shapes = program.state_shapes, program.batch
+    experiment = steps.experiment
+    program, layout = experiment.program, experiment.layout
+    axis = layout.axis_of("batch") if experiment.config.strategy.type == "synchronous" else None
+    trained, _ = program.model.divided(program.state_shapes.params)
+    owed = owed_sums(trained, layout.mesh, axis_names(layout.mesh, axis) if axis else ())
     try:
-        closed = jax.make_jaxpr(program.train)(*shapes)
-        return compare(closed, steps.compiled, mesh, program.state_shapes), []
+        closed = jax.make_jaxpr(program.train)(program.state_shapes, program.batch)
+        return compare(closed, steps.compiled, layout.mesh, program.state_shapes, owed), []
     except JaxdistError as error:
         return None, [Undecided("bytes", "the step", str(error))]
-
-
-def _left_out(experiment: Experiment) -> list[Undecided]:
-    """Return an `Undecided` for each setting that has no counterpart on a single device."""
-    found = []
-    if experiment.config.parallel.compression is not None:
-        why = "messages in place of gradients lose some of them, which no single device does"
-        found.append(Undecided("numbers", "parallel.compression", why))
-    return found

@@ -81,6 +81,8 @@ def reduced(experiment: Experiment) -> tuple[JsonObject, tuple[str, ...]]:
         parallel["zero"] = {**parallel["zero"], "gather_dtype": None}
         sections["parallel"] = parallel
         notes.append("computed in float32")
+    if whole["parallel"]["compression"] is not None:
+        notes.append("messages with whole gradients: what a codec loses is no part of the proof")
     for name in ("batch_ramp", "phases"):
         if whole["train"].get(name):
             notes.append(f"one batch size, without train.{name}")
@@ -187,7 +189,9 @@ def _data(experiment: Experiment, whole: JsonObject, parts: int, model: Any) -> 
 
 def _parallel(parallel: Json) -> JsonObject:
     zero, reduce = parallel["zero"], parallel["reduce"]
-    found = {**parallel, "compression": None}
+    found = {**parallel}
+    if parallel["compression"] is not None:
+        found["compression"] = {"type": "whole", "axis": parallel["compression"]["axis"]}
     found["zero"] = {**zero, "whole_below": min(zero["whole_below"], WHOLE_BELOW)}
     if reduce and isinstance(reduce.get("bucket_bytes"), int):  # the value may be null or "auto"
         found["reduce"] = {**reduce, "bucket_bytes": min(reduce["bucket_bytes"], BUCKET_BYTES)}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from documents import ROOT, blocks
 from jax import lax
@@ -16,13 +18,18 @@ from runs import DIGITS
 
 from benchmarks.prove.faults import PLANS, faults
 from benchmarks.prove.mutations import planted
+from jaxdist.collectives.marks import begins, ends
 from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.parallel.pipeline.executor.lower import lower
+from jaxdist.parallel.pipeline.executor.ticks import NONE
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
 from jaxdist.proofs import rule
 from jaxdist.proofs.types import rules, walk
 from jaxdist.proofs.types.check import Typed, check_types
 from jaxdist.proofs.types.program import types_of
+from jaxdist.proofs.types.stages import mistake_of
 
 WHOLE, ROWS = PartitionSpec(), PartitionSpec("d")
 COLUMNS = PartitionSpec(None, "d")
@@ -211,6 +218,93 @@ def test_a_step_of_zero_is_proved(stage):
     assert (found.findings, dict(found.undecided)) == ((), {})
     assert set(found.proved) == set(found.outputs)
     assert any("kernel" in name for name in found.proved)
+
+
+PLANNED: dict[str, dict[str, Any]] = {
+    "a pipeline": PLANS["pipeline"],
+    "interleaved stages": {
+        **PLANS["pipeline"],
+        "model": {**PLANS["pipeline"]["model"], "layers": 4},
+        "parallel": {"pipeline": {"schedule": {"type": "interleaved", "chunks": 2}}},
+    },
+    "messages across a slow network": {
+        **PLANS["networks"],
+        "parallel": {"compression": {"type": "quantize", "axis": "data.dcn"}},
+    },
+    "few elements of each gradient": {
+        **PLANS["ring"],
+        "parallel": {"compression": {"type": "topk"}},
+    },
+    "strict sums in shards": {
+        **PLANS["ring"],
+        "parallel": {"deterministic": {"type": "strict", "shards": 8}, "zero": {"stage": 1}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.full] * (n == "interleaved stages")) for n in PLANNED],
+)
+def test_every_value_of_a_plan_is_proved(name):
+    found = types_of(build(_config(PLANNED[name]), devices=jax.devices()[:4]).program)
+    assert (found.findings, dict(found.undecided)) == ((), {})
+    assert set(found.proved) == set(found.outputs) != set()
+
+
+def tallied(x: jax.Array) -> jax.Array:
+    """Add up, in a loop, the rows that the device's own table chooses."""
+    turns = jnp.tile(jnp.eye(DEVICES, dtype=bool), (2, 1))[:, lax.axis_index("d")]
+
+    def turn(total: jax.Array, row: Any) -> tuple[jax.Array, None]:
+        mine, value = row
+        return lax.cond(mine, lambda: total + value, lambda: total), None
+
+    return lax.scan(turn, jnp.zeros(4), (turns, x))[0]
+
+
+def test_a_tally_of_own_terms_is_summed_once():
+    assert typed(lambda x: lax.psum(tallied(x), "d"), (8, 4)).proved == ("y",)
+    (missing,) = typed(tallied, (8, 4)).findings
+    assert "a psum over 'd' is missing" in missing.message
+    (twice,) = typed(lambda x: lax.psum(lax.psum(tallied(x), "d"), "d"), (8, 4)).findings
+    assert "4 times too large" in twice.message
+    # A term of every device outside of the branch would be added by each.
+    assert typed(lambda x: lax.psum(tallied(x) + x[0], "d"), (8, 4)).proved == ()
+
+
+@pytest.mark.parametrize("op", ["whole", "twice"])
+def test_what_begins_a_marked_sum_must_be_owed(op):
+    def step(x: jax.Array) -> jax.Array:
+        term = lax.psum(x.sum(0), "d") if op == "whole" else x.sum(0)
+        total = ends(jnp.round(begins(term, "d", 0)), "d", 0)
+        return total if op == "whole" else lax.psum(total, "d")
+
+    (finding,) = typed(step, (8, 4), into=(ROWS,)).findings
+    assert "4 times too large" in finding.message
+
+
+TABLES = [("forward", "input"), ("backward", "microbatch"), ("backward", "chunk")]
+
+
+@pytest.mark.parametrize(("table", "entry"), TABLES)
+def test_a_wrong_table_of_a_schedule_is_named(table, entry):
+    ticks = lower(one_f_one_b(4, 4), activations="recompute")
+    assert mistake_of(ticks) == ""
+    tables = getattr(ticks, table)
+    entries = getattr(tables, entry).copy()
+    at = tuple(np.argwhere((tables.kind != NONE) & (entries > 0))[-1])
+    entries[at] -= 1
+    wrong = replace(ticks, **{table: tables._replace(**{entry: entries})})
+    assert mistake_of(wrong).startswith(f"tick {at[0]}, stage {at[1]}: ")
+
+
+def test_a_task_that_no_table_has_is_named():
+    ticks = lower(one_f_one_b(2, 2), activations="stash")
+    kinds = ticks.backward.kind.copy()
+    kinds[tuple(np.argwhere(kinds != NONE)[-1])] = NONE
+    wrong = replace(ticks, backward=ticks.backward._replace(kind=kinds))
+    assert mistake_of(wrong).endswith("0 times")
 
 
 def test_an_evaluation_in_stages_is_followed_along_the_data_axis():

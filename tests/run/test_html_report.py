@@ -14,6 +14,7 @@ from runs import RUN, Jaxdist
 
 from jaxdist.errors import RunError
 from jaxdist.metrics.writer import read_metrics
+from jaxdist.run.directory import RunDirectory
 from jaxdist.run.report.page.data import program_data
 from jaxdist.run.report.page.write import MOST_BYTES, report_page, write_page
 
@@ -299,3 +300,14 @@ def test_contrast_in_light_and_in_dark(tmp_path: Path) -> None:
             assert contrast(colours[f"c{number}"], colours["card"]) >= 3
         for number in (0, 2, 3, 5):
             assert contrast(colours["on"], colours[f"c{number}"]) >= 4.5
+
+
+def test_the_proof_of_a_run_has_a_section(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", [line(1, loss=2.0)])
+    assert written(tmp_path, run)["runs"][0]["proof"] == []
+    numbers = {"seed": 3, "plans": [], "neighbours": []}
+    certificate = {"verdict": "proved", "digest": "a" * 64, "types": None, "bytes": None}
+    RunDirectory(run).proof.write_text(json.dumps({**certificate, "numbers": numbers}))
+    (found,) = written(tmp_path, run)["runs"]
+    assert found["proof"] == ["proof  proved, config aaaaaaaaaaaa, seed 3"]
+    assert "drawProof();" in (tmp_path / "page.html").read_text()

@@ -22,6 +22,7 @@ from jaxdist.pipeline_schedules.simulate import Timeline, simulate
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.report.goodput import slow_lines, uncopied_lines
 from jaxdist.run.report.page.curves import RunRecords, collect
+from jaxdist.run.report.proof import proof_lines, read_proof
 from jaxdist.types import Json, JsonObject
 
 INSPECTION = "inspect.json"
@@ -57,6 +58,7 @@ def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, RunRecords
     records = RunRecords()
     if (run / FILE_NAME).exists():
         records = collect(iterate_metrics(run))
+    proof = read_proof(directory)
     time, energy = joined_lives(records.others), tally.joined_energy(records.others)
     events = read_journal(run)
     found = {
@@ -69,6 +71,7 @@ def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, RunRecords
         "notes": [*slow_lines(events), *uncopied_lines(events)],
         "energy": None if energy is None else energy.as_json(),
         "checkpoints": steps_present(directory.checkpoints),
+        "proof": [*proof_lines(proof)] if proof else [],
         "versions": _versions(directory),
         **_configured(directory),
         **compiled,
