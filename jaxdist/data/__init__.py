@@ -16,9 +16,11 @@ from jaxdist.data.source import Dataset, Source
 from jaxdist.data.synthetic import SyntheticConfig
 from jaxdist.data.text.chat import ChatConfig
 from jaxdist.data.text.dataset import TextConfig
+from jaxdist.data.text.labelled import LabelledTextConfig
 
 DataConfig = Annotated[
     TextConfig
+    | LabelledTextConfig
     | ChatConfig
     | ImagesConfig
     | MovieLensConfig
@@ -37,6 +39,7 @@ __all__ = [
     "Dataset",
     "ImagesConfig",
     "ImportConfig",
+    "LabelledTextConfig",
     "MovieLensConfig",
     "Source",
     "SyntheticConfig",

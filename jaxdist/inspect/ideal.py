@@ -83,7 +83,9 @@ def bound_notes(experiment: Experiment) -> tuple[str, ...]:
             )
         return tuple(notes)
     if stage == 3:
-        notes.append("parallel.zero.stage 3 gathers parameters for both passes")
+        once = exchange.zero is not None and exchange.zero.once
+        passes = "once a step" if once else "for both passes"
+        notes.append(f"parallel.zero.stage 3 gathers parameters {passes}")
     if stage >= 2 and count > 1:
         notes.append(f"each of train.microbatches {count} sends its own")
     return tuple(notes)

@@ -1,5 +1,7 @@
 """BERT: an encoder that sees both ways, with a head for masked tokens (Devlin, arXiv 1810.04805).
 
+Another head classifies sequences by the state of their first token.
+
 Dims: B batch, L sequence, D embed, V vocab, P predicted positions.
 """
 
@@ -20,7 +22,15 @@ from jaxdist.models.attention.contract import AttentionRequest
 from jaxdist.models.feed_forward.swiglu import SwiGLU
 from jaxdist.models.gpt import Attention, GptConfig
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, no_hint
-from jaxdist.models.layers import ComputeDtype, LayerNorm, Stacked, matmul, param, stack
+from jaxdist.models.layers import (
+    ComputeDtype,
+    LayerNorm,
+    Linear,
+    Stacked,
+    matmul,
+    param,
+    stack,
+)
 from jaxdist.models.remat import RematConfig, named
 from jaxdist.models.tuning.part import PartConfig
 from jaxdist.models.vocabulary import cut_padding, filled_up, hide_padding, padded_size
@@ -29,13 +39,17 @@ _INIT = nnx.initializers.normal(0.02)
 
 
 class BertConfig(PartConfig):
-    """An encoder for masked tokens: norms after each residual sum, learned positions, exact gelu.
+    """An encoder for masked tokens, or for classes of sequences.
 
+    Norms follow each residual sum, positions are learned, and the gelu is exact.
     BERT-base has layers 12, embed 768, heads 12; BERT-large has layers 24, embed 1024, heads 16.
     """
 
     type: Literal["bert"]
     """Selects this model."""
+    head: Literal["tokens", "classes"] = "tokens"
+    """Output: the originals of masked tokens, or (classes) one class of the data's for each
+    sequence, from its first token's state by a dense layer with tanh and another."""
     layers: Count
     """Number of blocks."""
     embed: Count
@@ -110,13 +124,22 @@ class BertConfig(PartConfig):
         platform: str | None = None,
         length: int | None = None,
         family: str = "",
-    ) -> Bert:
+        classes: int | None = None,
+    ) -> Bert | BertClassifier:
         """Build the module for a vocabulary of `vocab_size` tokens, as `GptConfig.build` does.
+
+        Args:
+          classes: number of the data's classes, for the head `classes`.
 
         Raises:
           ConfigError: an attention kernel that does not support these devices or sequences;
-            sequences longer than the positions.
+            sequences longer than the positions; a head for classes, and data without them.
         """
+        if self.head == "classes" and classes is None:
+            raise ConfigError(
+                "model.head classes needs data with classes, such as data.type labelled_text",
+                setting=("head",),
+            )
         ask = self.ask(platform, hint, length, family)
         choose_kernel(self.attention, ask)
         if (length or 0) > self.positions:
@@ -126,7 +149,10 @@ class BertConfig(PartConfig):
                 setting=("positions",),
             )
         attend = Attend(self.attention, ask, hint)
-        return Bert(self, rngs, vocab_size=vocab_size, hint=hint, attend=attend)
+        given = {"vocab_size": vocab_size, "hint": hint, "attend": attend}
+        if self.head == "tokens":
+            return Bert(self, rngs, **given)
+        return BertClassifier(self, rngs, **given, classes=classes or 0)
 
 
 class Encoder(nnx.Module):
@@ -157,12 +183,11 @@ def _dropped(x: jax.Array, dropout: nnx.Dropout | None) -> jax.Array:
     return x if dropout is None else dropout(x)
 
 
-class Bert(Stacked):
-    """A model from masked tokens int32 `[B, L]` to logits `[B, L, vocab_size]` of the originals.
+class BertEncoder(Stacked):
+    """An encoder of tokens int32 `[B, L]`, without a head.
 
     An optional second input, segments int32 `[B, L]`, is the document of each position, and a
-    third, kinds int32 `[B, L]`, the kind of each token. `hidden` gives the states `[B, L, D]`;
-    `head` gives the logits of all states or of a selection.
+    third, kinds int32 `[B, L]`, the kind of each token. `hidden` gives the states `[B, L, D]`.
     """
 
     def __init__(
@@ -171,17 +196,13 @@ class Bert(Stacked):
         self.config, self.hint, self.vocab_size = config, hint, vocab_size
         self.remat, self.unroll = config.remat, config.scan_unroll
         D, V = config.embed, padded_size(vocab_size, config.vocab_multiple)
-        zeros, epsilon = nnx.initializers.zeros, config.norm_epsilon
+        epsilon = config.norm_epsilon
         self.embedding = param(rngs, filled_up(vocab_size, D), (V, D), ("vocab", "embed"))
         self.positions = param(rngs, _INIT, (config.positions, D), (None, "embed"))
         self.kinds = param(rngs, _INIT, (config.token_types, D), (None, "embed"))
         self.embed_norm = LayerNorm(D, rngs, epsilon=epsilon)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs) if config.dropout else None
         self.blocks = stack(lambda r: Encoder(config, r, hint, attend), config.layers, rngs)
-        self.transform = param(rngs, _INIT, (D, D), ("embed", None))
-        self.transform_bias = param(rngs, zeros, (D,), ("embed",))
-        self.norm = LayerNorm(D, rngs, epsilon=epsilon)
-        self.output_bias = param(rngs, zeros, (V,), ("vocab",))
 
     def embed(
         self,
@@ -211,6 +232,23 @@ class Bert(Stacked):
         del tokens_BL, kinds_BL
         return (segments_BL if self.config.isolate_documents else None,)
 
+
+class Bert(BertEncoder):
+    """A model from masked tokens int32 `[B, L]` to logits `[B, L, vocab_size]` of the originals.
+
+    `head` gives the logits of all states or of a selection.
+    """
+
+    def __init__(
+        self, config: BertConfig, rngs: nnx.Rngs, *, vocab_size: int, hint: Hint, attend: Attend
+    ):
+        super().__init__(config, rngs, vocab_size=vocab_size, hint=hint, attend=attend)
+        (V, D), zeros = self.embedding.shape, nnx.initializers.zeros
+        self.transform = param(rngs, _INIT, (D, D), ("embed", None))
+        self.transform_bias = param(rngs, zeros, (D,), ("embed",))
+        self.norm = LayerNorm(D, rngs, epsilon=config.norm_epsilon)
+        self.output_bias = param(rngs, zeros, (V,), ("vocab",))
+
     def head(self, x_BLD: jax.Array) -> jax.Array:
         """Return logits `[B, L, vocab_size]` of states x `[B, L, D]`, in the compute dtype."""
         return cut_padding(self.padded_head(x_BLD), self.vocab_size, self.hint)
@@ -225,3 +263,29 @@ class Bert(Stacked):
             bias_V = self.output_bias[...].astype(x_BPD.dtype).reshape(1, 1, -1)
             logits_BPV = self.hint(logits_BPV + bias_V, "batch", "seq", "vocab")
             return hide_padding(logits_BPV, self.vocab_size)
+
+
+class BertClassifier(BertEncoder):
+    """A model from tokens int32 `[B, L]` to logits `[B, classes]` of each sequence."""
+
+    def __init__(
+        self,
+        config: BertConfig,
+        rngs: nnx.Rngs,
+        *,
+        vocab_size: int,
+        hint: Hint,
+        attend: Attend,
+        classes: int,
+    ):
+        super().__init__(config, rngs, vocab_size=vocab_size, hint=hint, attend=attend)
+        D = config.embed
+        self.pooler = Linear((D, D), ("embed", "features"), rngs, init=_INIT)
+        self.classifier = Linear((D, classes), ("features", "classes"), rngs, init=_INIT)
+
+    def head(self, x_BLD: jax.Array) -> jax.Array:
+        """Return logits `[B, classes]` of states x `[B, L, D]`, by the first of each sequence."""
+        with jax.named_scope("head"):
+            x_BD = self.hint(x_BLD, *WITHIN, was=RESIDUAL)[:, 0]
+            h_BD = _dropped(jnp.tanh(self.pooler(x_BD)), self.dropout)
+            return self.classifier(h_BD)

@@ -16,6 +16,7 @@ from jaxdist.models.hints import Hint
 from jaxdist.models.images.cnn import CnnConfig
 from jaxdist.models.images.mlp import MlpConfig
 from jaxdist.models.images.resnet import ResnetConfig
+from jaxdist.models.images.vit import VitConfig
 from jaxdist.models.loss import (
     ClassificationConfig,
     LossConfig,
@@ -54,6 +55,7 @@ ModelConfig = Annotated[
     | MlpConfig
     | CnnConfig
     | ResnetConfig
+    | VitConfig
     | MfConfig
     | DlrmConfig
     | ImportedModelConfig,
@@ -107,13 +109,10 @@ def make_model(
             raise ConfigError(
                 f"model.type {config.type} needs tokens, but the data gives {sorted(shapes)}"
             )
-        platform, family = None if device is None else device.platform, ""
-        if device is not None:
-            if platform == "tpu" and (known := find_device(device.device_kind)):
-                family = known.name
-            check_memory(config.remat, [memory.kind for memory in device.addressable_memories()])
-        length = shapes.get("segments", (None,))[-1]
-        given: Kwargs = {"hint": hint, "platform": platform, "length": length, "family": family}
+        given = {"hint": hint, "length": shapes.get("segments", (None,))[-1]}
+        given |= _for_blocks(config, device)
+        if isinstance(config, BertConfig):
+            given["classes"] = classes
         return lambda rngs: config.build(rngs, vocab_size=vocab_size, **given)
     if isinstance(config, MfConfig | DlrmConfig):
         if fields is None:
@@ -132,12 +131,26 @@ def make_model(
             f"but the data gives {dict(shapes)}"
         )
     shape = (image[0], image[1], image[2])
-    return lambda rngs: config.build(rngs, shape=shape, classes=classes, hint=hint)
+    own = _for_blocks(config, device) if isinstance(config, VitConfig) else {}
+    return lambda rngs: config.build(rngs, shape=shape, classes=classes, hint=hint, **own)
+
+
+def _for_blocks(config: GptConfig | BertConfig | VitConfig, device: Any | None) -> Kwargs:
+    """Return the arguments of a transformer's `build` that depend on the devices.
+
+    Raises:
+      ConfigError: the devices cannot offload what the model's `remat` offloads.
+    """
+    if device is None:
+        return {"platform": None, "family": ""}
+    known = find_device(device.device_kind) if device.platform == "tpu" else None
+    check_memory(config.remat, [memory.kind for memory in device.addressable_memories()])
+    return {"platform": device.platform, "family": known.name if known else ""}
 
 
 def offloads_of(config: ModelConfig) -> bool:
     """Return whether a model's activations are offloaded to the host's memory."""
-    return isinstance(config, GptConfig | BertConfig) and offloads(config.remat)
+    return isinstance(config, GptConfig | BertConfig | VitConfig) and offloads(config.remat)
 
 
 def model_notices(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
@@ -194,12 +207,12 @@ def default_loss(config: ModelConfig) -> LossConfig | None:
     """Return the default loss of a model; None for the user's own model."""
     if isinstance(config, GptConfig):
         return NextTokenConfig(type="next_token")
-    if isinstance(config, BertConfig):
+    if isinstance(config, BertConfig) and config.head == "tokens":
         return MaskedTokensConfig(type="masked_tokens")
     if isinstance(config, MfConfig):
         return SquaredErrorConfig(type="squared_error")
     if isinstance(config, DlrmConfig):
         return ClickConfig(type="click")
-    if isinstance(config, MlpConfig | CnnConfig | ResnetConfig):
+    if isinstance(config, BertConfig | MlpConfig | CnnConfig | ResnetConfig | VitConfig):
         return ClassificationConfig(type="classification")
     return None

@@ -130,6 +130,7 @@ class ClassificationConfig(Config):
     """Softmax cross-entropy of one label per example, in nats, and accuracy."""
 
     needs: ClassVar[Needs] = {"image": None, "label": ()}
+    of_text: ClassVar[Needs] = {"tokens": ("length",), "segments": ("length",), "label": ()}
     type: Literal["classification"]
     """Selects this loss."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -137,7 +138,10 @@ class ClassificationConfig(Config):
     evaluation."""
 
     def build(self) -> Loss:
-        """Build the loss of a module called as `module(image)`, image in 0..1."""
+        """Build the loss of a module called as `module(image)`, image in 0..1.
+
+        Of examples with tokens, the module is called as `module(tokens, segments)`.
+        """
         return partial(classification, label_smoothing=self.label_smoothing)
 
 
@@ -180,6 +184,8 @@ def check_fields(config: LossConfig, shapes: Mapping[str, tuple[int, ...]]) -> N
         fields that the loss reads, those in the data, and a loss that fits); a sequence that does
         not divide into the loss's chunks.
     """
+    if isinstance(config, ClassificationConfig) and _reads(config.of_text, shapes):
+        return
     if _reads(config.needs, shapes):
         if isinstance(config, NextTokenConfig):
             _check_chunks(config.chunks, shapes["segments"][0])
@@ -335,14 +341,19 @@ def classification(
     """Compute the mean cross-entropy and accuracy over the rows with weight.
 
     Args:
-      module: maps images `[B, height, width, channels]` to logits `[B, classes]`.
-      batch: image uint8 or float, label int32 `[B]`, weight float32 `[B]`; after mixup also
-        mixed_label int32 `[B]` and mixed_share float32 `[B]` of the image that was mixed in.
+      module: maps images `[B, height, width, channels]`, or tokens and segments `[B, L]`, to logits
+        `[B, classes]`.
+      batch: tokens and segments int32, or image uint8 or float; label int32 `[B]`, weight float32
+        `[B]`; after mixup also mixed_label int32 `[B]` and mixed_share float32 `[B]` of the image
+        that was mixed in.
     """
-    image, label, weight = batch["image"], batch["label"], batch["weight"]
-    if image.dtype == jnp.uint8:
-        image = image.astype(jnp.float32) / 255
-    logits = module(image).astype(jnp.float32)
+    label, weight = batch["label"], batch["weight"]
+    if "tokens" in batch:
+        logits = module(batch["tokens"], batch["segments"])
+    else:
+        image = batch["image"]
+        logits = module(image.astype(jnp.float32) / 255 if image.dtype == jnp.uint8 else image)
+    logits = logits.astype(jnp.float32)
     target = jax.nn.one_hot(label, logits.shape[-1])
     if "mixed_label" in batch:  # Labels are mixed in the shares in which images were mixed.
         share = batch["mixed_share"][:, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -101,6 +102,8 @@ def plan_exchange(
         check_devices(layout.mesh, facts.batch_axes, strict.shards)
     given = config.zero, layout, params, dims
     zero = plan_zero(*given, parts=config.shards, by_layer=whole_matrices)
+    if zero is not None and zero.stage == 3 and facts.stages > 1:
+        zero = replace(zero, once=config.pipeline.gather == "step")
     told = tuple(notices(facts, zero))
     if strict is not None:
         settings = {"mesh": layout.mesh, "axes": facts.batch_axes, "scanned": scanned}

@@ -77,7 +77,8 @@ class ShardedParameter(Deferred):
 class Scattered(Deferred):
     """A parameter that is whole, but whose gradient is sharded (stage 2).
 
-    Each use sends a reduce-scatter in the backward pass.
+    Each use sends a reduce-scatter in the backward pass. In stage 3, a parameter that was gathered
+    for a whole step is such a parameter too.
 
     Attributes:
       full: the whole parameter; differentiation gives zero as its gradient.
@@ -112,6 +113,7 @@ def defer(
     sharded: bool,
     length: int | None = None,
     second: jax.Array | None = None,
+    once: bool = False,
 ) -> PyTree:
     """Make a `ShardedParameter` (if `sharded`) or a `Scattered` parameter.
 
@@ -120,13 +122,18 @@ def defer(
       dim: the split dim of the parameter or of its gradient, counted from the front.
       spec: partition spec of the parameter over automatic axes.
       length, second: as for `ShardedParameter`.
+      once: whether a shard is gathered at once, in one message, for all uses in a step.
     """
     full = PartitionSpec(*spec, *(None,) * (param.ndim - len(spec)))
-    if sharded:
+    dtype = param.dtype
+    if sharded and once:
+        gather = partial(wire.gather, dims=[dim], lengths=[length])
+        (param,) = on_blocks(gather, [full])([param])
+    elif sharded:
         return ShardedParameter(param, dim - param.ndim, wire, full, length, second)
     shape = [*param.shape]
     shape[dim] = -(-shape[dim] // axis_size(wire.axes))
-    return Scattered(param, jnp.zeros(shape, param.dtype), dim - param.ndim, wire, full)
+    return Scattered(param, jnp.zeros(shape, dtype), dim - param.ndim, wire, full)
 
 
 @dataclass(frozen=True)
@@ -229,17 +236,18 @@ def _itself(
 
 def _itself_forward(
     wire: ZeroMessages, splits: Splits, fulls: Any, shards: Params
-) -> tuple[list[jax.Array], None]:
-    del wire, splits, shards
-    return fulls, None
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    del wire, splits
+    # Scalars carry the dtypes of the gradients, which `gather_dtype` does not change.
+    return fulls, [jnp.zeros((), shard.dtype) for shard in shards]
 
 
 def _itself_backward(
-    wire: ZeroMessages, splits: Splits, _: None, cotangents: list[jax.Array]
+    wire: ZeroMessages, splits: Splits, like: list[jax.Array], cotangents: list[jax.Array]
 ) -> PyTree:
     summed = _scattered(wire, splits, cotangents)
     zeros = [jnp.zeros_like(cotangent) for cotangent in cotangents]
-    return zeros, [s.astype(c.dtype) for s, c in zip(summed, cotangents, strict=True)]
+    return zeros, [s.astype(x.dtype) for s, x in zip(summed, like, strict=True)]
 
 
 _itself.defvjp(_itself_forward, _itself_backward)

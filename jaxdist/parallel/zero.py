@@ -88,6 +88,7 @@ class ZeroSplit:
       prefetch: whether a layer is gathered while the previous layer computes.
       gather_codec: codec of the parameters in gathers; None sends them uncompressed.
       secondary: whether shards are gathered across the slow network once a step.
+      once: whether stage 3 gathers parameters once a step, and keeps them whole until its end.
       uneven: shapes, by name, of large parameters that stay whole, because no dim divides and none
         can be filled up with zeros.
       padded: for each parameter whose split dim does not divide, by name: the dim's own length, and
@@ -102,6 +103,7 @@ class ZeroSplit:
     prefetch: bool = False
     gather_codec: Codec | None = None
     secondary: bool = False
+    once: bool = False
     uneven: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -232,8 +234,8 @@ def plan_zero(
         config.prefetch,
         config.gather_codec,
         config.secondary,
-        uneven,
-        padded,
+        uneven=uneven,
+        padded=padded,
     )
 
 

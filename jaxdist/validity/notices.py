@@ -104,6 +104,11 @@ def _of_messages(facts: Facts) -> Iterator[str]:
 
 def _of_gathers(facts: Facts) -> Iterator[str]:
     zero = facts.zero
+    if facts.stages > 1 and zero.stage < 3 and "parallel.pipeline.gather task" in facts.pipeline:
+        yield (
+            f"parallel.pipeline.gather task has no effect with {shown_stage(facts)}: only stage 3 "
+            "gathers parameters"
+        )
     if zero.stage == 3 and facts.reduction is not None:
         return
     for name, value, unset in (

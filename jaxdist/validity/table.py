@@ -57,14 +57,13 @@ ROWS: tuple[ValidityRow, ...] = (
         "set parallel.zero.prefetch: false",
     ),
     ValidityRow(
-        (("zero 3", "parallel.zero.secondary"), ("stage (a pipeline)",)),
-        "each microbatch would gather the parameters of its layers two times, which a stage that "
-        "holds its own layers alone does not pay back",
-        "set parallel.zero.stage: 1, or 2",
+        (("parallel.zero.secondary", "parallel.zero.prefetch"), ("stage (a pipeline)",)),
+        "a stage gathers parameters once a step, or in each task, which its neighbours wait for",
+        "set it to false; parallel.pipeline.gather says when",
     ),
     ValidityRow(
         (
-            ("zero 2",),
+            ("zero 2", "zero 3"),
             ("stage (a pipeline)",),
             (f"reduce: {', '.join(FLAT)}", "reduce: hierarchical"),
         ),

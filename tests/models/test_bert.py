@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from pydantic import ValidationError
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.bert import BertConfig
 from jaxdist.models.functional import functional
-from jaxdist.models.loss import masked_tokens
+from jaxdist.models.loss import classification, masked_tokens
 from jaxdist.trees import tree_size
 
 VOCAB = 99
@@ -136,6 +137,27 @@ def test_dropout_drops_in_training_alone():
     module.eval()
     np.testing.assert_allclose(module(given), bert().bind(params, {})(given), rtol=1e-5, atol=1e-5)
     assert np.abs(module(given) - trained).max() > 0.1
+
+
+def test_a_classifier_reads_the_first_state_alone():
+    model = functional(lambda rngs: config(head="classes").build(rngs, vocab_size=VOCAB, classes=3))
+    names = {"transform", "transform_bias", "norm", "output_bias"}
+    assert set(bert().params) - set(model.params) == names
+    params = model.init(jax.random.key(0))[0]
+    given = jnp.asarray(tokens())
+    module = model.bind(params, {})
+    x_BD = module.hidden(given, jnp.zeros_like(given))[:, 0]
+    pooled = jnp.tanh(x_BD @ params["pooler"]["kernel"] + params["pooler"]["bias"][None])
+    last = params["classifier"]
+    expected = pooled @ last["kernel"] + last["bias"][None]
+    np.testing.assert_allclose(module(given), expected, rtol=1e-5, atol=1e-6)
+    weight = jnp.array([1.0, 0.5])
+    batch = {"tokens": given, "segments": 0 * given, "label": jnp.array([2, 0]), "weight": weight}
+    found = classification(module, batch, label_smoothing=0.0)
+    nats = -jax.nn.log_softmax(expected)[jnp.arange(2), batch["label"]]
+    np.testing.assert_allclose(found["loss"].total, (nats * weight).sum(), rtol=1e-5)
+    with pytest.raises(ConfigError, match=r"model\.head classes needs data with classes"):
+        config(head="classes").build(nnx.Rngs(0), vocab_size=VOCAB)
 
 
 def test_settings_that_do_not_fit_are_refused():

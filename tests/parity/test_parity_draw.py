@@ -66,13 +66,14 @@ def test_every_draw_is_plain_data_that_the_schema_takes():
 def test_everything_is_drawn():
     found = Counter(item for config in configs() for item in features_of(config).items())
     values = {name: {value for other, value in found if other == name} for name, _ in found}
-    assert values["model"] == {*MODELS, "resnet", "bert"}
+    assert values["model"] == {*MODELS, "resnet", "bert", "vit"}
     assert values["optimizer"] == {*OPTIMIZERS, "onebit_adam", "onebit_lamb"}
     for name in SETTINGS:
         assert len(values[name]) > 1, f"no draw has the setting {name}"
     assert values["devices"] == set("12345678")
     assert values["schedule"] == {"none", *SCHEDULES}
     assert values["activations"] == {"none", *ACTIVATIONS}
+    assert values["gathers of stages"] == {"none", "step", "task"}
     assert values["reduce"] == {name or "none" for name in REDUCTIONS}
     assert values["ZeRO"] == {"none", "1", "2", "3", "1, ici", "2, ici", "3, ici"}
     assert {"0", "16", "64", "2048"} <= values["whole_below"]

@@ -1,7 +1,7 @@
 """The exchange that sums gradients into shards during the backward pass (ZeRO 2 and 3).
 
 In stage 3, which torch calls FSDP, parameters are stored as shards too, and each layer's parameters
-are gathered when the layer runs: see `jaxdist.parallel.unshard`.
+are gathered when the layer runs, or all of them once a step: see `jaxdist.parallel.unshard`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,16 @@ class Unsharded(Sharding):
         deferred = [
             leaf
             if dim is None
-            else defer(leaf, dim, wire, spec, sharded=sharded, length=length, second=second)
+            else defer(
+                leaf,
+                dim,
+                wire,
+                spec,
+                sharded=sharded,
+                length=length,
+                second=second,
+                once=zero.once,
+            )
             for leaf, dim, length, spec, second in zip(leaves, *given, seconds, strict=True)
         ]
         return structure.unflatten(deferred)

@@ -30,6 +30,7 @@ from jaxdist.parity.draw.model import (
     layers_of,
     optimizer,
     resnet,
+    vit,
 )
 from jaxdist.parity.draw.settings import with_settings
 from jaxdist.parity.trace import STEPS
@@ -106,6 +107,8 @@ def draw(seed: int) -> Draw:
     # the same when a kind is added.
     apart = Random(f"messages {seed}")
     first, second = (_with_messages(apart, plan) for plan in (first, second))
+    apart = Random(f"stages of shards {seed}")
+    first, second = (_sharded_stages(apart, plan) for plan in (first, second))
     needs = ModelNeeds(
         tensor=math.lcm(first.tensor, second.tensor),
         chunks=max(first.chunks, second.chunks),
@@ -117,6 +120,9 @@ def draw(seed: int) -> Draw:
         common |= {"model": resnet(apart, needs)}
     if kind == "gpt" and apart.random() < 0.2:
         common |= bert(apart, common)
+    apart = Random(f"images in patches {seed}")
+    if common["model"]["type"] == "gpt" and apart.random() < 0.2:
+        common |= vit(apart, common)
     common |= {"optim": optimizer(random), "seed": random.randrange(100)}
     if any("compression" in plan.parallel for plan in (first, second)):
         # Compression turns on `skip_nonfinite` by itself, and all plans must have one optimizer.
@@ -152,7 +158,7 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
         model["remat"] = REMATS[random.choice(policies)]
         if isinstance(model["remat"], tuple):
             model["remat"] = [*model["remat"]][:layers]
-    if model["type"] == "bert" and parallel["zero"].get("prefetch"):
+    if model["type"] in ("bert", "vit") and parallel["zero"].get("prefetch"):
         model["remat"] = "full"
     if plan.chunks > 1 and random.random() < 0.3:
         counts = _composition(random, layers, plan.chunks)
@@ -260,8 +266,8 @@ def _zero_and_reduce(random: Random, mesh: Mapping[str, Json]) -> tuple[Sections
         reduce = None if kind is None else {"type": kind, **_options(random, kind)}
         scope = random.choice(SCOPES) if stage else "all"
         config = ZeroConfig(stage=stage, scope=scope)
-        if violations(facts(mesh, reduce, config)):
-            continue
+        if violations(facts(mesh, reduce, config)) or (stage == 3 and mesh.get("stage", 1) > 1):
+            continue  # `_sharded_stages` draws ZeRO 3 in pipelines
         zero: Sections = {"stage": stage, "scope": scope}
         zero["whole_below"] = random.choice((0, 0, 16, 64, ZeroConfig().whole_below))
         if stage == 3 and reduce is not None:
@@ -284,6 +290,16 @@ def _with_messages(random: Random, plan: TrainingPlan) -> TrainingPlan:
         return plan  # ZeRO 2 and 3 reduce layer by layer, which only lossy codecs support
     if violations(facts(plan.mesh, parallel["reduce"], zero, found)):
         return plan
+    return replace(plan, parallel=parallel)
+
+
+def _sharded_stages(random: Random, plan: TrainingPlan) -> TrainingPlan:
+    """Return the plan, in some draws of a pipeline with ZeRO 2 with ZeRO 3 instead."""
+    zero, pipeline = plan.parallel["zero"], plan.parallel.get("pipeline")
+    if pipeline is None or zero["stage"] != 2 or random.random() < 0.4:
+        return plan
+    pipeline = {**pipeline, "gather": random.choice(("step", "task"))}
+    parallel = {**plan.parallel, "zero": {**zero, "stage": 3}, "pipeline": pipeline}
     return replace(plan, parallel=parallel)
 
 

@@ -163,6 +163,18 @@ def bert(random: Random, common: Sections) -> Sections:
     }
 
 
+def vit(random: Random, common: Sections) -> Sections:
+    """Draw a vision transformer with the sizes of a drawn gpt, with images of whole patches."""
+    own, patch = common["model"], random.choice((1, 2, 3))
+    model = {name: own[name] for name in ("layers", "embed", "heads", "scan_unroll", "attention")}
+    data = _images(random)
+    sides = {side: patch * random.choice((1, 2, 3)) for side in ("height", "width")}
+    return {
+        "model": {"type": "vit", "patch": patch, **model, "mlp": own["mlp"]},
+        "data": {**data, **sides},
+    }
+
+
 def _tower(random: Random, needs: ModelNeeds) -> Sections:
     """Draw a `Tower`, with batch norm only if all rows of a batch are computed together."""
     data = _images(random)

@@ -93,6 +93,7 @@ def features_of(sections: Sections) -> dict[str, str]:
         ) or "none",
         "schedule": pipeline["schedule"]["type"] if pipeline else "none",
         "activations": pipeline["activations"] if pipeline else "none",
+        "gathers of stages": pipeline.get("gather", "none") if pipeline else "none",
         "uneven layers": "yes" if uneven else "no",
         **{name: setting.shown(sections) for name, setting in SETTINGS.items()},
     }  # fmt: skip

@@ -297,7 +297,7 @@ def _gather_dtype(random: Random, config: Sections) -> Sections | None:
 def _secondary(random: Random, config: Sections) -> Sections | None:
     zero, data = config["parallel"]["zero"], config["mesh"].get("data")
     fits = zero["stage"] == 3 and zero["scope"] == "all" and isinstance(data, dict)
-    if not fits or {"compression", "deterministic"} & {*config["parallel"]}:
+    if not fits or _stages(config) > 1 or {"compression", "deterministic"} & {*config["parallel"]}:
         return None
     if (config["parallel"]["reduce"] or {}).get("type") == "hierarchical":
         # The second copy is gathered over one network at a time; a hierarchical algorithm
@@ -340,6 +340,7 @@ def _weighted(config: Sections) -> str:
 FREEZABLE: Mapping[str, tuple[str, ...]] = {
     "gpt": ("embedding", "blocks/*", "*norm*", "blocks/attention/*"),
     "bert": ("embedding", "blocks/*", "*norm*", "positions"),
+    "vit": ("patches/*", "blocks/*", "*norm*", "positions"),
     "mlp": ("*bias",),
     "cnn": ("*bias",),
     "resnet": ("*bias", "stem/*", "blocks/*"),
@@ -349,6 +350,7 @@ FREEZABLE: Mapping[str, tuple[str, ...]] = {
 parameters."""
 ADAPTED: Mapping[str, tuple[str, ...]] = {
     "gpt": ("blocks/*", "*", "blocks/attention/*"),
+    "vit": ("blocks/*", "*", "blocks/attention/*"),
     "mlp": ("*kernel",),
     "cnn": ("*kernel",),
     "import": ("*",),

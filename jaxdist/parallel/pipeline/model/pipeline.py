@@ -126,7 +126,8 @@ class Pipeline:
 
     def _weight(self, shared: PyTree, frozen: PyTree, rows: PyTree) -> jax.Array:
         """Return the mean weight of the loss over all microbatches and devices; never 0."""
-        frozen = _absent(frozen[0]), frozen[1]
+        # The model's own shapes, because a parameter of a step may be a `Deferred`.
+        frozen = _absent(self._divided(self.model.params)[1][0]), frozen[1]
         visit = Visit(jax.tree.map(lambda leaf: leaf[0], rows), jnp.int32(0), None, frozen)
         parts = self._parts(training=False)
         x = jax.eval_shape(parts.embed, shared, visit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 from flax import nnx
@@ -46,6 +46,10 @@ class PipelineConfig(Config):
     activations: Activations = "recompute"
     """The input of the backward pass: a chunk's input (recompute), or the residuals that the
     chunk's forward pass stored (stash)."""
+    gather: Literal["step", "task"] = "step"
+    """When a stage gathers the parameters that ZeRO 3 splits: once a step, after which it holds all
+    of its own until the step ends, or in each of its tasks, layer by layer. With m microbatches,
+    the tasks send 2 m times the bytes of the gathers, and hold one layer."""
     ahead: bool = False
     """Whether stages run forward passes further ahead, which reduces waiting, for up to twice the
     activations."""

@@ -1,0 +1,218 @@
+"""Labelled documents as sequences of tokens, each with the class of its document."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from jaxdist.config.schema import LARGEST, Config, Count
+from jaxdist.data.source import ArraySource, Dataset
+from jaxdist.data.text.documents import TextFile, matching, python_stdlib, read_text_file
+from jaxdist.data.text.tokenizer import ByteTokenizerConfig, Tokenizer, TokenizerConfig
+from jaxdist.errors import DataError
+from jaxdist.types import Json
+
+FIRST = ("[CLS]", "<s>")
+"""Tokens that begin a sequence to be classified, if the tokenizer has one."""
+
+
+class LabelledDocument(NamedTuple):
+    """A document, its class, and a key by which it is held out."""
+
+    content: bytes
+    label: str
+    key: bytes
+
+
+class LabelledTextConfig(Config):
+    """Labelled text as sequences of tokens: rows of .jsonl files, or files with a class each."""
+
+    type: Literal["labelled_text"]
+    """Selects labelled text."""
+    source: Literal["python-stdlib", "files"] = "python-stdlib"
+    """`python-stdlib` reads the Python files of the running interpreter's standard library; `files`
+    (implied if the key `files` is set) reads the files that the key names."""
+    files: list[str] = Field(default=[])
+    """Glob patterns such as `reviews/*.jsonl`, relative to the current directory."""
+    text_field: str = "text"
+    """The key that holds the text in each line of a .jsonl file."""
+    label_field: str = "label"
+    """The key that holds the class, a text or a number, in each line of a .jsonl file."""
+    classes: dict[str, Annotated[list[str], Field(min_length=1)]] | None = None
+    """Classes of the files that are not .jsonl: patterns of their names, of which the first that
+    matches decides; null takes the name of a file's folder."""
+    tokenizer: TokenizerConfig = ByteTokenizerConfig()
+    """The tokenizer, by type."""
+    window: int = Field(default=128, ge=2, le=LARGEST)
+    """Tokens in an example; shorter documents are filled up."""
+    pieces: Count | None = None
+    """Number of pieces of a document that are examples, from its start; null is all."""
+    heldout_fraction: float = Field(default=0.1, gt=0, lt=1)
+    """Fraction of documents held out for evaluation: of files by name, of rows by content."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _files_imply_their_source(cls, values: Json) -> Json:
+        if isinstance(values, dict) and values.get("files"):
+            files = values["files"]
+            files = [files] if isinstance(files, str) else files
+            return {"source": "files", **values, "files": files}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> LabelledTextConfig:
+        if (self.source == "files") != bool(self.files):
+            raise ValueError(
+                f"source {self.source!r} with files {list(self.files)}: name the files in "
+                "data.files, or leave both out for python-stdlib"
+            )
+        if self.source == "python-stdlib" and not self.classes:
+            raise ValueError(
+                "the files of python-stdlib need classes, such as {tests: [test/*], library: ['*']}"
+            )
+        return self
+
+    def build(self) -> Dataset:
+        """Read, label, encode and split the documents.
+
+        An example has `tokens` int32 [L], `segments` int32 [L], which are 1, and 0 for the tokens
+        that fill it up, and `label` int32.
+
+        Raises:
+          DataError: text that is missing, unreadable or malformed; a document without a class;
+            fewer than two classes; a split that lacks a class.
+        """
+        tokenizer = self.tokenizer.build()
+        splits: tuple[list[LabelledDocument], ...] = ([], [])
+        for document in self._documents():
+            splits[_uniform(document.key) < self.heldout_fraction].append(document)
+        counts = [Counter(document.label for document in split) for split in splits]
+        names = sorted({*counts[0], *counts[1]})
+        _check_classes(names, counts, self.heldout_fraction)
+        train, heldout = (self._examples(split, names, tokenizer) for split in splits)
+        labels = heldout.take(np.arange(len(heldout)))["label"]
+        most = np.bincount(labels).max() / len(labels)
+        facts = {"train_examples": len(train), "heldout_examples": len(heldout)}
+        where = ", ".join(self.files) or "Python's standard library"
+        return Dataset(
+            train=train,
+            heldout=heldout,
+            vocab_size=tokenizer.vocab_size,
+            classes=len(names),
+            description=(
+                f"labelled text: {where}: {len(splits[0]):,} documents to train on, "
+                f"{len(splits[1]):,} held out, of the classes {', '.join(names)}; the most "
+                f"frequent has {most:.1%} of the held-out examples"
+            ),
+            facts=facts,
+            tokenizer=tokenizer,
+        )
+
+    def _documents(self) -> list[LabelledDocument]:
+        files = matching(self.files) if self.source == "files" else python_stdlib()
+        found: dict[bytes, LabelledDocument] = {}
+        for file in files:
+            content = read_text_file(file.path)
+            if file.path.suffix == ".jsonl":
+                rows = self._rows(file.path, content)
+            elif self.source == "python-stdlib" and not _is_utf8(content):
+                continue  # The library has a few such files to test its own errors.
+            else:
+                rows = [LabelledDocument(content, self._class_of(file), file.name.encode())]
+            for row in rows:
+                # Copies of a document could be in both splits.
+                if row.content.strip():
+                    found.setdefault(hashlib.blake2b(row.content).digest(), row)
+        return [*found.values()]
+
+    def _rows(self, path: Path, content: bytes) -> list[LabelledDocument]:
+        rows = []
+        for number, line in enumerate(content.splitlines(), 1):
+            if not line.strip():
+                continue
+            where = f"data: {path}:{number}"
+            try:
+                row: Any = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where} is not JSON: {error}") from error
+            text = row.get(self.text_field) if isinstance(row, dict) else None
+            label = row.get(self.label_field) if isinstance(row, dict) else None
+            if not isinstance(text, str) or isinstance(label, bool | float) or label in (None, ""):
+                keys = sorted(row) if isinstance(row, dict) else type(row).__name__
+                raise DataError(
+                    f"{where} needs a text in {self.text_field!r} and a class (a text or a whole "
+                    f"number) in {self.label_field!r} (found: {keys}): name the keys with "
+                    "data.text_field and data.label_field"
+                )
+            encoded = text.encode(errors="replace")
+            rows.append(LabelledDocument(encoded, str(label), encoded))
+        return rows
+
+    def _class_of(self, file: TextFile) -> str:
+        if self.classes is None:
+            return file.path.resolve().parent.name
+        for name, patterns in self.classes.items():
+            if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in patterns):
+                return name
+        raise DataError(
+            f"data.classes: no pattern matches {file.name}: add one, such as {{other: ['*']}} at "
+            "the end"
+        )
+
+    def _examples(
+        self, split: Sequence[LabelledDocument], names: Sequence[str], tokenizer: Tokenizer
+    ) -> ArraySource:
+        known = (tokenizer.number(name) for name in FIRST)
+        end = tokenizer.end_of_document
+        first = next((number for number in known if number is not None), end)
+        room = self.window - 1
+        encoded = tokenizer.encode([document.content for document in split])
+        rows = [
+            (tokens[start : start + room], names.index(document.label))
+            for document, tokens in zip(split, encoded, strict=True)
+            for start in range(0, len(tokens), room)[: self.pieces]
+        ]
+        tokens = np.full((len(rows), self.window), end, np.int32)
+        segments = np.zeros(tokens.shape, np.int32)
+        tokens[:, 0] = first
+        for i, (piece, _) in enumerate(rows):
+            tokens[i, 1 : len(piece) + 1] = piece
+            segments[i, : len(piece) + 1] = 1
+        label = np.array([label for _, label in rows], np.int32)
+        return ArraySource(tokens=tokens, segments=segments, label=label)
+
+
+def _check_classes(names: Sequence[str], counts: Sequence[Counter[str]], fraction: float) -> None:
+    if len(names) < 2:
+        raise DataError(
+            f"data: the documents have the classes {list(names)}, and a classifier needs two or "
+            "more: see data.classes and data.label_field"
+        )
+    for split, own in zip(("training", "held-out"), counts, strict=True):
+        absent = [name for name in names if not own[name]]
+        if absent:
+            raise DataError(
+                f"data: the {split} split has no document of the class {', '.join(absent)}: give "
+                f"more, or change data.heldout_fraction ({fraction})"
+            )
+
+
+def _uniform(key: bytes) -> float:
+    """Return a number in [0, 1) that depends only on the key."""
+    return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest()) / 2**48
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,167 @@
+"""A vision transformer: patches as tokens, the blocks of `gpt`, and a mean over the patches.
+
+The form is the simple ViT of Beyer et al. (arXiv 2205.01580), with learned positions as in the
+original (Dosovitskiy et al., arXiv 2010.11929).
+
+Dims: B batch, L patches, P pixels of a patch (with channels), D embed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from pydantic import Field, model_validator
+
+from jaxdist.config.schema import Count
+from jaxdist.errors import ConfigError
+from jaxdist.models.attention.choose import Attend, KernelName, choose_kernel
+from jaxdist.models.gpt import Block, GptConfig
+from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, no_hint
+from jaxdist.models.layers import ComputeDtype, LayerNorm, Linear, Stacked, param, stack
+from jaxdist.models.remat import RematConfig
+from jaxdist.models.tuning.part import PartConfig
+
+
+class VitConfig(PartConfig):
+    """A vision transformer with norms before each block, gelu, and biases in all products.
+
+    ViT-S/16 has patch 16, layers 12, embed 384, heads 6; ViT-B/16 has embed 768, heads 12.
+    """
+
+    type: Literal["vit"]
+    """Selects this model."""
+    patch: Count
+    """Side of a patch in pixels; must divide both sides of an image."""
+    layers: Count
+    """Number of blocks."""
+    embed: Count
+    """Width of the residual stream."""
+    heads: Count
+    """Number of heads; must divide embed."""
+    mlp: Count | None = None
+    """Hidden width of the MLP; null is 4 times embed."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    """Epsilon that norms add to a variance."""
+    attention: KernelName = "auto"
+    """Attention kernel, as for gpt."""
+    compute_dtype: ComputeDtype = "float32"
+    """Dtype of activations and matmuls; parameters are float32."""
+    remat: RematConfig = "none"
+    """Activations that the backward pass recomputes, as for gpt."""
+    scan_unroll: Count = 1
+    """Blocks per iteration of the loop over layers."""
+
+    @model_validator(mode="after")
+    def _check(self) -> VitConfig:
+        if self.embed % self.heads:
+            fitting = [n for n in range(1, self.embed + 1) if self.embed % n == 0]
+            near = min(fitting, key=lambda n: abs(n - self.heads))
+            raise ValueError(f"heads {self.heads} must divide embed {self.embed}: use {near}")
+        if self.scan_unroll > self.layers:
+            raise ValueError(f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}")
+        return self
+
+    def block(self, patches: int) -> GptConfig:
+        """Return the config of the blocks, which are those of `gpt`."""
+        return GptConfig.model_construct(
+            type="gpt",
+            layers=self.layers,
+            embed=self.embed,
+            heads=self.heads,
+            mlp=self.mlp or 4 * self.embed,
+            mlp_type="gelu_erf",
+            norm="layer",
+            norm_epsilon=self.norm_epsilon,
+            positions=patches,
+            biases="all",
+            compute_dtype=self.compute_dtype,
+        )
+
+    def build(
+        self,
+        rngs: nnx.Rngs,
+        *,
+        shape: tuple[int, int, int],
+        classes: int,
+        hint: Hint = no_hint,
+        platform: str | None = None,
+        family: str = "",
+    ) -> Vit:
+        """Build the module for images of `shape` (height, width, channels).
+
+        Args:
+          platform: platform of the devices, as jax names it; None is unknown.
+          family: short name of the devices, such as v5e; empty is unknown.
+
+        Raises:
+          ConfigError: the patch does not divide the image; an attention kernel that does not
+            support these devices.
+        """
+        height, width, channels = shape
+        if height % self.patch or width % self.patch:
+            common = math.gcd(height, width)
+            fitting = [n for n in range(1, common + 1) if common % n == 0]
+            near = min(fitting, key=lambda n: abs(n - self.patch))
+            raise ConfigError(
+                f"model.patch {self.patch} must divide images of {height} x {width} pixels: use "
+                f"{near}, or change data.size",
+                setting=("patch",),
+            )
+        patches = height // self.patch * (width // self.patch)
+        block = self.block(patches)
+        ask = replace(block.ask(platform, hint, patches, family), causal=False)
+        choose_kernel(self.attention, ask)
+        attend = Attend(self.attention, ask, hint)
+        return Vit(self, block, rngs, channels=channels, classes=classes, hint=hint, attend=attend)
+
+
+class Vit(Stacked):
+    """A model from images `[B, height, width, channels]` in 0..1 to logits `[B, classes]`."""
+
+    def __init__(
+        self,
+        config: VitConfig,
+        block: GptConfig,
+        rngs: nnx.Rngs,
+        *,
+        channels: int,
+        classes: int,
+        hint: Hint,
+        attend: Attend,
+    ):
+        self.config, self.hint = config, hint
+        self.remat, self.unroll = config.remat, config.scan_unroll
+        D, P, L = config.embed, config.patch**2 * channels, block.positions or 0
+        self.patches = Linear((P, D), ("features", "embed"), rngs)
+        self.positions = param(rngs, nnx.initializers.normal(0.02), (L, D), (None, "embed"))
+        self.blocks = stack(lambda r: Block(block, r, hint, attend), config.layers, rngs)
+        self.norm = LayerNorm(D, rngs, epsilon=config.norm_epsilon)
+        self.output = Linear((D, classes), ("embed", "classes"), rngs)
+
+    def embed(self, image: jax.Array) -> jax.Array:
+        """Embed the patches of images, row by row, as `[B, L, D]` in the compute dtype."""
+        with jax.named_scope("embed"):
+            B, height, width, channels = image.shape
+            side = self.config.patch
+            grid = image.reshape(B, height // side, side, width // side, side, channels)
+            x_BLP = grid.swapaxes(2, 3).reshape(B, -1, side * side * channels)
+            x_BLD = self.patches(x_BLP.astype(jnp.dtype(self.config.compute_dtype)))
+            x_BLD = x_BLD + self.positions[...][None].astype(x_BLD.dtype)
+        return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)
+
+    def operands(self, image: jax.Array) -> tuple[None]:
+        """Return the documents of positions, for attention: None, for an image is a single one."""
+        del image
+        return (None,)
+
+    def head(self, x_BLD: jax.Array) -> jax.Array:
+        """Return logits `[B, classes]` of the mean state over the patches."""
+        with jax.named_scope("head"):
+            x_BLD = self.norm(self.hint(x_BLD, *WITHIN, was=RESIDUAL))
+            # The mean of many patches is taken in float32: bfloat16 would lose most of them.
+            return self.output(x_BLD.astype(jnp.float32).mean(1))
