@@ -15,6 +15,7 @@ from jaxdist.config import Document, json_schema, read, resolved_yaml, validate
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, build, load
 from jaxdist.models.functional import functional
+from jaxdist.runtime.topology import topology_devices
 from jaxdist.trees import tree_size
 
 ROOT = Path(__file__).parent.parent
@@ -32,8 +33,11 @@ def header(path):
     }
 
 
-def on_this_machine(config):
-    """The devices that a config's mesh asks for, of the eight that a test has."""
+def on_this_machine(config, command=""):
+    """The devices that a config's mesh asks for, of the eight that a test has, or of its pod."""
+    topology = re.search(r"--topology (\S+)", command)
+    if topology and -1 not in config.mesh.sizes().values():
+        return topology_devices(topology.group(1))
     product = 1
     for size in config.mesh.sizes().values():
         product *= abs(size) if isinstance(size, int) else size.dcn * size.ici
@@ -65,7 +69,8 @@ def test_builds_and_plans_the_step(path):
     if config.data.type == "movielens":  # this would fetch the files
         fields = len(config.data.fields)
         document, config = load(path, [f"data={{type: clicks, fields: {fields}}}"])
-    experiment = build(config, document, devices=on_this_machine(config))
+    devices = on_this_machine(config, header(path)["command"])
+    experiment = build(config, document, devices=devices)
     program = experiment.program
     _, metrics = jax.eval_shape(program.train, program.state_shapes, program.batch)
     assert metrics.shape == (len(program.metrics),)

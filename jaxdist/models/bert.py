@@ -70,7 +70,8 @@ class BertConfig(PartConfig):
     vocab_multiple: Count = 64
     """The embedding table is padded to a multiple of this number, as in gpt."""
     isolate_documents: bool = False
-    """Block attention across the documents packed in one window, and to padding."""
+    """Block attention across the documents packed in one window, and to padding; each document has
+    the positions that it would have alone."""
     attention: KernelName = "auto"
     """Attention kernel, as for gpt."""
     compute_dtype: ComputeDtype = "float32"
@@ -179,6 +180,17 @@ class Encoder(nnx.Module):
         return self.hint(x_BLD, *RESIDUAL)
 
 
+def _positions(segments_BL: jax.Array) -> jax.Array:
+    """Return the position of each token within its document, int32 `[B, L]`.
+
+    >>> _positions(jnp.array([[1, 1, 2, 2, 2, 0]])).tolist()
+    [[0, 1, 0, 1, 2, 0]]
+    """
+    index_BL = jnp.broadcast_to(jnp.arange(segments_BL.shape[1]), segments_BL.shape)
+    begins = jnp.diff(segments_BL, axis=1, prepend=segments_BL[:, :1]) != 0
+    return index_BL - jax.lax.cummax(jnp.where(begins, index_BL, 0), axis=1)
+
+
 def _dropped(x: jax.Array, dropout: nnx.Dropout | None) -> jax.Array:
     return x if dropout is None else dropout(x)
 
@@ -210,14 +222,17 @@ class BertEncoder(Stacked):
         segments_BL: jax.Array | None = None,
         kinds_BL: jax.Array | None = None,
     ) -> jax.Array:
-        """Embed tokens `[B, L]` as `[B, L, D]` in the compute dtype; segments are ignored."""
-        del segments_BL
+        """Embed tokens `[B, L]` as `[B, L, D]` in the compute dtype."""
         with jax.named_scope("embed"):
             kinds = self.kinds[...]
             # For data without kinds, adding row 0 is cheaper than a gather of it at each position.
             kind_BLD = kinds[:1][None] if kinds_BL is None else kinds[kinds_BL]
-            own_LD = self.positions[...][: tokens_BL.shape[1]]
-            x_BLD = self.embedding[...][tokens_BL] + own_LD[None] + kind_BLD
+            table = self.positions[...]
+            isolated = self.config.isolate_documents and segments_BL is not None
+            place_BLD = (
+                table[_positions(segments_BL)] if isolated else table[: tokens_BL.shape[1]][None]
+            )
+            x_BLD = self.embedding[...][tokens_BL] + place_BLD + kind_BLD
             x_BLD = self.embed_norm(x_BLD.astype(jnp.dtype(self.config.compute_dtype)))
             x_BLD = _dropped(x_BLD, self.dropout)
         return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)

@@ -55,7 +55,9 @@ def plain(params, tokens, segments, kinds):
 
         return x * 0.5 * (1 + erf(x / np.sqrt(2)))
 
-    x = p["embedding"][tokens] + p["positions"][: tokens.shape[1]] + p["kinds"][kinds]
+    # A segment's positions are counted from its first token.
+    places = [[list(row[:i]).count(number) for i, number in enumerate(row)] for row in segments]
+    x = p["embedding"][tokens] + p["positions"][np.array(places)] + p["kinds"][kinds]
     x = norm(x, p["embed_norm"])
     for i in range(2):
         b = jax.tree.map(lambda leaf, i=i: leaf[i], p["blocks"])
@@ -126,6 +128,32 @@ def test_the_loss_counts_masked_positions_alone_and_rows_by_their_weight():
     np.testing.assert_allclose(found["loss"].total, (nats * weight[:, None]).sum(), rtol=1e-4)
     hits = (chosen.argmax(-1) == targets) * weight[:, None]
     np.testing.assert_allclose(found["accuracy"].total, hits.sum())
+
+
+def test_packed_documents_have_the_losses_that_they_have_alone():
+    """To 1e-5, with padding at the end of the packed window and of each document's own."""
+    model = bert(isolate_documents=True)
+    documents = [tokens(5, 1, 6)[0], tokens(6, 1, 3)[0], tokens(7, 1, 5)[0]]
+    hidden = [np.array([0, 4]), np.array([2]), np.array([1, 3])]
+    run = jax.jit(lambda p, *batch: model.bind(p, {})(*batch))
+
+    def nats(rows, numbers, places):
+        logits = jax.nn.log_softmax(run(initial(), rows, numbers))
+        return [-logits[row, at, target] for row, at, target in places]
+
+    def filled(parts, fill):
+        return np.concatenate([*parts, np.full(16 - sum(map(len, parts)), fill)])[None]
+
+    numbers = [np.full(len(own), i + 1) for i, own in enumerate(documents)]
+    starts = np.cumsum([0, *map(len, documents)])
+    places = [(0, start + at, 7) for start, own in zip(starts, hidden, strict=False) for at in own]
+    packed = nats(filled(documents, 3), filled(numbers, 0), places)
+    alone = [
+        loss
+        for own, at in zip(documents, hidden, strict=True)
+        for loss in nats(filled([own], 3), filled([1 + 0 * own], 0), [(0, i, 7) for i in at])
+    ]
+    np.testing.assert_allclose(packed, alone, rtol=1e-5)
 
 
 def test_dropout_drops_in_training_alone():

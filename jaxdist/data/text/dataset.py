@@ -22,6 +22,7 @@ from jaxdist.data.source import Dataset
 from jaxdist.data.text import ngram
 from jaxdist.data.text.documents import TextFile, matching, python_stdlib, split_documents
 from jaxdist.data.text.masking import MaskedWindows, MaskingConfig
+from jaxdist.data.text.packing import PackedSource
 from jaxdist.data.text.tokenizer import (
     ByteTokenizer,
     ByteTokenizerConfig,
@@ -54,6 +55,9 @@ class TextConfig(Config):
     """Tokens in an example: the context length."""
     masking: MaskingConfig | None = None
     """Tokens that are hidden from an encoder (bert), which predicts them; null hides none."""
+    packing: Literal["stream", "documents"] = "stream"
+    """Windows of one stream of all text (stream), or, with masking, of whole documents, of which
+    several share a window and a long one is cut (documents); see `model.isolate_documents`."""
     heldout_fraction: float = Field(default=0.05, ge=0, lt=1)
     """Fraction of files held out for evaluation, chosen by their names; 0 holds out none."""
 
@@ -89,6 +93,11 @@ class TextConfig(Config):
                 f"files {self.files} are not read with source {self.source!r}: drop data.source, "
                 "or data.files"
             )
+        if self.packing == "documents" and self.masking is None:
+            raise ValueError(
+                "packing documents is for hidden tokens (masking): the next token of a document's "
+                "last one is in no window; drop data.packing, or set data.masking: {}"
+            )
         return self
 
     def build(self) -> Dataset:
@@ -121,8 +130,8 @@ class TextConfig(Config):
 
     def _masked(
         self,
-        train: WindowSource,
-        heldout: WindowSource | None,
+        train: WindowSource | PackedSource,
+        heldout: WindowSource | PackedSource | None,
         tokenizer: Tokenizer,
         facts: Mapping[str, int],
         masking: MaskingConfig,
@@ -131,28 +140,34 @@ class TextConfig(Config):
         mask = size if known is None else known
         special = (tokenizer.end_of_document, mask)
 
-        def hidden(source: WindowSource) -> MaskedWindows:
+        def hidden(source: WindowSource | PackedSource) -> MaskedWindows:
             return MaskedWindows(source, masking, mask, size, special)
 
         count = masking.predicted(self.window)
+        described = f"{self._describe(facts)}; {count} of {self.window} tokens are predicted"
+        if isinstance(train, PackedSource):
+            described += f", {train.padding:.2%} are padding"
         return Dataset(
             train=hidden(train),
             heldout=None if heldout is None else hidden(heldout),
             vocab_size=max(size, mask + 1),
             classes=None,
-            description=f"{self._describe(facts)}; {count} of {self.window} tokens are predicted",
+            description=described,
             facts={**facts, "predicted_tokens": count},
             tokenizer=tokenizer,
         )
 
-    def _windows(self, stream: np.ndarray, tokenizer: Tokenizer, what: str) -> WindowSource:
+    def _windows(
+        self, stream: np.ndarray, tokenizer: Tokenizer, what: str
+    ) -> WindowSource | PackedSource:
         if len(stream) <= self.window:
             raise DataError(
                 f"data: the {what} has {len(stream)} tokens, one window needs {self.window + 1}: "
                 "give more text, lower data.window, or change data.heldout_fraction "
                 f"({self.heldout_fraction}; 0 holds nothing out)"
             )
-        return WindowSource(stream, window=self.window, end_of_document=tokenizer.end_of_document)
+        kind = PackedSource if self.packing == "documents" else WindowSource
+        return kind(stream, window=self.window, end_of_document=tokenizer.end_of_document)
 
     def _name(self) -> str:
         if self.source == "files":

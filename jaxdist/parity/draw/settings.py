@@ -291,7 +291,9 @@ def _reduce_dtype(random: Random, config: Sections) -> Sections | None:
 
 def _gather_dtype(random: Random, config: Sections) -> Sections | None:
     zero = config["parallel"]["zero"]
-    return _of_zero(config, gather_dtype="bfloat16") if zero["stage"] == 3 else None
+    # Maxima of a cnn that is rounded to bfloat16 are of other pixels, on any plan.
+    parts = config["model"]["type"] == "cnn" and _stages(config) > 1
+    return _of_zero(config, gather_dtype="bfloat16") if zero["stage"] == 3 and not parts else None
 
 
 def _secondary(random: Random, config: Sections) -> Sections | None:
