@@ -236,8 +236,9 @@ def next_token(module: Model, batch: Batch) -> Sums:
 def _hidden(module: Model, batch: Batch) -> tuple[jax.Array, Auxiliary | None]:
     """Return the input of a model's head, and what its routers add to the loss, if it has any."""
     given = batch["tokens"][:, :-1], batch["segments"]
-    if hasattr(module, "measured"):
-        return module.measured(*given, _weights(batch))
+    measured = getattr(module, "measured", None)
+    if measured is not None:
+        return measured(*given, _weights(batch))
     return module.hidden(*given), None
 
 

@@ -20,8 +20,10 @@ class StandIn:
     attribute.
     """
 
-    # `padded_head` is the only attribute that built-in losses read from every model.
+    # Built-in losses read these attributes alone from every model. Routers, of which `measured`
+    # tells, are refused in pipelines.
     padded_head: Callable[[jax.Array], jax.Array] | None = None
+    measured: None = None
 
     def __init_subclass__(cls) -> None:
         # flax and jax find parameters by flattening, which must fail too: an unregistered object

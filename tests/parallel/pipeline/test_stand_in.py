@@ -65,3 +65,8 @@ def test_a_built_in_loss_only_calls_its_model(chunks: int) -> None:
     }
     tokens, _ = inputs_of(loss, batch)
     assert tokens.shape == (2, 4)
+
+
+@pytest.mark.parametrize("stand_in", STAND_INS, ids=lambda one: type(one).__name__)
+def test_a_built_in_loss_may_ask_for_what_it_reads_of_every_model(stand_in: Any) -> None:
+    assert (stand_in.measured, stand_in.padded_head) == (None, None)
