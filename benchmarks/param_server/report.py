@@ -15,7 +15,7 @@ def bench(repeats: int = REPEATS, ray: str | None = None, lab: bool = False) -> 
       lab: whether to compare only real step times on slow links with the simulator's.
     """
     # Imported here, so that the list of all benches does not need the extra param-server.
-    from benchmarks.param_server import cluster, kills, race, secure, wire
+    from benchmarks.param_server import cluster, kills, race, replicated, secure, wire
     from benchmarks.param_server.lab import figures as on_slow_links
 
     if lab:
@@ -26,6 +26,7 @@ def bench(repeats: int = REPEATS, ray: str | None = None, lab: bool = False) -> 
         cluster.racks(),
         *cluster.slow_worker(),
         kills.longest_stall(),
+        *replicated.figures(),
         *secure.figures(),
     ]
     if ray is not None:

@@ -26,7 +26,7 @@ class RefusedError(WireError):
 
 
 class Op(IntEnum):
-    """The operation of an envelope; workers send the first four, servers the others."""
+    """The operation of an envelope: four of workers, six of servers, four between servers."""
 
     HELLO = 1
     """Bind the session to a client, which joins if it is new."""
@@ -41,11 +41,21 @@ class Op(IntEnum):
     REFUSE = 9
     WAITING = 10
     """Answer LATE with the late clients, as text."""
+    COPY = 11
+    """A merged change, from the leader of a range to its follower."""
+    WHOLE = 12
+    """An array of a range, raw, to a server that begins to follow."""
+    ENTRY = 13
+    """The state of the protocol, after the arrays that belong to it."""
+    COPIED = 14
+    """A follower's answer to ENTRY."""
 
 
 NO_SEQUENCE = 2**64 - 1
 """The sequence of a refusal whose cause had no sequence."""
 CARRY_TEXT = frozenset({Op.REFUSE, Op.WAITING})
+CARRY_BYTES = CARRY_TEXT | {Op.ENTRY, Op.WHOLE}
+"""Envelopes whose payload has any length up to a largest one."""
 CARRY_SHARD = frozenset({Op.PUSH, Op.ANSWER, Op.PUBLISH})
 OF_WORKERS = frozenset({Op.HELLO, Op.PULL, Op.PUSH, Op.LATE})
 

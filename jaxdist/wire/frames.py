@@ -37,6 +37,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from jaxdist.wire.contract import (
+    CARRY_BYTES,
     CARRY_SHARD,
     CARRY_TEXT,
     Envelope,
@@ -246,7 +247,7 @@ class Assembler:
             if wanted is not given:
                 which = "without its payload" if given is None else "with a payload"
                 raise FrameError(f"{envelope.op.name} {which}", envelope)
-        elif envelope.op in CARRY_TEXT:
+        elif envelope.op in CARRY_BYTES:
             if given.dtype != wanted.dtype or given.length > wanted.length:
                 raise FrameError(f"a text of {given.length} {given.dtype}", envelope)
         elif given != wanted:

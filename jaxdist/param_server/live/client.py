@@ -173,6 +173,15 @@ class Client:
         written, finite = self._encoders[at](change, self._links[at].state.sequence)
         return written, finite and math.isfinite(tokens)
 
+    def move(self, server: int, wire: Wire, epoch: int) -> None:
+        """Continue with the server that leads a shard in a new epoch.
+
+        All messages without a final reply are sent again, and count once.
+        """
+        with self._changed:
+            if epoch > self._links[server].state.epoch:
+                self._exchange.move(self._links[server], wire, epoch)
+
     def under_way(self, server: int) -> list[np.ndarray]:
         """Return the changes that a server has not settled, as the server will decode them."""
         with self._changed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -103,9 +104,15 @@ class ServerLink:
         self.payloads, self._asked = {}, {}
         return self.ended(self._over)
 
+    def end(self) -> Session | None:
+        """End the current session; return it, to be closed."""
+        return self.ended(self._over)
+
     def _greet(self, session: Session) -> None:
         self._greeted = time.monotonic()
-        session.send(self._envelope(Op.HELLO))
+        # All messages before this one have had their final replies, which a new server must know.
+        first = min(self.state.under_way, default=self.state.sequence)
+        session.send(replace(self._envelope(Op.HELLO), sequence=first))
 
     def _envelope(self, op: Op) -> Envelope:
         return Envelope(op, self.state.epoch, self.state.client, tensor=self.server)
@@ -158,6 +165,16 @@ class Sessions:
             self._left.append(session)  # the thread closes it, since closing may wait for the lock
         self._lost.notify_all()
 
+    def move(self, link: ServerLink, wire: Wire, epoch: int) -> None:
+        """Continue with another server, which leads in an epoch; the caller holds the lock."""
+        link.wire, link.state = wire, protocol.client_in_epoch(link.state, epoch)
+        session = link.end()
+        if session is not None:
+            self._left.append(session)
+        self._lost.notify_all()
+        # The other thread may wait for the earlier server, which does not answer.
+        threading.Thread(target=self._open, args=(link,), name="moved", daemon=True).start()
+
     def wake(self) -> None:
         """Open a session for a link that is not idle any more; the caller holds the lock."""
         self._lost.notify_all()
@@ -203,7 +220,7 @@ class Sessions:
                 time.sleep(AWAY_SECONDS)
 
     def _open(self, link: ServerLink) -> None:
-        over = threading.Event()
+        over, wire = threading.Event(), link.wire
 
         def ended(reason: str) -> None:
             with self.changed:
@@ -214,7 +231,7 @@ class Sessions:
                 self._lost.notify_all()
 
         try:
-            session = link.wire.open(lambda envelope: self._hear(link, over, envelope), ended)
+            session = wire.open(lambda envelope: self._hear(link, over, envelope), ended)
         except RefusedError as error:
             with self.changed:
                 self._failed(f"{link.name} does not let it in: {error}")
@@ -224,7 +241,9 @@ class Sessions:
             # The server may still be starting, or is being replaced; the thread tries again.
             return
         with self.changed:
-            if link.idle:  # the last worker left while the session was opened
+            # The last worker may have left while the session was opened, or the range has moved.
+            if link.idle or link.wire is not wire or link.session is not None or self._closed:
                 self._left.append(session)
+                self._lost.notify_all()
             elif not over.is_set():  # the session may have ended before this thread got the lock
                 link.opened(session, over)

@@ -92,6 +92,10 @@ class Reception(ABC):
     def _join(self, client: int) -> None:
         """Add a member; the caller holds the lock, here and in the methods below."""
 
+    def _resume(self, client: int, sequence: int) -> None:
+        """Begin a session of a member, whose messages before a sequence all have final replies."""
+        del client, sequence  # a server that has heard all messages knows this already
+
     @abstractmethod
     def _message(self, message: Message) -> None:
         """Process a member's message; the payload of a new push is already stored."""
@@ -183,6 +187,7 @@ class Reception(ABC):
             self._clients.pop(before, None)
             before.close()
         self._peers[client], self._clients[peer] = peer, client
+        self._resume(client, envelope.sequence)
         return peer.say(Envelope(Op.WELCOME, self._range.epoch, client, tensor=self._spec.tensor))
 
     def _keep(self, envelope: Envelope) -> None:

@@ -130,6 +130,10 @@ class Server(Reception):
         found = step(self.model, self.state, taken)
         if self._log is not None and is_recorded(self.state, found):
             self._log.add(taken)
+        self._done(found)
+
+    def _done(self, found: protocol.Step) -> None:
+        """Execute a step of the protocol, its effects in order."""
         self.state = found.state
         for effect in found.effects:
             if isinstance(effect, Apply):

@@ -47,6 +47,7 @@ class ServerShard:
       params: newest version of the parameters, `[layout.length]`, on the host.
       staleness: number of changes for each staleness.
       square: squared norm of the last applied change.
+      moved: last applied change.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class ServerShard:
         self._squares: np.ndarray | None = None
         self.staleness: Counter[int] = Counter()
         self.square = 0.0
+        self.moved: np.ndarray | None = None
 
     def _begun(self) -> OptState:
         def begun(flat: jax.Array) -> OptState:
@@ -111,7 +113,11 @@ class ServerShard:
             self.staleness[part.staleness] += 1
         if not merge.parts:
             return
-        change = combined(merge, partial(self._compensated, change_of))
+        self.move(combined(merge, partial(self._compensated, change_of)), merge.rate)
+
+    def move(self, change: np.ndarray, rate: float) -> None:
+        """Apply a merged change, with this factor of the learning rate."""
+        self.moved = change
         # numpy's BLAS is used, since XLA's sum of squares takes ten times as long as the update.
         wide = change.astype(np.float32, copy=False)
         self.square = float(np.dot(wide, wide))
@@ -120,8 +126,8 @@ class ServerShard:
         else:
             gradient = -change if self.model.payload == "outer" else change
             # A factor of 1 is left out, since with it the update rounds differently than on a mesh.
-            rate = () if merge.rate == 1 else (jnp.float32(merge.rate),)
-            self._flat, self.optimizer = self._update(self._flat, self.optimizer, gradient, *rate)
+            given = () if rate == 1 else (jnp.float32(rate),)
+            self._flat, self.optimizer = self._update(self._flat, self.optimizer, gradient, *given)
         self.params = np.asarray(self._flat)
 
     def _compensated(self, change_of: Callable[[Arrival], np.ndarray], one: Arrival) -> np.ndarray:
@@ -135,6 +141,16 @@ class ServerShard:
         for key in [k for k in self._read if k[0] == one.client and k[1] < one.version]:
             del self._read[key]
         return found
+
+    @property
+    def arrays(self) -> PyTree:
+        """Parameters and state of the optimizer, which the next update overwrites."""
+        return self.params, self.optimizer
+
+    def load(self, params: np.ndarray, optimizer: OptState) -> None:
+        """Take the arrays of another server."""
+        self._flat, self.optimizer = jnp.asarray(params), jax.device_put(optimizer)
+        self.params = np.asarray(self._flat)
 
     def kept(self) -> OptState:
         """Return a copy of the optimizer's state, on the host."""

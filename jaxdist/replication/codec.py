@@ -1,0 +1,127 @@
+"""Conversion of entries to envelopes and back; arrays precede the entry that they belong to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.param_server.consistency.contract import Clocks
+from jaxdist.param_server.protocol.inbox import Inbox
+from jaxdist.param_server.protocol.messages import Acknowledge, Refuse
+from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.replication.decision import Copied, Entry
+from jaxdist.types import PyTree
+from jaxdist.wire.contract import Envelope, Op
+
+Update = tuple[float, np.ndarray | None]
+"""The factor of the learning rate, and the merged change; None if only the version advances."""
+
+
+def entry_envelopes(
+    entry: Entry, server: int, tensor: int, updates: Sequence[Update]
+) -> Iterator[Envelope]:
+    """Return the envelopes of an entry: those of its changes, then that of its state."""
+    given: dict[str, Any] = {
+        "epoch": entry.epoch,
+        "client": server,
+        "sequence": entry.index,
+        "tensor": tensor,
+    }
+    for _, change in updates:
+        if change is not None:
+            yield Envelope(Op.COPY, **given, payload=change)
+    told = {
+        "state": _fields(entry.state),
+        "updates": [[rate, change is not None] for rate, change in updates],
+    }
+    yield Envelope(Op.ENTRY, **given, payload=_bytes(json.dumps(told).encode()))
+
+
+def snapshot_envelopes(
+    entry: Entry, server: int, tensor: int, arrays: PyTree
+) -> Iterator[Envelope]:
+    """Return the envelopes of an entry with all arrays: the raw leaves, then the state."""
+    given: dict[str, Any] = {
+        "epoch": entry.epoch,
+        "client": server,
+        "sequence": entry.index,
+        "tensor": tensor,
+    }
+    for leaf in jax.tree.leaves(arrays):
+        yield Envelope(Op.WHOLE, **given, payload=_bytes(np.asarray(leaf).tobytes()))
+    told = {"state": _fields(entry.state), "updates": []}
+    yield Envelope(Op.ENTRY, **given, flag=True, payload=_bytes(json.dumps(told).encode()))
+
+
+def to_entry(envelope: Envelope) -> tuple[Entry, list[tuple[float, bool]]]:
+    """Return an entry, and for each update its rate and whether it has a change."""
+    told: Any = json.loads(envelope.text)
+    state = _state(told["state"])
+    entry = Entry(envelope.epoch, envelope.sequence, state, whole=envelope.flag)
+    return entry, [(rate, has) for rate, has in told["updates"]]
+
+
+def restored(like: PyTree, raw: Sequence[np.ndarray]) -> PyTree:
+    """Return the arrays of a snapshot, in the shapes of `like`."""
+    leaves = [
+        one.view(leaf.dtype).reshape(leaf.shape)
+        for one, leaf in zip(raw, jax.tree.leaves(like), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def of_copied(copied: Copied, tensor: int) -> Envelope:
+    """Convert a follower's reply to an envelope; an index of -1 is written as the flag."""
+    index = max(copied.index, 0)
+    return Envelope(
+        Op.COPIED, copied.epoch, copied.server, index, flag=copied.index < 0, tensor=tensor
+    )
+
+
+def to_copied(envelope: Envelope) -> Copied:
+    """Convert an envelope to a follower's reply; the inverse of `of_copied`."""
+    index = -1 if envelope.flag else envelope.sequence
+    return Copied(envelope.epoch, envelope.client, index)
+
+
+def _bytes(raw: bytes) -> np.ndarray:
+    return np.frombuffer(raw, np.uint8)
+
+
+def _fields(state: RangeState) -> dict[str, Any]:
+    clocks = state.clocks
+    return {
+        "epoch": state.epoch,
+        "clocks": [clocks.team, clocks.version, clocks.floor],
+        "members": [
+            [one, clock, clocks.pushed.get(one, ())] for one, clock in clocks.clocks.items()
+        ],
+        "inboxes": [
+            [client, inbox.expected, [_outcome(one) for one in inbox.outcomes.values()]]
+            for client, inbox in state.inboxes.items()
+        ],
+    }
+
+
+def _outcome(one: Acknowledge | Refuse) -> list[Any]:
+    if isinstance(one, Acknowledge):
+        return [one.sequence, one.version]
+    return [one.sequence, one.reason, one.epoch]
+
+
+def _state(fields: dict[str, Any]) -> RangeState:
+    team, version, floor = fields["clocks"]
+    members = {client: clock for client, clock, _ in fields["members"]}
+    pushed = {client: tuple(times) for client, _, times in fields["members"] if times}
+    inboxes: dict[int, Inbox] = {}
+    for client, expected, outcomes in fields["inboxes"]:
+        found = [
+            Acknowledge(client, *one) if len(one) == 2 else Refuse(client, *one) for one in outcomes
+        ]
+        inboxes[client] = Inbox(expected, {}, {one.sequence: one for one in found})
+    clocks = Clocks(team, members, version, floor, (), pushed)
+    return RangeState(clocks, fields["epoch"], inboxes)

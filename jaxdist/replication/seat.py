@@ -1,0 +1,155 @@
+"""The part of a server in a range, as follower and then as leader, and the orders that it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import astuple
+from typing import Any
+
+from jaxdist.param_server.consistency.contract import Consistency
+from jaxdist.param_server.live.shard import ServerShard
+from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.replication.decision import Leader, View
+from jaxdist.replication.links import CopyService
+from jaxdist.replication.server import ReplicatedServer
+from jaxdist.types import JsonObject
+from jaxdist.wire.contract import Service, Wire
+
+
+class Seat:
+    """A range on a server: a `CopyService`, and from the day that it leads a `ReplicatedServer`.
+
+    Args:
+      number: number of the server.
+      start: state of the protocol if the server leads from the beginning; None if it joins.
+      opens: opens a port for a service, keeps it open, and returns it.
+      wire_to: returns a wire to the copies on another server's port.
+      say: reports to the arbiter: the port of the copies, a takeover, a server that may follow.
+      more: further arguments of the server.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        shard: ServerShard,
+        model: Consistency,
+        start: RangeState | None,
+        *,
+        opens: Callable[[Service], int],
+        wire_to: Callable[[int], Wire],
+        say: Callable[[JsonObject], None],
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.number, self.model, self.range = number, model, shard.layout.server
+        self._opens, self._wire_to, self._say, self._more = opens, wire_to, say, dict(more or {})
+        self._admitted: list[int] = []
+        self._gone: list[int] = []
+        self.copies = CopyService(number, shard)
+        self.server: ReplicatedServer | None = None
+        if start is not None:
+            self._lead(Leader(View(0, 0, number), start))
+        else:
+            port = opens(self.copies)
+            say({"event": "copies", "range": self.range, "server": number, "port": port})
+
+    def view(self, view: View, ports: Mapping[int, int]) -> None:
+        """Follow a decision of the arbiter.
+
+        Args:
+          ports: ports of the copies of the view's other servers.
+        """
+        if self.server is not None:
+            wires = {server: self._wire_to(port) for server, port in ports.items()}
+            self.server.viewed(view, wires)
+        elif view.leader == self.number:
+            self._lead(self.copies.takes_over(view))
+
+    def admit(self, client: int) -> None:
+        """Allow a new client to join, also if this server leads only later."""
+        self._admitted.append(client)
+        if self.server is not None:
+            self.server.admit(client)
+
+    def leave(self, client: int) -> None:
+        """Remove a client permanently, also if this server leads only later."""
+        self._gone.append(client)
+        if self.server is not None:
+            self.server.leave(client)
+
+    def close(self) -> None:
+        """Stop the server, if the range has one here."""
+        if self.server is not None:
+            self.server.close()
+
+    def _lead(self, leader: Leader) -> None:
+        def synced(server: int, number: int) -> None:
+            self._say({"event": "synced", "range": self.range, "server": server, "number": number})
+
+        given = (self.number, self.copies.shard, self.model, leader, synced)
+        self.server = ReplicatedServer(*given, **self._more)
+        for client in self._admitted:
+            self.server.admit(client)
+        for client in self._gone:
+            self.server.leave(client)
+        port, epoch = self._opens(self.server), leader.view.epoch
+        told = {"event": "leads", "range": self.range, "server": self.number}
+        self._say({**told, "port": port, "epoch": epoch})
+
+
+class Arbiter:
+    """The decisions on one range, with the ports that servers need to follow them.
+
+    Args:
+      tell: sends an order to a server.
+
+    Attributes:
+      view: current decision; None once no server is left that has everything.
+      port: port of the leader; None while a server takes over.
+    """
+
+    def __init__(self, range: int, leader: int, tell: Callable[[int, JsonObject], None]) -> None:
+        self.range, self._tell = range, tell
+        self.view: View | None = View(0, 0, leader)
+        self.port: int | None = None
+        self._copies: dict[int, int] = {}
+
+    @property
+    def safe(self) -> bool:
+        """Whether the range has a leader that answers, and a follower that has everything."""
+        view = self.view
+        return view is not None and self.port is not None and view.follower is not None
+
+    def hear(self, what: JsonObject) -> None:
+        """Take a report of a server on this range."""
+        if self.view is None:
+            return
+        server = what["server"]
+        match what["event"]:
+            case "leads" if what["epoch"] == self.view.epoch:
+                self.port = what["port"]
+            case "copies":
+                self._copies[server] = what["port"]
+                self._decide(self.view.joined_by(server))
+            case "synced":
+                self._decide(self.view.synced(server, what["number"]))
+
+    def failed(self, server: int) -> None:
+        """Take the end of a server's process, which is certain."""
+        self._copies.pop(server, None)
+        if self.view is None:
+            return
+        found = self.view.failed(server, self.view.number)
+        if found is None or found.epoch > self.view.epoch:
+            self.port = None
+        self._decide(found)
+        for other in self._copies:  # servers that were not needed so far
+            if self.view is not None:
+                self._decide(self.view.joined_by(other))
+
+    def _decide(self, view: View | None) -> None:
+        before, self.view = self.view, view
+        if view is None or view is before:
+            return
+        ports = {one: self._copies[one] for one in (view.follower, view.joining) if one is not None}
+        order = [*astuple(view)]
+        self._tell(view.leader, {"range": self.range, "view": order, "ports": [*ports.items()]})
