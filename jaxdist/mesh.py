@@ -210,8 +210,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
     except NotImplementedError as error:
         dims = _torus(devices)
         raise MeshError(
-            f"mesh {describe_mesh(sizes)} does not lie on whole dims of a torus of "
-            f"{'x'.join(map(str, dims))}, where alone its axes are rings; meshes that do: "
+            f"mesh {describe_mesh(sizes)} does not map onto whole dims of a torus of "
+            f"{'x'.join(map(str, dims))}, so that its axes would not be rings; meshes that do: "
             f"{' or '.join(_on_whole_dims(sizes, dims))}"
         ) from error
 
@@ -276,7 +276,7 @@ def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndar
             )
         except ValueError as error:
             raise MeshError(
-                f"the dcn sizes multiply to {math.prod(dcn)}, but the devices lie on "
+                f"the dcn sizes multiply to {math.prod(dcn)}, but the devices are on "
                 f"{len(granules)} hosts or slices: {error}"
             ) from error
     # There is a single host (fake devices, tests): each block of consecutive devices represents a

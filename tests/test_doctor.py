@@ -80,7 +80,7 @@ WARNINGS = {
     "memory": ({"available_bytes": GIB}, "1.0 GiB free of 24.0 GiB", "smaller model"),
     "cpus": ({"cpus": 64, "cpu_quota": 2.0}, "64 visible, but the container may use 2", "NPROC=2"),
     "fake devices": (flags(MANY, NPROC="15"), "8 asked for in XLA_FLAGS, NPROC is 15", "NPROC=16"),
-    "XLA_FLAGS": (flags(f"--a=1 --a=2 {TIMEOUTS}"), "--a=1 and --a=2", "last one wins"),
+    "XLA_FLAGS": (flags(f"--a=1 --a=2 {TIMEOUTS}"), "--a=1 and --a=2", "only the last"),
     "collective timeout": (
         flags(TIMEOUTS.replace("120", "1800")),
         "only after 1800 s",

@@ -1,4 +1,4 @@
-"""Docstrings, config descriptions and comments are plain sentences, not shorthand."""
+"""Docstrings, comments and messages are plain sentences, not shorthand."""
 
 import ast
 import io
@@ -42,6 +42,13 @@ WORDS = (
 WORD = re.compile("|".join(WORDS), re.IGNORECASE)
 
 
+# A string of several words is a message; a list of names, a script and a template are none.
+PROSE = re.compile(r"\b[A-Za-z]{2,}\b(?= )")
+SENTENCE = re.compile(r"(?<=[.?!])\s+|\n")
+MOST_WORDS = 35
+SCRIPTS = ("proofs/types/elementwise.py", "doctor/facts.py", "runtime/gpu_query.py")
+
+
 def files(room: str) -> list[Path]:
     return sorted((PACKAGE / room).rglob("*.py")) or [PACKAGE / f"{room}.py"]
 
@@ -52,6 +59,31 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield node.lineno, text
+
+
+def parts(node: ast.AST) -> Iterator[str]:
+    """The text of a string as it is written, with `{}` for each value that is put into it."""
+    match node:
+        case ast.Constant(value=str(text)):
+            yield text
+        case ast.JoinedStr(values=values):
+            yield "".join(v.value if isinstance(v, ast.Constant) else "{}" for v in values)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            sides = ["".join(parts(side)) for side in (left, right)]
+            if any(sides):
+                yield "".join(side or "{}" for side in sides)
+
+
+def messages(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of the strings that a user may read: errors, notices, help, tables."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return
+    text = "".join(parts(node))
+    if len(PROSE.findall(text)) > 3 and isinstance(node, ast.expr):
+        yield node.lineno, text
+    if not text:
+        for child in ast.iter_child_nodes(node):
+            yield from messages(child)
 
 
 def comments(text: str) -> Iterator[tuple[int, str]]:
@@ -69,19 +101,27 @@ def prose(text: str) -> str:
 
 def faults(path: Path) -> Iterator[str]:
     text = path.read_text(encoding="utf-8")
-    for line, string in docstrings(ast.parse(text)):
+    tree = ast.parse(text)
+    for line, string in docstrings(tree):
         if found := BEGINNING.match(string):
             yield f"{path.relative_to(ROOT)}:{line} begins with {found[0]!r}"
         for pattern in (ENTRY, WORD):
             for found in pattern.finditer(prose(string)):
                 yield f"{path.relative_to(ROOT)}:{line} has {found[0].strip()!r}"
+    scripts = any(path.match(name) for name in SCRIPTS)
+    for line, message in () if scripts else messages(tree):
+        for sentence in SENTENCE.split(message):
+            if (count := len(sentence.split())) > MOST_WORDS:
+                yield f"{path.relative_to(ROOT)}:{line} has a sentence of {count} words"
+        for found in WORD.finditer(prose(message)):
+            yield f"{path.relative_to(ROOT)}:{line} has {found[0]!r}"
     for line, comment in comments(text):
         for found in WORD.finditer(prose(comment)):
             yield f"{path.relative_to(ROOT)}:{line} has {found[0]!r}"
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_docstrings_are_plain_sentences(room):
+def test_docstrings_and_messages_are_plain_sentences(room):
     assert files(room)[0].exists()
     found = [fault for path in files(room) for fault in faults(path)]
     assert not found, "\n".join(found)
@@ -100,12 +140,16 @@ def test_the_rules_see_what_they_are_for(tmp_path, monkeypatch):
         '    >>> "goes on, told anew"\n    \'so many\'\n    """\n'
         "    # The newest one goes on, as `told` says.\n"
         "# All else: there is no such stand-in.\n"
+        f'raise ValueError(f"{{x}} was told to stop, " + "{"and " * 30}then it ended")\n'
+        'name, shown = "so many", f"on {axis} of {mesh}: take `so many` away"\n'
     )
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     assert list(faults(path)) == [
         "module.py:1 begins with 'What'",
         "module.py:3 begins with 'Of'",
         "module.py:5 has 'axis: of'",
+        "module.py:15 has a sentence of 38 words",
+        "module.py:15 has 'told'",
         "module.py:13 has 'newest one'",
         "module.py:13 has 'goes on'",
     ]

@@ -79,9 +79,9 @@ NEXT_TOKEN, CLASSIFICATION = {"type": "next_token"}, {"type": "classification"}
          "loss.type classification needs image [any shape] and label [] in each example, but the "
          "data gives segments [8] and tokens [9]; use loss.type next_token"),
         (GPT, examples(), CLASSIFICATION,
-         "loss.type classification does not go with model.type gpt; use loss.type next_token"),
+         "loss.type classification does not work with model.type gpt; use loss.type next_token"),
         (CNN, examples(), NEXT_TOKEN,
-         "loss.type next_token does not go with model.type cnn; use loss.type classification"),
+         "loss.type next_token does not work with model.type cnn; use loss.type classification"),
         (GPT, examples(without=["segments", "image", "label"]), None,
          "needs tokens [length + 1] and segments [length] in each example, but the data gives "
          "tokens [9]; use a loss of your own"),
@@ -117,7 +117,7 @@ ONEBIT = {**ADAMW, "type": "onebit_adam", "freeze_step": 3}
     [
         (ADAMW, {**SIGN, "error_feedback": {"type": "momentum"}}, "error_feedback",
          "which has momentum 0.9 of its own: momentum would count twice; set optim: {type: sgd"),
-        (ADAMW, MOMENTUM, "error_feedback", "not linear in the gradients that it gives; set optim"),
+        (ADAMW, MOMENTUM, "error_feedback", "not linear in its gradients; set optim"),
         ({**ONEBIT, "b1": 0.8}, {**MOMENTUM, "warmup_steps": 3}, "error_feedback",
          "compressed_momentum, b1 0.9 with optim.type onebit_adam, b1 0.8: both are"),
         (ONEBIT, {**SIGN, "warmup_steps": 3}, "error_feedback",
@@ -187,7 +187,7 @@ def test_a_kernel_that_the_devices_do_not_have_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         built({**BF16, "attention": "cudnn"}, TOKENS)
     text = " ".join(str(refused.value).split())
-    assert "attention cudnn runs on GPUs, and the mesh is of cpu devices; use auto" in text
+    assert "attention cudnn runs on GPUs, but the mesh has cpu devices; use auto" in text
 
 
 def test_the_kernel_is_chosen_for_the_devices_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,5 +131,5 @@ def torus(*shape, cores=1):
 def test_an_axis_on_part_of_a_dim_is_one_message(devices, sizes, parts):
     with pytest.raises(MeshError) as raised:
         build_mesh(mesh_config(**sizes), devices)
-    for part in ("does not lie on whole dims", *parts):
+    for part in ("does not map onto whole dims", *parts):
         assert part in str(raised.value)

@@ -20,7 +20,7 @@ NOT_IN_THE_STEP: Mapping[str, str] = {
     "mesh.fake_devices": "the devices to compile for",
     "train.log_every": "prints between steps",
     "train.check_replicas": "compares replicas between steps",
-    "train.prefetch": "loads batches beside the step",
+    "train.prefetch": "loads batches while a step runs",
     "train.batch_ramp.ramp_examples": "says when, not what",
     "optim.max_skipped": "ends a run between steps",
 }

@@ -89,7 +89,8 @@ def _print_count(findings: Sequence[KnobEffect], console: Console) -> None:
         if finding.verdict == "NO EFFECT":
             console.print(
                 f"{finding.knob} = {finding.value!r} ({finding.origin}) changes neither the "
-                "program nor what it sends and holds: remove it, or mend what should read it",
+                "program nor what it sends and holds: remove it, or fix the code that should read "
+                "it",
                 soft_wrap=True,
                 markup=False,
             )

@@ -137,7 +137,7 @@ def judge_knob(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | 
     if effect:
         return found("ok", effect)
     if default is None and _is_read(step, path):
-        return found("default", "what null stands for here")
+        return found("default", "the value that null selects")
     if path[:2] == ("sharding", "params"):
         # On a mesh that splits parameters, a config without names of dims is refused, and the knob
         # is judged `required`. On other meshes the names have no effect, which is not a mistake.

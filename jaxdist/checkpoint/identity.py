@@ -81,7 +81,9 @@ def read_identity(run: Path) -> Identity | None:
     except OSError as error:
         raise RunError(_damaged(path, error.strerror or error)) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(_damaged(path, f"it is no identity of a run ({error})")) from error
+        raise RunError(
+            _damaged(path, f"it does not hold the identity of a run ({error})")
+        ) from error
     return Identity(found[0], run, found[1], found[2])
 
 
@@ -135,10 +137,10 @@ def check_identity(run: Path, wanted: str) -> None:
     if found is None or found.id != wanted:
         has = "has no id" if found is None else f"is run {found.id}, begun {found.begun}"
         raise RunError(
-            f"run directory {run} {has}, and not run {wanted}, which is to go on: it was removed, "
-            "moved, or replaced meanwhile; put it back, or choose another run with "
-            "--resume run.directory=PATH (agents that were given no other directory need another "
-            "--rendezvous)"
+            f"run directory {run} {has}, but this process continues run {wanted}: the directory "
+            "was removed, moved or replaced. Put it back, or choose another run with --resume "
+            "run.directory=PATH (agents need another --rendezvous, unless they were given a "
+            "directory)"
         )
 
 

@@ -50,7 +50,7 @@ def claim(directory: Path, run: Identity) -> Path:
         staging.rename(folder / OWNER)
     except OSError as error:
         raise CheckpointError(
-            f"snapshots cannot lie in {folder}: {error.strerror or error}; choose another "
+            f"snapshots cannot be kept in {folder}: {error.strerror or error}; choose another "
             "checkpoint.local.directory"
         ) from error
     for other in directory.iterdir():

@@ -28,7 +28,8 @@ def _path(pattern: str) -> str:
     names = pattern.removeprefix("!").split("/")
     if not all(names) or any(name.strip() != name for name in names):
         raise ValueError(
-            f"{pattern!r} is no path of names joined by '/', such as params/encoder or !opt_state"
+            f"{pattern!r} is not a path: write names joined by '/', such as params/encoder or "
+            "!opt_state"
         )
     return pattern
 
@@ -89,11 +90,11 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str], *, of: str) ->
     unknown = [p for p in patterns if not any(matches(p, name) for name in names)]
     if unknown:
         raise CheckpointError(
-            f"{', '.join(unknown)}: nothing in {of} has such a path; there are {outline(names)}"
+            f"{', '.join(unknown)}: nothing in {of} has such a path; choose from {outline(names)}"
         )
     if not taken(patterns, names):
         raise CheckpointError(
-            f"{', '.join(patterns)} together take nothing of {of}; there are {outline(names)}"
+            f"{', '.join(patterns)} together select nothing of {of}; choose from {outline(names)}"
         )
 
 
@@ -127,7 +128,7 @@ def check_part(saved: Mapping[str, LeafRecord], target: PyTree, *, where: str) -
         rest = len(lines) - _LISTED
         listed = lines[:_LISTED] + ([f"and {rest} more"] if rest > 0 else [])
         raise CheckpointError(
-            f"{where} has not the part that is wanted of it:\n  "
+            f"{where} lacks arrays that were asked for, or has them in other shapes:\n  "
             + "\n  ".join(listed)
             + f"\nit has {outline(list(saved))}; leave out what does not fit, as with "
             f"'!{lines[0].split(':')[0]}', or give the model the same shapes"

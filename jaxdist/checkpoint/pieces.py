@@ -166,7 +166,7 @@ class Known:
             return False
         try:
             if record_of(source) != record:
-                self._on_event(f"{source} is damaged: it is written anew instead of linked")
+                self._on_event(f"{source} is damaged: it is written again instead of linked")
                 return False
             os.link(source, path)
         except OSError:  # The file is gone or on another disk, or the file system refuses links.

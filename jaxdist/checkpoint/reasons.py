@@ -44,5 +44,5 @@ def how_lost(error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return "is gone"
     if isinstance(error, NotADirectoryError):
-        return "is not a directory any more"
-    return f"cannot be used any more ({one_line(error)})"
+        return "is no longer a directory"
+    return f"can no longer be used ({one_line(error)})"

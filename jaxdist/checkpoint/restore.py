@@ -135,7 +135,9 @@ def restore_as(
     if not steps:
         raise CheckpointError(f"no checkpoint in {directory}: nothing was saved there yet")
     if step is not None and step not in steps:
-        raise CheckpointError(f"no checkpoint of step {step} in {directory}; there are: {steps}")
+        raise CheckpointError(
+            f"no checkpoint of step {step} in {directory}; choose from steps {steps}"
+        )
     remaining = [step] if step is not None else steps[::-1]
     refused: list[str] = []
     while remaining:
@@ -143,15 +145,19 @@ def restore_as(
         restored, problem = _try(directory, candidate, adapt)
         if restored is not None:
             return restored
-        following = f"trying step {remaining[0]} next" if remaining else "there is no other to try"
+        following = (
+            f"trying step {remaining[0]} next"
+            if remaining
+            else "there is no other checkpoint to try"
+        )
         if jax.process_index() == 0 and step is None:
             path = step_directory(directory, candidate)
             on_event(f"checkpoint {path} is damaged: {problem}; {following}")
         refused.append(f"step {candidate}: {problem}")
     advice = (
-        "start again without --resume in a new run directory, or bring back a copy of the files"
+        "start again without --resume in a new run directory, or restore the files from a copy"
         if step is None
-        else f"leave the step out to take the newest whole one of {steps}"
+        else f"leave the step out to take the newest complete checkpoint of {steps}"
     )
     raise CheckpointError(
         f"no checkpoint in {directory} can be trusted:\n  " + "\n  ".join(refused) + f"\n{advice}"
@@ -210,7 +216,7 @@ def _metadata(path: Path) -> JsonObject:
     except (OSError, ValueError) as error:
         raise DamageError(f"{METADATA}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(found, dict):
-        raise DamageError(f"{METADATA}: it holds no mapping")
+        raise DamageError(f"{METADATA}: it does not hold a mapping")
     return found
 
 
@@ -218,6 +224,7 @@ def _read(directory: Path, step: int) -> Manifest:
     manifest = read_manifest(step_directory(directory, step))
     if manifest.step != step:
         raise DamageError(
-            f"manifest.json: it is of step {manifest.step}, the directory says {step}"
+            f"manifest.json: it belongs to step {manifest.step}, but the directory's name is "
+            f"that of step {step}"
         )
     return manifest

@@ -69,7 +69,7 @@ class Snapshots:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"snapshots cannot lie in {folder}: {error.strerror or error}; choose another "
+                f"snapshots cannot be kept in {folder}: {error.strerror or error}; choose another "
                 "checkpoint.local.directory"
             ) from error
         self._lasts = lasts
@@ -267,7 +267,9 @@ def _placed(name: str, pieces: list[_Piece], leaf: Any) -> jax.Array:
     ends = [max((p.span[at][1] for p in pieces), default=0) for at in range(len(leaf.shape))]
     fits = kinds <= {(str(leaf.dtype), len(leaf.shape))} and tuple(ends) == leaf.shape
     if size != leaf.size or (size and not fits):
-        raise CheckpointError(f"a snapshot has another {name} than {leaf.dtype}{list(leaf.shape)}")
+        raise CheckpointError(
+            f"the snapshot's {name} differs from the {leaf.dtype}{list(leaf.shape)} of this state"
+        )
 
     def part(index: Any) -> np.ndarray:
         return _assembled(pieces, _span(index, leaf.shape), leaf)

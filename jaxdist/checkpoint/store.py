@@ -154,7 +154,9 @@ class CheckpointStore:
         self._saves += 1
         # The outcome is a failure until the thread reports another: if the thread dies, the outcome
         # of the previous save must not count for this save.
-        self._outcome = _Outcome(f"saving step {step} in {self.directory} did not end", met=False)
+        self._outcome = _Outcome(
+            f"saving step {step} in {self.directory} did not finish", met=False
+        )
         pending = _Pending(step, finite, leaves, whole)
         self._thread = threading.Thread(
             target=self._finish, args=(pending,), name=f"checkpoint-{step}"
@@ -201,7 +203,7 @@ class CheckpointStore:
         if self._thread is not None and jax.process_count() > 1:
             self._thread.join(LOST_PEERS_SECONDS)
             if self._thread.is_alive():
-                self._on_event("the last save is given up: other processes did not finish it")
+                self._on_event("the last save is abandoned: other processes did not finish it")
                 return
         outcome = self._join()
         if outcome is not None and outcome.failure is not None:
@@ -246,7 +248,8 @@ class CheckpointStore:
             ) from error
         if leftovers:
             self._on_event(
-                f"{self.directory}: cleared what an interrupted save left: {', '.join(leftovers)}"
+                f"{self.directory}: removed the remains of an interrupted save: "
+                f"{', '.join(leftovers)}"
             )
         if self._primary:
             self._report_torn()
@@ -304,11 +307,11 @@ class CheckpointStore:
         # Orbax would create a missing directory again for its arrays. Only the file that was
         # written first proves that this is still the directory of this save.
         if not (staging / layout.METADATA).exists():
-            raise FileNotFoundError(f"{staging} was taken away while the arrays were written")
+            raise FileNotFoundError(f"{staging} was removed while the arrays were written")
         # A digest that is computed after the write cannot show that a file is missing or truncated.
         for name, size in pending.whole.bytes.items():
             if (staging / name).stat().st_size != size:
-                raise OSError(f"{staging / name} is not {size} bytes long, as it was written")
+                raise OSError(f"{staging / name} no longer has the {size} bytes that were written")
         given = {"metric": pending.metric, "leaves": pending.leaves, "cuts": pending.whole.cuts}
         generation = None if self._fence is None else self._fence.generation
         seal(staging, step=pending.step, **given, known=written, generation=generation)
@@ -350,7 +353,7 @@ class CheckpointStore:
         if later:
             self._on_event(
                 f"{self.directory} holds steps {later}, later than step {step} just saved: they "
-                "stay, and a resume takes the latest that is whole"
+                "are kept, and a resume takes the latest complete checkpoint"
             )
         doomed = to_delete(
             [Saved(m.step, m.metric) for m in manifests if m.step <= step],
@@ -384,7 +387,7 @@ class CheckpointStore:
         except OSError as lost:
             return (
                 f"saving step {step} failed: {self.directory} {how_lost(lost)}; there is no "
-                "checkpoint to resume from: put the directory back, or begin a new run"
+                "checkpoint to resume from: restore the directory, or start a new run"
             )
         return (
             f"saving step {step} in {self.directory} failed: {reason}; "

@@ -91,15 +91,15 @@ def check_structure(saved: dict[str, LeafRecord], target: PyTree, *, where: str)
         return
     if all(": not saved, " in line for line in lines):
         raise CheckpointError(
-            f"{where} holds a part of the state: {len(lines)} arrays that are wanted were not "
-            f"saved, such as {lines[0]}; if the run saves with checkpoint.parts it cannot be "
-            "resumed, but a new one can begin with what there is (checkpoint.begin_with); else "
-            "configure the model and optimizer that it was started with"
+            f"{where} holds a part of the state: {len(lines)} arrays were not saved, such as "
+            f"{lines[0]}. Configure the model and optimizer that the run was started with. A run "
+            "that saves with checkpoint.parts cannot be resumed, but a new run can begin with its "
+            "parameters (checkpoint.begin_with)"
         )
     rest = len(lines) - _LISTED_PATHS
     listed = lines[:_LISTED_PATHS] + ([f"and {rest} more"] if rest > 0 else [])
     raise CheckpointError(
-        f"{where} holds another model or optimizer than the one configured; of {len(saved)} "
+        f"{where} holds another model or optimizer than those configured; of {len(saved)} "
         f"saved and {len(named_leaves(target))} wanted arrays {len(lines)} do not fit:\n  "
         + "\n  ".join(listed)
         + "\nresume with the configuration that the run was started with, or start a new run "

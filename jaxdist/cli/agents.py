@@ -45,7 +45,8 @@ def agent(
         bool, typer.Option("--resume", help="Resume from the newest complete checkpoint.")
     ] = False,
     restarts: Annotated[
-        int, typer.Option(min=1, help="Consecutive losses without a new step that end the run.")
+        int,
+        typer.Option(min=1, help="End the run after this many losses in a row without a new step."),
     ] = 3,
     join_timeout: Annotated[
         int, typer.Option(min=1, help="Seconds to wait for enough hosts.")

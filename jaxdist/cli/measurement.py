@@ -50,7 +50,7 @@ def bench(
         typer.Option(
             "--lab",
             help="collectives, compression, param-server, plan: between hosts with slow links, "
-            "played here (Linux, root).",
+            "emulated here (Linux, root).",
         ),
     ] = False,
     torch: Annotated[
@@ -64,7 +64,7 @@ def bench(
     ] = None,
     sigterms: Annotated[
         int | None,
-        typer.Option(min=1, help="elastic: number of further runs that are stopped by a signal."),
+        typer.Option(min=1, help="elastic: number of further runs that a signal stops."),
     ] = None,
     scoreboard: Annotated[
         str | None,
@@ -233,7 +233,9 @@ def servers(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 1,
     target: Annotated[
         float | None,
-        typer.Option(help="Held-out loss to time; 1% above the first variant's last by default."),
+        typer.Option(
+            help="Held-out loss to reach in time; 1% above the first variant's last by default."
+        ),
     ] = None,
     json_file: shared.JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this directory.")] = None,

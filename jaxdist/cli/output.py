@@ -66,7 +66,7 @@ class _Lasting(io.FileIO):
             closed = self._terminal and error.errno == errno.EIO
             self.lost = not (closed or isinstance(error, BrokenPipeError))
             if self.fileno() == 1:
-                words = f"standard output: {error.strerror}; the command goes on without it"
+                words = f"standard output: {error.strerror}; the command continues without it"
                 print(words, file=sys.stderr)
             return len(data)
 

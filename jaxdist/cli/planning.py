@@ -17,17 +17,19 @@ def plan(
     on: Annotated[
         list[str],
         typer.Option(
-            help="v5p:8x8x8; several slices: 4xv5e:16x16; of GPUs hosts x GPUs of each, "
-            "h100:16x8. Given several times, all are compared."
+            help="v5p:8x8x8; several slices: 4xv5e:16x16; GPUs as hosts x GPUs of a host: "
+            "h100:16x8. Give it several times to compare targets."
         ),
     ],
     slices: Annotated[
         int,
         typer.Option(
-            min=1, help="Slices over a slower network, of each --on that does not say how many."
+            min=1, help="Number of slices over a slower network, for each --on that names none."
         ),
     ] = 1,
-    top: Annotated[int, typer.Option(min=1, max=50, help="Plans to print of each --on.")] = 5,
+    top: Annotated[
+        int, typer.Option(min=1, max=50, help="Number of plans to print for each --on.")
+    ] = 5,
     write: Annotated[
         Path | None, typer.Option(help="Write CONFIG with the fastest plan to this file.")
     ] = None,
@@ -39,13 +41,16 @@ def plan(
     ] = None,
     compile_top: Annotated[
         bool,
-        typer.Option("--compile", help="Compile the plans printed: minutes each; TPUs only."),
+        typer.Option("--compile", help="Compile the printed plans; takes minutes each; TPUs only."),
     ] = False,
     memory: Annotated[
         bool,
         typer.Option(
             "--memory",
-            help="Ask the compiler for the memory of the plans printed: seconds each; TPUs only.",
+            help=(
+                "Ask the compiler for the memory of the printed plans; takes seconds each; TPUs "
+                "only."
+            ),
         ),
     ] = False,
     json_file: shared.JsonFile = None,

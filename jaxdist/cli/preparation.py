@@ -58,7 +58,7 @@ def eject(
     *,
     out: Annotated[Path | None, typer.Option(help="The file to write; none prints it.")] = None,
     keep: Annotated[
-        Literal["data"] | None, typer.Option(help="What the file leaves to jaxdist.")
+        Literal["data"] | None, typer.Option(help="What the file still imports from jaxdist.")
     ] = None,
     devices: shared.Devices = None,
     json_file: shared.JsonFile = None,
@@ -97,14 +97,16 @@ def tokenize(
     out: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
     files: Annotated[
         list[str] | None,
-        typer.Argument(help="Globs of text files; none takes Python's own library."),
+        typer.Argument(help="Globs of text files; by default Python's own library."),
     ] = None,
     *,
     vocab_size: Annotated[int, typer.Option(help="Tokens to learn.")] = 4096,
     heldout_fraction: Annotated[
         float,
         typer.Option(
-            min=0, max=0.99, help="Fraction left out; the config's data.heldout_fraction."
+            min=0,
+            max=0.99,
+            help="Fraction of the text to hold out; the config's data.heldout_fraction by default.",
         ),
     ] = 0.05,
     json_file: shared.JsonFile = None,

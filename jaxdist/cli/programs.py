@@ -99,13 +99,13 @@ def parity(
     full: Annotated[
         bool,
         typer.Option(
-            "--full", help="Every plan without stages, and more pipelines; takes an hour."
+            "--full", help="Compare every plan without stages, and more pipelines; takes an hour."
         ),
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Number of processes that compare.")] = 1,
     json_file: shared.JsonFile = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Skip the results in the file of --json.")
+        bool, typer.Option("--resume", help="Skip the results that the file of --json has already.")
     ] = False,
     draw: Annotated[
         int | None, typer.Option(min=1, help="Instead, compare this many configs drawn at random.")
@@ -159,7 +159,11 @@ def prove(
     *,
     devices: shared.CompileDevices = None,
     near: Annotated[
-        int, typer.Option(min=0, help="Plans near CONFIG's to compare too, three settings changed.")
+        int,
+        typer.Option(
+            min=0,
+            help="Number of plans like CONFIG's, with three settings changed, to compare too.",
+        ),
     ] = 2,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and of those plans.")] = 0,
     json_file: shared.JsonFile = None,

@@ -39,7 +39,7 @@ def train(
         str | None,
         typer.Option(
             metavar="STEPS",
-            help="Trace steps for xprof and Perfetto: 10:13 the 10th to the 13th, 4 the first "
+            help="Trace steps for xprof and Perfetto: 10:13 traces steps 10 to 13, 4 the first "
             "four after a warm-up.",
         ),
     ] = None,
@@ -52,8 +52,8 @@ def train(
         bool,
         typer.Option(
             "--elastic",
-            help="Start the processes of this machine, watch them, and begin anew from the newest "
-            "snapshot in memory when one is lost or stuck.",
+            help="Start the processes of this machine, watch them, and restart them from the "
+            "newest snapshot in memory when one is lost or stuck.",
         ),
     ] = False,
     count: Annotated[
@@ -62,12 +62,14 @@ def train(
     restarts: Annotated[
         int,
         typer.Option(
-            min=1, help="--elastic: consecutive losses without a new step that end the run."
+            min=1, help="--elastic: end the run after this many losses in a row without a new step."
         ),
     ] = 3,
     proved: Annotated[
         bool,
-        typer.Option("--proved", help="Only with a current certificate of `jaxdist prove`."),
+        typer.Option(
+            "--proved", help="Refuse to train without a current certificate of `jaxdist prove`."
+        ),
     ] = False,
     json_file: shared.JsonFile = None,
 ) -> None:
@@ -271,7 +273,7 @@ def report(
         typer.Option(help="Write one page instead: curves, time, memory, bytes, schedule, energy."),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="--html: write it again until the runs have ended.")
+        bool, typer.Option("--live", help="--html: rewrite the page until the runs have ended.")
     ] = False,
     every: Annotated[
         float, typer.Option(min=1, help="--live: seconds from one page to the next.")
@@ -291,7 +293,7 @@ def report(
         from jaxdist.run.report.goodput import report as tell
 
         if live or (json_file is not None and len(runs) > 1):
-            wrong = "--live writes a page again" if live else "--json is about one run"
+            wrong = "--live rewrites a page" if live else "--json is about one run"
             raise ConfigError(f"{wrong}: give {'--html FILE' if live else 'one run directory'}")
         for run in runs:
             tell(run, json_file, console=shared.console())
@@ -330,7 +332,9 @@ def _inspected(config: Path) -> JsonObject:
     if code:
         raise ConfigError(f"the step is not compiled here, for its config {code[0]}")
     if count is None:
-        raise ConfigError("the mesh of its config leaves an axis open (-1): add --devices N below")
+        raise ConfigError(
+            "the mesh of its config leaves the size of an axis open (-1): give --devices N"
+        )
     found = inspect_step(open_subject(config, [f"mesh.fake_devices={count}"], None))
     return inspection_json(found)
 

@@ -82,7 +82,7 @@ def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> 
         more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""
         there = f"; there are {', '.join(runs[:SHOWN_RUNS])}{more}" if runs else ""
         raise RunError(
-            f"{run} is no run directory, for it has no {config.name}: give the one that "
+            f"{run} is not a run directory, since it has no {config.name}: give the directory that "
             f"`jaxdist train` printed after the word run{there}"
         )
     return prepare_devices(config, overrides, devices)

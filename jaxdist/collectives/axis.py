@@ -108,8 +108,8 @@ def _check_bound(name: str, where: str) -> None:
             )
         elif name in mesh.axis_names:
             reason = (
-                f"needs axis {name!r}, which XLA places here: add it to axis_names of "
-                f"jax.shard_map (manual: {', '.join(bound)})"
+                f"needs axis {name!r}, on which XLA places the communication: add it to axis_names "
+                f"of jax.shard_map (manual now: {', '.join(bound)})"
             )
         else:
             sizes = ", ".join(f"{axis}: {mesh.shape[axis]}" for axis in bound)

@@ -153,7 +153,7 @@ def _positions(count: int, order: Sequence[int] | None) -> Sequence[int]:
         return range(count - 1, -1, -1)
     if sorted(order) != list(range(count)):
         raise CollectiveError(
-            f"order {list(order)} of reduce_tree is no permutation of the tree's {count} leaves: "
-            f"give each position from 0 to {count - 1} once"
+            f"order {list(order)} of reduce_tree is not a permutation of the tree's {count} "
+            f"leaves: give each position from 0 to {count - 1} once"
         )
     return order

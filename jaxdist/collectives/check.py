@@ -32,7 +32,7 @@ def array(x: object, operation: str) -> jax.Array:
         ) from None
     if jnp.issubdtype(found.dtype, jax.dtypes.extended):
         raise CollectiveError(
-            f"{operation} of {found.dtype} means nothing: use jax.random.key_data for random keys"
+            f"{operation} of {found.dtype} is not defined: use jax.random.key_data for random keys"
         )
     return found
 
@@ -48,11 +48,12 @@ def combine_of(op: str, x: jax.Array, operation: str) -> Combine:
     what = f"{operation} with op={op!r} of {x.dtype}{list(x.shape)}"
     if op in ("sum", "mean") and x.dtype == jnp.bool_:
         raise CollectiveError(
-            f"{what}: cast to int32 to count, or use op='max' (any) or op='min' (all)"
+            f"{what} is not defined: cast to int32 to count, or use op='max' (any) or op='min' "
+            "(all)"
         )
     if op == "mean" and not jnp.issubdtype(x.dtype, jnp.inexact):
         raise CollectiveError(
-            f"{what}: the mean of integers is no integer; cast to float32, or use op='sum'"
+            f"{what}: the mean of integers is not an integer; cast to float32, or use op='sum'"
         )
     if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise CollectiveError(f"{what}: complex numbers have no order; reduce jnp.abs(x)")

@@ -49,7 +49,7 @@ def import_adapters(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} exists already: name another directory with --out")
     if not RunDirectory(base).occupied:
-        raise RunError(f"--base {base} is no run directory: import the base model first")
+        raise RunError(f"--base {base} is not a run directory: import the base model first")
     document, config = load(RunDirectory(base).config)
     rows = _rows(config.model, base)
     # A deep copy, since the document of the base run must not change.
@@ -100,7 +100,9 @@ def export_adapters(
     experiment, restored = open_run(run, overrides, step=step, console=console)
     model, program = experiment.config.model, experiment.program
     if model.lora is None:
-        raise ConfigError(f"{run} has no adapters (model.lora): export the model, --to hf")
+        raise ConfigError(
+            f"{run} has no adapters (model.lora): export the whole model with --to hf"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} exists already: name another directory")
     state: Any = restored.state
@@ -131,5 +133,5 @@ def _rows(model: Any, run: Path) -> Mapping[str, Row]:
         return family_of(json.loads(file.read_text(encoding="utf-8")), where=str(file)).rows
     fitting = families_of(model.model_copy(update={"lora": None}))
     if not fitting:
-        raise ConfigError("no family of Hugging Face's models has the options of this model")
+        raise ConfigError("no model family of Hugging Face has the options of this model")
     return fitting[0].rows

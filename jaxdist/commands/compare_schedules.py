@@ -169,7 +169,7 @@ def _choices(chunks: int) -> str:
     limits = ", ".join(f"{limit:g}x" for limit in AUTO_MEMORY)
     return (
         f"{', '.join(found['chunks'])}: {chunks} chunks a stage. "
-        f"{', '.join(found['memory_limit'])} {limits}: within so many times 1F1B's peak."
+        f"{', '.join(found['memory_limit'])} {limits}: memory at most that multiple of 1F1B's peak."
     )
 
 

@@ -44,8 +44,8 @@ def drill(
     steps = train.get("steps")
     if not isinstance(steps, int):
         raise ConfigError(
-            f"{path} does not say how many steps the run has, which a drill needs to know: give "
-            "train.steps (train.steps=2000), not epochs"
+            f"{path} does not set the number of steps, which a drill needs: give train.steps "
+            "(train.steps=2000), not epochs"
         )
     strikes = strikes_of(failures, steps, processes, seed)
     strikers: list[Striker] = []
@@ -58,11 +58,14 @@ def drill(
     code = Agent(AgentSettings(args, processes), say, fork_module=fork_module, record=record).run()
     (striker,) = strikers
     if code:
-        raise RunError(f"the run was told to stop (exit code {code}); a drill goes to its end")
+        raise RunError(
+            f"a signal stopped the run (exit code {code}), but a drill needs a run that ends by "
+            "itself: start the drill again"
+        )
     if striker.left or striker.run is None:
         raise RunError(
-            f"the run was done after {len(striker.struck)} of {failures} failures: give it more "
-            "steps (train.steps), or fewer failures"
+            f"the run ended after {len(striker.struck)} of {failures} failures: give it more steps "
+            "(train.steps), or fewer failures"
         )
     records = read_metrics(striker.run)
     found = joined_lives(records)
@@ -77,8 +80,8 @@ def drill(
         write_json(json_file, {"run": str(striker.run), **drilled.as_json()}, what="drill")
     if not drilled.held:
         raise RunError(
-            f"the run kept {drilled.achieved:.1%} of its time, less than nine tenths of the "
-            f"{drilled.predicted:.1%} that were predicted: look at the recoveries above, and at "
+            f"the run used {drilled.achieved:.1%} of its time for steps, less than nine tenths of "
+            f"the predicted {drilled.predicted:.1%}: look at the recoveries above, and at "
             f"{striker.run}/flight_*.png"
         )
     return drilled

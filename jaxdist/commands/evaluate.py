@@ -41,8 +41,8 @@ def open_run(
     directory = RunDirectory(run)
     if not directory.occupied:
         raise RunError(
-            f"{run} is no run directory, for it has no {directory.config.name}: give the one that "
-            "`jaxdist train` printed after the word run"
+            f"{run} is not a run directory, since it has no {directory.config.name}: give the "
+            "directory that `jaxdist train` printed after the word run"
         )
     document, config = load(directory.config, overrides)
     for text in foreign_code(document.values):
@@ -79,8 +79,8 @@ def evaluate_run(
     experiment, restored = open_run(run, overrides, step=step, console=console)
     if experiment.heldout is None:
         raise RunError(
-            "the data of this run has no held-out split to evaluate on: give its section data one, "
-            "such as heldout_fraction or heldout_examples"
+            "the data of this run has no held-out split to evaluate on: set data.heldout_fraction "
+            "or data.heldout_examples"
         )
     state: Any = restored.state
     with experiment.heldout.evaluation_batches() as batches:
@@ -119,7 +119,7 @@ def generate_from_run(
     experiment, restored = open_run(run, overrides, step=step, console=console)
     tokenizer = experiment.dataset.tokenizer
     if tokenizer is None:
-        raise RunError("the model of this run was not trained on text, so it generates none")
+        raise RunError("the model of this run was not trained on text, so it cannot generate text")
     if "targets" in experiment.program.batch:
         raise RunError(
             "the model of this run predicts hidden tokens from both sides, so it cannot continue a "

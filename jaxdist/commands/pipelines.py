@@ -126,8 +126,8 @@ def build_requested(request: Request, stages: int | None, microbatches: int | No
         return config.build(stages or found.stages, microbatches or found.microbatches)
     if stages is None or microbatches is None:
         raise ConfigError(
-            f"schedule {config.type}: --stages is {stages or 'not given'} and --microbatches "
-            f"is {microbatches or 'not given'}: give both; only a CSV file says them itself"
+            f"schedule {config.type}: --stages is {stages or 'not given'} and --microbatches is "
+            f"{microbatches or 'not given'}: give both; only a CSV file sets them itself"
         )
     return config.build(stages, microbatches)
 
@@ -144,7 +144,7 @@ def check_csv(path: Path, *, console: Console) -> Schedule:
     if kinds - {TaskKind.FORWARD}:
         backward = "backward in halves" if TaskKind.WEIGHT in kinds else "backward whole"
     for line in (
-        f"{path} is whole: {schedule.stages} stages, {schedule.chunks} chunks, "
+        f"{path} is valid: {schedule.stages} stages, {schedule.chunks} chunks, "
         f"{schedule.microbatches} microbatches, {backward}",
         f"slots of the ring buffers, by chunk: {' '.join(map(str, ring_sizes(schedule)))}",
     ):

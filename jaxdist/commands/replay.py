@@ -39,7 +39,7 @@ def replay(run: Path, console: Console, json_file: Path | None = None) -> bool:
       CheckpointError: the state at the start no longer exists.
     """
     if not RunDirectory(run).occupied or not os.path.isdir(run / "order"):
-        raise RunError(f"{run} is no run with strategy.type parameter_server: it has no order/")
+        raise RunError(f"{run} is not a run with strategy.type parameter_server: it has no order/")
     for text in foreign_code(read(RunDirectory(run).config).values):
         console.print(f"code   {text}", soft_wrap=True, markup=False)
     experiment, sharded = sharded_run(RunDirectory(run).config)
@@ -63,9 +63,9 @@ def _start(
         return sharded.parted(experiment.program.init(), 0)
     if not sharded.keeps_moments:
         raise CheckpointError(
-            f"this part of the run began at clock {life.first} with what its servers had saved, "
-            "and that is not there any more: only runs that were not resumed can be computed again "
-            f"with strategy.consistency.type {sharded.cluster.consistency.type}"
+            f"this part of the run began at clock {life.first} from the servers' saved state, "
+            "which no longer exists. With strategy.consistency.type "
+            f"{sharded.cluster.consistency.type} only runs that were not resumed can be replayed"
         )
     step = life.first * sharded.cluster.local_steps
     _, restored = open_run(run, (), step=step, console=console)
@@ -79,7 +79,7 @@ def _print(
     wanted: Sequence[ShardState],
     console: Console,
 ) -> None:
-    table = Table("server", "updates", "parameters", "beside what it saved")
+    table = Table("server", "updates", "parameters", "compared with what it saved")
     for differs, layout, shard in zip(rows, sharded.layouts, wanted, strict=True):
         told = "the same bits" if not differs else f"[bold red]differs:[/] {', '.join(differs)}"
         table.add_row(str(layout.server), f"{shard.version:,}", f"{layout.length:,}", told)

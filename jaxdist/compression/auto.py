@@ -60,7 +60,7 @@ class AutoCodec(Config):
     @classmethod
     def _some(cls, candidates: tuple[CodecConfig, ...]) -> tuple[CodecConfig, ...]:
         if not candidates:
-            raise ValueError("candidates is empty: name a codec or more, whole among them")
+            raise ValueError("candidates is empty: name at least one codec, such as whole")
         return candidates
 
     @property

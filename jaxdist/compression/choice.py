@@ -211,6 +211,6 @@ def _group(
         other = next(codec for codec in codecs if codec.exchange == "scatter")
         raise CompressionError(
             f"{described(shaped[0], mine[0])} in stages with {other!r}, which encodes flat shards: "
-            "let both be sums (whole, randomk, lowrank) or choose one of them"
+            "give both stages codecs that sum (whole, randomk, lowrank), or choose one of them"
         )
     return group

@@ -278,7 +278,7 @@ def _check_state(
 
     if forms(shapes) != forms(state.groups):
         raise CompressionError(
-            "compressed_all_reduce with a state of other arguments: make it by init_state with the "
-            f"same gradients, codec, feedback and bucket_bytes, for {devices} devices, and give it "
-            "the spec of the axis, so that each device sees [1, ...]"
+            "the state of compressed_all_reduce was made for other arguments. Make it by "
+            f"init_state with the same gradients, codec, feedback and bucket_bytes, for {devices} "
+            "devices, and shard it over the axis, so that each device sees [1, ...]"
         )

@@ -69,7 +69,9 @@ class _Rows:
         first, last = min(axes), max(axes)
         before, after = math.prod(sizes[:first]), math.prod(sizes[last + 1 :])
         if list(axes) != list(range(first, last + 1)) or saved % (before * after):
-            raise CompressionError(f"{saved} devices do not become {math.prod(sizes)}")
+            raise CompressionError(
+                f"the state of {saved} devices cannot be divided over {math.prod(sizes)}"
+            )
         return cls(before, saved // (before * after), math.prod(sizes[first : last + 1]), after)
 
     def bucket(self, old: BucketState, new: BucketState) -> BucketState:
@@ -116,7 +118,9 @@ class _Rows:
         self, old: jax.Array, new: Any, move: Callable[[jax.Array], PyTree], cut: bool = False
     ) -> jax.Array:
         if not cut and old.shape[1:] != new.shape[1:]:
-            raise CompressionError(f"blocks of {old.shape[1:]} do not become {new.shape[1:]}")
+            raise CompressionError(
+                f"the saved blocks of {old.shape[1:]} cannot become blocks of {new.shape[1:]}"
+            )
         rows = old.reshape(self.before, self.old, self.after, *old.shape[1:])
         each = jax.vmap(jax.vmap(move, in_axes=1, out_axes=1))
         moved = each(rows).reshape(new.shape)

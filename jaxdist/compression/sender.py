@@ -71,8 +71,8 @@ class Sender:
         self.feedback.check(self.codec)
         if jax.tree.leaves(jax.eval_shape(self.feedback.common, jax.ShapeDtypeStruct((1,), "f4"))):
             raise CompressionError(
-                f"feedback {self.feedback!r} needs what all senders have in common: take classic, "
-                "ef21 or momentum for one sender"
+                f"feedback {self.feedback!r} needs state that all senders share: take classic, "
+                "ef21 or momentum for a single sender"
             )
 
     def init(self, like: Leaf) -> SenderState:

@@ -28,7 +28,7 @@ def node_of(value: Any, path: KeyPath = ()) -> Node:
     if isinstance(value, Mapping):
         wrong = next((key for key in value if not isinstance(key, str)), None)
         if wrong is not None:
-            raise ConfigError(f"{dotted(path)} ({PYTHON}): a key is text, not {wrong!r}")
+            raise ConfigError(f"{dotted(path)} ({PYTHON}): a key must be text, not {wrong!r}")
         return Node({key: node_of(item, (*path, key)) for key, item in value.items()}, PYTHON)
     if isinstance(value, list | tuple):
         return Node([node_of(item, (*path, at)) for at, item in enumerate(value)], PYTHON)
@@ -59,8 +59,8 @@ def import_path(value: Any, path: KeyPath = ()) -> str:
         found = getattr(found, part, None)
     if found is not value:
         raise ConfigError(
-            f"{dotted(path)} = {shown(value)} ({PYTHON}): a run can be resumed only with what has "
-            "a name in a module; define it at the top level of a module or notebook, and pass what "
-            "it depends on as args"
+            f"{dotted(path)} = {shown(value)} ({PYTHON}): a run can be resumed only with objects "
+            "that have a name in a module. Define it at the top level of a module or notebook, "
+            "and pass what it depends on as args"
         )
     return f"{module}:{name}"

@@ -83,7 +83,9 @@ class _Loader:
             raise ConfigError(f"{place}files include each other: {cycle}; break the cycle")
         self.files.append(file)
         if len(self.files) > MAX_FILES:
-            raise ConfigError(f"{place}more than {MAX_FILES} files included in all")
+            raise ConfigError(
+                f"{place}more than {MAX_FILES} files are included in all: include fewer"
+            )
         root = parse_yaml(text, lambda line: Origin(name, line))
         if root.value is None:
             root = Node({}, Origin(name))
@@ -122,7 +124,10 @@ def _replaced(node: Node | None, values: dict[str, Node], included: bool) -> fro
         for key in path:
             at = at.value.get(key) if at is not None and isinstance(at.value, dict) else None
         if at is None:
-            raise ConfigError(f"{origin}: replace names {dotted(path)}, which this file never sets")
+            raise ConfigError(
+                f"{origin}: replace names {dotted(path)}, which this file never sets: set it here, "
+                "or leave it out of replace"
+            )
         if not included:
             raise ConfigError(f"{origin}: replace has no effect without include; remove it")
         paths.add(path)
@@ -167,7 +172,7 @@ def _suggestion(file: Path, place: str) -> str:
     if not place and shipped_name(file) in shipped():
         return f"; `jaxdist init {shipped_name(file)}` writes it, or into another folder with --to"
     here = not place and (len(file.parts) == 1 or file.parts[0] == "configs")
-    init = "; `jaxdist init` writes the shipped ones to configs" if here else ""
+    init = "; `jaxdist init` writes the shipped configs to configs" if here else ""
     try:
         names = sorted(name for name in os.listdir(file.parent) if name.endswith((".yaml", ".yml")))
     except OSError:

@@ -33,7 +33,7 @@ def apply_override(root: Node, text: str, origin: Origin | None = None) -> Node:
     if not all(parts):
         raise ConfigError(f"{origin}: empty key; write section.key=value")
     if len(parts) > MAX_DEPTH:
-        raise ConfigError(f"{origin}: {len(parts)} keys deep; at most {MAX_DEPTH}")
+        raise ConfigError(f"{origin}: {len(parts)} keys deep; at most {MAX_DEPTH} are allowed")
     if parts[0] in ("include", "replace"):
         raise ConfigError(f"{origin}: {parts[0]!r} belongs in a file and cannot be overridden")
     return _set(root, parts, parse_yaml(value, lambda line: origin), ())

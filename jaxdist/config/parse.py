@@ -194,22 +194,30 @@ class _Builder:
         try:
             text.encode()
         except UnicodeEncodeError:
-            self._problem(event, f"{text!r} holds half of a \\u surrogate pair; write it whole")
+            self._problem(event, f"{text!r} holds half of a \\u surrogate pair; write both halves")
             return None
         if not event.implicit[0]:
             return text
         # Only the first digits are tried, since conversion of a long number takes quadratic time.
         if len(text) > MAX_DIGITS and not isinstance(plain_scalar(text[:MAX_DIGITS]), str):
-            self._problem(event, f"a number of {len(text)} digits; at most {MAX_DIGITS}")
+            self._problem(
+                event, f"a number of {len(text)} digits; at most {MAX_DIGITS} are allowed"
+            )
             return None
         return plain_scalar(text)
 
     def _check_limits(self, event: Event, size: int, depth: int) -> None:
         self.values += size
         if depth > MAX_DEPTH:
-            raise self._error(event, f"nested more than {MAX_DEPTH} levels deep")
+            raise self._error(event, f"nested more than {MAX_DEPTH} levels deep: flatten the file")
         if self.values > MAX_VALUES:
-            raise self._error(event, f"more than {MAX_VALUES} values, aliases followed")
+            raise self._error(
+                event,
+                (
+                    f"more than {MAX_VALUES} values, counting those that aliases repeat: write a "
+                    "smaller file"
+                ),
+            )
 
     def _origin(self, event: Event) -> Origin:
         return self.locate(event.start_mark.line + 1)

@@ -85,6 +85,7 @@ class ImportConfig(Config):
         absent = sorted(set(self.unchecked) - set(batch))
         if absent:
             raise DataError(
-                f"data.unchecked names {', '.join(absent)}, but the {split} has {sorted(batch)}"
+                f"data.unchecked names {', '.join(absent)}, but the {split} has "
+                f"{sorted(batch)}: leave the others out"
             )
         dataset.allowed.check(batch, ends, split)

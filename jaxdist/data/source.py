@@ -123,7 +123,7 @@ def length(source: Source, what: str) -> int:
             "of examples"
         ) from error
     if examples == 0:
-        raise DataError(f"data: {what} is empty, 0 examples")
+        raise DataError(f"data: {what} is empty: it has 0 examples")
     return examples
 
 

@@ -56,7 +56,7 @@ class ImportedTransformConfig(Config):
             if not isinstance(found, Mapping):
                 raise DataError(
                     f"data.transform: {self.path} returned {type(found).__name__}, expected a "
-                    "mapping of names to arrays [N, ...], as it was given"
+                    "mapping of names to arrays [N, ...], like its argument"
                 )
             return found
 
@@ -104,7 +104,7 @@ class _Transformed:
             if values.shape[:1] != (len(indices),):
                 raise DataError(
                     f"data.transform gave {name!r} the shape {values.shape} for {len(indices)} "
-                    "examples: keep the leading dim"
+                    "examples: return a row for each example"
                 )
         return batch
 

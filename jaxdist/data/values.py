@@ -60,11 +60,11 @@ data.unchecked: [label] lets anything pass
             expected = (
                 "a finite number" if limit is None else f"a whole number from 0 to {limit - 1}"
             )
-            declared = "" if limit is None else ", or what it declares"
+            declared = "" if limit is None else ", or the range that it declares"
             raise DataError(
                 f"data: {name!r}{place} of example {examples[first[0]]} of the {split} is "
-                f"{values[first]}, expected {expected}: correct the data{declared}; in imported "
-                f"data, data.unchecked: [{name}] lets anything pass"
+                f"{values[first]}, expected {expected}: correct the data{declared}; for imported "
+                f"data, data.unchecked: [{name}] turns this check off"
             )
 
     def _check_ids(self, ids: np.ndarray, examples: np.ndarray, split: str) -> None:

@@ -100,7 +100,7 @@ def _accelerator(facts: MachineFacts) -> Iterator[Check]:
         yield Check(
             "accelerator",
             "warning",
-            "an NVIDIA driver is here, but jax runs on the CPU",
+            "an NVIDIA driver is loaded, but jax runs on the CPU",
             "pip install 'jax[cuda13]' (cuda12 for drivers before 580)",
         )
 
@@ -158,7 +158,9 @@ def _xla_flags(facts: MachineFacts) -> Check:
     twice = sorted(name for name, flags in values.items() if len(flags) > 1)
     if twice:
         value = "; ".join(" and ".join(sorted(values[name])) for name in twice)
-        return Check("XLA_FLAGS", "warning", value, "the last one wins: remove the others")
+        return Check(
+            "XLA_FLAGS", "warning", value, ("only the last of them counts: remove the others")
+        )
     return Check("XLA_FLAGS", "ok", text or "not set")
 
 
@@ -181,7 +183,7 @@ def _timeouts(facts: MachineFacts) -> Check:
 def _compilation_cache(folder: Folder | None) -> Check:
     name = "compilation cache"
     if folder is None:
-        return Check(name, "ok", "no folder set: each process compiles anew")
+        return Check(name, "ok", "no folder set: each process compiles its programs again")
     if not folder.writable:
         remedy = "make it writable, or set JAX_COMPILATION_CACHE_DIR to another folder"
         return Check(name, "warning", f"{folder.path} cannot be written", remedy)
@@ -193,7 +195,10 @@ def _compilation_cache(folder: Folder | None) -> Check:
             name,
             "warning",
             f"{folder.path} has mode {folder.mode:04o}",
-            "use a folder of mode 0700: whoever can write there decides what your runs execute",
+            (
+                "use a folder of mode 0700: anyone who can write there can run code in your "
+                "processes"
+            ),
         )
     return Check(name, "ok", f"{folder.path}, {_gib(folder.free_bytes)} free")
 

@@ -160,7 +160,7 @@ class Agent:
             error = ConfigError(failure.words.removeprefix("error: "))
         elif restarts_without_progress >= self.plan.restarts:
             error = RunError(
-                f"{restarts_without_progress} generations in a row came to no new step; the last: "
+                f"{restarts_without_progress} generations in a row made no progress; the last: "
                 f"{_named(assignment, failure)}. {failure.words}"
             )
         if error is not None:

@@ -161,7 +161,7 @@ class Team:
                 over = over or time.monotonic() + END_SECONDS
             if over is not None and time.monotonic() > over:
                 late = next(at for at, code in enumerate(codes) if code is None)
-                return Failure(late, f"did not end within {END_SECONDS:g} s of the others")
+                return Failure(late, f"did not end within {END_SECONDS:g} s after the others")
             # Exit codes are cheap, so every iteration reads them; statuses are in files.
             if not looks:
                 continue

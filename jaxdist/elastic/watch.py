@@ -74,7 +74,8 @@ def find_stuck(
         return None
     waited = now - behind.since
     return Stuck(
-        behind.process, f"is at {behind.phase} after step {behind.step} for {waited:.0f} s"
+        behind.process,
+        (f"has been in phase {behind.phase} after step {behind.step} for {waited:.0f} s"),
     )
 
 

@@ -26,8 +26,8 @@ def trained_part(config: PartConfig, model: Functional) -> Functional:
     frozen = matching_names(config.freeze, names, "freeze")
     if frozen and len(frozen) == len(names):
         raise ConfigError(
-            f"all {len(names)} parameters match {', '.join(config.freeze)}, so that none is left "
-            "to train: name fewer",
+            f"all {len(names)} parameters match {', '.join(config.freeze)}, so that nothing is "
+            "left to train: name fewer",
             setting=("freeze",),
         )
     return replace(model, frozen=frozen)
@@ -43,8 +43,8 @@ def _adapters(config: LoraConfig, model: Functional) -> list[Adapter]:
     shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}
     if PREFIX in model.params:
         raise ConfigError(
-            f"the model has parameters {PREFIX}/... of its own, where adapters would be kept: give "
-            "them another name",
+            f"the model has parameters of its own at {PREFIX}/..., where adapters are kept: "
+            "rename them",
             setting=("lora",),
         )
     adapters = []
@@ -54,8 +54,8 @@ def _adapters(config: LoraConfig, model: Functional) -> list[Adapter]:
         made = [adapter_of(config, *one, stacked=one[0] in model.stacked) for one in given]
         if not any(made):
             raise ConfigError(
-                f"{pattern!r} matches no kernel, but {names[0]} {list(shapes[names[0]])}, which "
-                "has no inputs and outputs: name parameters with two dims or more",
+                f"{pattern!r} matches no kernel: {names[0]} {list(shapes[names[0]])} has no "
+                "inputs and outputs. Name parameters with two dims or more",
                 setting=("lora", "targets"),
             )
         adapters += filter(None, made)

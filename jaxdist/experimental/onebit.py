@@ -168,9 +168,9 @@ class OnebitConfig(OptimizerConfig):
         if self.clip_norm is None and self.skip_spikes is None:
             return self
         raise ValueError(
-            f"{name} looks at the norm of gradients, and those of compressed momenta are several "
-            "times as large as what they stand for; clip what devices send, by "
-            "parallel.compression.error_feedback: {type: compressed_momentum, clip_norm: ...}"
+            f"{name} uses the norm of gradients, but compressed momenta have norms several times "
+            "as large. Clip what devices send instead: parallel.compression.error_feedback: "
+            f"{{type: compressed_momentum, clip_norm: ...}}"
         )
 
 

@@ -75,8 +75,8 @@ class RunFence:
         newest = newest_generation(self.run)
         if Fence(newest).admit(self.generation) is None:
             raise RunError(
-                f"generation {self.generation} of {self.run} was deposed by generation {newest}: "
-                "it writes no more; the run goes on there"
+                f"generation {self.generation} of {self.run} was replaced by generation "
+                f"{newest}: this process writes nothing more, and the run continues there"
             )
 
 

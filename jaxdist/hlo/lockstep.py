@@ -117,14 +117,14 @@ def mismatch(module: Module, lockstep: Lockstep) -> str | None:
     """
     loops = tick_loops(module)
     if len(loops) != 1:
-        return f"{len(loops)} loops of the program have branches that ticks decide"
+        return f"{len(loops)} loops of the program have branches that depend on the tick"
     (loop,) = loops
     trips = Frame(module, module.entry).trips(loop)
     if trips != lockstep.ticks:
-        return f"the program's loop has {trips or 'unknown'} turns, not {lockstep.ticks}"
+        return f"the program's loop has {trips or 'unknown'} passes, not {lockstep.ticks}"
     inside = _decided(_reached(module, loop.called("body")))
     if len(inside) != len(_decided(module.computations.values())):
-        return "branches that ticks decide stand outside of the program's loop"
+        return "branches that depend on the tick are outside of the program's loop"
     return next(filter(None, (_differs(module, one, lockstep) for one in inside)), None)
 
 
@@ -133,7 +133,7 @@ def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> st
     name = conditional_name(conditional) or ""
     decision, count = lockstep.decisions.get(name), len(conditional.branches)
     if decision is None:
-        return f"ticks do not decide {name}"
+        return f"{name} does not depend on the tick"
     if count != decision.branches:
         return f"{name} has {count} branches in the program, not {decision.branches}"
     scope = re.escape(SCOPE + name.split("/")[-1])
@@ -144,7 +144,7 @@ def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> st
         found = {int(n) for source in sources for n in written.findall(source)}
         # A branch may have no instruction of its own, and so no number to compare.
         if found and number not in found:
-            return f"branch {number} of {name} holds what the source has in {sorted(found)}"
+            return f"branch {number} of {name} holds what the source places in {sorted(found)}"
     return None
 
 

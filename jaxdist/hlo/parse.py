@@ -309,7 +309,7 @@ def parse(text: str) -> Module:
             instructions.append(instruction)
     if not header.startswith("HloModule") or entry not in computations:
         raise LedgerError(
-            f"the text is no compiled HLO program: it begins with {header[:60]!r} and has "
+            f"the text is not a compiled HLO program: it begins with {header[:60]!r} and has "
             f"{len(computations)} computations; pass the result of jit(f).lower(...).compile()"
         )
     replicas, partitions = (

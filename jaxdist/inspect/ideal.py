@@ -78,8 +78,8 @@ def bound_notes(experiment: Experiment) -> tuple[str, ...]:
     if isinstance(exchange, Strict):
         if exchange.local.blocks > 1:
             notes.append(
-                f"{exchange.order.shards} logical shards have {exchange.local.blocks} sums on each "
-                "device that are sent apart: a power of two has one"
+                f"each device sends the sums of its {exchange.order.shards} logical shards in "
+                f"{exchange.local.blocks} pieces; a power of two has one piece"
             )
         return tuple(notes)
     if stage == 3:
@@ -87,5 +87,5 @@ def bound_notes(experiment: Experiment) -> tuple[str, ...]:
         passes = "once a step" if once else "for both passes"
         notes.append(f"parallel.zero.stage 3 gathers parameters {passes}")
     if stage >= 2 and count > 1:
-        notes.append(f"each of train.microbatches {count} sends its own")
+        notes.append(f"each of train.microbatches {count} sends its own gradients")
     return tuple(notes)

@@ -268,7 +268,7 @@ def _refusal(subject: InspectedExperiment, arguments: Mapping[str, int], text: s
     parts = ", ".join(f"{part} {show_bytes(size)}" for part, size in arguments.items() if size)
     return RunError(
         f"{name}: the train step needs {needed} on each device, but a {kind} has {limit} for a "
-        f"program; it holds {parts}, and besides activations and gradients: use more "
-        "train.microbatches, a smaller train.batch_size, model.remat: full where the model has it, "
-        "or split the model over more devices along mesh axis tensor"
+        f"program. It holds {parts}; the rest are activations and gradients. Use more "
+        "train.microbatches, a smaller train.batch_size, model.remat: full where the model has "
+        "it, or more devices along mesh axis tensor"
     )

@@ -79,7 +79,8 @@ def _bound_notes(inspection: Inspection, unbounded: list[str]) -> list[str]:
     notes = []
     if loops := inspection.ledger.unknown_loops:
         notes.append(
-            f"Of unknown length, and counted as one turn: {', '.join(loops)}; there may be more."
+            "These loops have an unknown number of passes, counted once: "
+            f"{', '.join(loops)}; there may be more bytes."
         )
     if inspection.gradient_bound_bytes:
         axes = " x ".join(inspection.gradient_axes)

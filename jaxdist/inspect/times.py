@@ -160,7 +160,7 @@ def _notes(inspection: Inspection, found: StepTime) -> list[str]:
     notes += _schedule_notes(found)
     if found.unknown_loops:
         notes.append(
-            f"LONGER THAN THAT: of unknown length, and counted as one turn: "
+            "LONGER THAN THAT: these loops have an unknown number of passes, counted once: "
             f"{', '.join(found.unknown_loops)}."
         )
     assumptions = sorted({e.what for e in found.entries if e.basis == "assumed"})
@@ -175,13 +175,14 @@ def _schedule_notes(found: StepTime) -> list[str]:
     notes: list[str] = []
     if found.schedule:
         notes.append(
-            f"Branches are those of the schedule ({found.schedule}): the bubble is what the mean "
-            "stage waits for the longest one, tick by tick; all else is the mean stage's."
+            f"Each tick takes the branches of the schedule ({found.schedule}). The bubble is the "
+            "time that the mean stage waits for the longest stage, tick by tick; all other rows "
+            "are the mean stage's."
         )
     if found.unmatched:
         notes.append(
-            f"NOT THE PIPELINE'S STEP: {found.unmatched}, so that the schedule cannot be followed: "
-            "each tick counts its dearest branches."
+            f"NOT THE PIPELINE'S STEP: {found.unmatched}, so that the schedule cannot be "
+            "followed: each tick counts its most expensive branches."
         )
     if found.seconds_low < found.seconds:
         notes.append(f"With the cheapest branches {show_seconds(found.seconds_low)}.")

@@ -57,7 +57,7 @@ def open_adapters(folder: Path) -> Files:
     """
     for name in (SETTINGS, TENSORS):
         if not (folder / name).is_file():
-            raise DataError(f"{folder} has no adapters in PEFT's form, for it lacks {name}")
+            raise DataError(f"{folder} does not hold adapters in PEFT's format: it lacks {name}")
     try:
         settings: Any = read_json(folder / SETTINGS)
     except (OSError, ValueError) as error:
@@ -69,9 +69,9 @@ def open_adapters(folder: Path) -> Files:
     ]
     if other:
         raise DataError(
-            f"{folder / SETTINGS}: {', '.join(other)}: adapters here are a product of two matrices "
-            "of one rank for every kernel; merge these by PEFT (merge_and_unload), and import the "
-            "model"
+            f"{folder / SETTINGS}: {', '.join(other)}: jaxdist's adapters are a product of two "
+            "matrices of one rank for every kernel. Merge these adapters with PEFT "
+            "(merge_and_unload), and import the model"
         )
     return Files(folder, settings, safetensors.read_header(folder / TENSORS))
 
@@ -98,8 +98,8 @@ def settings_of(files: Files, rows: Mapping[str, Row]) -> JsonObject:
             found.add(kernel)
     if unknown:
         raise ConfigError(
-            f"{files.folder} has adapters of another base model: {_some(unknown)} are of no kernel "
-            "of this one"
+            f"{files.folder} has adapters of another base model: {_some(unknown)} belong to no "
+            "kernel of this model"
         )
     given: Any = files.settings
     lacking = [key for key in ("r", "lora_alpha") if given.get(key) is None]
@@ -175,8 +175,8 @@ def write_adapters(
     odd = [one.name for one in adapters if rows[one.name].part is not None or not _inside(one)]
     if odd:
         raise ConfigError(
-            f"{_some(odd)}: PEFT has another form for adapters of embeddings, and none for a part "
-            "of a module: export the merged model (--to hf)"
+            f"{_some(odd)}: PEFT has no such adapters of embeddings, or of a part of a module: "
+            "export the merged model (--to hf)"
         )
     arrays: dict[str, np.ndarray] = {}
     modules: set[str] = set()

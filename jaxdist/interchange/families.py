@@ -133,8 +133,8 @@ class Family:
             if given.get(key, allowed[0]) not in allowed:
                 listed = " or ".join(map(repr, allowed))
                 raise ConfigError(
-                    f"config.json: {key} is {given[key]!r}, and model.type gpt computes {listed} "
-                    f"of the family {self.name}"
+                    f"config.json: {key} is {given[key]!r}, but of the family {self.name} "
+                    f"model.type gpt computes {listed}"
                 )
         lacking = [key for key in self.keys if key not in given]
         if lacking:
@@ -180,8 +180,8 @@ def _rotary(config: Mapping[str, Any]) -> JsonObject:
         return {"rope_theta": theta}
     if kind not in _SCALINGS:
         raise ConfigError(
-            f"config.json: rotary positions of type {kind!r} are not computed by model.type gpt: "
-            "there are default, linear and llama3"
+            f"config.json: model.type gpt does not compute rotary positions of type {kind!r}: it "
+            "has default, linear and llama3"
         )
     lacking = [name for name in _SCALINGS[kind] if name not in rope]
     if lacking:
@@ -213,7 +213,7 @@ def _window(config: Mapping[str, Any]) -> JsonObject:
         kinds |= {"sliding_attention"} if below < layers else set()
     if len(kinds) > 1 or (kinds == {"sliding_attention"} and window is None):
         raise ConfigError(
-            f"config.json: layer_types has {', '.join(sorted(kinds))}, and all layers of "
+            f"config.json: layer_types has {', '.join(sorted(kinds))}, but all layers of "
             "model.type gpt attend alike"
         )
     if window is None or kinds == {"full_attention"}:
@@ -372,9 +372,9 @@ def family_of(config: Mapping[str, Any], *, where: str) -> Family:
         return FAMILIES[name]
     later = " (there is no model for it yet)" if name in LATER else ""
     raise ConfigError(
-        f"{where}: model_type {name!r} is no known architecture{later}; "
-        f"{did_you_mean(name, FAMILIES)}. Bring a model of your own with --config CONFIG "
-        "(model: {type: import}) and a table of its names: --table FILE"
+        f"{where}: model_type {name!r} is not a known architecture{later}; "
+        f"{did_you_mean(name, FAMILIES)}. Bring a model of your own with --config CONFIG (model: "
+        f"{{type: import}}) and a table of its names: --table FILE"
     )
 
 

@@ -182,8 +182,8 @@ class Gguf:
                 length = {"original_max_position_embeddings": 8192}
                 return {"rope_type": "llama3", "factor": factor, **bands, **length}
         raise DataError(
-            f"{self.path}: rope_freqs.weight is no scaling of a llama 3; import the model's "
-            "safetensors, whose config.json names it"
+            f"{self.path}: rope_freqs.weight is not the scaling of a llama 3; import the model's "
+            "safetensors, whose config.json names the scaling"
         )
 
 
@@ -201,8 +201,8 @@ def rows(family: Family, tensors: Collection[str]) -> dict[str, Row]:
     """
     if family.name == "gemma":
         raise DataError(
-            "a gemma in a GGUF file has 1 added to the scales of its norms, so that its own bits "
-            "are lost: import its safetensors"
+            "a gemma in a GGUF file has 1 added to the scales of its norms, which rounds them: "
+            "import its safetensors"
         )
     made = {}
     for own, name in NAMES.items():
@@ -305,8 +305,8 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
     if kind not in QUANTIZED:
         known = ", ".join([*map(str, FLOATS.values()), *(q[0] for q in QUANTIZED.values())])
         raise DataError(
-            f"{path}: {name!r} has the quantization number {kind}, which is not read (known: "
-            f"{known}); take a file of F16, BF16 or Q8_0"
+            f"{path}: {name!r} has the unknown quantization number {kind} (known: {known}); take "
+            "a file of F16, BF16 or Q8_0"
         )
     quantization, block, block_bytes = QUANTIZED[kind]
     stored = count // block * block_bytes

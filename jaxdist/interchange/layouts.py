@@ -35,7 +35,7 @@ def _parsed(text: str) -> Side:
             side.append(tuple(joined))
             joined = None
         elif word in "()":
-            raise ValueError(f"{text!r} has a parenthesis too many")
+            raise ValueError(f"{text!r} has an unmatched parenthesis")
         elif joined is None:
             side.append((word,))
         else:
@@ -65,7 +65,7 @@ class Layout:
         left_out = [name for name in names if name not in own]
         indexed = all(name.isdigit() for name in left_out) and len(left_out) <= 1
         if len(set(names)) < len(names) or not indexed or set(own) - set(names):
-            raise ValueError(f"{self.text!r} has not the same dims on both sides, each once")
+            raise ValueError(f"{self.text!r} must name the same dims on both sides, each once")
 
     @cached_property
     def file(self) -> Side:
@@ -121,7 +121,9 @@ class Layout:
 
     def _sizes(self, own: tuple[int, ...]) -> dict[str, int]:
         if len(own) != len(self.own):
-            raise ConfigError(f"{self.text!r} has {len(self.own)} dims, the parameter is {own}")
+            raise ConfigError(
+                f"{self.text!r} has {len(self.own)} dims, but the parameter has shape {own}"
+            )
         sizes = {name: int(name) for dim in self.file for name in dim if name.isdigit()}
         for size, dim in zip(own, self.own, strict=True):
             known = math.prod(sizes.get(name, 1) for name in dim)

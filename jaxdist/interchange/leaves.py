@@ -144,7 +144,7 @@ def _problem(
     if found.shape != wanted:
         return f"{tensor}: is {list(found.shape)}, and {name} takes {list(wanted)}"
     if not _is_float(found.dtype):
-        return f"{tensor}: is {found.dtype}, and {name} takes numbers with a fraction"
+        return f"{tensor}: is {found.dtype}, but {name} takes floating-point numbers"
     return None
 
 

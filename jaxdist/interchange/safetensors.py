@@ -46,8 +46,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > MOST_HEADER_BYTES or 8 + length > size:
                 raise DataError(
-                    f"{file} is no safetensors file, or a part of one: it has {size:,} bytes, and "
-                    f"its header would have {length:,}; download it again"
+                    f"{file} is not a complete safetensors file: it has {size:,} bytes, and its "
+                    f"header alone would have {length:,}; download it again"
                 )
             raw = opened.read(length)
     except OSError as error:
@@ -57,7 +57,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: its header is not JSON ({error}); download it again") from error
     if not isinstance(header, dict):
-        raise DataError(f"{file}: its header is no mapping of tensors; download it again")
+        raise DataError(f"{file}: its header is not a mapping of tensors; download it again")
     header.pop("__metadata__", None)
     found = {name: _tensor(file, name, entry, 8 + length) for name, entry in header.items()}
     end = max((t.offset + t.stored_bytes for t in found.values()), default=8 + length)
@@ -73,7 +73,7 @@ def _tensor(file: Path, name: str, entry: Any, start: int) -> Tensor:
         begin, end = entry["data_offsets"]
         numbers = [*shape, begin, end]
         if not all(type(n) is int and n >= 0 for n in numbers) or end < begin:
-            raise ValueError("its sizes are no counts")
+            raise ValueError("its sizes are not whole numbers from 0")
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"{file}: the header's entry of {name!r} is malformed ({error}); download it again"
@@ -81,13 +81,13 @@ def _tensor(file: Path, name: str, entry: Any, start: int) -> Tensor:
     if dtype is None:
         known = ", ".join(DTYPES)
         raise DataError(
-            f"{file}: {name!r} has dtype {entry['dtype']}, which is not read (known: {known}); "
-            "convert the model to BF16 or F32"
+            f"{file}: {name!r} has the unknown dtype {entry['dtype']} (known: {known}); convert "
+            "the model to BF16 or F32"
         )
     if math.prod(shape) * dtype.itemsize != end - begin:
         raise DataError(
-            f"{file}: {name!r} is {entry['dtype']}{list(shape)} in {end - begin:,} bytes, which do "
-            "not fit; download it again"
+            f"{file}: {name!r} is {entry['dtype']}{list(shape)} but has {end - begin:,} bytes, "
+            "which do not match; download it again"
         )
     return Tensor(name, shape, dtype, file, start + begin, end - begin)
 

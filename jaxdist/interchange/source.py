@@ -135,7 +135,7 @@ def open_source(path: Path) -> Source:
     file = path / CONFIG
     if not file.is_file():
         ggufs = sorted(path.glob("*.gguf"))
-        more = f"; {ggufs[0]} is a GGUF file, give that" if ggufs else ""
+        more = f"; {ggufs[0]} is a GGUF file: give that file" if ggufs else ""
         raise DataError(
             f"{path} is not a model: it has no {CONFIG}{more or '; give the directory of a model'}"
         )
@@ -170,8 +170,8 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         for name, tensor in safetensors.read_header(file).items():
             if name in found:
                 raise DataError(
-                    f"{name!r} is in {found[name].file.name} and in {file.name} of {path}: leave "
-                    "one of them there"
+                    f"{name!r} is in {found[name].file.name} and in {file.name} of {path}: keep "
+                    "only one of the files there"
                 )
             found[name] = tensor
     return found
@@ -198,8 +198,8 @@ def _files(path: Path) -> list[Path]:
     pickled = sorted(f.name for f in path.iterdir() if f.suffix in PICKLED)
     if pickled:
         raise DataError(
-            f"{path} has its tensors in {pickled[0]}, a pickle, which can run any code when it is "
-            "read, so that jaxdist never reads it: download the model's safetensors, or convert "
-            "it where you trust it (save_pretrained(DIR) of transformers writes them)"
+            f"{path} has its tensors in {pickled[0]}, a pickle. Reading a pickle can run any "
+            "code, so that jaxdist never does: download the model's safetensors, or convert the "
+            "file where you trust it (save_pretrained(DIR) of transformers)"
         )
     raise DataError(f"{path} has no safetensors: download {SINGLE} too")

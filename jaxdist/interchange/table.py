@@ -101,7 +101,7 @@ def _check_used(patterns: Iterable[str], names: Iterable[str], what: str) -> Non
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
             listed = ", ".join(known[:8]) + (" ..." if len(known) > 8 else "")
-            raise ConfigError(f"import: {pattern!r} matches no {what}; there are {listed}")
+            raise ConfigError(f"import: {pattern!r} matches no {what}; choose from {listed}")
 
 
 def _row(table: Table, name: str, ndim: int) -> Row:

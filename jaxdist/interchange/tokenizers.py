@@ -41,7 +41,7 @@ def tokenizer_section(source: Source, file: Path) -> JsonObject:
     tokens = {number: token for token, number in pairs} | added
     if max(tokens, default=0) >= source.vocab_size:
         raise DataError(
-            f"{file} has tokens up to {max(tokens)}, and the model of {source.path} has "
+            f"{file} has tokens up to {max(tokens)}, but the model of {source.path} has "
             f"{source.vocab_size}: give the model its own tokenizer"
         )
     ids = (_first(source.config.get(f"{which}_token_id")) for which in ("bos", "eos"))
@@ -66,8 +66,9 @@ def from_gguf(path: Path, metadata: Mapping[str, Any]) -> str:
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2" or pre not in SPLITS:
         raise DataError(
-            f"{path}: its tokenizer is {kind!r} with text cut as {pre!r}, and known are byte pairs "
-            f"('gpt2') cut as {', '.join(SPLITS)}: put the model's {TOKENIZER} next to the file"
+            f"{path}: its tokenizer is {kind!r}, which splits text as {pre!r}. jaxdist reads "
+            f"byte pairs ('gpt2') that split it as {', '.join(SPLITS)}: put the model's "
+            f"{TOKENIZER} next to the file"
         )
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 

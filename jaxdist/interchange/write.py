@@ -88,8 +88,8 @@ def config_of(model: GptConfig, vocab_size: int, folder: Path | None, length: in
     fitting = families_of(model)
     if not fitting:
         raise ConfigError(
-            "no family of Hugging Face's models has the options of this model: see the table of "
-            "docs/guides/hugging-face.md for those that each has"
+            "no model family of Hugging Face has the options of this model: "
+            "docs/guides/hugging-face.md lists the options of each family"
         )
     made = fitting[0].config(architecture(model))
     ids: JsonObject = {"bos_token_id": None, "eos_token_id": None}

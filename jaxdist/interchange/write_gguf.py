@@ -33,8 +33,8 @@ def gguf_rows(family: Family, model: GptConfig) -> Mapping[str, Row]:
     if family.name not in WRITTEN or model.attention_window or model.rope_scaling:
         why = "attention_window or rope_scaling" if family.name in WRITTEN else family.name
         raise ConfigError(
-            f"--to gguf does not write {why}: it takes {', '.join(WRITTEN)} without windows and "
-            "stretched rotations; use --to hf"
+            f"--to gguf does not write {why}: it takes {', '.join(WRITTEN)} without attention "
+            "windows and scaled positions; use --to hf"
         )
     joined = family.rows is not LLAMA_ROWS
     return rows(family, ["blk.0.attn_qkv.weight"] if joined else ())
@@ -73,8 +73,8 @@ def tokenizer_metadata(folder: Path | None, config: Mapping[str, Any]) -> JsonOb
     pre = pre_of(content)
     if content["model"]["type"] != "BPE" or pre is None:
         raise ConfigError(
-            f"{folder / TOKENIZER} has no byte pairs, or a cut of text that --to gguf does not "
-            "write, such as one with add_prefix_space: true; use --to hf"
+            f"{folder / TOKENIZER} has no byte pairs, or splits text in a way that --to gguf "
+            "does not write, such as add_prefix_space: true; use --to hf"
         )
     added: Any = {one["id"]: one for one in content.get("added_tokens") or ()}
     held = {i: t for t, i in content["model"]["vocab"].items()}

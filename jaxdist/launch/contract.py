@@ -27,7 +27,8 @@ def _variables(given: dict[str, str]) -> dict[str, str]:
     for name in given:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(
-                f"{name!r} is no name of a variable: use letters, digits and '_', no digit first"
+                f"{name!r} is not a valid name of a variable: use letters, digits and '_', "
+                "no digit first"
             )
     return given
 

@@ -117,12 +117,12 @@ class Gke(Engine):
     @model_validator(mode="after")
     def _one_kind(self) -> Gke:
         if self.tpu is not None and self.gpus_per_node is not None:
-            raise ValueError("tpu and gpus_per_node: a pod has one or the other")
+            raise ValueError("tpu and gpus_per_node: a pod has either; leave one out")
         if self.tpu is not None:
             family = parse_topology(self.tpu).family
             if family not in ACCELERATORS:
                 known = ", ".join(ACCELERATORS)
-                raise ValueError(f"tpu {self.tpu}: GKE is known to have {known}")
+                raise ValueError(f"tpu {self.tpu}: GKE has {known}; choose from these")
         return self
 
     def check(self, job: Job) -> None:
@@ -136,7 +136,7 @@ class Gke(Engine):
         if self.tpu is not None and job.nodes > 1:
             raise ConfigError(f"--nodes {job.nodes}: tpu {self.tpu} says how many hosts there are")
         if self.slices > 1 and self.tpu is None:
-            raise ConfigError(f"slices {self.slices} are of TPUs: give tpu")
+            raise ConfigError(f"slices {self.slices} needs tpu: name the type of the slices")
 
     def render(self, job: Job) -> Rendered:
         text = io.StringIO()

@@ -44,6 +44,9 @@ class Mpi(Engine):
         if self.port is not None:
             command += ["-x", f"JAX_COORDINATOR_PORT={self.port}"]
         notes = (
-            "a lost process ends all; run it again and it continues from the newest checkpoint",
+            (
+                "if a process is lost, all end; run it again and it continues from the newest "
+                "checkpoint"
+            ),
         )
         return Rendered({}, (*command, *job.train("--distributed")), waits=True, notes=notes)

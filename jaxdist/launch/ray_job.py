@@ -78,7 +78,7 @@ def connect(settings: JsonObject) -> None:
     try:  # Without this check, Ray would retry for minutes.
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
-        raise RunError(f"no Ray at {address}: {error}; it is HOST:PORT of the head") from error
+        raise RunError(f"no Ray at {address}: {error}; give HOST:PORT of the head node") from error
     _ray().init(address=address, log_to_driver=True)
 
 

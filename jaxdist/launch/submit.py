@@ -96,7 +96,7 @@ def launch(
     done = _run(rendered.command, job.folder)
     found = re.search(one.identity, done, re.MULTILINE)
     if found is None:
-        raise RunError(f"{rendered.command[0]} did not name the job: {done.strip()}")
+        raise RunError(f"{rendered.command[0]} printed no name of the job: {done.strip()}")
     _write(folder, {**record, "identity": found[1]})
     say(f"job {found[1]}: jaxdist launch status|logs|stop {_shown(folder)}")
     return Launched(one, folder, found[1]), 0
@@ -120,7 +120,7 @@ def _run(command: Sequence[str], folder: Path) -> str:
         raise RunError(f"{command[0]} did not answer within {SUBMIT_SECONDS} s") from None
     if done.returncode:
         words = (done.stderr or done.stdout).strip()
-        raise RunError(f"{command[0]} refused it (exit code {done.returncode}): {words}")
+        raise RunError(f"{command[0]} refused the job (exit code {done.returncode}): {words}")
     return done.stdout
 
 
@@ -135,12 +135,12 @@ def launched(folder: Path) -> Launched:
         on, settings, identity = (record[key] for key in ("on", "settings", "identity"))
         return Launched(engine(on, settings), folder, identity)
     except (KeyError, TypeError):
-        why = "it lacks what `jaxdist launch` writes"
+        why = "it lacks fields that `jaxdist launch` writes"
     except (OSError, ValueError) as error:
         why = why_unread(error)
     raise RunError(
         f"{folder} is not the folder of a launch: its {RECORD} cannot be read ({why}); give the "
-        "one that `jaxdist launch` printed after the word job"
+        "folder that `jaxdist launch` printed after the word job"
     )
 
 
@@ -160,7 +160,9 @@ def ask(what: str, folder: Path, *, capture: bool = False) -> subprocess.Complet
     command = getattr(commands, what)
     if not command:
         kind = found.engine.model_dump()["type"]
-        raise RunError(f"{kind} has no {what} for a job: it ends with the command that began it")
+        raise RunError(
+            f"{kind} has no {what} for a job: the job ends with the command that started it"
+        )
     installed(found.engine)
     output = subprocess.PIPE if capture else None
     return subprocess.run(command, check=False, stdout=output, text=True)

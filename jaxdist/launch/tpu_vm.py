@@ -51,8 +51,8 @@ class TpuVm(Engine):
     def check(self, job: Job) -> None:
         if job.nodes > 1 or job.processes > 1:
             raise ConfigError(
-                "tpu-vm starts one process on every host of the slice: leave --nodes and "
-                "--processes-per-node away"
+                "tpu-vm starts one process on every host of the slice: leave out --nodes and "
+                "--processes-per-node"
             )
 
     def render(self, job: Job) -> Rendered:
@@ -66,7 +66,9 @@ class TpuVm(Engine):
             f'nohup setsid sh -c {begun} "$at" >>"$at/train.log" 2>&1 </dev/null &',
             f"echo launched {shlex.quote(job.name)}",
         ]
-        notes = ("the run goes on when the connection ends; launch status, logs and stop find it",)
+        notes = (
+            ("the run continues when the connection ends; launch status, logs and stop find it"),
+        )
         return Rendered({}, self._ssh(job.name, "\n".join(lines)), notes=notes)
 
     def commands(self, identity: str, folder: Path) -> Commands:

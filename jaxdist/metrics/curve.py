@@ -52,9 +52,9 @@ def plot_loss(
         temporary.replace(path)
     except OSError as error:
         raise RunError(
-            f"the loss curve cannot be written to {path}: {error.strerror}; the metrics that it "
-            "draws are not touched: make room or bring the directory back, then give the same "
-            "command with --resume"
+            f"the loss curve cannot be written to {path}: {error.strerror}; the metrics are "
+            "unharmed: free some space or restore the directory, then repeat the command with "
+            "--resume"
         ) from error
 
 

@@ -187,10 +187,15 @@ class MetricsWriter(Records):
                 return
             what = "was replaced by another file"
         except (FileNotFoundError, NotADirectoryError):
-            what = "was removed" if self.path.parent.is_dir() else "went with its run directory"
+            what = (
+                "was removed"
+                if self.path.parent.is_dir()
+                else ("disappeared with its run directory")
+            )
         raise RunError(
             f"{self.path} {what} while the run was writing there, so that its metrics from step "
-            f"{step} on would be lost; leave a run's files alone until it ends, then resume the run"
+            f"{step} on would be lost; do not touch a run's files until it ends, then resume the "
+            "run"
         )
 
     def __enter__(self) -> Self:

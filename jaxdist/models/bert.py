@@ -145,8 +145,8 @@ class BertConfig(PartConfig):
         choose_kernel(self.attention, ask)
         if (length or 0) > self.positions:
             raise ConfigError(
-                f"sequences have {length} tokens, and model.positions learns {self.positions}: "
-                "lower data.window",
+                f"sequences have {length} tokens, but model.positions learns {self.positions}: "
+                "lower data.window, or raise model.positions",
                 setting=("positions",),
             )
         attend = Attend(self.attention, ask, hint)

@@ -99,8 +99,8 @@ def make_model(
     """
     if hint.ring is not None and not isinstance(config, GptConfig):
         raise ConfigError(
-            f"sharding.collective_matmul is for model.type gpt, and {config.type} would not use "
-            "it: set sharding.collective_matmul: false"
+            f"sharding.collective_matmul has no effect with model.type {config.type}, only with "
+            "gpt: set sharding.collective_matmul: false"
         )
     if isinstance(config, ImportedModelConfig):
         return lambda rngs: _imported(config, rngs)
@@ -197,7 +197,7 @@ def choose_loss(
         fits = (*fits, "squared_error", "click")
     if own is not None and found.type not in fits:
         raise ConfigError(
-            f"loss.type {found.type} does not go with model.type {config.type}; use loss.type "
+            f"loss.type {found.type} does not work with model.type {config.type}; use loss.type "
             f"{own.type}, or a loss of your own, {{type: import, path: ...}}"
         )
     return found

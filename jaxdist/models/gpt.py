@@ -117,7 +117,10 @@ class GptConfig(PartConfig):
         if self.experts is not None:
             self._check_experts(self.experts)
         if isinstance(self.remat, tuple) and len(self.remat) > self.layers:
-            raise ValueError(f"remat lists {len(self.remat)} blocks, and layers is {self.layers}")
+            raise ValueError(
+                f"remat lists {len(self.remat)} blocks, but layers is "
+                f"{self.layers}: list one entry for each layer"
+            )
         refused = kernel_refusal(self.attention, self.ask())
         if refused is not None:
             raise ValueError(refused)
@@ -187,13 +190,13 @@ class GptConfig(PartConfig):
         choose_kernel(self.attention, ask)
         if self.positions is not None and (length or 0) > self.positions:
             raise ConfigError(
-                f"sequences have {length} tokens, and model.positions learns {self.positions}: "
-                "lower data.window",
+                f"sequences have {length} tokens, but model.positions learns {self.positions}: "
+                "lower data.window, or raise model.positions",
                 setting=("positions",),
             )
         if hint.ring is not None and self.biases == "all":
             raise ConfigError(
-                "sharding.collective_matmul computes an MLP without biases, and model.biases is "
+                "sharding.collective_matmul computes an MLP without biases, but model.biases is "
                 "all: set sharding.collective_matmul: false",
                 setting=("biases",),
             )

@@ -250,9 +250,9 @@ def _run(graph: nnx.GraphDef, layer: Params, x: PyTree, operands: tuple[PyTree, 
     ]
     if changed:
         raise ConfigError(
-            f"{', '.join(changed)} of a stack of {type(block).__name__} changed while it ran, and "
-            "a loop over layers keeps no state: use a norm without running statistics, or keep the "
-            "blocks in an nnx.List and run them one by one"
+            f"{', '.join(changed)} of a stack of {type(block).__name__} changed in the forward "
+            "pass, but a scan over layers keeps no state. Use a norm without running "
+            "statistics, or keep the blocks in an nnx.List and call them one by one"
         )
     return y
 
@@ -304,8 +304,8 @@ def _scan_ahead(
 ) -> Any:
     if remat != "full":
         raise ConfigError(
-            "parallel.zero.prefetch keeps the inputs of layers alone and recomputes the rest, and "
-            f"model.remat is {format_policy(remat)}: set model.remat: full, or "
+            "parallel.zero.prefetch saves only the inputs of layers and recomputes the rest, "
+            f"but model.remat is {format_policy(remat)}: set model.remat: full, or "
             "parallel.zero.prefetch: false"
         )
 

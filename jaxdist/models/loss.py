@@ -80,7 +80,9 @@ def as_sums(result: PyTree, batch: Batch, *, training: bool = False) -> Sums:
     if training:
         sums = training_sums(sums)
     if "loss" not in sums:
-        raise RunError(f"the loss returned {sorted(sums)}, without 'loss', which is minimised")
+        raise RunError(
+            f"the loss returned {sorted(sums)}, without the key 'loss', which is minimised: add it"
+        )
     return sums
 
 
@@ -268,9 +270,9 @@ def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
     inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     if not hasattr(module, "hidden"):
         raise ConfigError(
-            "loss.chunks needs a model that is embedding, blocks and head, a "
-            f"jaxdist.models.layers.Stacked, and this is {type(module).__name__}: set loss.chunks: "
-            "1"
+            "loss.chunks needs a model of embedding, blocks and head "
+            f"(jaxdist.models.layers.Stacked), but this is {type(module).__name__}: set "
+            "loss.chunks: 1"
         )
     _check_chunks(chunks, inputs.shape[1])
     (x_BLD, more), padded = _hidden(module, batch), _padded_head(module)

@@ -86,8 +86,8 @@ def auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> float:
 Sums = dict[str, Mean]
 
 OPAQUE = (
-    "the means of parts add up only if every row and token counts the same, which a scalar does "
-    "not tell"
+    "the means of parts add up only if every row and token has the same weight, which a scalar "
+    "does not show"
 )
 AS_MEAN = """return each sum with its weight, which add up over any parts:
     weight = batch["weight"]  # times 0 for what must not count; batch["weight"][:, None] by token

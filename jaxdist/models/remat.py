@@ -71,8 +71,8 @@ class NamedKeeps(dict[str, Keep]):
 def _checked(keeps: Mapping[str, Keep]) -> NamedKeeps:
     if keeps.get("block_input") == "recompute":
         raise ValueError(
-            "block_input is what a block is computed again from: save it (as is done without "
-            "saying so), or offload it"
+            "a block is recomputed from block_input, so that it cannot be recomputed itself: "
+            "save it (the default), or offload it"
         )
     return NamedKeeps(keeps)
 
@@ -184,8 +184,8 @@ def check_memory(remat: Remat | Sequence[Remat], memories: Collection[str]) -> N
     """
     if offloads(remat) and HOST_MEMORY not in memories:
         raise ConfigError(
-            f"remat {format_policy(remat)} offloads to the host's memory ({HOST_MEMORY}), and "
-            f"these devices have only {', '.join(memories)}: save or recompute what it offloads",
+            f"remat {format_policy(remat)} offloads to the host's memory ({HOST_MEMORY}), but "
+            f"these devices have only {', '.join(memories)}: save or recompute those activations",
             setting=("remat",),
         )
 
@@ -207,8 +207,8 @@ def check_names(
         return
     if not given:
         raise ConfigError(
-            f"remat {format_policy(remat)} keeps activations by name, and the blocks name none: "
-            "give them names with jax.ad_checkpoint.checkpoint_name, or use one of "
+            f"remat {format_policy(remat)} keeps activations by name, but the blocks name none: "
+            "name them with jax.ad_checkpoint.checkpoint_name, or use one of "
             f"{', '.join(get_args(ByKind))}"
         )
     raise ConfigError(

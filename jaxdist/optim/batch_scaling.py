@@ -138,8 +138,8 @@ def _reference_warmup(
         return 0.0, "no warm-up given"
     if examples_per_epoch is None:
         raise ConfigError(
-            f"scale_from: warmup_epochs {config.warmup_epochs} needs a data set with a size; give "
-            "warmup_fraction instead"
+            f"scale_from: warmup_epochs {config.warmup_epochs} needs a data set of known size; "
+            "give warmup_fraction instead"
         )
     _at_least_one("scale_from", {"examples_per_epoch": examples_per_epoch})
     epochs = total_steps * batch_size / examples_per_epoch
@@ -201,8 +201,8 @@ def ramp_stages(
     start, growth = config.start_batch_size, batch_size - config.start_batch_size
     if growth <= 0 or growth % config.increment:
         raise ConfigError(
-            f"batch ramp: from {start} to {batch_size} is not one or more increments of "
-            f"{config.increment}"
+            f"batch ramp: the distance from {start} to {batch_size} is not a positive multiple of "
+            f"increment {config.increment}: change one of these numbers"
         )
     if config.ramp_examples >= total_examples:
         raise ConfigError(
@@ -260,7 +260,9 @@ def plan_phases(phases: Sequence[PhaseConfig], *, total_examples: int) -> PhaseP
     total = math.fsum(phase.examples_fraction for phase in phases)
     if not math.isclose(total, 1.0, abs_tol=1e-6):
         fractions = ", ".join(f"{phase.examples_fraction:g}" for phase in phases)
-        raise ConfigError(f"phases: the fractions ({fractions}) sum to {total:g}, not to 1")
+        raise ConfigError(
+            f"phases: the fractions ({fractions}) sum to {total:g}, not to 1: change them"
+        )
     counts = [round(p.examples_fraction * total_examples / p.batch_size) for p in phases]
     for number, (phase, steps) in enumerate(zip(phases, counts, strict=True), start=1):
         if steps < 1:

@@ -261,9 +261,9 @@ class Optimizer:
             if "required keyword-only argument" not in str(error):
                 raise
             raise ConfigError(
-                f"optim: {error}; a step gives the update gradients, state, parameters, grad_norm "
-                "and value (the mean loss), and computes the loss once: take a rule that needs no "
-                "more (optax.lbfgs without its line search: linesearch=None)"
+                f"optim: {error}; a step passes to the update the gradients, state, parameters, "
+                "grad_norm and value (the mean loss), and computes the loss once. Take a rule "
+                "that needs no more (optax.lbfgs without its line search: linesearch=None)"
             ) from error
 
     def skipping_empty(self) -> Optimizer:
@@ -329,8 +329,8 @@ def _explain_cut(warmup: int, total_steps: int) -> tuple[str, ...]:
         return ()
     return (
         f"the run ends at step {total_steps} of the {warmup} of its warm-up, at "
-        f"{total_steps / warmup:.0%} of the learning rate; set optim.schedule.warmup_steps for a "
-        "shorter one",
+        f"{total_steps / warmup:.0%} of the learning rate; set optim.schedule.warmup_steps to a "
+        "smaller number",
     )
 
 
@@ -398,7 +398,7 @@ def _factors(rates: Mapping[str, float], params: Params) -> PyTree:
     idle = [pattern for pattern in rates if pattern not in first]
     if idle:
         lines = [
-            f"{p!r} comes after patterns that match all that it does"
+            f"{p!r} has no effect: earlier patterns match all that it matches"
             if fnmatch.filter(names, p)
             else f"{p!r} matches no parameter that is trained: {near_names(p, names)}"
             for p in idle

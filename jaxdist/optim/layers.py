@@ -170,7 +170,7 @@ def _aligned(params: Params, tree: PyTree, name: str) -> list[Leaf]:
         return jax.tree.structure(params).flatten_up_to(tree)
     except ValueError as error:
         raise ConfigError(
-            f"{name} must be a tree of the parameters' own structure: {error}"
+            f"{name} must be a tree with the structure of the parameters: {error}"
         ) from error
 
 

@@ -332,7 +332,7 @@ def check_skips(consecutive: int, skipped: int, *, max_consecutive: int) -> None
     if consecutive > max_consecutive:
         raise RunError(
             f"{consecutive} steps in a row were skipped (allowed: {max_consecutive}; {skipped} "
-            "since the start), since their gradients were not finite or too large, or nothing in "
-            "their batches had weight; lower the learning rate, lengthen the warm-up, or look for "
-            "bad examples in the data and for masks that leave nothing"
+            "since the start): their gradients were not finite or too large, or all examples "
+            "weighed 0. Lower the learning rate, lengthen the warm-up, or look for bad examples "
+            "and for masks that leave nothing"
         )

@@ -245,13 +245,14 @@ def check_rows(
         raise
     except Exception as error:
         # The user's code may raise anything for a number of rows that never occurs in their data.
-        return (f"whether the model ties the rows of a batch together is not known: {error}",)
+        return (f"cannot determine whether the model ties the rows of a batch together: {error}",)
     if not place:
         return ()
     return (
         f"train.microbatches {microbatches}: the model ties the rows of a batch together "
-        f"({place}), and each microbatch is computed by itself: statistics are those of a "
-        "microbatch, running ones move once for each, and losses are not those of the whole batch",
+        f"({place}), but each microbatch is computed by itself. Statistics are those of a "
+        "microbatch, running statistics move once for each, and losses differ from those of the "
+        "whole batch",
     )
 
 
@@ -274,8 +275,8 @@ def _check_exchange(objective: Objective, batch: Mapping[str, Any], exchange: Ex
         cut, remedy = "strict mode computes each logical shard", "set parallel.deterministic: null"
     raise ConfigError(
         f"the model or its loss ties the rows of a batch together ({place}), and {cut} alone, "
-        f"which gives other numbers than the whole batch; {remedy}, or take the statistics of each "
-        "part, with parallel.batch_norm: local",
+        f"which gives other numbers than the whole batch; {remedy}, or use the statistics of "
+        "each part (parallel.batch_norm: local)",
         setting=("batch_norm",),
     )
 

@@ -72,7 +72,7 @@ class ZeroConfig(Config):
         if codec is not None and codec.unbiased:
             raise ValueError(
                 "rounding stochastic: both passes must see the same parameters; take nearest, "
-                "which the exact shard makes sound"
+                "which is sound since each device keeps its shard exactly"
             )
         return codec
 
@@ -207,7 +207,7 @@ def plan_zero(
         if taken & set(axes):
             raise ConfigError(
                 f"zero: a sharding rule already splits parameter {name} {tuple(leaf.shape)} as "
-                f"{spec} over {', '.join(axes)}; take the rule back (sharding.rules) or set "
+                f"{spec} over {', '.join(axes)}; remove the rule (sharding.rules) or set "
                 "parallel.zero.stage: 0"
             )
         chosen[name] = None
@@ -317,14 +317,14 @@ def _axes(config: ZeroConfig, layout: Layout) -> tuple[str, ...]:
     if not names:
         raise ConfigError(
             f"parallel.zero.stage {config.stage} splits the training state over the axis of the "
-            f"batch, and the mesh {mesh} has none; set mesh.data, or parallel.zero.stage: 0"
+            f"batch, but the mesh {mesh} has none; set mesh.data, or parallel.zero.stage: 0"
         )
     if config.scope == "all":
         return names
     fast = tuple(name for name in names if name.endswith(ICI))
     if not fast:
         raise ConfigError(
-            f"parallel.zero.scope: ici needs a data axis over two networks, and the mesh is "
+            "parallel.zero.scope: ici needs a data axis over two networks, but the mesh is "
             f"{mesh}; set mesh.data: {{dcn: D, ici: I}}, or parallel.zero.scope: all"
         )
     return fast

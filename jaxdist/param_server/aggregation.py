@@ -79,8 +79,8 @@ class Racks(Config):
         if self.size >= workers:
             raise ConfigError(
                 f"strategy.aggregation.size {self.size} puts all {workers} workers in one rack, "
-                f"whose aggregator takes what the servers would: at most {workers - 1}, or type "
-                "direct",
+                "whose aggregator would carry the load of the servers: give at most "
+                f"{workers - 1}, or type direct",
                 setting=("size",),
             )
 

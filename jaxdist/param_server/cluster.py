@@ -153,8 +153,8 @@ class Cluster(Config):
     def _given_shares(self, given: Shares, batch_size: int) -> Shares:
         if len(given) != self.workers or sum(given) != batch_size:
             raise ConfigError(
-                f"batch_shares are {len(given)} that add up to {sum(given)}: give one for each of "
-                f"{self.workers} workers, {batch_size} (train.batch_size) together",
+                f"batch_shares has {len(given)} shares that add up to {sum(given)}: give one for "
+                f"each of {self.workers} workers, which add up to {batch_size} (train.batch_size)",
                 setting=("batch_shares",),
             )
         return given

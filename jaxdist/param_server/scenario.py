@@ -165,8 +165,8 @@ def shares_by_speed(step_seconds: Sequence[float], batch_size: int) -> tuple[int
     workers = len(step_seconds)
     if batch_size < workers:
         raise ConfigError(
-            f"a batch of {batch_size} examples leaves some of {workers} workers without any: at "
-            f"least {workers}, or fewer workers"
+            f"a batch of {batch_size} examples leaves some of {workers} workers without any: "
+            f"give at least {workers} examples, or fewer workers"
         )
     rates = [1 / seconds for seconds in step_seconds]
     shares = [1] * workers

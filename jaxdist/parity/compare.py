@@ -66,7 +66,7 @@ def parity(
     if path is not None:
         sections, name = sections_of(*load(path, overrides)), " ".join([str(path), *overrides])
     if resume and json_file is None:
-        raise ConfigError("--resume goes on with the file of --json: give it as well")
+        raise ConfigError("--resume continues the file of --json: give it as well")
     subject = open_reference(sections)
     remats = remats_of(sections)
     cells = valid_cells(remats) if full else cover([*possible_cells(remats)])
@@ -119,7 +119,7 @@ def _earlier(file: Path, empty: Mapping[str, Json]) -> list[ParityResult]:
         pairs = ", ".join(
             f"{name} {there} there, {empty[name]} here" for name, there in other.items()
         )
-        raise ConfigError(f"cannot go on with {file}, of another run: {pairs}; {REMEDY}")
+        raise ConfigError(f"cannot continue {file}, of another run: {pairs}; {REMEDY}")
     return results
 
 
@@ -137,9 +137,9 @@ def _compared(
         for answer in found:
             if isinstance(answer, Ended):
                 raise RunError(
-                    f"one of {jobs} processes that compare has ended, for lack of memory perhaps "
-                    f"({answer.reason}): give fewer --jobs, and --resume to go on with the file "
-                    "of --json"
+                    f"one of {jobs} processes that compare has ended, perhaps for lack of memory "
+                    f"({answer.reason}): give fewer --jobs, and --resume to continue the file of "
+                    "--json"
                 )
             yield answer
 

@@ -136,7 +136,7 @@ def from_json(report: Mapping[str, Json]) -> list[ParityResult]:
     )
 
 
-REMEDY = "give another file to --json, or leave --resume out to write this one anew"
+REMEDY = "give another file to --json, or leave out --resume to overwrite this file"
 T = TypeVar("T")
 
 
@@ -151,7 +151,7 @@ def read_earlier(file: Path, parse: Callable[[JsonObject], T]) -> T | None:
     try:
         return parse(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot go on with {file}: {error!r}; {REMEDY}") from error
+        raise ConfigError(f"cannot continue {file}: {error!r}; {REMEDY}") from error
 
 
 COMMAND = "jaxdist parity --json docs/parity.json"

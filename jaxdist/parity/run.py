@@ -163,7 +163,7 @@ def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:
         return ""
     module = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
     if jax.tree.leaves(nnx.state(module, nnx.RngState)):
-        return "random layers draw anew for each part of the batch"
+        return "random layers draw for each part of the batch separately"
     if microbatches > 1 and batch_norms(module):
         return "batch statistics are those of a microbatch"
     others = nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.BatchStat)))

@@ -50,12 +50,12 @@ def _check_shape(schedule: Schedule) -> None:
     if not stages or not schedule.chunks or schedule.microbatches < 1:
         raise ConfigError(
             f"schedule {name}: {stages} stages, {schedule.chunks} chunks, "
-            f"{schedule.microbatches} microbatches: there must be at least one of each"
+            f"{schedule.microbatches} microbatches: give at least one of each"
         )
     for chunk, stage in enumerate(schedule.placement):
         if not 0 <= stage < stages:
             raise ConfigError(
-                f"schedule {name}: chunk {chunk} lies on stage {stage}, but the stages are 0 to "
+                f"schedule {name}: chunk {chunk} is on stage {stage}, but the stages are 0 to "
                 f"{stages - 1}"
             )
     for stage in range(stages):
@@ -84,8 +84,8 @@ def _check_row(schedule: Schedule, stage: int) -> None:
         for other in _same_work(task):
             if other in found:
                 raise ConfigError(
-                    f"{where} repeats {other} of place {found[other]}: a microbatch goes forward "
-                    "once through a chunk, and back once (B, or I and W)"
+                    f"{where} repeats {other} of place {found[other]}: a microbatch passes a "
+                    "chunk once forward, and once back (B, or I and W)"
                 )
         found[task] = place
 
@@ -247,7 +247,7 @@ def _check_slots(schedule: Schedule, slots: int | Sequence[int]) -> None:
                 stage = schedule.placement[chunk]
                 raise ConfigError(
                     f"schedule {schedule.name}: stage {stage}, place "
-                    f"{places(schedule.rows[stage])[task]}: {task} overwrites microbatch {lost[0]} "
-                    f"of chunk {chunk}, still needed, in slot {task.microbatch % size} of {size}: "
-                    f"chunk {chunk} needs {ring_sizes(schedule)[chunk]} slots"
+                    f"{places(schedule.rows[stage])[task]}: {task} overwrites microbatch "
+                    f"{lost[0]} of chunk {chunk}, still needed, in slot {task.microbatch % size} "
+                    f"of {size}: give chunk {chunk} {ring_sizes(schedule)[chunk]} slots"
                 )

@@ -49,8 +49,8 @@ class Csv(Config):
         ):
             if wanted != have:
                 raise ConfigError(
-                    f"schedule {self.path}: it is for {have} {what}, the run has {wanted}: change "
-                    "the file or the run"
+                    f"schedule {self.path}: it has {have} {what}, but the run has {wanted}: "
+                    "change the file or the run"
                 )
         return schedule
 
@@ -130,9 +130,9 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
     if missing:
         stage, task, microbatch = missing
         raise ConfigError(
-            f"schedule {name}: row {stage + 1} lacks {task}: microbatches 0 to "
-            f"{schedule.microbatches - 1} are used, so each chunk needs all of them: add {task}, "
-            f"or take microbatch {microbatch} out everywhere"
+            f"schedule {name}: row {stage + 1} lacks {task}: each chunk needs all microbatches, "
+            f"0 to {schedule.microbatches - 1}: add {task}, or remove microbatch {microbatch} "
+            "everywhere"
         )
     check_schedule(schedule)
     return schedule
@@ -187,7 +187,7 @@ def _placement(name: str, cells: list[list[_Cell]], chunks: int) -> tuple[int, .
             home = first.setdefault(cell.task.chunk, cell)
             if home.row != cell.row:
                 raise ConfigError(
-                    f"schedule {name}: {cell.where}: {cell.task}: chunk {cell.task.chunk} lies on "
+                    f"schedule {name}: {cell.where}: {cell.task}: chunk {cell.task.chunk} is on "
                     f"row {home.row} ({home.task} in column {home.column}), and a chunk has one "
                     f"stage: move it to row {home.row}"
                 )
@@ -208,6 +208,6 @@ def _refuse_repeated(name: str, cells: list[list[_Cell]]) -> None:
         before = seen.setdefault(cell.task, cell)
         if before is not cell:
             raise ConfigError(
-                f"schedule {name}: {cell.where}: {cell.task} is there already, in {before.where}: "
-                "take one of them out"
+                f"schedule {name}: {cell.where}: {cell.task} repeats {before.where}: remove it "
+                "from either place"
             )

@@ -17,7 +17,7 @@ from jaxdist.planner.result import Result, first_numbers
 from jaxdist.planner.target import Target
 
 OWN_WATTS = (
-    "energy.watts is of one kind of chip and not used here, where there are several: give one --on."
+    "energy.watts belongs to one kind of chip, and is not used for several targets: give one --on."
 )
 
 

@@ -20,8 +20,8 @@ from jaxdist.planner.write import planned
 from jaxdist.runtime.topology import topology_devices
 
 OF_ONE_SLICE = (
-    "Several slices: one slice's program is compiled, with its part of the batch; what crosses "
-    "the slow network is added by formula."
+    "Several slices: one slice's program is compiled, with its part of the batch; a formula "
+    "adds what crosses the slow network."
 )
 
 

@@ -82,9 +82,7 @@ def energy_lines(one: Judged, model: Model, target: Target, config: ExperimentCo
     """
     power = config.energy.power_of(target.device.name)
     if power is None:
-        return [
-            f"Energy: the power of {target.device.name} is not published; energy.watts says it."
-        ]
+        return [f"Energy: the power of {target.device.name} is not published; set energy.watts."]
     site, joules = config.energy.site, joules_of(one, target, power)
     million = joules / model.tokens * 1e6
     lines = [

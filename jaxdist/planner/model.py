@@ -180,16 +180,17 @@ def check_plannable(config: ExperimentConfig, document: Document) -> None:
         with at_setting(document, "parallel", name):
             if getattr(config.parallel, name) is not None:
                 raise ConfigError(
-                    "plans are not searched for it, and would leave it out: take it away to see "
-                    "them, and set it again in the config that --write makes"
+                    "the planner does not search with it: leave it out to see plans, and set it "
+                    "again in the config that --write makes"
                 )
     for name in ("freeze", "lora"):
         with at_setting(document, "model", name):
             if getattr(config.model, name):
                 raise ConfigError(
-                    "plans are ranked by the memory and time of training all parameters: take it "
-                    "away to see them (they are upper bounds), and set it again in the config that "
-                    "--write makes; `jaxdist inspect` has the memory of the part that is trained"
+                    "plans are ranked by the memory and time of training all parameters. Leave "
+                    "it out to see plans (they are upper bounds), and set it again in the "
+                    "config that --write makes; `jaxdist inspect` has the memory of the part "
+                    "that is trained"
                 )
     with at_setting(document, "strategy", "type"):
         if config.strategy.type != "synchronous":

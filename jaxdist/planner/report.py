@@ -30,13 +30,13 @@ from jaxdist.planner.write import write_config
 from jaxdist.types import JsonObject
 
 ANALYTIC_ONLY = (
-    "By formulas only: GPU programs are not compiled without the GPU, and their compiler estimates "
-    "no time."
+    "By formulas only: without the GPU its programs cannot be compiled, and its compiler "
+    "estimates no time."
 )
 
 ROUGH = (
-    "Of the data axis alone, and roughly: formulas know the layers of gpt, and of other models "
-    "what tracing a step says. For TPUs --memory and --compile ask the compiler."
+    "A rough ranking, of the data axis alone: formulas know the layers of gpt, and for other "
+    "models what tracing a step shows. For TPUs --memory and --compile ask the compiler."
 )
 
 
@@ -144,8 +144,8 @@ def _write(document: Document, results: Sequence[Result], path: Path, console: C
     if first.refused:
         printed = sum(len(one.top) for one in results)
         raise ConfigError(
-            f"--write: the compiler refuses all {printed} plans printed, so that none "
-            f"is written; compile more of them: --top {2 * len(first.top)}"
+            f"--write: the compiler refuses all {printed} printed plans, so that none is "
+            f"written; compile more of them: --top {2 * len(first.top)}"
         )
     write_config(document, first.top[0].plan, path)
     where = f", on {first.target.words}," if len(results) > 1 else ""

@@ -93,7 +93,7 @@ def numbered(results: Sequence[Result], number: int) -> tuple[Result, Judged]:
     every = [(result, one) for result in results for one in result.top]
     if number > len(every):
         raise ConfigError(
-            f"--explain {number}: {len(every)} plans are printed for {len(results)} targets; give "
-            f"1 to {len(every)}, or one --on alone, whose other plans have numbers too"
+            f"--explain {number}: {len(every)} plans are printed for {len(results)} targets; "
+            f"give 1 to {len(every)}, or a single --on, which numbers its other plans too"
         )
     return every[number - 1]

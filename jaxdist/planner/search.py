@@ -204,8 +204,8 @@ def judged_of(found: SearchResults, top: tuple[Judged, ...], number: int) -> Jud
     every = (*top, *(one for one in found.valid if one.plan not in printed), *found.too_large)
     if number > len(every):
         raise ConfigError(
-            f"--explain {number}: there are {len(found.valid):,} plans that fit, and "
-            f"{len(found.too_large):,} after them that do not: give 1 to {len(every):,}"
+            f"--explain {number}: {len(found.valid):,} plans fit, and {len(found.too_large):,} "
+            f"after them do not: give 1 to {len(every):,}"
         )
     return every[number - 1]
 
@@ -224,5 +224,5 @@ def no_plan(model: Model, target: Target, found: SearchResults) -> ConfigError:
     chips = least_chips(model, target)
     would = f"; {chips:,} chips would do"
     if not chips:
-        would = f"; no number of slices of {target.text} would do, one of another shape might"
+        would = f"; no number of slices of {target.text} is enough, but another shape might be"
     return ConfigError(f"{head} fits: {reasons}; {needs}{would}")

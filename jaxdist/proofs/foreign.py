@@ -32,7 +32,7 @@ INPUTS = "pass the whole state of training as the first argument, and return it 
 MUTABLE = f"{INPUTS}; a step that changes flax.nnx objects in place needs nnx.split and nnx.merge"
 UNKNOWN_SCALE = (
     "no step on one device was given (one_device=), so that only another order of the rows was "
-    "compared: a factor that is the same for every batch shows in the types alone"
+    "compared; a factor that is the same for every batch shows only in the types"
 )
 
 
@@ -114,10 +114,12 @@ def _traced(step: Step, mesh: Mesh, state: PyTree, batch: PyTree) -> tuple[Any, 
     if not isinstance(out, tuple) or len(out) != 2:
         raise RunError(f"prove: the step returns {type(out).__name__}, not two values: {MUTABLE}")
     if jax.tree.structure(out[0]) != jax.tree.structure(state):
-        raise RunError(f"prove: the step returns another tree than the state: {MUTABLE}")
+        raise RunError(
+            f"prove: the step returns a tree of another structure than the state: {MUTABLE}"
+        )
     for (name, old), new in zip(flatten_with_names(state), jax.tree.leaves(out[0]), strict=True):
         if np.shape(old) != new.shape:
-            raise RunError(f"prove: {name} is {np.shape(old)}, and the step returns {new.shape}")
+            raise RunError(f"prove: {name} is {np.shape(old)}, but the step returns {new.shape}")
     used = _meshes(closed.jaxpr)
     if not used and mesh.size > 1 and not _spread(mesh, (state, batch)):
         raise RunError(
@@ -196,7 +198,9 @@ class _Runner:
         taken = [Scene(name) for name in ("first step", "second step", "third step")]
         if self.weight is not None:
             if self.weight not in named:
-                raise RunError(f"prove: the batch has no {self.weight!r}, but {sorted(named)}")
+                raise RunError(
+                    f"prove: the batch has no {self.weight!r}; choose weight from {sorted(named)}"
+                )
             # The rows of a batch need not divide over all devices of the mesh.
             shards = next(n for n in range(self.mesh.size, 0, -1) if self._rows % n == 0)
             given = {"weighted": True, "skips": False, "seed": self.seed}

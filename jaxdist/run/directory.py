@@ -200,18 +200,19 @@ def _find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None
     others = "; ".join(_described(path) for path in begun if path != base)
     if exact and RunDirectory(base).occupied:
         if others:
-            say(f"resume {base}, as run.directory says; beside it stays {others}")
+            say(f"resume {base}, as run.directory says; also present: {others}")
         return base
     if exact and others:
         raise RunError(
-            f"--resume: nothing has begun in {base}, but under its name there is {others}. Choose "
-            "that with run.directory=PATH, or begin anew without --resume"
+            f"--resume: no run has begun in {base}, but there are runs with that name and a "
+            f"number: {others}. Choose one with run.directory=PATH, or start a new run without "
+            "--resume"
         )
     if len(begun) > 1:
         listed = "; ".join(map(_described, begun))
         raise RunError(
-            f"--resume: {len(begun)} runs have begun under the name {base}, and nothing says which "
-            f"is to go on: {listed}. Choose one with run.directory=PATH on the command line"
+            f"--resume: {len(begun)} runs have begun under the name {base}, and it is ambiguous "
+            f"which to continue: {listed}. Choose one with run.directory=PATH on the command line"
         )
     for directory in map(RunDirectory, family(base)):
         # A run that is about to write its first file holds its lock, so that RunLock raises; a lock

@@ -43,7 +43,7 @@ class RunFiles:
             except ConfigError as error:
                 # The saved state does not need the old config, which this command's config will
                 # replace.
-                lines = [f"unknown, for {self.directory.config} is damaged: {error}"]
+                lines = [f"unknown, because {self.directory.config} is damaged: {error}"]
             for line in lines:
                 self.say(f"changed since this run began: {line}")
         elif jax.process_index() == 0:

@@ -171,7 +171,7 @@ class RunLock:
         return HeldError(
             f"run directory {self.directory} is in use by {_named(holder)}",
             "wait for that run to end or stop it, or choose another directory with "
-            f"run.directory=PATH (if that run is gone for certain, remove {self.path})",
+            f"run.directory=PATH (if you are certain that the run has ended, remove {self.path})",
         )
 
     def _show_life(self) -> None:

@@ -61,11 +61,13 @@ class CompareReplicas(LoopHook):
         saved = self.store.steps()
         self.writer.write(step, numbers(found), split=REPLICAS)
         last = (
-            f"from checkpoint {saved[-1]}" if saved else "from its beginning, as nothing is saved"
+            "from step 0, since there is no checkpoint"
+            if saved
+            else "from its beginning, as nothing is saved"
         )
         raise SuspectStateError(
             f"replicas differ at step {step}: {what}",
-            f"--resume goes on {last}; take a device out that is named again",
+            f"--resume continues {last}; remove a device that is named more than once",
             max_restores=self.settings.restores,
         )
 
@@ -74,12 +76,10 @@ def told(found: Sequence[ReplicaDifference], hosts: Mapping[int, str]) -> str:
     """Describe the differences in a line.
 
     >>> told([], {})
-    'the digests that processes received differ, so that devices or their network are wrong'
+    'processes received different digests, so that a device or the network is faulty'
     """
     if not found:
-        return (
-            "the digests that processes received differ, so that devices or their network are wrong"
-        )
+        return "processes received different digests, so that a device or the network is faulty"
     more = [f"{len(found) - _LISTED} more shards differ"] if len(found) > _LISTED else []
     return "; ".join([*(one.told(hosts) for one in found[:_LISTED]), *more])
 

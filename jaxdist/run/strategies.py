@@ -98,7 +98,7 @@ def served(strategy: ParameterServer, job: RunJob) -> TrainState:
 
     if jax.process_count() > 1:
         raise ConfigError(
-            f"strategy.type parameter_server starts its own processes, and this is one of "
+            "strategy.type parameter_server starts its own processes, but this is one of "
             f"{jax.process_count()}: start it once, without --processes or --coordinator",
             setting=("strategy", "type"),
         )

@@ -112,7 +112,11 @@ class Termination:
                 if number[0] == signal.SIGHUP:
                     _forget(terminals)
                 if number[0] in self._previous:
-                    again = "; once more ends it at once" if number[0] == signal.SIGINT else ""
+                    again = (
+                        "; the same signal again ends it at once"
+                        if number[0] == signal.SIGINT
+                        else ""
+                    )
                     self._tell(signal.Signals(number[0]).name, "the step under way", again)
 
     def _tell(self, name: str, when: str, again: str = "") -> None:

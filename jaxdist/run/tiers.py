@@ -74,7 +74,7 @@ class Tiers:
             try:
                 loaded = load_snapshot(tier.snapshots.folder, step, shapes)
             except CheckpointError as error:
-                say(f"[bold red]passed over {tier.where}:[/] {escape(str(error))}")
+                say(f"[bold red]skipped {tier.where}:[/] {escape(str(error))}")
             if not any_process(loaded is None):
                 assert loaded is not None
                 return *loaded, tier.where

@@ -227,7 +227,7 @@ def kubernetes(environ: Environ) -> Sighting | None:
     if "KUBERNETES_SERVICE_HOST" not in environ:
         return None
     read = _read(environ, "JOB_COMPLETION_INDEX")
-    missing = "a pod does not know how many they are, nor where the first is"
+    missing = "a pod knows neither their number nor the address of the first"
     return Sighting(
         "Kubernetes", index=_number(read.get("JOB_COMPLETION_INDEX")), read=read, missing=missing
     )

@@ -88,7 +88,7 @@ class ForkServer:
                 if self._forked:
                     return self._forked.pop()
         words = last_lines(self._log, 1)
-        raise RunError(f"what is to start this run's processes has ended itself: {words}")
+        raise RunError(f"the process that starts this run's processes has ended: {words}")
 
     def begin(self, stdin: int, stderr: int) -> Forked:
         """Fork a process, and return an object with which several threads may wait for its end.

@@ -83,8 +83,8 @@ class Seen:
             )
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise RunError(
-                f"a process said {told!r:.200} of its GPUs, which cannot be read: install the same "
-                "version of jaxdist on all nodes"
+                f"a process described its GPUs as {told!r:.200}, which cannot be read: install "
+                "the same version of jaxdist on all nodes"
             ) from error
 
 
@@ -153,8 +153,9 @@ def _query(one: str) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         raise RunError(
-            f"the driver of {one} on {platform.node()} did not say within {QUERY_SECONDS} s which "
-            "GPUs there are: see whether nvidia-smi or rocm-smi answers there, or restart the node"
+            f"the driver of {one} on {platform.node()} did not list its GPUs within "
+            f"{QUERY_SECONDS} s: see whether nvidia-smi or rocm-smi answers there, or restart "
+            "the node"
         ) from None
     if done.returncode:
         words = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
@@ -238,8 +239,8 @@ def _shares(seen: Sequence[Seen], members: Sequence[int]) -> list[tuple[int, ...
     if rest or not each:
         raise RunError(
             f"{len(members)} processes on {machine} ({_range(members)}) see the same {len(gpus)} "
-            f"GPUs, which cannot be divided among them evenly: start a number of processes that "
-            f"divides {len(gpus)}, or one, or set {CHOICE} in each"
+            "GPUs, which they cannot share evenly: start a number of processes that divides "
+            f"{len(gpus)}, or one process, or set {CHOICE} in each"
         )
     shares = []
     for position, index in enumerate(members):
@@ -273,8 +274,8 @@ def _check_whole(seen: Sequence[Seen], shares: Sequence[tuple[int, ...]]) -> Non
             if other != index or share.count(number) > 1:
                 raise RunError(
                     f"processes {other} and {index} on {one.machine} would both own the GPU that "
-                    f"process {index} numbers {number}: let processes of a node see the same GPUs "
-                    f"or different ones (CUDA_VISIBLE_DEVICES), or set {CHOICE} in each"
+                    f"process {index} numbers {number}. Let all processes of a node see the same "
+                    f"GPUs, or each its own (CUDA_VISIBLE_DEVICES), or set {CHOICE} in each"
                 )
     for machine in dict.fromkeys(one.machine for one in seen):
         members = [index for index, one in enumerate(seen) if one.machine == machine]
@@ -284,8 +285,8 @@ def _check_whole(seen: Sequence[Seen], shares: Sequence[tuple[int, ...]]) -> Non
         if given and owned != given and not chosen:
             raise RunError(
                 f"{len(members)} processes on {machine} ({_range(members)}) own {owned} GPUs "
-                f"together, but the scheduler has given the job {given} there: start as many "
-                f"processes as use them all, {_request()}, or set {CHOICE} in each process"
+                f"together, but the scheduler gave the job {given} there: start enough processes "
+                f"to use them all, {_request()}, or set {CHOICE} in each process"
             )
 
 
@@ -308,8 +309,8 @@ def check_started(
     if own and (platform_name, local, found) != ("gpu", len(own), total):
         raise RunError(
             f"{who} owns {len(own)} of {total} GPUs, but jax has started {local} of {found} "
-            f"devices of the platform {platform_name}: see jax's own messages above, install "
-            f"jax for this GPU and driver, or {_CPU}"
+            f"devices of the platform {platform_name}: see jax's own messages above, install jax "
+            f"for this GPU and driver, or {_CPU}"
         )
 
 

@@ -31,8 +31,8 @@ _REST = re.compile(
 _STATUS = re.compile(r"absl::Status: (.+)|what\(\):\s*(.+)")
 _MOST_CHARACTERS = 300
 REMEDY = (
-    "When one process is lost all end: see what the others say, then start all of them again with "
-    "--resume"
+    "All processes end when one of them is lost: see their messages, then start all of them "
+    "again with --resume"
 )
 
 
@@ -71,7 +71,7 @@ def translate(lines: Iterable[str], who: str, coordinator: str) -> Iterator[str]
     if fatal is not None and not said:
         if not passed.endswith("\n"):
             yield "\n"
-        yield f"error: {who} cannot go on: {_meaning(fatal.strip(), coordinator)}. {REMEDY}\n"
+        yield f"error: {who} cannot continue: {_meaning(fatal.strip(), coordinator)}. {REMEDY}\n"
 
 
 def _meaning(status: str, coordinator: str) -> str:

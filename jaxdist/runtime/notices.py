@@ -95,7 +95,7 @@ class MetadataNotice:
         except (OSError, ValueError) as error:
             if not self._failed:
                 self._failed = True
-                self._say(f"preemption: {self._url} does not answer ({error}); asked again")
+                self._say(f"preemption: {self._url} does not answer ({error}); it is asked again")
             return None
 
 

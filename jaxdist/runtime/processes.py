@@ -76,7 +76,7 @@ def _detected(seen: list[Sighting], missing: list[str]) -> dict[str, str | int |
             return found
     reasons = "; ".join(f"{one.scheduler}: {one.missing}" for one in seen)
     raise RunError(
-        f"--distributed: {reasons or 'no scheduler has left a trace'}. Give {_FLAGS}, or "
+        f"--distributed: {reasons or 'no scheduler has set its variables'}. Give {_FLAGS}, or "
         f"{', '.join(missing)} (`jaxdist launch` does)"
     )
 

@@ -30,8 +30,8 @@ _LINE_BYTES = 8000
 """The length at which a line is cut; the data of a process with 100 GPUs fit."""
 _NAMED = 20
 _REMEDY = (
-    "check that HOST:PORT names the host of process 0, that all hosts know the name and no "
-    "firewall is between them, or wait longer with --join-timeout SECONDS"
+    "check that HOST:PORT names the host of process 0, which all hosts can resolve and no "
+    "firewall blocks, or wait longer with --join-timeout SECONDS"
 )
 _HELLO = re.compile(rb"jaxdist process (\d{1,7}) of (\d{1,7})(?: (.*))?\n")
 Decide = Callable[[Sequence[Json]], Sequence[Json]]
@@ -246,7 +246,7 @@ def _join(coordinator: str, count: int, index: int, wait: Wait, told: Json) -> J
         except OSError as error:
             answer, reason = "", _reason(error)
         else:
-            reason = "process 0 went away again"
+            reason = "process 0 disappeared again"
         if answer.startswith("go "):
             _until_open(address, wait)
             return json.loads(answer.removeprefix("go "))
@@ -273,8 +273,8 @@ def _missing(coordinator: str, count: int, came: Iterable[int], seconds: float) 
     missing = sorted(set(range(1, count)) - set(came))
     named = ", ".join(map(str, missing[:_NAMED])) + (", ..." if len(missing) > _NAMED else "")
     return (
-        f"{count - len(missing)} of {count} processes came to {coordinator} within {seconds:g} s; "
-        f"missing: {named}. See what they say, {_REMEDY}"
+        f"{count - len(missing)} of {count} processes joined {coordinator} within {seconds:g} s; "
+        f"missing: {named}. See their messages, {_REMEDY}"
     )
 
 

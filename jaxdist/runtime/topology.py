@@ -91,7 +91,8 @@ def parse_topology(text: str) -> Topology:
     name, shape_text = matched[1], matched[2]
     if name not in FAMILIES:
         raise MeshError(
-            f"topology {text!r}: no TPU family {name!r}: {did_you_mean(name, FAMILIES)}; {_FORMS}"
+            f"topology {text!r}: there is no TPU family {name!r}: "
+            f"{did_you_mean(name, FAMILIES)}; {_FORMS}"
         )
     family, shape = FAMILIES[name], tuple(int(size) for size in shape_text.split("x"))
     if len(shape) != family.dims:
@@ -108,7 +109,7 @@ def parse_topology(text: str) -> Topology:
     if not is_slice(shape):
         nearest = "x".join(map(str, _nearest(shape)))
         raise MeshError(
-            f"topology {text!r} is no slice of {name}: {_SHAPES[family.dims]}; did you mean "
+            f"topology {text!r} is not a slice of {name}: {_SHAPES[family.dims]}; did you mean "
             f"{name}:{nearest}?"
         )
     return Topology(name, shape)
@@ -173,8 +174,8 @@ def topology_devices(text: str) -> list[Any]:
     topology = parse_topology(text)
     if importlib.util.find_spec("libtpu") is None:
         raise MeshError(
-            f"topology {text!r} is compiled for by libtpu, which is not installed: "
-            "pip install 'jaxdist[tpu]'"
+            f"topology {text!r} needs libtpu to compile for it, which is not installed: pip "
+            "install 'jaxdist[tpu]'"
         )
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -190,7 +191,5 @@ def topology_devices(text: str) -> list[Any]:
             wrap=(*rings(topology.family, topology.shape), False)[:3],
         )
     except jax.errors.JaxRuntimeError as error:
-        raise MeshError(
-            f"topology {text!r} is none that libtpu knows: {error}; {_FORMS}"
-        ) from error
+        raise MeshError(f"topology {text!r} is unknown to libtpu: {error}; {_FORMS}") from error
     return list(described.devices)

@@ -61,7 +61,7 @@ def resolve_dims(
     problems = _idle_patterns(config.params, dims)
     known = {d for found in resolved.values() for d in found if d} | ACTIVATION_DIMS
     problems += [
-        f"sharding.rules.{dim}: no parameter has this dim, so the rule does nothing: "
+        f"sharding.rules.{dim}: no parameter has this dim, so that the rule has no effect: "
         f"{did_you_mean(dim, sorted(known))}"
         for dim in config.rules
         if dim not in known and not unnamed
@@ -114,12 +114,13 @@ def _idle_patterns(params: Mapping[str, Any], dims: Mapping[str, Dims | None]) -
         elif not names & free:
             name = min(names)
             why = (
-                f"matches only parameters that name their own dims ({name}: {_shown(dims[name])}); "
-                "take it away, and map these dims by sharding.rules"
+                f"matches only parameters that name their own dims ({name}: "
+                f"{_shown(dims[name])}); remove it, and map these dims by sharding.rules"
             )
         elif hides is not None:
             why = (
-                f"comes after {hides!r}, which takes all that it matches; put {pattern!r} before it"
+                f"has no effect: {hides!r} before it matches the same parameters; put "
+                f"{pattern!r} first"
             )
         else:
             why = ""
@@ -163,8 +164,8 @@ def _unnamed(shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str]) -> 
     return "\n".join(
         [
             f"{many} no dims, and no pattern of sharding.params matches, on a mesh that splits "
-            "parameters: name each dim (embed, mlp, ...; null is never split), or leave all "
-            'whole by "*": whole:',
+            "parameters: name each dim (embed, mlp, ...; null is never split), or keep all "
+            'whole with "*": whole:',
             "sharding:",
             "  params:",
             *(lines[key] for key in ordered),

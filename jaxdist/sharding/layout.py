@@ -350,15 +350,15 @@ def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
     axis = rules["residual_seq"]
     if config.collective_matmul and (axis is None or rules["mlp"] != axis):
         raise ShardingError(
-            "sharding.collective_matmul passes pieces of the sequence to matmuls that are split "
-            f"over the same axis, and residual_seq is mapped to {axis or 'none'}, mlp to "
+            "sharding.collective_matmul overlaps matmuls with pieces of a sequence that is "
+            f"split over the same axis, but residual_seq is mapped to {axis or 'none'}, mlp to "
             f"{rules['mlp'] or 'none'}: set sharding.rules: {{residual_seq: tensor}}, or "
             "sharding.collective_matmul: false"
         )
     if config.collective_matmul and axis is not None and len(axis_names(mesh, axis)) > 1:
         raise ShardingError(
-            f"sharding.collective_matmul goes round one axis of one network, and {axis} is split "
-            f"over two: give mesh.{axis} one size, or set sharding.collective_matmul: false"
+            f"sharding.collective_matmul needs a ring in one network, but {axis} spans two: give "
+            f"mesh.{axis} one size, or set sharding.collective_matmul: false"
         )
     layout = Layout(mesh, tuple(rules.items()), config.collective_matmul, config.experts)
     if not {*layout.names_of("experts")} <= {*layout.names_of("batch")}:

@@ -155,7 +155,7 @@ def _head(config: FleetConfig) -> list[str]:
         f"{config.memory_restore_seconds:g} s)",
         f"  a save: {config.checkpoint_seconds:g} s to disk, {config.snapshot_seconds:g} s to "
         f"memory, where {config.both_copies_lost:.1%} of failures take both copies",
-        f"  beside snapshots a checkpoint each {config.checkpoint_every / 3600:.2f} h",
+        f"  besides snapshots a checkpoint each {config.checkpoint_every / 3600:.2f} h",
     ]
 
 

@@ -53,8 +53,8 @@ class ModelProblem:
         """
         if heldout is None:
             raise DataError(
-                "the data has no held-out split, which the curve is measured on: give its section "
-                "data one, such as heldout_fraction or heldout_examples"
+                "the data has no held-out split, on which the curve is measured: set "
+                "data.heldout_fraction or data.heldout_examples"
             )
         self._program, self._shares, self._microbatches = program, shares, microbatches
         starts = [0, *accumulate(shares)]

@@ -124,7 +124,7 @@ def parse_batches(text: str) -> tuple[int, ...]:
     for word in words:
         if not (word.isascii() and word.isdigit() and int(word) > 0):
             raise ConfigError(
-                f"--batches {word!r} is no batch size: give whole numbers from 1, such as 64,256"
+                f"--batches {word!r} is not a batch size: give whole numbers from 1, such as 64,256"
             )
     sizes = sorted(map(int, words))
     for size in sizes:

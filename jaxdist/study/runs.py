@@ -72,7 +72,10 @@ def runs_of(
             yield runs
         except KeyboardInterrupt:
             console.print(
-                f"{len(runs.outcomes)} runs are kept in {journal.path}; the same command goes on",
+                (
+                    f"{len(runs.outcomes)} runs are kept in {journal.path}; the same command "
+                    "continues"
+                ),
                 soft_wrap=True,
                 markup=False,
             )

@@ -176,19 +176,19 @@ def check_comparable(experiment: Experiment, path: Path) -> None:
     if len(experiment.stages) > 1:
         sizes = ", ".join(str(stage.batch_size) for stage in experiment.stages)
         raise ConfigError(
-            f"{path}: its runs go through the batch sizes {sizes}, but a study "
-            "trains each at one; set train.batch_ramp=null and train.phases=null"
+            f"{path}: its runs change the batch size ({sizes}), but a study trains each run at a "
+            "single size; set train.batch_ramp=null and train.phases=null"
         )
     strategy = experiment.config.strategy.type
     if strategy != "synchronous":
         raise ConfigError(
-            f"{path}: strategy.type {strategy} changes weights between steps, and "
-            "a study compares steps alone; set strategy={type: synchronous}"
+            f"{path}: strategy.type {strategy} changes weights between steps, but a study "
+            f"compares steps alone; set strategy={{type: synchronous}}"
         )
     if experiment.heldout is None:
         raise DataError(
-            f"data of {path} has no held-out split, which a study judges by: "
-            "give its section data one, such as heldout_fraction or heldout_examples"
+            f"data of {path} has no held-out split, by which a study judges: set "
+            "data.heldout_fraction or data.heldout_examples"
         )
 
 

@@ -59,8 +59,8 @@ def parse_variants(texts: Sequence[str], *, taken: Sequence[str]) -> tuple[Varia
         overrides = split_overrides(settings)
         if not name or not overrides or not all("=" in override for override in overrides):
             raise ConfigError(
-                f"--variant {text!r} is no name with settings: write "
-                "NAME='section.key=value section.key=value'"
+                f"--variant {text!r} lacks a name or settings: write NAME='section.key=value "
+                "section.key=value'"
             )
         found.append((name, overrides))
     return named_variants(found, taken=taken)
@@ -81,11 +81,13 @@ def named_variants(
     for name, overrides in pairs:
         if len(name) > LONGEST_NAME or not name.isprintable() or "|" in name:
             raise ConfigError(
-                f"{what} {name!r} ({len(name)} characters): a name stands in a table; at most "
-                f"{LONGEST_NAME} printable ones without '|'"
+                f"{what} {name!r} ({len(name)} characters) does not fit a table: at most "
+                f"{LONGEST_NAME} printable characters without '|'"
             )
         if name in [*taken, *(variant.name for variant in found)]:
-            raise ConfigError(f"{what} {name!r} is the name of another variant: choose a new one")
+            raise ConfigError(
+                f"{what} {name!r} is the name of another variant: choose a name that is free"
+            )
         found.append(Variant(name, overrides))
     return tuple(found)
 

@@ -90,9 +90,9 @@ def evaluate(
             totals[name] = (total + float(mean.total), weight + float(mean.weight))
     if not totals.get("loss", (0.0, 0.0))[1]:
         raise RunError(
-            f"held-out loss: all that the split gives weighs 0 ({len(parts)} batches were read), "
-            "so that there is nothing to take the mean of; give some held-out example a 'weight' "
-            "above 0, or none at all"
+            f"held-out loss: all examples of the split weigh 0 ({len(parts)} batches were read), "
+            "so that their mean is undefined; give some held-out example a 'weight' above 0, or "
+            "none at all"
         )
     means = {
         name: total / weight if weight else math.nan for name, (total, weight) in totals.items()

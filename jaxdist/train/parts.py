@@ -58,15 +58,15 @@ def check_parts(config: CheckpointConfig, strategy: str, program: Program) -> tu
         with blamed(key):
             if strategy == "parameter_server":
                 raise ConfigError(
-                    "servers begin with what the seed draws and keep the state in files of their "
-                    "own: leave it out, or take another strategy.type"
+                    "servers begin with parameters drawn from the seed and keep the state in "
+                    "their own files: leave it out, or take another strategy.type"
                 )
             part_names(program, patterns)
     if config.parts is None:
         return ()
     _check_evaluated(config.parts, program)
     listed = ", ".join(config.parts)
-    return (f"checkpoint.parts: checkpoints hold {listed} alone, so that --resume is refused",)
+    return (f"checkpoint.parts: checkpoints hold only {listed}, so that --resume is refused",)
 
 
 def _check_evaluated(parts: Sequence[str], program: Program) -> None:
@@ -77,7 +77,7 @@ def _check_evaluated(parts: Sequence[str], program: Program) -> None:
         if not held.issuperset(taken((part,), names)):
             what = "optim" if part == "opt_state" else "strategy"
             raise ConfigError(
-                f"parts {', '.join(parts)} do not hold {part}, from which {what} has the "
-                f"parameters that are evaluated: add {part}",
+                f"parts {', '.join(parts)} do not hold {part}, from which {what} computes the "
+                f"parameters to evaluate: add {part}",
                 setting=("parts",),
             )

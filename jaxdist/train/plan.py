@@ -199,16 +199,16 @@ def plan_learning_rate(
         ]
         if given:
             raise ConfigError(
-                f"{', '.join(given)}: of no effect, since train.phases set the learning rate; drop "
-                "one of the two"
+                f"{', '.join(given)}: of no effect, since train.phases set the learning rate; "
+                "drop either"
             )
         return plan.rate
     scaled = optim.scale_from
     if train.batch_ramp is not None and scaled is not None and scaled.warmup_epochs is not None:
         raise ConfigError(
-            f"optim.scale_from.warmup_epochs {scaled.warmup_epochs:g} are no fixed number of steps "
-            "while train.batch_ramp changes the batch; give optim.scale_from.warmup_fraction, or "
-            "optim.schedule.warmup_steps"
+            f"optim.scale_from.warmup_epochs {scaled.warmup_epochs:g} is not a fixed number of "
+            "steps while train.batch_ramp changes the batch; give "
+            "optim.scale_from.warmup_fraction, or optim.schedule.warmup_steps"
         )
     rate = plan_rate(
         optim,

@@ -57,12 +57,14 @@ def replica_notices(settings: ReplicaCheckConfig | None, program: Program) -> tu
     if settings is None:
         return ()
     if not replicas_of(program).coverage.compared_bytes:
-        return ("train.check_replicas has no effect: no two devices hold the same of the state",)
+        return (
+            ("train.check_replicas has no effect: no two devices hold a copy of the same state"),
+        )
     zero = program.exchange.zero
     if zero is not None and zero.stage < 3 and settings.every > 1:
         return (
             f"train.check_replicas.every {settings.every}: with parallel.zero.stage {zero.stage} "
-            "each step gathers parameters anew from shards, by which replicas become equal, right "
+            "each step gathers parameters from shards again, which makes replicas equal, right "
             "or wrong; every: 1 compares them before",
         )
     return ()

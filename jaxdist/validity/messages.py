@@ -17,8 +17,8 @@ MESSAGES: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("error_feedback: compressed_momentum",), ("an optimizer that is not linear",)),
-        "what is lost of a momentum comes back later, and the step of this optimizer is not linear "
-        "in the gradients that it gives",
+        "what a message leaves out of the momentum returns later, and the step of this "
+        "optimizer is not linear in its gradients",
         "set optim.type: onebit_adam, onebit_lamb or sgd, or "
         "parallel.compression.error_feedback: true",
         _FEEDBACK,
@@ -43,14 +43,14 @@ MESSAGES: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("parallel.compression: auto",), *_BY_LAYER),
-        "the codec of gradients that leave layer by layer is not chosen by links",
+        "links do not choose the codec of gradients that leave layer by layer",
         "name a codec: cast, quantize or adaptive",
         ("parallel", "compression", "type"),
     ),
     *(
         ValidityRow(
             ((f"parallel.compression.{name}",), *_BY_LAYER),
-            "a layer's gradients are sent together as soon as they are there",
+            "a layer's gradients are sent together as soon as they exist",
             "leave it out, or set parallel.zero.stage: 1",
             ("parallel", "compression", name),
         )
@@ -58,7 +58,10 @@ MESSAGES: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("a codec that sums no shards",), *_BY_LAYER),
-        "a layer's gradients are summed by shards in the backward pass, alike in every step",
+        (
+            "a layer's gradients are summed by shards in the backward pass, in the same way in "
+            "every step"
+        ),
         "take cast, quantize with rounding nearest, or adaptive, or set parallel.zero.stage: 1",
         ("parallel", "compression"),
     ),
@@ -79,7 +82,7 @@ MESSAGES: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("elastic.batch: rescale",), ("deterministic: strict",)),
-        "the same bits on any number of devices are those of one batch size",
+        "only runs with the same batch size have the same bits on any number of devices",
         "set parallel.deterministic: null, or elastic.batch: same",
         ("elastic", "batch"),
     ),

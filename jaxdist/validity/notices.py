@@ -50,14 +50,14 @@ def _of_stage(facts: Facts, plan: SplitDims | None) -> Iterator[str]:
         (name, shape), *more = plan.uneven.items()
         also = f" and {len(more)} more" if more else ""
         yield (
-            f"{shown_stage(facts)} keeps {name} {list(shape)}{also} whole on every device: no dim "
-            f"divides by {parts} ({axes}), and those that zeros could fill up would more than "
-            "double, or are split by another axis; a size that divides would be split"
+            f"{shown_stage(facts)} keeps {name} {list(shape)}{also} whole on every device: no "
+            f"dim divides by {parts} ({axes}). Padding with zeros would more than double it, or "
+            "another axis splits the dim. Choose a size that divides to split it"
         )
     if zero.stage == 2 and facts.shards is not None and parts > 1:
         yield (
-            f"{shown_stage(facts)} does what stage 1 does with parallel.deterministic: a whole "
-            "gradient of a logical shard is held until it is added to its neighbour's"
+            f"{shown_stage(facts)} saves no more than stage 1 with parallel.deterministic: the "
+            "whole gradient of a logical shard is kept until it is added to its neighbour's"
         )
     if zero.scope == "ici" and not zero.stage:
         yield "parallel.zero.scope ici has no effect at parallel.zero.stage 0"
@@ -91,14 +91,14 @@ def _of_messages(facts: Facts) -> Iterator[str]:
     axes = [name for name in facts.batch_axes if not across or name not in facts.fast_axes]
     if facts.parts(axes) == 1:
         yield (
-            f"{shown_compression(facts)} has no effect but on what is kept: {', '.join(axes)} of "
-            f"{shown_mesh(facts)} has size 1, so that no message is sent"
+            f"{shown_compression(facts)} affects only the state that is kept: {', '.join(axes)} "
+            f"of {shown_mesh(facts)} has size 1, so that no message is sent"
         )
     if facts.reduce_dtype is not None and not across:
         yield (
             f"parallel.reduce_dtype {facts.reduce_dtype} has no effect with "
-            f"{shown_compression(facts)}: a codec says how messages travel, and they are summed in "
-            "float32"
+            f"{shown_compression(facts)}: the codec sets the form of messages, and they are "
+            "summed in float32"
         )
 
 

@@ -39,8 +39,8 @@ def _of_dtypes(config: OptimizerConfig, params: Params) -> Iterator[str]:
     # A change by less than half of the distance to the next value is rounded to no change.
     least = float(jnp.finfo(dtype).eps) / 2
     yield (
-        f"parameter {name}{also} is {dtype} without a float32 copy: an update or a weight decay "
-        f"smaller than {least:.2g} of a value is rounded away, so that it may never move; set "
+        f"parameter {name}{also} is {dtype} without a float32 copy: updates and weight decay "
+        f"smaller than {least:.2g} of a value are rounded away, so that it may never move. Set "
         f"optim.master_weights: {dtype}, or keep the model's parameters in float32"
     )
 
@@ -51,8 +51,8 @@ def _of_average(config: OptimizerConfig, optimizer: Optimizer, params: Params) -
     assert optimizer.rule is not None
     if keeps_average(optimizer.rule, params):
         yield (
-            f"optim.path {config.path} keeps a copy of the parameters that moves with them (an "
-            "average?), while evaluation, generation and the choice of the best checkpoint see the "
-            "trained ones: set optim.eval_params to the function of (state, parameters) that gives "
-            "those to evaluate"
+            f"optim.path {config.path} keeps a second copy of the parameters (an average?), but "
+            "evaluation, generation and the choice of the best checkpoint use the trained "
+            "parameters. To evaluate the copy, set optim.eval_params to the function of (state, "
+            "parameters) that returns it"
         )

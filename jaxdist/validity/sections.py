@@ -102,7 +102,7 @@ SECTIONS: Mapping[str, Feature] = {
     "no optim.scale_from": Feature(
         lambda f: "optim.scale_from" not in f.settings, lambda f: "optim.scale_from null"
     ),
-    "a mesh axis beside data and tensor": Feature(
+    "a mesh axis besides data and tensor": Feature(
         lambda f: bool(_beside(f)),
         lambda f: " and ".join(
             f"mesh axis {name} of {n} devices" for name, n in _beside(f).items()

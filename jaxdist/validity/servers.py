@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxdist.validity.row import COMPRESSION, FROZEN, SCOPES, ZERO_STAGES, ValidityRow
 
 SERVER = ("strategy: parameter_server",)
-_NORM = "it needs the norm over all parameters, and a server has its own alone"
+_NORM = "it needs the norm over all parameters, but each server has only its own"
 
 
 def _refused(path: str, why: str, instead: str) -> ValidityRow:
@@ -15,7 +15,7 @@ def _refused(path: str, why: str, instead: str) -> ValidityRow:
 SERVERS: tuple[ValidityRow, ...] = (
     ValidityRow(
         (COMPRESSION, SERVER),
-        "gradients go to servers, and devices of different workers exchange none",
+        "gradients go to servers, and devices of different workers exchange nothing",
         "set parallel.compression: null, and see strategy.codec",
         ("parallel", "compression"),
     ),
@@ -27,21 +27,21 @@ SERVERS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("deterministic: strict",), SERVER),
-        "gradients are added up by servers, in the order of workers, and not by logical shard",
+        "servers add gradients in the order of workers, not by logical shard",
         "set parallel.deterministic: null (the order of what came is kept, and `jaxdist replay` "
         "has its bits)",
         ("parallel", "deterministic"),
     ),
     ValidityRow(
-        (("a mesh axis beside data and tensor", "stage (a pipeline)"), SERVER),
-        "the mesh is one worker's, with axes data and tensor",
-        "take the axis away",
+        (("a mesh axis besides data and tensor", "stage (a pipeline)"), SERVER),
+        "the mesh belongs to one worker, with axes data and tensor",
+        "leave out the axis",
         ("mesh",),
     ),
     *(
         _refused(
             path,
-            "it changes the batch within a run, and workers have no step in common at which",
+            ("it changes the batch within a run, but workers share no step at which to change it"),
             "leave it out",
         )
         for path in ("train.batch_ramp", "train.phases")
@@ -52,8 +52,7 @@ SERVERS: tuple[ValidityRow, ...] = (
     ),
     _refused(
         "train.check_replicas",
-        "it compares devices that take every step together, and workers hold other parameters than "
-        "each other",
+        "it compares devices that take every step together, but workers hold different parameters",
         "leave it out",
     ),
     _refused(
@@ -78,7 +77,7 @@ SERVERS: tuple[ValidityRow, ...] = (
     ),
     _refused(
         "optim.max_grad_norm",
-        "lamb clips the norm over all parameters to it, and a server has its own alone",
+        "lamb clips the norm over all parameters to it, but each server has only its own",
         "set max_grad_norm: off",
     ),
     ValidityRow(
@@ -95,7 +94,7 @@ SERVERS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("optim: muon",), ("deterministic: strict",)),
-        "the products of its matrices had other bits on another number of devices",
+        "the products of its matrices would have other bits on another number of devices",
         "take adamw, sgd, lamb or lars, or set parallel.deterministic: null",
         ("optim", "type"),
     ),
@@ -120,8 +119,8 @@ SERVERS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("strategy.codec",), ("strategy.consistency: elastic",)),
-        "a worker pushes what it itself moves by, and a push that leaves something out pulls the "
-        "two apart",
+        "a worker pushes the difference that it moves by, and a push that leaves something out "
+        "makes the two diverge",
         "set strategy.codec: null",
         ("strategy", "codec"),
     ),
@@ -133,20 +132,20 @@ SERVERS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("strategy.aggregation: racks",), ("strategy.consistency.value_bound",)),
-        "value_bound bounds what each worker has under way, which racks combine",
+        "value_bound limits the outstanding changes of each worker, which racks combine",
         "leave strategy.consistency.value_bound out, or set strategy.aggregation.type: direct",
         ("strategy", "aggregation", "type"),
     ),
     ValidityRow(
         (("strategy: lookahead",), ("optim.master_weights",)),
-        "it moves the parameters between steps, which optim.master_weights would set back from "
-        "its own copy at the next one",
+        "it moves the parameters between steps, but the next step would restore them from the "
+        "copy of optim.master_weights",
         "drop one of the two",
         ("strategy",),
     ),
     ValidityRow(
         (("strategy: lookahead",), ("an optimizer that evaluates other parameters",)),
-        "the strategy has its slow weights evaluated, and optim an average of its own",
+        "evaluation uses the strategy's slow weights, and optim has an average of its own",
         "drop one of the two",
         ("strategy",),
     ),

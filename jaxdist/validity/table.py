@@ -17,22 +17,22 @@ from jaxdist.validity.servers import SERVERS
 ROWS: tuple[ValidityRow, ...] = (
     ValidityRow(
         ((*ZERO_STAGES, *SCOPES, "parallel.zero.secondary"), ("no axis splits the batch",)),
-        "ZeRO splits the training state over the axis that splits the batch, and none does",
+        ("ZeRO splits the training state over the axis that splits the batch, and there is none"),
         "set mesh.data (and leave sharding.rules.batch at data), or parallel.zero.stage: 0",
     ),
     ValidityRow(
         ((*ZERO_STAGES, *SCOPES, "parallel.zero.secondary"), ("a sharding rule over data",)),
-        "what ZeRO would split over the axis of the batch is split over it already",
+        "ZeRO would split over the axis of the batch what that axis splits already",
         "set that rule to null, or parallel.zero.stage: 0",
     ),
     ValidityRow(
         (("parallel.zero.scope: ici",), ("data on one network",)),
-        "the state would be split inside the fast network of an axis that names only one",
+        ("the state would be split inside the fast network, but the axis names only one network"),
         "set mesh.data: {dcn: D, ici: I}, or parallel.zero.scope: all",
     ),
     ValidityRow(
         (REDUCTIONS, ("no axis splits the batch",)),
-        "gradients are summed over the axis that splits the batch, and none does",
+        "gradients are summed over the axis that splits the batch, and there is none",
         "set mesh.data (and leave sharding.rules.batch at data), or parallel.reduce: null",
     ),
     ValidityRow(
@@ -42,18 +42,21 @@ ROWS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("reduce: hierarchical",), ("data on one network",)),
-        "it sums inside a fast network and then across a slow one, and the axis names only one",
+        (
+            "it sums inside a fast network and then across a slow one, but the axis names only "
+            "one network"
+        ),
         "set mesh.data: {dcn: D, ici: I}, or parallel.reduce.type: ring",
     ),
     ValidityRow(
         (("reduce: hierarchical",), ("parallel.zero.scope: ici",)),
-        "shards are summed inside the fast network and across the slow one in two steps already, "
-        "each on one network",
+        "shards are already summed in two steps, inside the fast network and across the slow "
+        "network",
         "set parallel.reduce.type: ring, or parallel.zero.scope: all",
     ),
     ValidityRow(
         (("parallel.zero.prefetch",), FROZEN),
-        "layers that are fetched ahead have the gradients of all their parameters computed",
+        "fetching layers ahead computes the gradients of all their parameters",
         "set parallel.zero.prefetch: false",
     ),
     ValidityRow(
@@ -67,53 +70,56 @@ ROWS: tuple[ValidityRow, ...] = (
             ("stage (a pipeline)",),
             (f"reduce: {', '.join(FLAT)}", "reduce: hierarchical"),
         ),
-        "gradients are reduced within a stage's tasks, and what permutes among its devices waits "
-        "for those of the other stages",
+        "gradients are reduced within a stage's tasks, where a permute waits for the devices of "
+        "the other stages",
         "set parallel.reduce.type: xla, or parallel.zero.stage: 1",
     ),
     ValidityRow(
         (("stage (a pipeline)",), ("a sharding rule over data",)),
-        "gradients of stages are summed by an explicit reduction (xla by default), which "
-        "needs parameters that are not split along the axis of the batch",
-        "set that rule to null, or take mesh.stage away",
+        "an explicit reduction (xla by default) sums the gradients of stages, which needs "
+        "parameters that are not split along the axis of the batch",
+        "set that rule to null, or leave out mesh.stage",
     ),
     ValidityRow(
         (COMPRESSION, ("no axis splits the batch",)),
-        "messages are of gradients that are summed over the axis of the batch, and there is none",
+        ("messages hold gradients that are summed over the axis of the batch, and there is none"),
         "set mesh.data (and leave sharding.rules.batch at data), or parallel.compression: null",
     ),
     ValidityRow(
         (COMPRESSION, ("a sharding rule over data",)),
-        "messages are of gradients that are not split along the axis of the batch",
+        "messages hold gradients that are not split along the axis of the batch",
         "set that rule to null, or parallel.compression: null",
     ),
     ValidityRow(
         (("compression over data.dcn",), ("data on one network",)),
-        "messages would cross the slow one of two networks, and the axis names only one",
+        "messages would cross the slow of two networks, but the axis names only one network",
         "set mesh.data: {dcn: D, ici: I}, or parallel.compression.axis: data",
     ),
     ValidityRow(
         (("zero 2", "zero 3", "parallel.zero.secondary"), ("compression over data",)),
-        "no device ever has a whole gradient to compress, nor keeps what a message of it left out",
+        (
+            "no device ever has a whole gradient to compress, or the state to keep what a "
+            "message left out"
+        ),
         "set mesh.data: {dcn: D, ici: I}, parallel.zero.scope: ici and parallel.compression.axis: "
         "data.dcn (exact in the fast network, messages of shards across the slow one), or "
         "parallel.zero.stage: 1, or error_feedback: false with 4 bits or more",
     ),
     ValidityRow(
         (("parallel.zero.secondary",), ("data on one network",)),
-        "a second copy inside the fast one of two networks spares the slow one, and the axis names "
-        "only one",
+        "a second copy inside the fast network spares the slow network, but the axis names only "
+        "one network",
         "set mesh.data: {dcn: D, ici: I}, or parallel.zero.secondary: false",
     ),
     ValidityRow(
         (("parallel.zero.secondary",), ("parallel.zero.scope: ici",)),
-        "the state lies inside the fast network already, and no parameter crosses the slow one",
+        ("the state is inside the fast network already, and no parameter crosses the slow network"),
         "set parallel.zero.scope: all, or parallel.zero.secondary: false",
     ),
     ValidityRow(
         (("parallel.zero.secondary",), ("reduce: hierarchical",)),
-        "gradients are summed inside the fast network and across the slow one in two steps "
-        "already, each on one network",
+        "gradients are already summed in two steps, inside the fast network and across the slow "
+        "network",
         "set parallel.reduce.type: ring, or parallel.zero.secondary: false",
     ),
     ValidityRow(
@@ -128,19 +134,19 @@ ROWS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("compression over data.dcn",), ("reduce: hierarchical",)),
-        "sums are made inside the fast network and across the slow one in two steps already, each "
-        "on one network",
+        "gradients are already summed in two steps, inside the fast network and across the slow "
+        "network",
         "set parallel.reduce.type: ring",
     ),
     ValidityRow(
         (("model.remat: {...: offload}",), ("stage (a pipeline)",)),
-        "a stage keeps activations of its microbatches in buffers of its own, which are in the "
-        "device's memory",
-        "save or recompute them, or take mesh.stage away",
+        "a stage keeps activations of its microbatches in buffers of its own, in the device's "
+        "memory",
+        "save or recompute them, or leave out mesh.stage",
     ),
     ValidityRow(
         (("deterministic: strict",), ("no axis splits the batch",)),
-        "its logical shards lie along the axis of the batch, and there is none",
+        "its logical shards divide the batch along its axis, and there is none",
         "set mesh.data (1 will do; and leave sharding.rules.batch at data)",
     ),
     ValidityRow(
@@ -155,13 +161,13 @@ ROWS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("deterministic: strict",), COMPRESSION),
-        "messages are of a device's own sum of gradients, and they leave out some of it",
+        "messages hold a device's own sum of gradients, and they leave out some of it",
         "set parallel.compression: null",
     ),
     ValidityRow(
         (("deterministic: strict",), ("stage (a pipeline)",)),
-        "stages add up microbatches in the order of their schedule, and not by logical shard",
-        "take mesh.stage away",
+        "stages add microbatches in the order of their schedule, not by logical shard",
+        "leave out mesh.stage",
     ),
     ValidityRow(
         (("deterministic: strict",), ("parallel.zero.scope: ici",)),
@@ -175,7 +181,7 @@ ROWS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("deterministic: strict",), ZERO_STAGES, ("tensor (or another axis)",)),
-        "the norm of gradients that two axes split would be added up in the order of devices",
+        "gradients that two axes split have a norm that is added up in the order of devices",
         "set parallel.zero.stage: 0, or keep data alone in mesh",
     ),
     ValidityRow(
@@ -196,13 +202,13 @@ ROWS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("a scalar as loss",), ("weights in the data",)),
-        "whether rows that weigh 0 are left out is not known of a scalar",
+        "a scalar does not show whether rows that weigh 0 are left out",
         AS_MEAN,
         ("loss",),
     ),
     ValidityRow(
         (("a scalar as loss",), ("a held-out split in several batches",)),
-        f"a scalar is evaluated in one batch without padding, for {OPAQUE}",
+        f"a scalar is evaluated in one batch without padding, because {OPAQUE}",
         AS_MEAN,
         ("loss",),
     ),

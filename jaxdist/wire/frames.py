@@ -147,14 +147,16 @@ def parse_frame(frame: bytes) -> Header:
     """
     if not HEADER_BYTES <= len(frame) <= FRAME_BYTES:
         raise FrameError(
-            f"a frame of {len(frame)} bytes: {HEADER_BYTES} to {FRAME_BYTES} are taken"
+            f"a frame of {len(frame)} bytes: {HEADER_BYTES} to {FRAME_BYTES} are allowed"
         )
     (
         magic, version, op, dtype, flag, ndim, slot, tensor, elements, offset, length,
         epoch, client, sequence, clock, at, floor, tokens,
     ) = HEAD.unpack_from(frame)  # fmt: skip
     if magic != MAGIC:
-        raise FrameError(f"magic {magic!r} is not {MAGIC!r}: no frame of a parameter server")
+        raise FrameError(
+            f"magic {magic!r} is not {MAGIC!r}: these bytes are not a frame of a parameter server"
+        )
     if version != FORMAT:
         raise FrameError(f"format {version} is not {FORMAT}: both sides need the same jaxdist")
     view = np.frombuffer(frame, np.uint8)
@@ -218,8 +220,8 @@ class Assembler:
             raise FrameError(f"{envelope.op.name} in the middle of another envelope", envelope)
         if header.offset != self._filled or header.length > self._buffer.size - self._filled:
             raise FrameError(
-                f"bytes {header.offset} to {header.offset + header.length} after {self._filled} "
-                f"of {self._buffer.size}",
+                f"bytes {header.offset} to {header.offset + header.length} do not follow "
+                f"{self._filled} of {self._buffer.size}",
                 envelope,
             )
         self._take(header, frame)

@@ -27,8 +27,8 @@ def check_ports(host: str, port: int, servers: int, *, aggregators: int = 0) -> 
         who = f"{servers} servers" + (f" and {aggregators} aggregators" if aggregators else "")
         raise ConfigError(
             f"strategy.processes.port: {who} from port {port} on need ports up to "
-            f"{port + needed - 1}, and {LAST_PORT} is the last: set {LAST_PORT + 1 - needed} or "
-            "less, or 0 for free ones",
+            f"{port + needed - 1}, but {LAST_PORT} is the last: set {LAST_PORT + 1 - needed} or "
+            "less, or 0 for free ports",
             setting=("processes", "port"),
         )
     for number in range(needed):
@@ -37,9 +37,9 @@ def check_ports(host: str, port: int, servers: int, *, aggregators: int = 0) -> 
             rack = number // servers - 1
             who = f"server {number}" if rack < 0 else f"aggregator {rack}"
             raise ConfigError(
-                f"strategy.processes.port: {who} cannot listen on {host}, port "
-                f"{port + number}: {reason}; name free ports of this machine ({port} is server "
-                "0's, the others have the next ones), or 0, which takes free ones",
+                f"strategy.processes.port: {who} cannot listen on {host}, port {port + number}: "
+                f"{reason}. Set {port} to a port that is free like its successors (server 0 "
+                "takes the first), or to 0 for free ports",
                 setting=("processes", "port"),
             )
 

@@ -119,8 +119,8 @@ class RpcServer:
             )
         except RuntimeError as error:
             raise WireError(
-                f"{address} cannot be listened on: another process has the port, or the address "
-                "is not this machine's; choose another port, or 0 for a free one"
+                f"cannot listen on {address}: another process has the port, or the address is "
+                "not this machine's; choose another port, or 0 for a free one"
             ) from error
         self._server.start()
 
@@ -226,7 +226,7 @@ class _RpcSession:
             )
             if why is not None:
                 raise RefusedError(
-                    f"the certificates of {wire.address} and of this process do not agree: {why}"
+                    f"the certificates of {wire.address} and of this process do not match: {why}"
                 ) from error
             raise WireError(
                 f"no server answers at {wire.address} within {CONNECT_SECONDS:g} s"
@@ -275,7 +275,7 @@ class _RpcSession:
                 if envelope is not None and not self._closed:
                     self._hear(envelope)
         except FrameError as error:
-            reason = f"the server sent what cannot be read: {error}"
+            reason = f"the server sent an answer that cannot be read: {error}"
         except grpc.RpcError as error:
             code = getattr(error, "code", lambda: None)()
             details = getattr(error, "details", lambda: "")()

@@ -138,8 +138,8 @@ def read_token(path: Path) -> str:
         raise RunError(f"token file {path} cannot be read: {error.strerror}") from error
     if len(token) < TOKEN_LEAST or not token.isascii() or not token.isprintable():
         raise RunError(
-            f"token file {path} holds {len(token)} characters: a token has at least {TOKEN_LEAST} "
-            "printable ones"
+            f"token file {path} holds {len(token)} characters: a token has at least "
+            f"{TOKEN_LEAST} printable characters"
         )
     return token
 

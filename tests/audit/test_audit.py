@@ -86,7 +86,7 @@ JUDGED = {
     ),
     "its own defaults": (
         model(width=16, remat="none"),
-        {"model.args.width": "default: what null stands for", "model.args.remat": "default: "},
+        {"model.args.width": "default: the value that null", "model.args.remat": "default: "},
     ),
     "an optimizer of one's own": (
         own_optim(momentum=0.5, momentun=0.5),

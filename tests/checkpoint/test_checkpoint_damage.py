@@ -158,7 +158,11 @@ def test_a_file_that_would_never_end_is_passed_over(
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [("[" * 100_000, "nested too deeply"), ("[]", "holds no mapping"), ("{", "metadata.json: ")],
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("[]", "does not hold a mapping"),
+        ("{", "metadata.json: "),
+    ],
 )
 def test_metadata_of_another_kind_is_passed_over(run: Path, text: str, complaint: str) -> None:
     """Also where the manifest says that it should be so."""
@@ -192,7 +196,7 @@ def test_a_checkpoint_under_another_steps_name(run: Path) -> None:
     os.rename(run / "step_00000020", run / "step_00000030")
     events: list[str] = []
     assert restore(run, target(), on_event=events.append).step == 10
-    assert "it is of step 20, the directory says 30" in events[0]
+    assert "it belongs to step 20, but the directory's name is that of step 30" in events[0]
 
 
 # Reads that are still under way when orbax gives up end in a thread of tensorstore's, unheard.

@@ -44,7 +44,9 @@ def test_marks_only_ever_rise(tmp_path_factory, numbers):
             fence.raise_()
             newest = number
         else:
-            with pytest.raises(RunError, match=f"deposed by generation {newest}: it writes no"):
+            with pytest.raises(
+                RunError, match=f"replaced by generation {newest}: this process writes no"
+            ):
                 fence.raise_()
         assert newest_generation(run) == newest
 
@@ -65,7 +67,7 @@ def test_who_was_deposed_begins_no_save(tmp_path: Path):
         old.save(1, STATE, metadata={})
         old.wait()
         begun(tmp_path, 2)
-        with pytest.raises(RunError, match=r"generation 1 of .* was deposed by generation 2"):
+        with pytest.raises(RunError, match=r"generation 1 of .* was replaced by generation 2"):
             old.save(2, STATE, metadata={})
     assert layout.steps_present(tmp_path / "c") == [1]
 
@@ -81,7 +83,7 @@ def test_who_was_deposed_while_it_wrote_does_not_commit(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(store, "seal", seal)
     old.save(5, STATE, metadata={})
-    with pytest.raises(CheckpointError, match=r"generation 1 of .* was deposed by generation 2"):
+    with pytest.raises(CheckpointError, match=r"generation 1 of .* was replaced by generation 2"):
         old.wait()
     old.close()
     assert layout.steps_present(tmp_path / "c") == []
@@ -92,7 +94,7 @@ def test_who_comes_late_clears_nothing_away(tmp_path: Path):
     new = checkpoints(tmp_path, begun(tmp_path, 2))
     half = layout.staging_directory(tmp_path / "c", 5, 2)
     half.mkdir()
-    with pytest.raises(RunError, match="deposed by generation 2"):
+    with pytest.raises(RunError, match="replaced by generation 2"):
         checkpoints(tmp_path, old)
     assert half.exists()
     new.close()
@@ -136,7 +138,7 @@ def test_who_was_deposed_logs_nothing(tmp_path: Path):
     with MetricsWriter(tmp_path, resume_step=None, admit=old.check) as late:
         late.write(1, {"loss": 1.0})
         new = begun(tmp_path, 2)
-        with pytest.raises(RunError, match="deposed by generation 2"):
+        with pytest.raises(RunError, match="replaced by generation 2"):
             late.write(2, {"loss": 2.0})
         # One that had looked already, and was suspended then, writes into what is no more there.
         with MetricsWriter(tmp_path, resume_step=1, admit=new.check) as writer:

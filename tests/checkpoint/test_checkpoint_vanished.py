@@ -62,7 +62,7 @@ def test_the_save_fails_and_so_do_wait_and_close(
     with pytest.raises(CheckpointError) as caught:
         save_and_close(store, 2)
     said = str(caught.value)
-    gone = "is not a directory any more" if take_away is become_a_file else "is gone"
+    gone = "is no longer a directory" if take_away is become_a_file else "is gone"
     assert said.startswith(f"saving step 2 failed: {directory} {gone}"), said
     assert "there is no checkpoint" in said
     assert "\n" not in said
@@ -96,7 +96,7 @@ def test_directories_that_the_writer_of_arrays_made_anew_are_no_checkpoint(
     [
         (
             PermissionError(13, "Permission denied"),
-            r"cannot be used any more \(PermissionError.*13",
+            r"can no longer be used \(PermissionError.*13",
         ),
         (MemoryError(), r"saving step 2 in .*checkpoints did not end"),
     ],

@@ -64,5 +64,7 @@ def test_a_disk_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     run = Identity("a1", tmp_path / "gpt")
     assert local_folder(tmp_path / "file", run).name == "gpt-a1"
-    with pytest.raises(CheckpointError, match=r"cannot lie in .*choose another checkpoint.local"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot be kept in .*choose another checkpoint.local"
+    ):
         claim(tmp_path / "file", run)

@@ -44,9 +44,12 @@ def test_what_patterns_take(patterns: list[str], expected: list[int]) -> None:
 @pytest.mark.parametrize(
     ("patterns", "parts"),
     [
-        (["param"], ["param: nothing in x has such a path; there are step, params/encoder (2 arr"]),
+        (
+            ["param"],
+            ["param: nothing in x has such a path; choose from step, params/encoder (2 arr"],
+        ),
         (["params", "!params/tail", "tail"], ["!params/tail, tail: nothing in x"]),
-        (["params", "!params"], ["params, !params together take nothing of x"]),
+        (["params", "!params"], ["params, !params together select nothing of x"]),
     ],
     ids=str,
 )
@@ -89,7 +92,7 @@ def test_what_a_checkpoint_lacks_of_a_part_is_named_with_the_remedy() -> None:
     ("section", "parts"),
     [
         ({"parts": []}, ["parts = []"]),
-        ({"parts": ["params/"]}, ["parts", "'params/' is no path of names joined by '/'"]),
+        ({"parts": ["params/"]}, ["parts", "'params/' is not a path: write names joined by '/'"]),
         ({"parts": ["!"]}, ["'!' is no path"]),
         ({"parts": ["params / x"]}, ["'params / x' is no path"]),
         ({"begin_with": {"parts": ["params"]}}, ["begin_with.run", "required"]),

@@ -206,7 +206,7 @@ def test_a_flipped_bit_is_found_in_each_step_that_has_the_file(tmp_path: Path) -
     assert found.step == 4
     np.testing.assert_array_equal(found.state["w"], state["w"])
     assert events[2:] == [
-        f"{step(tmp_path, 3) / piece} is damaged: it is written anew instead of linked"
+        f"{step(tmp_path, 3) / piece} is damaged: it is written again instead of linked"
     ]
 
 

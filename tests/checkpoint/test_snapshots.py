@@ -140,7 +140,7 @@ def test_what_is_taken_anew_is_forgotten_and_other_numbers_of_processes_go_with_
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"snapshots cannot lie in .*choose another"):
+    with pytest.raises(CheckpointError, match=r"snapshots cannot be kept in .*choose another"):
         Snapshots(tmp_path / "file" / "x", 0, 1, print)
 
 

@@ -60,6 +60,6 @@ def test_what_is_no_run_directory_is_told_which_are(
             result = RUN.invoke(app, [command[0], given, *command[1:]])
             assert isinstance(result.exception, RunError)
             assert str(result.exception) == (
-                f"{given} is no run directory, for it has no config.yaml: give the one that "
-                "`jaxdist train` printed after the word run; there are runs/a, runs/b"
+                f"{given} is not a run directory, since it has no config.yaml: give the directory "
+                "that `jaxdist train` printed after the word run; there are runs/a, runs/b"
             )

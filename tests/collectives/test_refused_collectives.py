@@ -87,11 +87,11 @@ REFUSED = {
     ),
     "keys": (
         lambda x: all_gather(jax.random.split(jax.random.key(0), 2), "data"),
-        "all_gather of key<fry> means nothing: use jax.random.key_data",
+        "all_gather of key<fry> is not defined: use jax.random.key_data",
     ),
     "integer mean": (
         lambda x: all_reduce(x.astype(jnp.int32), "data", op="mean"),
-        r"op='mean' of int32\[6\]: the mean of integers is no integer; cast to float32",
+        r"op='mean' of int32\[6\]: the mean of integers is not an integer; cast to float32",
     ),
     "sum of bools": (
         lambda x: reduce_scatter(x > 0, "data"),
@@ -154,7 +154,8 @@ def test_an_axis_that_xla_places():
         axis_names={"data"},
     )
     with pytest.raises(
-        CollectiveError, match=r"'tensor', which XLA places here: add it to axis_names .*: data\)"
+        CollectiveError,
+        match=r"'tensor', on which XLA places the communication: add it to axis_names .*: data\)",
     ):
         jax.jit(whole)(jnp.ones(4))
 

@@ -253,7 +253,7 @@ def test_what_compare_refuses(console, settings, message):
 def test_check(tmp_path, made, said):
     path = tmp_path / "mine.csv"
     write_csv(made, path)
-    assert f"{path} is whole: {said}" in run("check", str(path))
+    assert f"{path} is valid: {said}" in run("check", str(path))
 
 
 def test_check_says_the_slots(tmp_path):

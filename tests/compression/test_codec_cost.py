@@ -134,6 +134,6 @@ def test_speed_of_coding():
 def test_what_cannot_be_encoded_is_refused():
     vector = {"bias": jax.ShapeDtypeStruct((5,), jnp.float32)}
     with pytest.raises(
-        CompressionError, match=r"parameter bias float32\[5\]: a rank needs a matrix"
+        CompressionError, match=r"parameter bias float32\[5\]: lowrank needs a matrix"
     ):
         predicted(vector, LowRank(), {"data": 4})

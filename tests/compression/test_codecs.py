@@ -280,14 +280,14 @@ def test_bytes_over_float32(codec, most):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TopK(fraction=0.0), "a fraction of 0 of .* above 0 and at most 1, say 0.01"),
-        (lambda: TopK(fraction=1.5), "a fraction of 1.5 of .* above 0 and at most 1"),
-        (lambda: RandomK(fraction=-1.0), "a fraction of -1 of .* above 0 and at most 1"),
+        (lambda: TopK(fraction=0.0), "a fraction of 0 of .* more than 0 and at most 1, say 0.01"),
+        (lambda: TopK(fraction=1.5), "a fraction of 1.5 of .* more than 0 and at most 1"),
+        (lambda: RandomK(fraction=-1.0), "a fraction of -1 of .* more than 0 and at most 1"),
         (lambda: Quantize(bits=3), "3 bits are out of range: 8 or 4"),
         (lambda: Adaptive(bits=0.5), "0.5 bits on average are out of range: from 1 to 8"),
         (lambda: Adaptive(bits=9.0), "9 bits on average are out of range: from 1 to 8"),
-        (lambda: Sign(block=12), "a block of 12 elements: a multiple of 8"),
-        (lambda: Quantize(block=0), "a block of 0 elements: a multiple of 8"),
+        (lambda: Sign(block=12), "a block of 12 elements is out of range: give a multiple of 8"),
+        (lambda: Quantize(block=0), "a block of 0 elements is out of range: give a multiple of 8"),
         (lambda: Stages(stages=()), r"stages start at \[\]: the first at 0"),
         (lambda: Stages(stages=(Stage(start=1, codec=Sign()),)), r"start at \[1\]: the first at 0"),
     ],
@@ -303,7 +303,12 @@ def test_settings_out_of_range_are_refused(make, message):
         (Sign(), (5,), "int32", r"sign of int32\[5\]: codecs take floating-point arrays"),
         (TopK(), (0, 3), "float32", r"topk of float32\[0,3\]|topk of float32\[0, 3\]: there is no"),
         (LowRank(rank=5), (9, 4), "float32", "rank 5 is above that of a 9 x 4 matrix: take 4 or"),
-        (LowRank(stacked_dims=1), (9, 4), "float32", r"leave it whole .*of its dims 1 are stacked"),
+        (
+            LowRank(stacked_dims=1),
+            (9, 4),
+            "float32",
+            r"keep this array whole .*of its dims 1 are stacked",
+        ),
         (Chain(first=TopK(), then=Sign()), (3,), "int8", r"int8\[3\]: codecs take floating-point"),
     ],
 )

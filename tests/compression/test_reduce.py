@@ -290,11 +290,15 @@ def test_the_program_for_a_tpu_sends_as_few():
 @pytest.mark.parametrize(
     ("codec", "feedback", "message"),
     [
-        (LowRank(), CLASSIC, r"parameter bias float32\[5\]: a rank needs a matrix; leave it whole"),
+        (
+            LowRank(),
+            CLASSIC,
+            r"parameter bias float32\[5\]: lowrank needs a matrix; keep this array whole",
+        ),
         (
             Quantize(rounding="stochastic"),
             CLASSIC,
-            r"is unbiased: .*feedback: false; .*or take a c",
+            r"is unbiased: .*feedback: false; .*or take a b",
         ),
         (RandomK(scaled=True), Ef21(), "ef21 feedback on .*is unbiased"),
         (
@@ -315,7 +319,7 @@ def test_the_program_for_a_tpu_sends_as_few():
                 )
             ),
             CLASSIC,
-            "encodes flat shards: let both be sums",
+            "encodes flat shards: give both stages codecs",
         ),
     ],
 )
@@ -333,7 +337,9 @@ def test_integers_are_refused_with_their_name():
 def test_a_state_of_other_arguments_is_refused(devices):
     grads = gradients()
     state = init_state(of_one(grads), N, codec=Sign())
-    with pytest.raises(CompressionError, match="state of other arguments: make it by init_state"):
+    with pytest.raises(
+        CompressionError, match=r"was made for other arguments\. Make it by init_state"
+    ):
         reducer(mesh_of({"data": N}), codec=TopK())(grads, state)
 
 

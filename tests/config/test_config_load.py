@@ -146,7 +146,7 @@ def test_includes_are_counted(folder: Path):
     for level in range(8):
         write(f"{level}.yaml", f"include: [{level + 1}.yaml, {level + 1}.yaml]")
     write("8.yaml", "a: 1")
-    refused(f"more than {MAX_FILES} files included", "0.yaml")
+    refused(f"more than {MAX_FILES} files are included", "0.yaml")
 
 
 @pytest.mark.parametrize("value", ["3", "[a.yaml, 3]", "{a: b}", "''"])
@@ -169,7 +169,7 @@ def test_a_missing_file_suggests_a_neighbour(folder: Path):
         "configs/gpt/lamb.yaml: no such file; `jaxdist init gpt/lamb` writes it",
         "configs/gpt/lamb.yaml",
     )
-    shipped = "; `jaxdist init` writes the shipped ones to configs"
+    shipped = "; `jaxdist init` writes the shipped configs to configs"
     refused(
         f"configs/x/y.yaml: no such file (there is no folder configs/x to read){shipped}",
         "configs/x/y.yaml",
@@ -300,7 +300,7 @@ def test_an_alias_bomb_costs_nothing(folder: Path):
     levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 15)]
     write("x.yaml", "\n".join(levels))
     tracemalloc.start()
-    refused(f"more than {MAX_VALUES} values, aliases followed")
+    refused(f"more than {MAX_VALUES} values, counting those that aliases repeat")
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 20e6

@@ -132,8 +132,8 @@ def test_a_model_trains_on_conversations(folder):
         ('{"messages": [', "rows.jsonl:2 is not JSON"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no message of the role assistant"),
         ({"prompt": "a", "completion": " "}, "rows.jsonl:2 has an empty answer"),
-        ({"text": "a"}, "rows.jsonl:2 is no conversation (found: ['text'])"),
-        ("[1]", "rows.jsonl:2 is no conversation (found: list)"),
+        ({"text": "a"}, "rows.jsonl:2 is not a conversation (found: ['text'])"),
+        ("[1]", "rows.jsonl:2 is not a conversation (found: list)"),
     ],
 )
 def test_a_row_that_is_wrong_is_named_by_its_line(folder, row, said):
@@ -149,7 +149,7 @@ def test_templates_that_refuse_or_rewrite_are_told(folder):
         section(folder).build()
     counts = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(counts)
-    with pytest.raises(DataError, match="give each answer a row of its own"):
+    with pytest.raises(DataError, match="split the conversation into rows"):
         section(folder).build()
     (folder / "chat_template.jinja").write_text("{% for")
     with pytest.raises(DataError, match="malformed at line 1"):

@@ -152,7 +152,7 @@ def test_each_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
         ("[" * 100_000, r"a\.jsonl:2 is not JSON: maximum recursion depth"),
         (
             r'{"text": "so \ud83d"}',
-            r"a\.jsonl:2 has half a character, \\ud83d, at place 3 of 'text', which no UTF-8 can",
+            r"a\.jsonl:2 has half a character, \\ud83d, at place 3 of 'text', which UTF-8 cannot",
         ),
         ("[1]", r"a\.jsonl:2 has no text in 'text' \(found: list\)"),
     ],

@@ -204,8 +204,14 @@ def test_bad_files_are_refused_by_name(tmp_path: Path, change: str, message: str
     [
         ({"source": "npz"}, "needs directory, the path of the archive"),
         ({"source": "tars"}, "needs directory, the folder of its files"),
-        ({"source": "cifar10", "directory": "d", "size": 32}, "size is for the sources 'folder'"),
-        ({"source": "digits", "skip_broken": True}, "skip_broken is for the sources 'folder'"),
+        (
+            {"source": "cifar10", "directory": "d", "size": 32},
+            "size has no effect except with the sources 'folder'",
+        ),
+        (
+            {"source": "digits", "skip_broken": True},
+            "skip_broken has no effect except with the sources 'folder'",
+        ),
     ],
 )
 def test_settings_without_an_effect_are_refused(settings: Any, message: str) -> None:

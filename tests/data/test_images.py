@@ -167,7 +167,10 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"source": "idx"}, "source 'idx' needs directory"),
-        ({"source": "digits", "directory": "d"}, "directory 'd' is not read with source 'digits'"),
+        (
+            {"source": "digits", "directory": "d"},
+            "directory 'd' has no effect with source 'digits'",
+        ),
     ],
 )
 def test_contradictory_settings(settings: Any, message: str) -> None:

@@ -70,7 +70,7 @@ def test_what_may_be_imported() -> None:
         (
             "failing_heldout",
             DataError,
-            "the held-out split of 'userdata:failing_heldout' is empty, 0 examples",
+            "the held-out split of 'userdata:failing_heldout' is empty: it has 0 examples",
         ),
         ("negative", DataError, "the training split of .*negative' raised ValueError: __len__"),
         ("fractional", DataError, "__len__ of the training split .* raised TypeError: 'float'"),

@@ -230,7 +230,7 @@ def test_who_asks_after_the_end_is_told_again(prefetch: int) -> None:
 
 
 def test_an_empty_source() -> None:
-    with pytest.raises(DataError, match="empty, 0 examples"):
+    with pytest.raises(DataError, match="empty: it has 0 examples"):
         _loader(_arrays(0), 4)
 
 

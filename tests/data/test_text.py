@@ -80,9 +80,9 @@ def test_files_imply_their_source_and_one_glob_needs_no_list() -> None:
     ("settings", "message"),
     [
         ({"source": "files"}, r"source 'files' needs data\.files"),
-        ({"source": "python-stdlib", "files": ["a"]}, r"files \['a'\] are not read with source"),
+        ({"source": "python-stdlib", "files": ["a"]}, r"files \['a'\] have no effect with source"),
         ({"files": []}, r"data\.files is empty: name a file"),
-        ({"source": "a.txt"}, r"text of your own goes into data\.files: 'a\.txt'"),
+        ({"source": "a.txt"}, r"unknown source 'a\.txt': .* name files of your own in data\.files"),
     ],
 )
 def test_contradictory_sources(settings: dict[str, Any], message: str) -> None:

@@ -199,7 +199,7 @@ class Uncopied(SingleHost):
     def uncopied(self) -> str | None:
         self.asked = min(self.asked, time.monotonic())
         if time.monotonic() < self.asked + 1.5:
-            return "no copy is made of b"
+            return "the snapshots of b are not being copied"
         self.copied += 1
         if self.copied == 2:  # what came of the first answer is written down
             (self.folder / "copied").touch()
@@ -218,7 +218,7 @@ def test_a_host_that_makes_no_copies_is_in_the_report(run, tmp_path: Path):
         ("copied", "a"),
     ]
     (line,) = uncopied_lines(events)
-    told = "copies generation 1, a: no copy is made of b"
+    told = "copies generation 1, a: the snapshots of b are not being copied"
     assert line == f"{told}; made again after {events[1]['time'] - events[0]['time']:.0f} s"
     assert events[1]["time"] - events[0]["time"] > 1
     (line,) = uncopied_lines(events[:1])

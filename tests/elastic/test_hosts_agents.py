@@ -152,7 +152,7 @@ def test_a_rendezvous_is_used_again_for_the_next_run(play: Play):
         ids.add(first[0]["run"]["id"])
         late = finish(play.start("c", least=2, values=values))
         assert late[0] == 0, late
-        assert "has finished: nothing is trained again" in late[1]
+        assert "has finished, so that nothing is trained again" in late[1]
     assert len(ids) == 2
 
 
@@ -195,8 +195,8 @@ def test_a_host_that_was_stuck_waits_and_comes_back(tmp_path: Path):
         assert [code for code, _ in told.values()] == [0, 0], told
         names = {host.pid: name for host, name in zip(hosts, "ab", strict=True)}
         on, words = names[both[1]["agent"]], told[both[1]["agent"]][1]
-        assert f"this host, {on}, waits beside generation {number + 1} for" in words
-        assert "s, as a process of it was stuck" in words
+        assert f"this host, {on}, waits in reserve during generation {number + 1} for" in words
+        assert "s, because one of its processes was stuck" in words
         plan = "1 hosts, 1 processes with mesh.data=1, train.microbatches=2; waiting beside them: "
         assert plan + on in told[both[0]["agent"]][1]
 
@@ -217,7 +217,7 @@ def test_the_process_that_others_on_other_hosts_wait_for_is_named(play: Play):
     on = names[both[1]["agent"]]
     assert f"process 1 of 2 on {on} is at input_wait after step" in told[both[1]["agent"]][1]
     # Two of two are needed: it takes part again at once.
-    taken = f"begins with this host, {on}, though a process of it was stuck"
+    taken = f"includes this host, {on}, although one of its processes was stuck"
     assert taken in told[both[1]["agent"]][1]
     other = told[both[0]["agent"]][1]
     assert f"{on}: process 1 is at input_wait after step" in other

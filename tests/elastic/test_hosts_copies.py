@@ -80,7 +80,7 @@ def test_what_is_changed_on_its_way_is_refused(server, tmp_path, monkeypatch, at
         return found
 
     monkeypatch.setattr(copies.hashlib, "file_digest", then_changed)
-    with pytest.raises(CopyError, match="does not match its digest"):
+    with pytest.raises(CopyError, match="do not match their digest"):
         fetch(server, NAME, tmp_path / "ours", TOKEN)
     assert list((tmp_path / "ours").iterdir()) == []
 

@@ -89,7 +89,9 @@ def test_hosts_meet_whatever_their_clocks_show(meeting: Meeting):
 
 
 def test_too_few_hosts_are_waited_for_and_told(meeting: Meeting):
-    words = r"within 0.5 s: 2 of 3 hosts are missing, here is a; begin the agents of the others"
+    words = (
+        r"within 0.5 s: 2 of 3 hosts are missing, here is a; start the agents of the other hosts"
+    )
     with pytest.raises(RunError, match=words):
         meeting.host("a", least=3, seconds=0.5).begin(meeting.folder, lambda: False)
 
@@ -159,7 +161,7 @@ def ended(meeting: Meeting) -> Identity:
 def test_a_host_that_comes_after_the_end_trains_nothing_again(meeting: Meeting, ended: Identity):
     assert meeting.begin(meeting.host("b")) == [None]
     assert re.fullmatch(
-        rf"run {ended.path} of the rendezvous \S+ has finished: nothing is trained again; .*",
+        rf"run {ended.path} of the rendezvous \S+ has finished, so that nothing is trained .*",
         meeting.said[-1],
     )
 
@@ -280,7 +282,9 @@ def test_a_rendezvous_that_goes_away_ends_the_lease_and_is_told(tmp_path: Path):
 
 def test_a_mesh_that_cannot_be_ends_it_everywhere(meeting: Meeting):
     values = {"mesh": {"data": 1, "tensor": 4}, "train": {"batch_size": 8}}
-    with pytest.raises(ConfigError, match=r"a: 1 hosts cannot go on\. with 1: 1 devices are not a"):
+    with pytest.raises(
+        ConfigError, match=r"a: 1 hosts cannot continue\. with 1: 1 devices are not a"
+    ):
         meeting.host("a", values=values).begin(meeting.folder / "a", lambda: False)
 
 
@@ -306,7 +310,7 @@ def test_a_host_that_was_stuck_is_left_out_where_a_mesh_is_left(meeting: Meeting
     else:
         parts = meeting.begin(*hosts)
         assert [assignment.total for assignment in parts if assignment] == [2, 2]
-        assert any("begins with this host, b, though a process" in one for one in meeting.said)
+        assert any("includes this host, b, although one" in one for one in meeting.said)
 
 
 @pytest.fixture
@@ -350,7 +354,7 @@ def test_an_agent_goes_on_from_the_generations_of_its_run(given, tmp_path: Path)
 def test_names_tokens_and_devices(tmp_path: Path, monkeypatch):
     assert split_host("n1/::1") == ("n1", "::1")
     (tmp_path / "short").write_text("abc\n")
-    with pytest.raises(RunError, match="has 3 bytes: write 16 or more"):
+    with pytest.raises(RunError, match="has 3 bytes: write at least 16"):
         read_host_token(tmp_path / "short")
     (tmp_path / "token").write_bytes(TOKEN + b"\n")
     assert read_host_token(tmp_path / "token") == TOKEN

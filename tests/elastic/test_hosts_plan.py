@@ -107,7 +107,7 @@ def test_hosts_that_no_mesh_has_a_place_for_wait():
 @pytest.mark.parametrize(
     ("mesh", "count", "words"),
     [
-        ({"data": 2, "tensor": 4}, 2, "2 devices are not a multiple of 4 that the other axes"),
+        ({"data": 2, "tensor": 4}, 2, "2 devices are not a multiple of 4, which the other axes"),
         ({"tensor": 4}, 2, "2 devices are not the 4"),
         ({"data": 1, "stage": -1}, 2, "an axis of the model has size -1"),
         ({"data": {"dcn": 2, "ici": 2}}, 2, "write data as one number"),

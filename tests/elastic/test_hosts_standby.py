@@ -61,7 +61,7 @@ def test_beside_others_at_work_it_has_none():
     play.wait(19)
     assert play.said == []  # its hosts may have been lost just now
     play.wait(100)
-    assert play.said == ["this host, B, waits beside generation 7"]
+    assert play.said == ["this host, B, waits in reserve during generation 7"]
     play.registry = Registry()
     play.wait(29)
     with pytest.raises(RunError, match="too few"):
@@ -84,10 +84,13 @@ def test_a_host_that_was_stuck_says_where_it_is():
     play = Play(quarantined_seconds=300.0)
     play.work("a")
     play.wait(2)
-    told = "this host, B, waits beside generation 7 for 300 s, as a process of it was stuck"
+    told = (
+        "this host, B, waits in reserve during generation 7 for 300 s, because one of its "
+        "processes was stuck"
+    )
     assert play.said == [told]
     play.standby.taken(Generation(8, ("a", "b")))
-    assert play.said[1].startswith("generation 8 begins with this host, B, though a process of it")
+    assert play.said[1].startswith("generation 8 includes this host, B, although one")
     Play().standby.taken(Generation(8, ("b",)))
 
 

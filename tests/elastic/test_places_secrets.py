@@ -36,7 +36,7 @@ def test_a_secret_that_was_cut_off_is_refused(tmp_path):
     place = FolderRendezvous(tmp_path)
     place.secret()
     (tmp_path / "secret").write_text("abc")
-    with pytest.raises(RendezvousError, match="has 3 bytes in place of 64"):
+    with pytest.raises(RendezvousError, match="has 3 bytes instead of 64"):
         place.secret()
 
 

@@ -110,7 +110,7 @@ def test_adapters_alone_are_trained_with_eight_bytes_of_state_each():
     ("targets", "said"),
     [
         (["blocks/attention/querry"], "did you mean 'blocks/attention/query'?"),
-        (["norm/scale"], "'norm/scale' matches no kernel, but norm/scale [32]"),
+        (["norm/scale"], "'norm/scale' matches no kernel: norm/scale [32]"),
     ],
 )
 def test_targets_without_a_kernel_are_refused(targets, said):

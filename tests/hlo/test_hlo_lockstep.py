@@ -174,7 +174,11 @@ def test_what_begins_in_one_tick_is_waited_for_in_the_next():
             lockstep(),
             "forward has 3 branches in the program, not 2",
         ),
-        (ticked(COSTS, ticks=4, nested=INSIDE), lockstep(), "ticks do not decide backward/last"),
+        (
+            ticked(COSTS, ticks=4, nested=INSIDE),
+            lockstep(),
+            "backward/last does not depend on the tick",
+        ),
     ],
 )
 def test_a_program_of_other_ticks_is_refused(module, taken, said):
@@ -186,7 +190,7 @@ def test_branches_in_another_order_are_refused():
     names = "backward.branch.1", "backward.branch.2"
     swapped = dict(zip(names, reversed([module.computations[n] for n in names]), strict=True))
     module = dataclasses.replace(module, computations=module.computations | swapped)
-    said = "branch 1 of backward holds what the source has in [2]"
+    said = "branch 1 of backward holds what the source places in [2]"
     assert mismatch(module, lockstep()) == said
 
 

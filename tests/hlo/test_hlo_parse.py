@@ -70,7 +70,7 @@ def test_broken_lines_are_refused(line, message):
     "text", ["", "module @jit_f {\n}\n", "HloModule f\n\n%g (a: f32[]) -> f32[] {\n}\n"]
 )
 def test_other_texts_are_refused(text):
-    with pytest.raises(LedgerError, match=r"no compiled HLO program.*compile\(\)"):
+    with pytest.raises(LedgerError, match=r"not a compiled HLO program.*compile\(\)"):
         ledger_of_text(text, {"data": 1})
 
 

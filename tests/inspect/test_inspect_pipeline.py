@@ -131,7 +131,9 @@ def test_the_parts_add_up_to_the_step(inspected: Inspected) -> None:
 def test_the_bubble_is_printed_written_and_drawn(inspected: Inspected) -> None:
     share = inspected.time.bubble_seconds / inspected.time.seconds
     assert f"{share:.1%}" in inspected.out.split("bubble of the pipeline")[1][:40]
-    assert f"Branches are those of the schedule ({inspected.time.schedule})" in inspected.out
+    assert (
+        f"Each tick takes the branches of the schedule ({inspected.time.schedule})" in inspected.out
+    )
     written = inspected.json["time"]
     assert written["bubble_seconds"] == inspected.time.bubble_seconds
     assert written["parts"]["bubble of the pipeline"] == inspected.time.bubble_seconds
@@ -151,7 +153,7 @@ def test_another_schedule_is_not_taken_for_this_one(inspected: Inspected) -> Non
     whole = inspected.lockstep
     fewer = {n: ConditionalDecision(d.branches, d.taken[1:]) for n, d in whole.decisions.items()}
     found = step_time(*inspected.timed[:3], Lockstep("fewer", fewer))
-    assert found.unmatched == f"the program's loop has {whole.ticks} turns, not {whole.ticks - 1}"
+    assert found.unmatched == f"the program's loop has {whole.ticks} passes, not {whole.ticks - 1}"
     assert (found.schedule, found.bubble_seconds) == ("", 0)
     bounds = step_time(*inspected.timed[:3])
     assert (found.seconds, found.seconds_low) == (bounds.seconds, bounds.seconds_low)

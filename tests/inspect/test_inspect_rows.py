@@ -133,4 +133,4 @@ def test_a_loop_of_unknown_length_bounds_nothing() -> None:
     ledger = dataclasses.replace(found.ledger, unknown_loops=("jit(f)/while",))
     text = printed(dataclasses.replace(found, ledger=ledger))
     assert "2 or more" in text
-    assert "counted as one turn: jit(f)/while" in text
+    assert "counted once: jit(f)/while" in text

@@ -116,7 +116,7 @@ def test_the_bubble_is_a_part_and_a_source():
     assert "bubble of 1f1b" in [source.name for source in dearest(time)]
     text = " ".join(printed(inspection(step_time=time)).split())
     assert "bubble of the pipeline │ 2 s │ 16.7%" in text
-    assert "Branches are those of the schedule (1f1b, 9 ticks)" in text
+    assert "Each tick takes the branches of the schedule (1f1b, 9 ticks)" in text
 
 
 def test_what_only_wrappers_enclose_is_called_by_its_operation():

@@ -62,9 +62,9 @@ def test_a_window_counts_the_position_itself_in_their_config_only():
 
 
 REFUSED = [
-    ({"model_type": "bert"}, r"model_type 'bert' is no known architecture \(there is no model"),
+    ({"model_type": "bert"}, r"model_type 'bert' is not a known architecture \(there is no model"),
     ({"model_type": "lama"}, r"did you mean 'llama'\? \(allowed: llama, mistral"),
-    ({}, r"model_type 'None' is no known architecture; allowed: llama.* --table FILE"),
+    ({}, r"model_type 'None' is not a known architecture; allowed: llama.* --table FILE"),
     ({**CONFIGS["llama"], "hidden_act": "relu"}, r"hidden_act is 'relu', and .* 'silu'"),
     ({"model_type": "llama"}, r"lacks num_hidden_layers, hidden_size"),
     (

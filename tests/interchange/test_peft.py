@@ -87,7 +87,7 @@ def test_adapters_come_back_to_the_bit_and_merge_into_kernels(base, tmp_path):
         ({"r": None}, "adapter_config.json lacks r: download"),
         ({"r": None, "lora_alpha": None}, "adapter_config.json lacks r, lora_alpha: download"),
         ({"lora_alpha": "16"}, "lora_alpha '16' is no number; write it without quotes"),
-        ({"use_dora": True}, "use_dora True: adapters here are a product of two matrices"),
+        ({"use_dora": True}, "use_dora True: jaxdist's adapters are a product of two matrices"),
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(base, tmp_path, given, said):
@@ -114,5 +114,7 @@ def test_an_import_that_is_cut_off_leaves_no_run(base, tmp_path, monkeypatch):
 def test_a_folder_without_adapters_and_a_run_without_adapters_are_told(base, tmp_path):
     with pytest.raises(JaxdistError, match=r"lacks adapter_config\.json"):
         import_adapters(base / "model", base / "run", tmp_path / "run", console=QUIET)
-    with pytest.raises(JaxdistError, match=r"has no adapters \(model\.lora\): export the model"):
+    with pytest.raises(
+        JaxdistError, match=r"has no adapters \(model\.lora\): export the whole model"
+    ):
         export_adapters(base / "run", tmp_path / "out", console=QUIET)

@@ -279,8 +279,8 @@ def test_kubernetes_takes_the_job_of_a_set(settings):
         ("gke", [], {"name": "My_Run"}, "--name My_Run: Kubernetes takes small letters"),
         ("gke", [], {"name": "a" * 41}, "at most 40"),
         ("gke", ["tpu=v5e:2x4"], {}, "says how many hosts there are"),
-        ("gke", ["slices=2"], {}, "slices 2 are of TPUs: give tpu"),
-        ("gke", ["tpu=v5e:2x4", "gpus_per_node=1"], {}, "a pod has one or the other"),
+        ("gke", ["slices=2"], {}, "slices 2 needs tpu"),
+        ("gke", ["tpu=v5e:2x4", "gpus_per_node=1"], {}, "a pod has either"),
         ("gke", ["tpu=v5e:2x4x4"], {}, "has 3 dims, v5e has 2"),
         ("gke", [], {"processes": 2}, "a pod is one process"),
         ("tpu-vm", [], {}, "one process on every host of the slice"),
@@ -298,7 +298,11 @@ def test_what_an_engine_cannot_run(name, settings, changes, message):
         ("gke", [], r"1 problem in the settings of --on gke \(--set\):\n  image .*required, but"),
         ("slurm", ["tme=3"], r"  tme = 3 \(--set 'tme=3'\): unknown key; did you mean 'time'"),
         ("slurm", ["partition"], r"--set 'partition': no '=' in it"),
-        ("slurm", ["environment.2=a"], "'2' is no name of a variable: use letters, digits and"),
+        (
+            "slurm",
+            ["environment.2=a"],
+            "'2' is not a valid name of a variable: use letters, digits and",
+        ),
         ("mpi", ["hosts.0=a"], "expected a list"),
     ],
 )

@@ -153,8 +153,8 @@ def test_lives_are_joined_and_carbon_follows() -> None:
         ({"pue": 0.9}, "a number of at least 1"),
         ({"grid": -1}, "a number of at least 0"),
         ({"meter": "smi"}, "nvml"),
-        ({"idle_watts": 10}, "idle_watts is of a device whose watts are given"),
-        ({"watts": 10, "idle_watts": 20}, "at most those"),
+        ({"idle_watts": 10}, "idle_watts needs watts"),
+        ({"watts": 10, "idle_watts": 20}, "at most as large"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(given: dict, words: str) -> None:

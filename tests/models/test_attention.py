@@ -151,16 +151,16 @@ def test_the_kernel_that_is_chosen(name, changes, kernel):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("splash", {}, "attention splash runs on TPUs, and the mesh is of cpu devices; "
+        ("splash", {}, "attention splash runs on TPUs, but the mesh has cpu devices; "
          "use auto (here blockwise) or plain or blockwise"),
-        ("splash", {"platform": "gpu"}, "runs on TPUs, and the mesh is of gpu devices; "
+        ("splash", {"platform": "gpu"}, "runs on TPUs, but the mesh has gpu devices; "
          "use auto (here cudnn) or plain or blockwise or cudnn"),
         ("splash", {"platform": "tpu", "length": 1000},
          "needs a sequence that 128 divides, here it is 1000; use auto (here plain)"),
         ("splash", {"platform": "tpu", "seq_parts": 2}, "a mesh axis splits them into 2 parts"),
         ("splash", {"platform": "tpu", "head_parts": 4},
          "8 heads are in 4 parts, 2 kv_heads in 1; use auto (here blockwise)"),
-        ("cudnn", {"platform": "tpu"}, "attention cudnn runs on GPUs, and the mesh is of tpu "
+        ("cudnn", {"platform": "tpu"}, "attention cudnn runs on GPUs, but the mesh has tpu "
          "devices; use auto (here splash) or plain or blockwise or splash"),
         ("cudnn", {"platform": "gpu", "dtype": "float32"},
          "needs compute_dtype: bfloat16, here it is float32; use auto (here blockwise)"),

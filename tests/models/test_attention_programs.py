@@ -226,9 +226,9 @@ def test_splash_is_not_run_again_where_its_name_is_saved(tpu_devices):
     ("length", "model", "rules", "message"),
     [
         (48, {"attention": "splash"}, {}, "model.attention = 'splash' (a config from "
-         "Python): attention splash runs on TPUs, and the mesh is of cpu devices; use auto (here "
+         "Python): attention splash runs on TPUs, but the mesh has cpu devices; use auto (here "
          "plain) or plain or blockwise"),
-        (48, {"attention": "cudnn", "compute_dtype": "bfloat16"}, {}, "runs on GPUs, and the mesh"),
+        (48, {"attention": "cudnn", "compute_dtype": "bfloat16"}, {}, "runs on GPUs, but the mesh"),
     ],
 )  # fmt: skip
 def test_a_kernel_is_refused_before_a_run(length, model, rules, message, devices):

@@ -71,9 +71,7 @@ def test_chunks_divide_the_sequence():
 
 def test_chunks_need_a_head():
     batch = {"tokens": jnp.zeros((1, 5), int), "segments": jnp.zeros((1, 4), int), **ROWS}
-    with pytest.raises(
-        ConfigError, match=r"needs a model that is embedding, blocks and head.*chun"
-    ):
+    with pytest.raises(ConfigError, match=r"needs a model of embedding, blocks and head.*chun"):
         NextTokenConfig(type="next_token", chunks=2).build()(lambda *_: None, batch)
 
 

@@ -278,7 +278,7 @@ def test_max_pool_by_hand():
         ({"embed": 30, "heads": 4}, r"embed 30 over heads 4 .* use heads 1 or 3 or 5"),
         ({"embed": 12, "heads": 4}, r"even head size"),
         ({"kv_heads": 3}, r"kv_heads 3 must divide heads 4"),
-        ({"remat": ("full",) * 4}, r"remat lists 4 blocks, and layers is 3"),
+        ({"remat": ("full",) * 4}, r"remat lists 4 blocks, but layers is 3"),
         ({"scan_unroll": 9}, r"scan_unroll 9 exceeds layers 3"),
         (
             {"attention": "cudnn"},

@@ -160,7 +160,7 @@ def test_a_ramp_is_the_walk_over_its_examples(start, increment, count, examples,
 @pytest.mark.parametrize(("start", "increment"), [(4, 5), (16, 4), (20, 4)])
 def test_a_ramp_that_misses_its_end(start, increment):
     with pytest.raises(
-        ConfigError, match=f"from {start} to 16 is not .* increments of {increment}"
+        ConfigError, match=f"from {start} to 16 is not .* multiple of increment {increment}"
     ):
         ramp(start, increment, 10, 16, 100)
 

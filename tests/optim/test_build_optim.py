@@ -56,7 +56,7 @@ def test_a_rate_that_is_given_explains_nothing():
 def test_the_warmup_in_epochs_takes_their_size():
     scaled = SCALE.model_copy(update={"warmup_fraction": None, "warmup_epochs": 2.0})
     assert made(scale_from=scaled, examples_per_epoch=160).explained[1].startswith("warm-up 5 of")
-    with pytest.raises(ConfigError, match=r"warmup_epochs 2.0 needs a data set with a size"):
+    with pytest.raises(ConfigError, match=r"warmup_epochs 2.0 needs a data set of known size"):
         made(scale_from=scaled)
 
 

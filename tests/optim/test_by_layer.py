@@ -153,7 +153,7 @@ def test_a_rule_by_the_position_of_a_layer_is_refused():
         )
 
     made = optax.partition({"first": SGD, "other": optax.adam(1e-2)}, names)
-    with pytest.raises(ConfigError, match="treats one layer of a stack otherwise than another"):
+    with pytest.raises(ConfigError, match="treats the layers of a stack differently"):
         by_layer(taking_extra(made), STACKED).init(stacks(0))
 
 

@@ -45,7 +45,7 @@ def test_a_run_shorter_than_its_warmup_says_so():
     [line] = plan_rate(config, total_steps=40).explained
     assert line == (
         "the run ends at step 40 of the 60 of its warm-up, at 67% of the learning rate; set "
-        "optim.schedule.warmup_steps for a shorter one"
+        "optim.schedule.warmup_steps to a smaller number"
     )
 
 

@@ -224,8 +224,11 @@ def update(transform, params=None):
         ),
         ({"layer_dims": {**NAMES, "head": [0]}}, r"head \(8, 24\): \[0\] names no dims"),
         ({"layer_dims": {**NAMES, "head": "layers"}}, r"head \(8, 24\): 'layers' names no dims"),
-        ({"layer_dims": {"head": None}}, "layer_dims must be a tree of the parameters' own struct"),
-        ({"specs": {"head": P()}}, "specs must be a tree of the parameters' own structure"),
+        (
+            {"layer_dims": {"head": None}},
+            "layer_dims must be a tree with the structure of the param",
+        ),
+        ({"specs": {"head": P()}}, "specs must be a tree with the structure of the paramure"),
         ({"decay_mask": lambda p: jax.tree.map(lambda _: False, p)}, "decay_mask matches none of"),
         ({"adapt_mask": {"nothing": True}}, "adapt_mask does not fit the parameters"),
         (

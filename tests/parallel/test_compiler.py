@@ -71,7 +71,7 @@ def test_what_a_step_needs_itself_stands_beside_the_configs_options(devices: lis
             {"options": {"xla_dump_hlo_as_text": True, "xla_backend_optimization_level": "high"}},
             r"refuses xla_backend_optimization_level: high \(",
         ),
-        ({"preset": "overlap"}, r"preset overlap is for TPUs, and the mesh is of cpu devices: use"),
+        ({"preset": "overlap"}, r"preset overlap is for TPUs, but the mesh has cpu devices: use"),
         ({"preset": "overlp"}, r"did you mean 'overlap'\?"),
         ({"options": {"xla_x": [1]}}, r"xla_x .*expected"),
     ],

@@ -224,4 +224,4 @@ def fixed(module: Any, batch: Any) -> dict[str, Mean]:
 def test_a_loss_that_takes_no_other_number_of_rows_is_told(devices):
     one = {"type": "import", "path": "test_rows:fixed"}
     (notice,) = built("Rowwise", {}, one, microbatches=2).notices
-    assert notice.startswith("whether the model ties the rows of a batch together is not known")
+    assert notice.startswith("cannot determine whether the model ties the rows of a batch together")

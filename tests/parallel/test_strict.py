@@ -245,17 +245,17 @@ def test_products_are_counted_though_the_compiler_does_not_see_how_often() -> No
 def test_it_says_what_it_does() -> None:
     found, _ = compiled(8, 0)
     assert (
-        "strict: 8 logical shards, 2 on each device, which holds 3 gradients at most and sends 1; "
-        "the same bits on any number of devices along data that divides 8"
+        "strict: 8 logical shards, 2 on each device, which holds at most 3 gradients and sends 1; "
+        "any number of devices along data that divides 8 gives the same bits"
     ) in found.explained
 
 
 TWO = {"data": {"dcn": 2, "ici": 2}}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("three devices", {"data": 3}, {}, r"shards.* 8 logical shards do not divide over 3"),
-    ("no data axis", {"tensor": 2}, {}, "its logical shards lie along the axis of the batch"),
+    ("no data axis", {"tensor": 2}, {}, "its logical shards divide the batch along its axis"),
     ("stages", {"data": 2, "stage": 2}, {}, "in the order of their schedule"),
-    ("context", {"data": 2, "context": 2}, {}, "whether its bits stay is not known"),
+    ("context", {"data": 2, "context": 2}, {}, "whose bits may then depend on their number"),
     ("reduction", {"data": 2}, {"reduce": {"type": "ring"}}, "an order of their own"),
     ("messages", {"data": 2}, {"compression": {"type": "sign"}}, "set parallel.compression: null"),
     ("ici", TWO, {"zero": {"stage": 1, "scope": "ici"}}, "zero.scope: all"),
@@ -344,4 +344,4 @@ def _without_extra(transform: Any) -> Any:
 
 def test_stage_2_says_that_it_is_stage_1() -> None:
     found = strict_cases.built(strict_cases.config("mlp", "adamw", 4, 2), {"data": 2}, 2)
-    assert [told for told in found.notices if "does what stage 1 does" in told]
+    assert [told for told in found.notices if "saves no more than stage 1" in told]

@@ -188,7 +188,7 @@ def test_what_a_server_refuses_ends_the_rack():
     with Racked(BSP(), 4, 2, count=1) as racked:
         racked.root.servers[0].leave(0)
         until(lambda: racked.failed)
-        reason = "client 0 has left: take a number that nobody had"
+        reason = "client 0 has left: take a number that was never used"
         assert racked.failed[0] == f"server 0 refused a message: {reason}"
 
 
@@ -279,5 +279,5 @@ def test_what_a_run_with_racks_needs_and_cannot_do(monkeypatch):
     with pytest.raises(ConfigError, match=r"aggregator 0 cannot listen .* port 7003: taken"):
         ports.check_ports("127.0.0.1", 7000, 2, aggregators=2)
     sharded = Sharded(Cluster(workers=4, aggregation=Racks(size=2)), *[None] * 3)
-    with pytest.raises(RunError, match="a run cannot be computed again from their logs"):
+    with pytest.raises(RunError, match="such a run cannot be replayed from their logs"):
         Replay(sharded, [], [], [], lambda client: None, lambda client, clock: ())

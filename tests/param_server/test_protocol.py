@@ -497,8 +497,8 @@ def test_refused_messages_change_nothing(case):
 
 IMPOSSIBLE = {
     "a version to come": (Push(Stamp(0, 0, 0), 0, 1), "version 1 is not there yet"),
-    "a clock of the past": (Push(Stamp(0, 0, 0), -1, 0), "clock -1 is not its next, 0"),
-    "a clock to come": (Push(Stamp(0, 0, 0), 1, 0), "clock 1 is not its next, 0"),
+    "a clock of the past": (Push(Stamp(0, 0, 0), -1, 0), "clock -1 is not its next clock, 0"),
+    "a clock to come": (Push(Stamp(0, 0, 0), 1, 0), "clock 1 is not its next clock, 0"),
     "less than no tokens": (Push(Stamp(0, 0, 0), 0, 0, tokens=-1.0), "-1.0 tokens"),
     "no number of tokens": (Push(Stamp(0, 0, 0), 0, 0, tokens=float("nan")), "nan tokens"),
     "tokens without end": (Push(Stamp(0, 0, 0), 0, 0, tokens=float("inf")), "inf tokens"),
@@ -540,5 +540,5 @@ def test_a_number_that_was_used_is_refused():
     for before in state, gone:
         after, (refusal,) = server.join(model, before, 1)
         assert after == before
-        assert "take a number that nobody had" in refusal.reason
+        assert "take a number that was never used" in refusal.reason
     assert server.leave(model, gone, 1) == (gone, ())

@@ -175,7 +175,9 @@ def test_a_nan_of_one_worker_leaves_the_rest_of_its_rack():
 
 
 def test_what_racks_cannot_do():
-    with pytest.raises(ConfigError, match="value_bound bounds what each worker has under way"):
+    with pytest.raises(
+        ConfigError, match="value_bound limits the outstanding changes of each worker"
+    ):
         simulated(Asynchronous(reads="ahead", value_bound=1.0))
     with pytest.raises(ConfigError, match="all 6 workers in one rack"):
         simulated(BSP(), size=6)

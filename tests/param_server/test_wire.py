@@ -245,7 +245,7 @@ def test_no_token_no_session():
         wire = replace(servers.wires[0], token="another token of enough letters, sorry")
         with (
             servers.client(0, wires=[wire]) as client,
-            pytest.raises(RunError, match="server 0 does not let it in: UNAUTHENTICATED"),
+            pytest.raises(RunError, match="server 0 refuses to admit it: UNAUTHENTICATED"),
         ):
             client.read()
         assert servers.servers[0].counters.received_bytes == 0
@@ -254,7 +254,7 @@ def test_no_token_no_session():
 def test_a_port_that_is_taken():
     with Servers(WHOLE, 1, count=1, rpc=True) as servers:
         port = servers.rpcs[0].port
-        with pytest.raises(WireError, match=f"127.0.0.1:{port} cannot be listened on"):
+        with pytest.raises(WireError, match=f"cannot listen on 127.0.0.1:{port}"):
             RpcServer(servers.servers[0], TOKEN, port=port)
 
 

@@ -316,7 +316,7 @@ def two_cells(monkeypatch):
 
 @pytest.mark.parametrize(
     ("layer", "reason"),
-    [("dropout", "random layers draw anew for each part of the batch"),
+    [("dropout", "random layers draw for each part of the batch separately"),
      ("norm", "batch statistics are those of a microbatch")],
 )  # fmt: skip
 def test_an_inexact_combination_of_my_model_is_skipped_with_the_reason(
@@ -464,7 +464,7 @@ def refuse_to_resume(text, said, tmp_path, monkeypatch, subject):
 
 def test_resume_without_a_file_is_told():
     refused = run("--resume")
-    assert "--resume goes on with the file of --json" in str(refused.exception)
+    assert "--resume continues the file of --json" in str(refused.exception)
 
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path, monkeypatch, subject):

@@ -160,7 +160,7 @@ def test_resumed_it_makes_the_draws_that_are_left(answered):
     [
         (
             lambda report: report.pop("draws"),
-            r"cannot go on with d\.json: KeyError\('draws'\); give",
+            r"cannot continue d\.json: KeyError\('draws'\); give",
         ),
         (lambda report: report["draws"][0]["sections"].update(seed=1000), "seed 0 draws another"),
     ],
@@ -179,7 +179,7 @@ def test_a_report_of_other_draws_is_not_gone_on_with(change, said, answered):
 
 def test_resume_without_a_file_is_told():
     refused = run("--draw", 1, "--resume")
-    assert "--resume goes on with the file of --json" in str(refused.exception)
+    assert "--resume continues the file of --json" in str(refused.exception)
 
 
 @pytest.mark.parametrize("args", [("c.yaml",), ("--full",)])

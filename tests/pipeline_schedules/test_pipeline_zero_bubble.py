@@ -114,7 +114,7 @@ def test_more_memory_than_there_are_microbatches():
 def test_memory_for_less_than_one_microbatch(memory_limit, activations):
     with pytest.raises(
         ConfigError,
-        match=rf"memory_limit {memory_limit:g} is {activations} activations on 4 stages, and a "
+        match=rf"memory_limit {memory_limit:g} allows {activations} activations on 4 stages, but a "
         r"single microbatch leaves 1 on stage 0: allow at least 0\.25",
     ):
         zb_auto(4, 8, memory_limit=memory_limit)

@@ -199,7 +199,7 @@ def test_a_pipeline_waits_less_with_more_microbatches() -> None:
         (Plan(stage=8, data=1, zero=0, schedule="1f1b", microbatches=4), "fewer microbatches"),
         (Plan(stage=2, data=2, zero=3, schedule="1f1b", microbatches=4), "ZeRO 3 in a pipeline"),
         (Plan(data=1, zero=3), "one replica"),
-        (Plan(data=2, zero=3, bfloat16_reduction=True), "as it is"),
+        (Plan(data=2, zero=3, bfloat16_reduction=True), "compute dtype already"),
     ],
 )
 def test_what_is_no_plan_says_why(plan: Plan, why: str) -> None:

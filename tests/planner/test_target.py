@@ -59,7 +59,7 @@ def test_rings_have_two_links_a_dim_and_lines_one() -> None:
         ("v5p:4x4", "has 2 dims, v5p has 3"),
         ("v5e:64x64", "4,096 chips"),
         ("v3:4x4", "speed and memory of v3 are not known"),
-        ("v5p:8x8x9", "is no slice of v5p"),
+        ("v5p:8x8x9", "is not a slice of v5p"),
         ("h100:0x8", "has no GPU"),
         ("cpu:2x2", "h100:16x8"),
         ("", "h100:16x8"),

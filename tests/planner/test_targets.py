@@ -92,9 +92,9 @@ def test_a_target_on_which_nothing_fits_does_not_hide_the_others(jaxdist: Jaxdis
 def test_watts_of_the_config_are_of_one_kind_of_chip(jaxdist: Jaxdist) -> None:
     jaxdist.config(CONFIG, energy={"watts": 200.0})
     two = jaxdist.here("plan", "config.yaml", *BOTH)
-    assert "energy.watts is of one kind of chip" in " ".join(two.out.split())
+    assert "energy.watts belongs to one kind of chip" in " ".join(two.out.split())
     one = jaxdist.here("plan", "config.yaml", "--on", "v5e:2x2", "--on", "v5e:2x4", "--json", "p")
-    assert "energy.watts is of one kind" not in one.out
+    assert "energy.watts belongs to one kind" not in one.out
     assert all(t["kwh"] for t in json.loads((jaxdist.folder / "p").read_text())["targets"])
 
 

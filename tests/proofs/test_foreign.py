@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a step that changes its state in place": (
         lambda state, batch: (None, batch["x"].sum()),
         STATE,
-        "returns another tree than the state: .*nnx.split",
+        "returns a tree of another structure than the state: .*nnx.split",
     ),
     "an object in the state": (simple, {"w": object()}, "w is object, not an array"),
     "arrays that are not on the mesh": (
@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a state of another shape": (
         lambda state, batch: ({"w": state["w"][:2]}, {}),
         STATE,
-        r"w is \(3,\), and the step returns \(2,\)",
+        r"w is \(3,\), but the step returns \(2,\)",
     ),
     "another mesh": (
         lambda state, batch: (

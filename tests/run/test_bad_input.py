@@ -71,7 +71,7 @@ TOKENS = "data={type: synthetic, kind: tokens, window: 8, vocab_size: 64}"
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        ([], ["mesh.stage 2: Mlp", "take mesh.stage away"]),
+        ([], ["mesh.stage 2: Mlp", "leave out mesh.stage"]),
         ([GPT, TOKENS], ["1 layers cannot fill 2 chunks", "use 2 layers or more"]),
         ([GPT, TOKENS, "model.layers=2", "parallel.pipeline.schedule={type: csv, path: mine.csv}"],
          ["mine.csv: row 2 lacks 1F1", "add 1F1"]),

@@ -152,7 +152,7 @@ def test_a_part_is_saved_begun_with_and_not_resumed(tmp_path):
 
 
 def test_what_is_not_there_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"elsewhere is no run with checkpoints"):
+    with pytest.raises(CheckpointError, match=r"elsewhere is not a run with checkpoints"):
         begin_with(program(), BeginWith(run=str(tmp_path / "elsewhere")), say=pytest.fail)
     assert not (tmp_path / "elsewhere").exists()
     saved(tmp_path)

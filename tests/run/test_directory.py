@@ -65,14 +65,14 @@ def test_a_resume_takes_the_directory_that_the_command_names(tmp_path):
     begin(base)
     begin(tmp_path / "gpt-2", asked="gpt")
     assert chosen(base, resume=True, exact=True, said=said) == "gpt"
-    assert "beside it stays" in said[0]
+    assert "also present" in said[0]
     assert "gpt-2 (no checkpoint" in said[0]
     assert chosen(tmp_path / "gpt-2", resume=True, exact=True) == "gpt-2"
 
 
 def test_a_resume_of_a_name_without_a_run_is_refused_where_others_have_begun(tmp_path):
     begin(tmp_path / "gpt-2", asked="gpt")
-    with pytest.raises(RunError, match=r"nothing has begun in .*gpt, but .*gpt-2 .*without --res"):
+    with pytest.raises(RunError, match=r"no run has begun in .*gpt, but .*gpt-2 .*without --res"):
         chosen(tmp_path / "gpt", resume=True, exact=True)
 
 
@@ -104,10 +104,12 @@ def test_a_later_generation_goes_on_in_its_run_whatever_is_beside_it(tmp_path, r
 def test_a_later_generation_refuses_a_directory_that_is_another_runs(tmp_path):
     base = tmp_path / "gpt"
     begin(base)
-    with pytest.raises(RunError, match=r"gpt is run \w+, begun .*, and not run a1"):
+    with pytest.raises(
+        RunError, match=r"gpt is run \w+, begun .*, but this process continues run a1"
+    ):
         chosen(base, run=Identity("a1", base))
     (base / "run.json").unlink()
-    with pytest.raises(RunError, match=r"gpt has no id, and not run a1"):
+    with pytest.raises(RunError, match=r"gpt has no id, but this process continues run a1"):
         chosen(base, run=Identity("a1", base))
     assert not (base / "run.lock").exists()
     prepare_directory(RunDirectory(base, Identity("a2")), "")

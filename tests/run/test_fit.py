@@ -106,11 +106,11 @@ def test_what_has_no_name_cannot_be_resumed_and_is_refused():
 
     for build in (local, lambda rngs: Net(rngs)):
         own = {**SHORT, "model": {"type": "import", "path": build}}
-        with pytest.raises(ConfigError, match=r"model\.path = .*define it at the top level"):
+        with pytest.raises(ConfigError, match=r"model\.path = .*Define it at the top level"):
             jd.fit(own)
     with pytest.raises(ConfigError, match=r"model\.hidden = .*this is a ndarray"):
         jd.fit({**SHORT, "model": {"type": "mlp", "hidden": np.ones(1)}})
-    with pytest.raises(ConfigError, match="a key is text, not 1"):
+    with pytest.raises(ConfigError, match="a key must be text, not 1"):
         jd.fit({1: 2})  # pyright: ignore[reportArgumentType]
     assert not Path("runs").exists()
 

@@ -85,7 +85,7 @@ def test_nothing_to_report(trained: Jaxdist) -> None:
     file.write_text("".join(line for line in lines if f'"{SPLIT}"' not in line))
     old = trained.here("report", RUN)
     assert old.code == nowhere.code
-    assert "has no records of time (split goodput): the run is of an older version" in old.message
+    assert "has no records of time (split goodput): an older version wrote the run" in old.message
     file.unlink()
     dead = trained.here("report", RUN)
     assert dead.code == nowhere.code

@@ -70,7 +70,7 @@ def test_a_run_as_it_was_recorded(trained: Jaxdist) -> None:
     assert run["config"]["optim.learning_rate"] == "0.001"
     assert run["checkpoints"] == [16, 24]
     # The default mesh of this run leaves an axis open.
-    assert "leaves an axis open (-1)" in run["why_no_program"]
+    assert "leaves the size of an axis open (-1)" in run["why_no_program"]
     assert "jaxdist inspect" in run["why_no_program"]
 
 
@@ -123,7 +123,7 @@ def test_many_runs_fit_a_page_or_are_refused(tmp_path: Path) -> None:
     assert len(written(tmp_path, *runs)["runs"]) == 8
     config = "".join(f"key_{at}: {'v' * 150}\n" for at in range(400))
     large = [made(tmp_path / f"large-{number}", [], config) for number in range(16)]
-    with pytest.raises(RunError, match="are too many for one page: give fewer runs"):
+    with pytest.raises(RunError, match=r"more than the limit of .*: give fewer runs"):
         write_page(large, tmp_path / "page.html", [NO_PROGRAM] * 16)
 
 
@@ -186,7 +186,7 @@ def test_bad_input(tmp_path: Path, jaxdist: Jaxdist) -> None:
     with pytest.raises(RunError, match="cannot write the page to"):
         write_page([empty], torn / "config.yaml" / "page.html", [NO_PROGRAM])
     for args, words in (
-        (("--live",), "--live writes a page again: give --html FILE"),
+        (("--live",), "--live rewrites a page: give --html FILE"),
         ((torn, "--json", "x.json"), "--json is about one run: give one run directory"),
         (("--html", "x.html", "--json", "x.json"), "--json has no effect with --html"),
     ):

@@ -172,10 +172,13 @@ WRONG = [
     (optimizer("optimizer", args={"beta": 1}), "got an unexpected keyword argument 'beta'"),
     (
         {"optim": LBFGS},
-        "'value_fn'; a step gives the update gradients, state, parameters, grad_norm",
+        "'value_fn'; a step passes to the update the gradients, state, parameters, grad_norm",
     ),
     (data("data_number"), "'mine:data_number' gave a int, expected an object with __len__"),
-    (data("Data", args={"length": 0}), "the training split of 'mine:Data' is empty, 0 examples"),
+    (
+        data("Data", args={"length": 0}),
+        "the training split of 'mine:Data' is empty: it has 0 examples",
+    ),
 ]
 
 

@@ -26,7 +26,7 @@ def test_a_run_goes_on_when_its_reader_goes_away(jaxdist: Jaxdist) -> None:
     with without_a_reader() as writer:
         done = jaxdist.train(stdout=writer)
     assert done.code == 0
-    assert done.message == "standard output: Broken pipe; the command goes on without it"
+    assert done.message == "standard output: Broken pipe; the command continues without it"
     assert [record["step"] for record in metrics(jaxdist.run)][-1] == 24
 
 
@@ -36,7 +36,7 @@ def test_output_that_no_disk_takes_is_told_once(jaxdist: Jaxdist) -> None:
     os.close(full)
     assert lost.code == 1
     assert lost.message == (
-        "standard output: No space left on device; the command goes on without it"
+        "standard output: No space left on device; the command continues without it"
     )
 
 

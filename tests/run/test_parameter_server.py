@@ -134,7 +134,7 @@ def test_who_cannot_be_lost_ends_the_run_which_then_resumes(
     os.kill(pid_of(role, number, process.pid), signal.SIGKILL)
     ended = finish(process)
     assert ended.code == 3
-    assert f"{role} {number} ended (signal SIGKILL) and with it what it held" in ended.message
+    assert f"{role} {number} ended (signal SIGKILL) and its state is lost" in ended.message
     newest = steps(jaxdist.run)[-1]
     done = jaxdist("train", "config.yaml", "--resume", f"train.steps={newest + 3}")
     assert done.code == 0, done
@@ -151,7 +151,7 @@ def test_a_worker_that_is_stuck_is_ended_and_replaced(jaxdist: Jaxdist):
     os.kill(pid_of("worker", 0, process.pid), signal.SIGSTOP)
     done = finish(process)
     assert (done.code, done.err) == (0, ""), done
-    assert "worker 0 is ended, as nobody gets on" in done.out
+    assert "worker 0 is ended, since no worker makes progress" in done.out
     assert "worker 0 ended (signal SIGKILL): worker 2 takes its place" in done.out
     assert "worker 1 ended" not in done.out, done  # it only waits for worker 0
     assert steps(jaxdist.run)[-1] == 60
@@ -190,4 +190,4 @@ def test_what_cannot_be_replayed(jaxdist: Jaxdist, tmp_path: Path):
     jaxdist.config()
     (tmp_path / "config.yaml").write_bytes((jaxdist.folder / "config.yaml").read_bytes())
     done = jaxdist.here("replay", tmp_path, "--devices", "8")
-    assert "no run with strategy.type parameter_server" in done.message
+    assert "not a run with strategy.type parameter_server" in done.message

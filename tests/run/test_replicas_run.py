@@ -78,7 +78,7 @@ def test_it_stops_and_what_is_saved_is_from_before(jaxdist, clean):
     assert done.code == 3
     assert "replicas differ at step 8: params/" in done.message
     assert (
-        "from its beginning, as nothing is saved; take a device out that is named again"
+        "from step 0, since there is no checkpoint; remove a device that is named more than once"
         in done.message
     )
     assert steps(jaxdist.run) == []
@@ -93,7 +93,7 @@ def test_a_device_that_flips_again_ends_the_run_and_is_named_each_time(jaxdist):
         done = jaxdist.here("train", "config.yaml")
     assert done.code == 3
     assert "replicas differ at step 12: params/" in done.message
-    assert "the run went back 2 times before" in done.message
+    assert "the run was restored 2 times before" in done.message
     told = [record for record in metrics(jaxdist.run) if record["split"] == "replicas"]
     assert [(record["step"], record["device"]) for record in told] == 3 * [(12, 5)]
     assert steps(jaxdist.run) == [8]
@@ -136,13 +136,13 @@ def test_a_run_that_diverges_by_itself_goes_back_once(jaxdist):
     done = jaxdist.here("train", "config.yaml", "optim.learning_rate=1e38")
     assert done.code == 3
     assert done.out.count("going back: loss is") == 1
-    assert "the run went back once before; nothing was saved. Lower optim" in done.message
+    assert "the run was restored once before; nothing was saved. Lower optim" in done.message
 
 
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"mesh": {"data": 1}}, "train.check_replicas has no effect: no two devices hold the same"),
+        ({"mesh": {"data": 1}}, "train.check_replicas has no effect: no two devices hold a copy"),
         (
             {"mesh": MESH, "parallel": {"zero": {"stage": 1}}},
             "train.check_replicas.every 4: with parallel.zero.stage 1 each step gathers parameters",

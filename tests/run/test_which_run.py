@@ -18,7 +18,7 @@ from jaxdist.run.train import _check_everywhere
 def test_a_server_or_worker_refuses_the_directory_of_another_run(tmp_path):
     write_identity(tmp_path, Identity("a1"))
     assert run_of({"run": Identity("a1", tmp_path).plain}) == tmp_path
-    with pytest.raises(RunError, match=r"is run a1, begun .*, and not run b2, which is to go on"):
+    with pytest.raises(RunError, match=r"is run a1, begun .*, but this process continues run b2"):
         run_of({"run": Identity("b2", tmp_path).plain})
 
 
@@ -34,7 +34,9 @@ def test_a_process_that_sees_another_run_at_the_path_refuses_it(tmp_path, monkey
 
 def test_the_other_processes_refuse_it_too(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxdist.run.train.any_process", lambda found: True)
-    with pytest.raises(RunError, match=r"sees another run than b2 at .*all machines share"):
+    with pytest.raises(
+        RunError, match=r"found a different run at .* than b2: .*all machines share"
+    ):
         _check_everywhere(tmp_path, "b2")
 
 

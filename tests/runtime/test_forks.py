@@ -98,7 +98,7 @@ def test_a_server_that_was_killed_is_started_anew(start, tmp_path: Path):
 
 def test_a_server_that_ends_before_it_can_fork_says_why(start, tmp_path: Path):
     server = start("import nothing_of_this_name")
-    with pytest.raises(RunError, match=r"has ended itself: .*nothing_of_this_name"):
+    with pytest.raises(RunError, match=r"has ended: .*nothing_of_this_name"):
         Forked(server, tmp_path / "log")
 
 

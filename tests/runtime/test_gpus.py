@@ -193,7 +193,9 @@ def test_a_driver_that_hangs_or_crashes_is_named(
     assert gpus._query("cuda")["problem"] == "asking the driver of cuda failed: it broke"
     script.write_text("import time; time.sleep(60)")
     monkeypatch.setattr(gpus, "QUERY_SECONDS", 0.2)
-    with pytest.raises(RunError, match=r"the driver of cuda on .* did not say within 0\.2 s"):
+    with pytest.raises(
+        RunError, match=r"the driver of cuda on .* did not list its GPUs within 0\.2 s"
+    ):
         gpus._query("cuda")
 
 

@@ -49,11 +49,11 @@ def test_parse(text: str, expected: Topology) -> None:
         ("v5e:0x4", ["'v5e:0x4' has 0 chips: a slice of v5e has 1 to 256"]),
         ("v5e:32x32", ["'v5e:32x32' has 1,024 chips", "1 to 256"]),
         ("v5p:16x16x28", ["has 7,168 chips: a slice of v5p has 1 to 6,144"]),
-        ("v5p:8x8x9", ["'v5p:8x8x9' is no slice of v5p", "multiples of 4", "mean v5p:8x8x8?"]),
-        ("tpu7x:2x4x8", ["'tpu7x:2x4x8' is no slice of tpu7x", "mean tpu7x:4x4x8?"]),
-        ("v4:3x3x3", ["'v4:3x3x3' is no slice of v4", "mean v4:4x4x4?"]),
-        ("v5e:3x3", ["'v5e:3x3' is no slice of v5e", "powers of two", "mean v5e:4x4?"]),
-        ("v6e:2x16", ["'v6e:2x16' is no slice of v6e", "mean v6e:8x16?"]),
+        ("v5p:8x8x9", ["'v5p:8x8x9' is not a slice of v5p", "multiples of 4", "mean v5p:8x8x8?"]),
+        ("tpu7x:2x4x8", ["'tpu7x:2x4x8' is not a slice of tpu7x", "mean tpu7x:4x4x8?"]),
+        ("v4:3x3x3", ["'v4:3x3x3' is not a slice of v4", "mean v4:4x4x4?"]),
+        ("v5e:3x3", ["'v5e:3x3' is not a slice of v5e", "powers of two", "mean v5e:4x4?"]),
+        ("v6e:2x16", ["'v6e:2x16' is not a slice of v6e", "mean v6e:8x16?"]),
     ],
 )
 def test_what_is_no_topology(text: str, parts: list[str]) -> None:
@@ -81,7 +81,7 @@ def test_every_family(name: str) -> None:
 @pytest.mark.needs_libtpu
 def test_a_family_that_libtpu_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "v9", TpuFamily(2, 16, "v9:2x2"))
-    with pytest.raises(MeshError, match=r"topology 'v9:2x2' is none that libtpu knows: "):
+    with pytest.raises(MeshError, match=r"topology 'v9:2x2' is unknown to libtpu: "):
         topology_devices("v9:2x2")
 
 

@@ -95,7 +95,7 @@ def test_an_interrupted_study_goes_on(
     [
         ([], "nothing to compare tiny.yaml with: give --of compression or --variant NAME="),
         (["--of", "compresion"], "--of 'compresion': did you mean 'compression'"),
-        (["--variant", "quick"], "--variant 'quick' is no name with settings"),
+        (["--variant", "quick"], "--variant 'quick' lacks a name or settings"),
         ([*TWO, "--variant", "sign=seed=1"], "'sign' is the name of another variant"),
         (["--of", "compression", *TWO], "'sign' is the name of another variant"),
         (["--variant", "x=optim.b3=1"], "optim.b3 = 1"),

@@ -132,9 +132,9 @@ def test_bad_optimizers(names: list[str], message: str) -> None:
     ("text", "message"),
     [
         (" , ", "--batches is empty"),
-        ("64,x2", "--batches 'x2' is no batch size: give whole"),
-        ("0", "--batches '0' is no batch size: give whole"),
-        ("-4", "--batches '-4' is no batch size: give whole"),
+        ("64,x2", "--batches 'x2' is not a batch size: give whole"),
+        ("0", "--batches '0' is not a batch size: give whole"),
+        ("-4", "--batches '-4' is not a batch size: give whole"),
         ("64,128,64", "--batches 64 is given 2 times"),
     ],
 )

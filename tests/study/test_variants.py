@@ -43,14 +43,14 @@ def test_variants_have_names_and_settings() -> None:
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["quick"], "--variant 'quick' is no name with settings: write NAME='section.key=value"),
-        (["quick=optim"], "'quick=optim' is no name with settings"),
-        (["=optim.b1=0"], "is no name with settings"),
-        (["quick="], "is no name with settings"),
+        (["quick"], "--variant 'quick' lacks a name or settings: write NAME='section.key=value"),
+        (["quick=optim"], "'quick=optim' lacks a name or settings"),
+        (["=optim.b1=0"], "lacks a name or settings"),
+        (["quick="], "lacks a name or settings"),
         (["a=x=1", "a=x=2"], "--variant 'a' is the name of another variant"),
         (["sign=x=1"], "--variant 'sign' is the name of another variant"),
-        ([f"{'n' * 21}=x=1"], r"(21 characters): a name stands in a table; at most 20"),
-        (["a|b=x=1"], "at most 20 printable ones without '|'"),
+        ([f"{'n' * 21}=x=1"], r"(21 characters) does not fit a table: at most 20"),
+        (["a|b=x=1"], "at most 20 printable characters without '|'"),
     ],
 )
 def test_what_is_no_variant_is_refused(texts: list[str], message: str) -> None:

@@ -317,7 +317,7 @@ def test_where_no_rule_is_sound_it_begins_anew_and_says_so(saved, name):
         assert bits(state.exchange) == bits(old.exchange)
         assert not said
         return
-    assert said == ["what the exchange of gradients carries begins anew: another plan saved it"]
+    assert said == ["the state of the gradient exchange starts from zero: another plan saved it"]
     assert total(state.exchange.groups) == 0
 
 

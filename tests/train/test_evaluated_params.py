@@ -109,7 +109,7 @@ def optim(**settings):
 
 def test_an_average_that_is_not_evaluated_is_told():
     (notice,) = experiment(**optim(path="averages:averaged")).notices
-    assert "averages:averaged keeps a copy of the parameters that moves" in notice
+    assert "averages:averaged keeps a second copy of the parameters" in notice
     assert "set optim.eval_params" in notice
     for settings in (MEAN, FREE, {"path": "optax:adam"}):
         assert experiment(**optim(**settings)).notices == ()
@@ -144,7 +144,7 @@ def test_servers_refuse_what_workers_do_not_evaluate():
 
 
 def test_slow_weights_and_an_average_are_refused_together():
-    with pytest.raises(ConfigError, match="its slow weights evaluated, and optim an average"):
+    with pytest.raises(ConfigError, match="slow weights, and optim has an average"):
         experiment(**optim(**FREE), strategy={"type": "lookahead"})
 
 

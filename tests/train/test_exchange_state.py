@@ -182,7 +182,7 @@ def test_an_exchange_without_leaves_it_and_one_with_begins_anew(saved, tmp_path)
     state = restored(tmp_path / "x", found, said.append)
     assert not np.asarray(jax.tree.leaves(state.exchange)[0]).any()
     assert [line.split(":")[0] for line in said] == [
-        "what the exchange of gradients carries begins anew"
+        "the state of the gradient exchange starts from zero"
     ] * 2
 
 

@@ -187,7 +187,7 @@ def test_where_another_saved_it_begins_with_the_saved_parameters(writer, tmp_pat
     params = bits(state.params)
     stored(tmp_path, first, state)
     state = loaded(tmp_path, found, said.append)
-    assert said == ["what the strategy carries begins anew: another one saved this"]
+    assert said == ["the state of the strategy starts from zero: another strategy saved it"]
     assert bits(found.home.used(state).params) == bits(found.home.used(state).outer) == params
     trained(found, STEPS, state, 5)
 
@@ -290,7 +290,7 @@ def test_what_does_not_go_together_is_refused(sections, message):
 
 @pytest.mark.parametrize(
     ("steps", "message"),
-    [(6, None), (7, "the run ends 1 steps after the slow weights moved for the last time"),
+    [(6, None), (7, "the last 1 steps of the run do not reach the slow weights"),
      (1, "strategy.type lookahead has no effect: the run ends after 1 steps")],
 )  # fmt: skip
 def test_a_run_that_ends_in_between_is_told(steps, message):

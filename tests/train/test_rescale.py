@@ -112,7 +112,7 @@ RAMP = {"start_batch_size": 2, "increment": 2, "ramp_examples": 16}
          r"rescale with train\.batch_ramp.* drop train\.batch_ramp"),
         ({"phases": [{"batch_size": 8, "examples_fraction": 1.0, "learning_rate": 0.1}]}, 1, False,
          r"rescale with train\.phases.* drop train\.phases"),
-        ({}, 1, True, r"rescale with parallel\.deterministic\.type strict: .* of one batch size"),
+        ({}, 1, True, r"rescale with parallel\.deterministic\.type strict: .* the same batch size"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_it_is_refused(given, scale, strict, words):

@@ -141,9 +141,9 @@ REFUSED = [
     ({"scale_from": SCALE}, {"steps": 9, "phases": PHASES}, "scale_from: of no effect"),
     (None, {"steps": 7, "batch_ramp": RAMP},
      "7 steps pass until ramp_examples 160 are seen, but the run has 7"),
-    (None, {"steps": 9, "batch_ramp": {**RAMP, "increment": 20}}, "from 16 to 64 is not one or"),
+    (None, {"steps": 9, "batch_ramp": {**RAMP, "increment": 20}}, "from 16 to 64 is not a"),
     ({"scale_from": {"batch_size": 16, "learning_rate": 0.01, "warmup_epochs": 3}},
-     {"steps": 9, "batch_ramp": RAMP}, "warmup_epochs 3 are no fixed number of steps"),
+     {"steps": 9, "batch_ramp": RAMP}, "warmup_epochs 3 is not a fixed number of steps"),
     ({"scale_from": {**SCALE, "warmup_fraction": 0.5}}, {"steps": 9}, "optim.*fills the run"),
 ]  # fmt: skip
 

@@ -56,15 +56,17 @@ class LowRank(LinearCodec):
     def check(self, like: Leaf, name: str = "") -> None:
         super().check(like, name)
         if len(like.shape) - self.stacked_dims < 2:
+            stacked = f" (of its dims {self.stacked_dims} are stacked)" if self.stacked_dims else ""
             raise CompressionError(
-                f"{described(self, like, name)}: a rank needs a matrix; leave it whole by a rule"
-                + (f" (of its dims {self.stacked_dims} are stacked)" if self.stacked_dims else "")
+                f"{described(self, like, name)}: lowrank needs a matrix; keep this array whole "
+                f"with a rule{stacked}"
             )
         _, rows, columns = self._sizes(like)
         if self.rank > min(rows, columns):
             raise CompressionError(
                 f"{described(self, like, name)}: rank {self.rank} is above that of a {rows} x "
-                f"{columns} matrix: take {min(rows, columns)} or less, or leave it whole by a rule"
+                f"{columns} matrix: take {min(rows, columns)} or less, or keep the array whole "
+                "with a rule"
             )
 
     def init(self, like: Leaf) -> CodecState:

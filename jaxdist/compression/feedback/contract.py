@@ -34,13 +34,13 @@ class Feedback(Config):
         """Raise CompressionError for a codec whose estimates this feedback would make worse."""
         if codec.lossless or (codec.contractive and not codec.unbiased):
             return
-        why = "is unbiased: it has no error to feed back, and its variance would add up"
+        why = "is unbiased: it has no error to feed back, and feedback would add up its variance"
         if not codec.unbiased:
-            why = "sends elements several times as large, and what is fed back would grow"
+            why = "scales up the elements that it sends, so that the error fed back would grow"
         raise CompressionError(
             f"{getattr(self, 'type', type(self).__name__)} feedback on {codec!r}, which {why}; "
-            "leave the feedback out (error_feedback: false; in code NoFeedback()), or take a codec "
-            "that is biased: rounding: nearest, scaled: false"
+            "leave the feedback out (error_feedback: false; in code NoFeedback()), or take a "
+            "biased codec (rounding: nearest, scaled: false)"
         )
 
     @property

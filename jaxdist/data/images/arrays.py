@@ -84,7 +84,7 @@ def _cifar_file(path: Path, files: _Cifar) -> Labelled:
         at = int(np.argmax(label >= files.classes))
         raise DataError(
             f"data: {path}: example {at} has the label {label[at]}, expected 0 to "
-            f"{files.classes - 1}: the file is damaged, or of another data set"
+            f"{files.classes - 1}: the file is damaged, or belongs to another data set"
         )
     image = rows[:, files.labels :].reshape(-1, *_SHAPE).transpose(0, 2, 3, 1)
     return Labelled(np.ascontiguousarray(image), label)

@@ -57,12 +57,14 @@ class ImagesConfig(Config):
             raise ValueError(f"source {self.source!r} needs directory, {what}")
         if built_in and self.directory is not None:
             raise ValueError(
-                f"directory {self.directory!r} is not read with source {self.source!r}: drop it, "
-                "or set source to 'idx', 'cifar10', 'cifar100', 'npz', 'folder' or 'tars'"
+                f"directory {self.directory!r} has no effect with source {self.source!r}: drop "
+                "it, or set source to 'idx', 'cifar10', 'cifar100', 'npz', 'folder' or 'tars'"
             )
         if self.source not in ("folder", "tars") and (self.size or self.skip_broken):
             name = "size" if self.size else "skip_broken"
-            raise ValueError(f"{name} is for the sources 'folder' and 'tars': drop it")
+            raise ValueError(
+                f"{name} has no effect except with the sources 'folder' and 'tars': drop it"
+            )
         return self
 
     def build(self) -> Dataset:

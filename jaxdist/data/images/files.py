@@ -159,7 +159,8 @@ def image_files(
     if heldout is not None and (other := set(heldout.names) - set(classes)):
         raise DataError(
             f"data.directory: {folder}: the held-out images have classes that training lacks: "
-            f"{_some(sorted(other))}; training has {_some(classes)}"
+            f"{_some(sorted(other))}; training has {_some(classes)}: remove those folders, or "
+            "add training images of their classes"
         )
     numbers = {name: i for i, name in enumerate(classes)}
     splits, broken = [], []

@@ -121,8 +121,8 @@ def _messages(line: bytes, where: str) -> list[Message]:
     ):
         keys = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise DataError(
-            f"{where} is no conversation (found: {keys}): give messages, a list of {{role, "
-            f"content}}, or the texts {' and '.join(PAIR)}"
+            f"{where} is not a conversation (found: {keys}): give messages, a list of "
+            f"{{role, content}}, or the texts {' and '.join(PAIR)}"
         )
     answers = [one.get("content") for one in messages if one["role"] == ANSWERS]
     if not answers or not all(isinstance(text, str) and text.strip() for text in answers):

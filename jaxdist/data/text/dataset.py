@@ -80,7 +80,8 @@ class TextConfig(Config):
     def _no_file(cls, source: Json) -> Json:
         if isinstance(source, str) and source not in ("python-stdlib", "files"):
             raise ValueError(
-                f"there is python-stdlib; text of your own goes into data.files: {source!r}"
+                f"unknown source {source!r}: the only built-in text is python-stdlib; name "
+                "files of your own in data.files"
             )
         return source
 
@@ -90,8 +91,8 @@ class TextConfig(Config):
             raise ValueError("source 'files' needs data.files: a glob such as 'books/**/*.txt'")
         if self.source != "files" and self.files:
             raise ValueError(
-                f"files {self.files} are not read with source {self.source!r}: drop data.source, "
-                "or data.files"
+                f"files {self.files} have no effect with source {self.source!r}: drop "
+                "data.source, or data.files"
             )
         if self.packing == "documents" and self.masking is None:
             raise ValueError(

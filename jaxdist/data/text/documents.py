@@ -218,7 +218,7 @@ def _jsonl(path: Path, content: bytes, field: str) -> Iterator[bytes]:
             half = f"\\u{ord(error.object[error.start]):04x}"
             raise DataError(
                 f"data: {path}:{number} has half a character, {half}, at place {error.start} of "
-                f"{field!r}, which no UTF-8 can hold: correct the line, or leave it out"
+                f"{field!r}, which UTF-8 cannot encode: correct the line, or leave it out"
             ) from error
 
 

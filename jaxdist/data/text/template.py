@@ -78,7 +78,7 @@ class ChatTemplate:
             return self._template.render(**given)
         # Expressions in a template raise the errors that Python raises for them.
         except (self._failed, TypeError, ValueError, KeyError, ArithmeticError) as error:
-            raise DataError(f"the tokenizer's chat template refuses it: {error}") from error
+            raise DataError(f"the tokenizer's chat template rejects it: {error}") from error
 
     def pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """Return a conversation in pieces: answers, with the tokens that end them, and the rest.
@@ -95,8 +95,9 @@ class ChatTemplate:
             whole = self.render(messages[: number + 1])
             if not (asked.startswith(done) and whole.startswith(asked)):
                 raise DataError(
-                    f"the tokenizer's chat template writes what comes before answer {number + 1} "
-                    "differently once the conversation goes on: give each answer a row of its own"
+                    f"the tokenizer's chat template changes the text before answer {number + 1} "
+                    "when later messages follow: split the conversation into rows with one "
+                    "answer each"
                 )
             found += [Piece(asked[len(done) :], False), Piece(whole[len(asked) :], True)]
             done = whole

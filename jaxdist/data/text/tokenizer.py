@@ -118,8 +118,8 @@ class BpeTokenizer:
         self.vocab_size = vocab_size or own_size
         if self.vocab_size < own_size:
             raise DataError(
-                f"data.tokenizer.vocab_size: {file} has tokens up to {own_size - 1}, and "
-                f"{vocab_size} are too few for them: give the model's own tokenizer"
+                f"data.tokenizer.vocab_size: {file} has tokens up to {own_size - 1}, which "
+                f"exceed {vocab_size}: give the model's own tokenizer"
             )
         parts = content + repr((end_of_document, vocab_size)).encode()
         content = content if end_of_document is vocab_size is None else parts
@@ -200,9 +200,13 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, out: Path) -> BpeToke
     units", section 3.2 (2016), on bytes.
     """
     if vocab_size < 256:
-        raise DataError(f"vocab_size {vocab_size} is too small: 256 bytes are tokens already")
+        raise DataError(
+            f"vocab_size {vocab_size} is too small: the single bytes alone are 256 tokens"
+        )
     if vocab_size > MAX_VOCAB:  # The library would crash the process when it runs out of memory.
-        raise DataError(f"vocab_size {vocab_size} is too large: at most {MAX_VOCAB}")
+        raise DataError(
+            f"vocab_size {vocab_size} is too large: at most {MAX_VOCAB} tokens are allowed"
+        )
     learned = _untrained()
     from tokenizers import pre_tokenizers, trainers
 

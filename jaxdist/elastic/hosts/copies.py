@@ -159,7 +159,7 @@ def fetch(
         match its digest.
     """
     if snapshot_of(name) is None:
-        raise CopyError(f"{name!r} is no part of a snapshot")
+        raise CopyError(f"{name!r} is not a part of a snapshot")
     folder.mkdir(parents=True, exist_ok=True)
     staging = folder / f".{name}-{secrets.token_hex(4)}"
     try:
@@ -169,7 +169,7 @@ def fetch(
             if wanted:
                 staging.rename(folder / name)
     except OSError as error:
-        raise CopyError(f"{name} of {address} cannot be kept: {error}") from error
+        raise CopyError(f"{name} of {address} cannot be stored: {error}") from error
     finally:
         staging.unlink(missing_ok=True)
 
@@ -230,7 +230,7 @@ class _Asked:
 
     def _check(self, found: str) -> None:
         if found != self._told["blake2b"]:
-            raise CopyError(f"{self._who}: what came does not match its digest")
+            raise CopyError(f"{self._who}: the bytes received do not match their digest")
 
 
 def _answering(folder: Path, token: bytes) -> type[socketserver.StreamRequestHandler]:
@@ -304,7 +304,7 @@ def _receive(file: Any, token: bytes, nonce: bytes, most: int = _LINE_BYTES) -> 
         sealed: Any = parse_json(line)
         body, mac = sealed["body"].encode(), str(sealed["mac"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"an answer of another kind: {line[:60]!r}") from error
+        raise ValueError(f"an unexpected answer: {line[:60]!r}") from error
     if not hmac.compare_digest(mac.encode(), _mac(token, nonce, body).encode()):
         raise ValueError("it has another token")
     return json.loads(body)

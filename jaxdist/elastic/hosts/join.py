@@ -89,6 +89,6 @@ def _meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
         first = first if found is None or first is not None else found[0]
         time.sleep(LOOK_SECONDS)
     raise RunError(
-        f"nobody keeps the registry at {members.rendezvous.address}, and it cannot be taken: "
-        f"tried for {wait.seconds:g} s"
+        f"no host keeps the registry at {members.rendezvous.address}, and this host could not "
+        f"take it over within {wait.seconds:g} s"
     )

@@ -98,7 +98,7 @@ class Membership:
             if self._working is None or self._ends:
                 return self._ends or "it has no generation"
             if self._host.at_work(self._soon()) != self._working:
-                return "its lease ran out"
+                return "its lease expired"
             return None
 
     @property
@@ -206,8 +206,8 @@ class Membership:
                 self.trouble = error
             except (ValueError, KeyError, TypeError) as error:
                 self.trouble = RendezvousError(
-                    f"the rendezvous {self.rendezvous.address} holds something else than agents "
-                    f"write ({error!r}): end all agents and choose an empty place"
+                    f"the rendezvous {self.rendezvous.address} holds data that agents did not "
+                    f"write ({error!r}): stop all agents and choose an empty place"
                 )
 
     def close(self) -> None:

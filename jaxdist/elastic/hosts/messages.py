@@ -37,7 +37,7 @@ class HostMessages:
                     return why["words"]
                 if one["facts"].get("leaving"):
                     return f"{one['facts']['name']} leaves"
-        return "a host was lost, or came" if "registry" in ends else ends
+        return "a host was lost, or joined" if "registry" in ends else ends
 
     def tell_wait(self, wait: Wait) -> None:
         """Print from time to time which hosts are missing, or what prevents a start."""
@@ -61,9 +61,10 @@ class HostMessages:
         least = self.members.config.min_hosts
         lacking = f"{max(least - len(names), 0)} of {least} hosts are missing"
         return (
-            f"no generation began at {self.members.rendezvous.address} within {self.seconds:g} s: "
-            f"{lacking}, here {'is' if len(names) == 1 else 'are'} {', '.join(names)}; begin the "
-            "agents of the others, lower --min, or wait longer with --join-timeout SECONDS"
+            f"no generation began at {self.members.rendezvous.address} within {self.seconds:g} "
+            f"s: {lacking}, here {'is' if len(names) == 1 else 'are'} {', '.join(names)}; start "
+            "the agents of the other hosts, lower --min, or wait longer with --join-timeout "
+            "SECONDS"
         )
 
     def _names(self) -> list[str]:

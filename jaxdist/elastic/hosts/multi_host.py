@@ -206,7 +206,7 @@ class MultiHost:
     def why(self, assignment: Assignment) -> str:
         """Return why the processes stopped, with the name of the host that leaves, if known."""
         return self._messages.why(
-            assignment, GROWS if self.members.pauses else "a host was told to stop"
+            assignment, GROWS if self.members.pauses else "a host was asked to stop"
         )
 
     def named(self) -> dict[str, str]:
@@ -274,9 +274,9 @@ class MultiHost:
         if run is None:
             return False
         self.say(
-            f"run {run.path} of the rendezvous {self.rendezvous.address} has finished: nothing is "
-            "trained again; to train it once more give another --rendezvous, to train it longer "
-            "--resume and more train.steps"
+            f"run {run.path} of the rendezvous {self.rendezvous.address} has finished, so that "
+            "nothing is trained again. To train another run give another --rendezvous; to train "
+            "this run longer give --resume and more train.steps"
         )
         return True
 

@@ -102,21 +102,21 @@ class BatchRule:
         fixed = {axis: size for axis, size in self.mesh.items() if axis != DATA}
         if -1 in fixed.values():
             raise RunError(
-                f"an axis of the model has size -1 in the mesh {_shown(self.mesh)}: where hosts "
-                "come and go only data may take what is left"
+                f"an axis of the model has size -1 in the mesh {_shown(self.mesh)}: with a "
+                "changing number of hosts only data may be -1"
             )
         data = self.mesh.get(DATA, 1)
         if isinstance(data, Mapping) and devices != _count(data) * self.others:
             raise RunError(
-                f"data lies over two networks in the mesh {_shown(self.mesh)}, of "
+                f"data spans two networks in the mesh {_shown(self.mesh)}, of "
                 f"{_count(data) * self.others} devices, and there are {devices}: write data as "
                 "one number to let it shrink"
             )
         if devices % self.others or (DATA not in self.mesh and devices != self.others):
             whole = "a multiple of" if DATA in self.mesh else "the"
             raise RunError(
-                f"{devices} devices are not {whole} {self.others} that the other axes of the mesh "
-                f"{_shown(self.mesh)} take, which do not shrink"
+                f"{devices} devices are not {whole} {self.others}, which the other axes of the "
+                f"mesh {_shown(self.mesh)} take; those do not shrink"
             )
         return devices // self.others
 
@@ -160,8 +160,8 @@ class BatchRule:
             if self.batch_size % (data * count) == 0:
                 return count
         raise RunError(
-            f"a batch of {self.batch_size} does not divide over {data} devices along data in "
-            f"{least} microbatches or more"
+            f"a batch of {self.batch_size} does not divide over {data} devices along data in at "
+            f"least {least} microbatches"
         )
 
 
@@ -224,7 +224,7 @@ def make_plan(
         names = tuple(host.name for host in (*idle, *quarantined))
         snapshot = newest_whole([*members, *quarantined])
         return GenerationPlan(places, first, devices, settings, names, snapshot)
-    raise RunError(f"{len(members)} hosts cannot go on. " + "; ".join(reasons))
+    raise RunError(f"{len(members)} hosts cannot continue. {'; '.join(reasons)}")
 
 
 def newest_whole(members: Sequence[HostFacts]) -> dict[str, str]:

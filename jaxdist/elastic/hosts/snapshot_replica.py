@@ -97,12 +97,12 @@ class SnapshotReplica:
                 failed += 1
                 if failed == FAILURES:
                     self.failure = (
-                        f"no copy is made of the snapshots of {self.address}: {error}; if that "
+                        f"the snapshots of {self.address} are not being copied: {error}; if that "
                         "host is lost, the run continues from the newest checkpoint"
                     )
                     self._say(self.failure)
                 continue
             if self.failure is not None:
                 self.failure = None
-                self._say(f"copies are made of the snapshots of {self.address} again")
+                self._say(f"the snapshots of {self.address} are being copied again")
             failed = 0

@@ -66,9 +66,9 @@ class Standby:
         """Print that this host takes part, if it does so although it asked to be left out."""
         if self.members.quarantined_seconds:
             self.say(
-                f"generation {generation.number} begins with this host, {self.messages.name}, "
-                "though a process of it was stuck: without it there are fewer hosts than --min, or "
-                "no mesh"
+                f"generation {generation.number} includes this host, {self.messages.name}, "
+                "although one of its processes was stuck: without it there are fewer hosts than "
+                "--min, or no mesh"
             )
 
     def _others_at_work(self) -> int | None:
@@ -90,5 +90,7 @@ class Standby:
         if self._told or not sure:
             return
         self._told = True
-        stuck = f" for {left:.0f} s, as a process of it was stuck" if left else ""
-        self.say(f"this host, {self.messages.name}, waits beside generation {number}{stuck}")
+        stuck = f" for {left:.0f} s, because one of its processes was stuck" if left else ""
+        self.say(
+            f"this host, {self.messages.name}, waits in reserve during generation {number}{stuck}"
+        )

@@ -160,8 +160,8 @@ def read_host_token(path: Path) -> bytes:
         ) from error
     if len(token) < 16:
         raise RunError(
-            f"--token-file {path} has {len(token)} bytes: write 16 or more that nobody can guess, "
-            "such as `openssl rand -hex 32` gives"
+            f"--token-file {path} has {len(token)} bytes: write at least 16 that cannot be "
+            "guessed, for example from `openssl rand -hex 32`"
         )
     return token
 

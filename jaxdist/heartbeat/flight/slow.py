@@ -149,7 +149,10 @@ def _not_run(at: int, found: Sequence[Flight]) -> Told:
     usual = statistics.median(share for index, share in enumerate(shares) if index != at)
     if shares[at] - usual < LATE_MORE:
         return None
-    told = f"it did not run for {shares[at]:.0%} of the time (stopped or starved), they {usual:.0%}"
+    told = (
+        f"it did not run for {shares[at]:.0%} of the time (stopped or starved), the others "
+        f"{usual:.0%}"
+    )
     runs = max(1 - shares[at], 1 / (found[at].beats + 1))
     return (1 - usual) / runs, told, True
 
@@ -164,6 +167,7 @@ def _last(at: int, done: Sequence[dict[int, int]], steps: Sequence[int], step_ti
     if share < LAST_SHARE or behind < BEHIND * step_time:
         return None
     told = (
-        f"the last at {share:.0%} of the steps, by {1e-6 * behind:.3g} ms of {1e-6 * step_time:.3g}"
+        f"it came last at {share:.0%} of the steps, by {1e-06 * behind:.3g} ms of "
+        f"{1e-06 * step_time:.3g}"
     )
     return step_time / max(step_time - behind, 0.01 * step_time), told, True

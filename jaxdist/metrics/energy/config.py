@@ -30,7 +30,7 @@ class EnergyConfig(Config):
     @model_validator(mode="after")
     def _check_watts(self) -> EnergyConfig:
         if self.idle_watts is not None and (self.watts is None or self.idle_watts > self.watts):
-            raise ValueError("idle_watts is of a device whose watts are given, and at most those")
+            raise ValueError("idle_watts needs watts, and is at most as large")
         return self
 
     @property

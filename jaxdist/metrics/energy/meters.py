@@ -162,7 +162,7 @@ def open_meter(
     }
     if kind in counters:
         return counters[kind]()
-    why = "a TPU has no counter that can be read"
+    why = "a TPU has no energy counter that can be read"
     name = {"cpu": "rapl", "gpu": "nvml"}.get(platform)
     if kind == "auto" and name is not None:
         try:
@@ -172,8 +172,8 @@ def open_meter(
     if power is not None:
         return Modelled(power, devices, seconds)
     if kind == "model":
-        raise RunError("no power of this device is published: give energy.watts")
-    return f"{why}, and no power of this device is known (energy.watts gives it)"
+        raise RunError("the power of this device is not published: set energy.watts")
+    return f"{why}, and the power of this device is not known (set energy.watts)"
 
 
 def _counts(zone: Path) -> bool:

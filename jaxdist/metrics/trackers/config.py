@@ -129,7 +129,7 @@ class ImportedTrackerConfig(Config):
         if missing:
             raise ConfigError(
                 f"{self.path!r} gives a {type(found).__name__} without {', '.join(missing)}: a "
-                "tracker has start, record and end (jaxdist.metrics.trackers.contract.Tracker)",
+                "tracker needs start, record and end (jaxdist.metrics.trackers.contract.Tracker)",
                 setting=("path",),
             )
         return found

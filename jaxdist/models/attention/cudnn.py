@@ -23,7 +23,7 @@ class Cudnn:
     def fits(self, ask: AttentionRequest) -> str | None:
         """Refuse devices other than GPUs, other dtypes, and head sizes that cuDNN lacks."""
         if ask.platform not in (None, self.platform):
-            return f"runs on GPUs, and the mesh is of {ask.platform} devices"
+            return f"runs on GPUs, but the mesh has {ask.platform} devices"
         if ask.dtype != "bfloat16":
             return f"needs compute_dtype: bfloat16, here it is {ask.dtype}"
         if ask.head_dim % 8 or ask.head_dim > MOST_FEATURES:

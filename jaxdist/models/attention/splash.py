@@ -38,16 +38,16 @@ class Splash:
     def fits(self, ask: AttentionRequest) -> str | None:
         """Refuse devices other than TPUs, indivisible sequences, heads split from their keys."""
         if ask.platform not in (None, self.platform) and not self.interpret:
-            return f"runs on TPUs, and the mesh is of {ask.platform} devices"
+            return f"runs on TPUs, but the mesh has {ask.platform} devices"
         if ask.length is not None and ask.length % LANES:
             return f"needs a sequence that {LANES} divides, here it is {ask.length}"
         if ask.seq_parts > 1:
             return f"needs whole sequences, and a mesh axis splits them into {ask.seq_parts} parts"
         if ask.head_parts != ask.kv_head_parts and ask.kv_heads > 1:
             return (
-                f"needs kv_heads split as heads are, so that each lies with its queries: here "
-                f"{ask.heads} heads are in {ask.head_parts} parts, {ask.kv_heads} kv_heads in "
-                f"{ask.kv_head_parts}"
+                "needs kv_heads split as heads are, so that each is on the device of its "
+                f"queries: here {ask.heads} heads are in {ask.head_parts} parts, {ask.kv_heads} "
+                f"kv_heads in {ask.kv_head_parts}"
             )
         return None
 

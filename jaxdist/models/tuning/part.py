@@ -47,5 +47,7 @@ class PartConfig(Config):
     @model_validator(mode="after")
     def _check_part(self) -> PartConfig:
         if self.lora is not None and self.freeze:
-            raise ValueError("freeze has no effect with lora, which trains adapters alone")
+            raise ValueError(
+                "freeze has no effect with lora, which trains only adapters: leave out one of them"
+            )
         return self

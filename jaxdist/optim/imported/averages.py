@@ -75,8 +75,8 @@ def _unwrapped(function: EvalParams, what: str) -> EvalParams:
         found = function(state, own)
         if _shapes(found) != _shapes(params):
             raise ConfigError(
-                f"{what} gives {_shown(found)}, and the parameters are {_shown(params)}: return a "
-                "tree like the parameters that it is given"
+                f"{what} gives {_shown(found)}, but the parameters are {_shown(params)}: return "
+                "a tree with the structure of its argument"
             )
         return jax.tree.map(lambda new, old: new.astype(old.dtype), found, params)
 

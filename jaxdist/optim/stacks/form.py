@@ -60,9 +60,9 @@ class Form:
         for node in nodes:
             if is_layers(node) and len({_signature(layer) for layer in node.layers}) > 1:
                 raise ConfigError(
-                    "optim: the optimizer treats one layer of a stack otherwise than another, by "
-                    "its position, and layers of a stack share one state: choose by the "
-                    "parameter's name or its number of dims, or write the layers as a list"
+                    "optim: the optimizer treats the layers of a stack differently, by their "
+                    "position, but they share one state. Choose by the parameter's name or its "
+                    "number of dims, or write the layers as a list"
                 )
         inner = (jax.tree.structure(n.layers[0]) if is_layers(n) else None for n in nodes)
         counts = (len(node.layers) if is_layers(node) else 0 for node in nodes)

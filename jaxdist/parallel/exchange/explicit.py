@@ -94,7 +94,9 @@ class Explicit(Base):
             key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
             own = held._replace(params=enter(params), buffers=buffers)
             found = compute.gradients(own, batch, key, around)
-            check_adds_up(found.sums, f"each part of mesh axis {', '.join(self.axes)} has own rows")
+            check_adds_up(
+                found.sums, (f"each part of mesh axis {', '.join(self.axes)} has rows of its own")
+            )
             # Between processes on CPUs, gloo's own all-reduce of a number takes thirty times longer
             # than sending the number.
             quick = Halving() if sends_apart() else XLA

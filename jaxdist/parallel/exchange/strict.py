@@ -86,9 +86,9 @@ class Strict(Explicit):
         """Describe in a line the work of each device."""
         local, shards = self.local, self.order.shards
         return (
-            f"strict: {shards} logical shards, {local.shards} on each device, which holds "
-            f"{local.held} gradients at most and sends {local.blocks}; the same bits on any number "
-            f"of devices along data that divides {shards}"
+            f"strict: {shards} logical shards, {local.shards} on each device, which holds at "
+            f"most {local.held} gradients and sends {local.blocks}; any number of devices along "
+            f"data that divides {shards} gives the same bits"
         )
 
     @property

@@ -40,4 +40,6 @@ def inputs_of(loss: Loss, batch: Batch) -> tuple[Any, ...]:
         loss(_Asked(), batch)
     except _CalledError as called:
         return called.inputs
-    raise ConfigError("the loss does not call the model, so that a pipeline cannot feed it")
+    raise ConfigError(
+        "the loss does not call the model, which a pipeline requires: call it in the loss"
+    )

@@ -43,8 +43,8 @@ def _refused(*_: object) -> NoReturn:
 def _refuse(what: str) -> NoReturn:
     raise ConfigError(
         f"the loss reads {what}, but with mesh.stage it may only call its model, since no stage "
-        "has all parameters; use optim.weight_decay for a penalty on their squares, add a term for "
-        "each row or token to the losses, or take mesh.stage away"
+        "has all parameters. Use optim.weight_decay for a penalty on their squares, add a term "
+        "for each row or token to the losses, or leave out mesh.stage"
     )
 
 

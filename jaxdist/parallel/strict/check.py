@@ -59,17 +59,17 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
         fitting = shards // count * count
         near = " or ".join(str(n) for n in (fitting, fitting + count) if n)
         raise ConfigError(
-            f"{shards} logical shards do not divide over {count} devices along data, each of which "
-            f"computes as many of them; use {near}, or a size of mesh.data that divides {shards}",
+            f"{shards} logical shards do not divide over {count} devices along data, each of "
+            f"which computes the same number; use {near}, or a size of mesh.data that divides "
+            f"{shards}",
             setting=("deterministic", "shards"),
         )
     others = [axis for axis, size in sizes.items() if axis not in batch_axes and size > 1]
     for axis in others:
         if not axis.startswith(OTHER_AXES):
             raise ConfigError(
-                f"strict with mesh {describe_mesh(sizes)}: a logical shard is computed "
-                f"by devices along {axis}, and whether its bits stay is not known; "
-                "keep data and tensor alone",
+                f"strict with mesh {describe_mesh(sizes)}: devices along {axis} share a logical "
+                "shard, whose bits may then depend on their number; use only data and tensor",
                 setting=("deterministic",),
             )
     places = [mesh.axis_names.index(axis) for axis in batch_axes]
@@ -79,8 +79,8 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
     if any(len({device.process_index for device in row}) > 1 for row in by_shard):
         raise ConfigError(
             f"strict with mesh {describe_mesh(sizes)}: devices along {', '.join(others)} are in "
-            "several processes, which add up partial sums in another order than one process does; "
-            "put data first in mesh, and as many devices on a process as those axes have",
+            "several processes, which add partial sums in another order than one process does. "
+            "Put data first in mesh, and give each process whole groups of those axes",
             setting=("deterministic",),
         )
 
@@ -103,9 +103,10 @@ def check_update(transform: optax.GradientTransformationExtraArgs, params: Param
     found = next(_crossing(traced.jaxpr), None)
     if found is not None:
         raise ConfigError(
-            f"strict with parallel.zero: the update has {found}, which goes over elements that lie "
-            "on several devices, in an order of their number; take an update of each element by "
-            "itself (adamw, sgd; clip_norm and skip_nonfinite are fine), or parallel.zero.stage: 0"
+            f"strict with parallel.zero: the update has {found}, which combines elements of "
+            "several devices in an order that depends on the device count. Take an element-wise "
+            "optimizer (adamw, sgd; clip_norm and skip_nonfinite are fine), or "
+            "parallel.zero.stage: 0"
         )
 
 

@@ -55,8 +55,9 @@ class OnArrival(Consistency):
     def _counts(self) -> OnArrival:
         if self.value_bound is not None and not self.ahead:
             raise ValueError(
-                f"value_bound {self.value_bound:g} has no effect with reads {self.how()}: a worker "
-                "computes when its last change is applied, and has none under way; set reads: ahead"
+                f"value_bound {self.value_bound:g} has no effect with reads {self.how()}: a "
+                "worker waits until its last change is applied, so that it has none "
+                "outstanding; set reads: ahead"
             )
         return self
 

@@ -51,8 +51,8 @@ class Decoupled(Consistency):
             raise ValueError(f"at_least {self.at_least} has no effect without grace_seconds")
         if self.quorum is not None and self.at_least > self.quorum:
             raise ValueError(
-                f"at_least {self.at_least} is more than quorum {self.quorum}, which are merged "
-                "whatever the time"
+                f"at_least {self.at_least} exceeds quorum {self.quorum}, at which changes are "
+                "merged in any case: lower at_least"
             )
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov has no effect without momentum")
@@ -66,8 +66,8 @@ class Decoupled(Consistency):
         for name, value in (("quorum", self.quorum or 1), ("at_least", self.at_least)):
             if value > workers:
                 raise ConfigError(
-                    f"consistency.{name} {value} of {workers} workers would never gather: at most "
-                    f"{workers}",
+                    f"strategy.consistency.{name} {value} can never be reached by {workers} "
+                    f"workers: at most {workers}",
                     setting=(name,),
                 )
 

@@ -59,9 +59,9 @@ class Elastic(Consistency):
             return
         raise ConfigError(
             f"consistency type elastic diverges on a quadratic: learning rate {learning_rate:g} "
-            f"times strategy.consistency.curvature {self.curvature:g} is {rate:g}, and alpha is "
-            f"{alpha:.4g} for {workers} workers, order {self.order}; the rate must be at most 2, "
-            f"and alpha at most {max(most, 0):.4g} there: lower the learning rate or alpha (beta)",
+            f"times strategy.consistency.curvature {self.curvature:g} is {rate:g}, at most 2 is "
+            f"stable. alpha is {alpha:.4g} for {workers} workers, order {self.order}, at most "
+            f"{max(most, 0):.4g} is stable there. Lower the learning rate or alpha (beta)",
             setting=("beta",) if self.alpha is None else ("alpha",),
         )
 

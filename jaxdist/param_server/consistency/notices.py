@@ -26,26 +26,26 @@ def _of_moments(model: OnArrival, optim: OptimizerConfig, workers: int) -> Itera
     if isinstance(optim, SgdConfig | LarsConfig) and optim.momentum:
         own = optim.momentum**workers
         yield (
-            f"consistency type {kind} with optim.momentum {optim.momentum:g}: gradients that come "
-            f"late act as momentum themselves, about {1 - 1 / workers:.3g} with {workers} workers "
-            f"(arXiv 1605.09774), on top of the optimizer's, which decays once an update, to "
-            f"{own:.3g} in a clock of all workers; lower optim.momentum, or take bsp"
+            f"consistency type {kind} with optim.momentum {optim.momentum:g}: late gradients act "
+            f"as momentum themselves, about {1 - 1 / workers:.3g} with {workers} workers (arXiv "
+            "1605.09774). The optimizer's own momentum comes on top, and decays once an update, "
+            f"to {own:.3g} in a clock of all workers. Lower optim.momentum, or take bsp"
         )
     if isinstance(optim, AdamWConfig | LambConfig):
         yield (
             f"consistency type {kind} with optim.type {optim.type}: its moments mix gradients of "
-            f"older and newer parameters, and decay {workers} times in a clock of all workers; "
-            "Adam suffers more from staleness than SGD does (Dai et al., arXiv 1810.03264): take "
-            "sgd without momentum, a small bound, or bsp"
+            f"older and newer parameters, and decay {workers} times in a clock of all workers. "
+            "Adam suffers more from staleness than SGD does (Dai et al., arXiv 1810.03264): "
+            "take sgd without momentum, a small bound, or bsp"
         )
 
 
 def _of_reads(model: OnArrival) -> Iterator[str]:
     how = model.how()
     if model.reuses and not model.ahead:
-        more = ", and the copies that servers send besides are not computed from" * model.publishes
+        more = ", and the copies that servers send besides are not used" * model.publishes
         yield (
-            f"consistency type {getattr(model, 'type', '')} with reads {how}: a worker asks after "
-            f"each of its changes, since only the server's optimizer knows what it made of them, "
-            f"as with reads each_clock{more}; take each_clock, or ahead not to wait for answers"
+            f"consistency type {getattr(model, 'type', '')} with reads {how} reads after each "
+            "change, as reads each_clock does, since only the server's optimizer can compute "
+            f"the result{more}. Take each_clock, or ahead, which does not wait for answers"
         )

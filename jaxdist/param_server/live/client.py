@@ -247,7 +247,7 @@ class Client:
                 told.append(f"{link.name} is late")
         return (
             f"client {self.number} at clock {self.clock} waited {seconds:g} s for {what}: "
-            f"{'; '.join(told) or 'nobody is late'}"
+            f"{'; '.join(told) or 'no client is late'}"
         )
 
     def _failed(self, reason: str) -> None:

@@ -226,7 +226,7 @@ class Sessions:
             with self.changed:
                 link.ended(over)
                 if "UNAUTHENTICATED" in reason:  # a retry would have the same token
-                    self._failed(f"{link.name} does not let it in: {reason}")
+                    self._failed(f"{link.name} refuses to admit it: {reason}")
                 self.changed.notify_all()
                 self._lost.notify_all()
 

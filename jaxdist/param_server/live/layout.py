@@ -82,8 +82,8 @@ def layouts(placement: Placement, params: Params) -> tuple[ShardLayout, ...]:
     dtypes = sorted({str(leaf.dtype) for leaf in named.values()})
     if len(dtypes) > 1:
         raise ConfigError(
-            f"strategy type parameter_server: the parameters are of several dtypes "
-            f"({', '.join(dtypes)}), and servers hold one: choose one dtype for all"
+            "strategy type parameter_server: the parameters have several dtypes "
+            f"({', '.join(dtypes)}), but servers hold a single dtype: choose one for all"
         )
     dtype = np.dtype(next(iter(named.values())).dtype)
     found: list[ShardLayout] = []

@@ -96,7 +96,9 @@ def read_order(path: Path) -> Iterator[ProtocolCall]:
         try:
             yield _taken(parse_json(line))
         except (ValueError, TypeError) as error:
-            raise RunError(f"order log {path}, line {number}: {line[:60]!r} is no entry") from error
+            raise RunError(
+                f"order log {path}, line {number}: {line[:60]!r} is not an entry"
+            ) from error
 
 
 def _fields(taken: ProtocolCall) -> list[object]:

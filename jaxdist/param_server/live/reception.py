@@ -117,7 +117,7 @@ class Reception(ABC):
     def spec(self, envelope: Envelope) -> Spec | None:
         """Return the payload's specification; refuse a client with too many waiting pushes."""
         if envelope.op not in OF_WORKERS:
-            raise FrameError(f"{envelope.op.name} is not a worker's to send", envelope)
+            raise FrameError(f"a worker may not send {envelope.op.name}", envelope)
         if envelope.tensor != self._spec.tensor:
             raise FrameError(
                 f"tensor {envelope.tensor} is not here: this is {self._spec.tensor}", envelope
@@ -179,7 +179,7 @@ class Reception(ABC):
             reason = f"client {client} is not expected: the supervisor gives out numbers"
             return self._refuse(peer, envelope, reason)
         elif client not in self._range.clocks.clocks:
-            reason = f"client {client} has left: take a number that nobody had"
+            reason = f"client {client} has left: take a number that was never used"
             return self._refuse(peer, envelope, reason)
         # A client may return before the server has noticed the end of its earlier session.
         before = self._peers.get(client)

@@ -94,7 +94,7 @@ def cut_ranges(tensors: Sequence[PlaceableTensor], range_bytes: int | None) -> t
         if tensor.size_bytes < 1 or tensor.rows < 1:
             raise ConfigError(
                 f"placement: parameter {tensor.name!r} has {tensor.rows} rows, "
-                f"{tensor.size_bytes} bytes: a server holds no empty parameter; leave it out"
+                f"{tensor.size_bytes} bytes: servers cannot hold an empty parameter; leave it out"
             )
         seen.add(tensor.name)
         found += _rows_of(tensor, range_bytes)

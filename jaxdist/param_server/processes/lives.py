@@ -52,7 +52,7 @@ def life_of(run: Path, servers: int) -> RecordedLife:
     found = (re.fullmatch(r"server_0\.from_(\d+)", path.stem) for path in (run / "order").iterdir())
     begun = [int(match[1]) for match in found if match is not None]
     if not clocks or not any(first < max(clocks) for first in begun):
-        raise RunError(f"{run}: its servers have saved nothing yet that could be compared")
+        raise RunError(f"{run}: its servers have not yet saved a state to compare with")
     last = max(clocks)
     first = max(first for first in begun if first < last)
     path = run / "order" / "clients.jsonl"
@@ -61,8 +61,8 @@ def life_of(run: Path, servers: int) -> RecordedLife:
         slots = {one["client"]: one["slot"] for one in told if one["first"] == first}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"{path} does not tell which worker did what ({why_unread(error)}): restore it from a "
-            "copy; without it the run cannot be computed again"
+            f"{path} does not record which worker did what ({why_unread(error)}): restore it "
+            "from a copy; without it the run cannot be replayed"
         ) from error
     return RecordedLife(first, last, slots)
 

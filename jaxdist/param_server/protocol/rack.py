@@ -118,7 +118,7 @@ def from_worker(model: Consistency, state: RackState, message: Message, now: flo
     known = state.inner.inboxes.get(stamp.client)
     news = known is not None and stamp.sequence >= known.expected
     if news and isinstance(message, Push) and not client.ready(model, state.outer):
-        reason = "its rack has no parameters that it may compute from: pull first"
+        reason = "its rack has no parameters recent enough to compute from: pull first"
         return RackStep(state, (Refuse(*key, reason, state.inner.epoch),))
     return _heard(model, state, server.receive(WITHIN, state.inner, message, now))
 

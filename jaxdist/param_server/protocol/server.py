@@ -75,7 +75,7 @@ def begin(team: int, *, epoch: int = 0, version: int = 0) -> RangeState:
 def join(model: Consistency, state: RangeState, client: int, now: float = 0.0) -> Step:
     """Add a member, which must pull first; a number that was ever used is refused."""
     if client in state.inboxes:
-        reason = f"client {client} has been a member: take a number that nobody had"
+        reason = f"client {client} was a member before: take a number that was never used"
         return Step(state, (Refuse(client, 0, reason, state.epoch),))
     inboxes = {**state.inboxes, client: Inbox()}
     return _decided(model, replace(state, clocks=state.clocks.joined(client), inboxes=inboxes), now)
@@ -236,9 +236,12 @@ def _impossible(model: Consistency, clocks: Clocks, arrival: Arrival) -> str | N
     if arrival.version > clocks.version:
         return f"version {arrival.version} is not there yet: the range has {clocks.version}"
     if not clocks.clocks[arrival.client] <= arrival.clock <= model.clock_of(clocks, arrival.client):
-        return f"clock {arrival.clock} is not its next, {clocks.clocks[arrival.client]}"
+        return f"clock {arrival.clock} is not its next clock, {clocks.clocks[arrival.client]}"
     if not model.reachable(clocks, arrival):
-        return f"clock {arrival.clock} is ahead of what it may have read, floor {clocks.floor}"
+        return (
+            f"clock {arrival.clock} is ahead of the parameters that it may have read, floor "
+            f"{clocks.floor}"
+        )
     # NaN tokens fail this comparison too.
     if not 0 <= arrival.tokens < float("inf"):
         return f"{arrival.tokens} tokens: the weights of a batch add up to 0 or more"

@@ -78,7 +78,7 @@ def read_shard(run: Path, sharded: Sharded, layout: ShardLayout, clock: int) -> 
     except DamageError as error:
         raise CheckpointError(f"{path} cannot be trusted: {error}") from error
     if manifest.leaves != describe_arrays(wanted):
-        raise CheckpointError(f"{path} is of other ranges, or of another optimizer")
+        raise CheckpointError(f"{path} belongs to other ranges, or to another optimizer")
     leaves: list[np.ndarray] = []
     for number, leaf in enumerate(jax.tree.leaves(wanted)):
         raw = (path / names.ARRAYS / f"{number:06d}.bin").read_bytes()

@@ -60,8 +60,8 @@ class Replay:
     ) -> None:
         if sharded.cluster.racks:
             raise RunError(
-                "servers of a run with racks know what racks sent, and not what their workers did: "
-                "such a run cannot be computed again from their logs"
+                "with racks, servers log what racks sent but not what each worker did: such a "
+                "run cannot be replayed from their logs"
             )
         self.sharded, self._work, self._batches_of = sharded, work, batches_of
         taken = [list(log) for log in logs]
@@ -92,8 +92,8 @@ class Replay:
         stuck = [str(s.layout.server) for s in self.servers if s.stuck]
         if stuck:
             raise RunError(
-                f"servers {', '.join(stuck)} wait for changes that cannot be computed again: their "
-                "worker died while they were on their way, to some servers only"
+                f"servers {', '.join(stuck)} wait for changes that cannot be replayed: their "
+                "worker died when only some servers had received them"
             )
         return [server.shard.params for server in self.servers]
 

@@ -193,9 +193,9 @@ class Supervisor:
         if now - max(self.told, self.heard) > seconds:
             late = ", ".join(map(str, self._late()))
             raise StoppedError(
-                f"the run was told to stop and waited {seconds:.0f} s for {what}"
-                + (f" ({late} is behind)" if late else "")
-                + ": it ends without a new checkpoint; --resume continues from the newest"
+                f"the run was asked to stop and waited {seconds:.0f} s for "
+                f"{what}{f' ({late} is behind)' if late else ''}: it ends without a new "
+                "checkpoint; --resume continues from the newest"
             )
 
     def _silent(self, what: str) -> None:
@@ -205,7 +205,9 @@ class Supervisor:
         if not late:
             raise RunError(f"waited {seconds:g} s for {what}, and no worker is late")
         names = ", ".join(map(str, late))
-        self.prepared.note(f"waited {seconds:g} s for {what}: {names} is ended, as nobody gets on")
+        self.prepared.note(
+            f"waited {seconds:g} s for {what}: {names} is ended, since no worker makes progress"
+        )
         self.heard = time.monotonic()
         for child in late:
             child.process.kill()
@@ -219,7 +221,7 @@ class Supervisor:
     def _ended(self, child: RunProcess, code: int) -> None:
         if child.role != "worker":
             raise RunError(
-                f"{child} ended ({how_ended(code)}) and with it what it held; continue from the "
+                f"{child} ended ({how_ended(code)}) and its state is lost; continue from the "
                 f"newest checkpoint with --resume. {child.last_words()}"
             )
         if self.team.workers.get(child.number) is not child:
@@ -277,8 +279,8 @@ class Supervisor:
             if self.ledger.empty > empty == 0:
                 self.prepared.note(
                     f"step {step}: the examples of all workers weigh 0, so that servers take no "
-                    "step; its loss is that of the step before. Said once; metrics.jsonl counts "
-                    "such steps (empty_steps)"
+                    "step; its loss is that of the previous step. This is reported once; "
+                    "metrics.jsonl counts such steps (empty_steps)"
                 )
             # Processes start and compile until the first clock has ended; then steps take the time.
             self.prepared.account.switch(Activity.STEP)

@@ -57,7 +57,7 @@ def parity_draws(
       RunError: a file that cannot be written.
     """
     if resume and json_file is None:
-        raise ConfigError("--resume goes on with the file of --json: give it as well")
+        raise ConfigError("--resume continues the file of --json: give it as well")
     seeds = seeds_of(count, seed)
     outcomes = _earlier(json_file, seeds) if resume and json_file else []
     left = [own for own in seeds if own not in {outcome.seed for outcome in outcomes}]
@@ -95,7 +95,7 @@ def _earlier(file: Path, seeds: Sequence[int]) -> list[DrawOutcome]:
         drawn = draw(outcome.seed)
         if (outcome.sections, outcome.reader) != (drawn.sections, drawn.reader):
             raise ConfigError(
-                f"cannot go on with {file}: seed {outcome.seed} draws another config now; {REMEDY}"
+                f"cannot continue {file}: seed {outcome.seed} draws another config now; {REMEDY}"
             )
     return own
 

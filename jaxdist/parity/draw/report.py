@@ -182,7 +182,7 @@ def draw_page(report: Mapping[str, Json]) -> str:
         "",
         f"{len(outcomes)} configs at random, each over {report['steps']} steps against the same "
         f"model on one device, up to 8 fake CPU devices (jax {versions['jax']}, Python "
-        f"{versions['python']}); then its state saved, and loaded by a second plan at random.",
+        f"{versions['python']}). Then its state is saved, and loaded by a second plan at random.",
         "",
         *_bullets([*draw_verdict(outcomes).splitlines(), _replicas(outcomes)]),
         "",

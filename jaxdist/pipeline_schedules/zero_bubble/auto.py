@@ -114,9 +114,9 @@ class _Problem:
         room = int(self.limit / size + _ROOM) if size else self.microbatches
         if room < 1:
             raise ConfigError(
-                f"schedule zb_auto: memory_limit {memory_limit:g} is {self.limit:g} activations on "
-                f"{self.stages} stages, and a single microbatch leaves {size:g} on stage {stage}: "
-                f"allow at least {size / self.unit:g}"
+                f"schedule zb_auto: memory_limit {memory_limit:g} allows {self.limit:g} "
+                f"activations on {self.stages} stages, but a single microbatch leaves {size:g} "
+                f"on stage {stage}: allow at least {size / self.unit:g}"
             )
         return min(room, self.microbatches)
 

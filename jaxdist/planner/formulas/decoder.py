@@ -87,7 +87,7 @@ def plan_refusal(model: Decoder, plan: Plan) -> str | None:
         # without stages; neither form has a formula yet.
         return "no formula prices the gathers of ZeRO 3 in a pipeline"
     if plan.bfloat16_reduction and plan.zero >= 2:
-        return "ZeRO 2 and 3 sum gradients in the compute dtype as it is"
+        return "ZeRO 2 and 3 sum gradients in the compute dtype already"
     return invalid(
         plan.zero, plan.scope, plan.stage > 1, plan.tensor > 1, plan.slices > 1,
         plan.bfloat16_reduction,
@@ -111,7 +111,7 @@ def _indivisible(model: Decoder, plan: Plan) -> str | None:
     if plan.schedule is not None and plan.microbatches < plan.stage:
         return "fewer microbatches than stages"
     if plan.schedule == "interleaved" and plan.microbatches % plan.stage:
-        return "microbatches are no multiple of the stages"
+        return "microbatches are not a multiple of the stages"
     return None
 
 

@@ -33,7 +33,7 @@ from jaxdist.planner.target import Places, Target
 from jaxdist.planner.time import RATES, Seconds, across, gather_seconds
 from jaxdist.trees import flatten_with_names
 
-OTHER_AXES = "what axes tensor and stage would send is known of gpt alone"
+OTHER_AXES = "the bytes of axes tensor and stage are known only for gpt"
 ROWS = (2, 4)
 """The numbers of examples in two traces, whose difference gives the cost of a single example."""
 

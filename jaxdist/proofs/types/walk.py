@@ -76,8 +76,8 @@ class Pass:
         """Report that the sum at a place adds equal values of all devices; return `Wrong`."""
         return self.wrong_at(
             where,
-            f"sums over {self.axis!r} what is whole on every device already: the result is "
-            f"{self.size} times too large",
+            f"sums over {self.axis!r} a value that is already whole on every device: the result "
+            f"is {self.size} times too large",
         )
 
     def undecided(self, eqn: Any, message: str) -> k.Unknown:

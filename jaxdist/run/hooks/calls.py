@@ -33,7 +33,7 @@ def check_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
     for hook in hooks:
         if not isinstance(hook, Hook):
             hint = "an instance, not the class" if isinstance(hook, type) else "a jaxdist.Hook"
-            raise ConfigError(f"{hook!r} is no hook: give {hint}")
+            raise ConfigError(f"{hook!r} is not a hook: give {hint}")
         checked.append(hook)
     return tuple(checked)
 
@@ -124,8 +124,8 @@ class HookCalls:
         except Exception as error:
             raise RunError(
                 f"hook {type(hook).__name__} raised in its {what}, at step {self._step}: "
-                f"{describe_exception(error)}. Fix it or leave it out; --resume continues from the "
-                "newest checkpoint"
+                f"{describe_exception(error)}. Fix it or leave it out; --resume continues from "
+                "the newest checkpoint"
             ) from error
 
     def _asked(self, name: str, reason: str) -> None:

@@ -75,7 +75,7 @@ class Track(Hook):
                 self._warned = True
                 run.say(
                     f"warning: tracker {self.key} failed: {describe_exception(error)}. The run "
-                    "goes on, and its own metrics.jsonl has all records"
+                    "continues, and its own metrics.jsonl has all records"
                 )
             return None
         self._failures = 0

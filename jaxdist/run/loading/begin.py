@@ -60,15 +60,16 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
     if is_model(Path(begin.run)):
         if begin.parts != ("params",) or begin.step is not None:
             raise CheckpointError(
-                f"{begin.run} is a model, of which all parameters are taken: leave out "
-                "checkpoint.begin_with.parts and .step, or make a run of it with `jaxdist import`"
+                f"{begin.run} is a model, which is loaded as a whole: leave out "
+                "checkpoint.begin_with.parts and .step, or make a run of it with `jaxdist "
+                "import`"
             )
         return [f"params/{leaf.name}" for leaf in matched(program, Path(begin.run))]
     names = [name for name in part_names(program, begin.parts) if name != "step"]
     if not directory.is_dir():
         raise CheckpointError(
-            f"{begin.run} is no run with checkpoints, for it has no {directory.name}: give the "
-            "directory that `jaxdist train` printed after the word run"
+            f"{begin.run} is not a run with checkpoints, since it has no {directory.name}: give "
+            "the directory that `jaxdist train` printed after the word run"
         )
     manifests = {manifest.step: manifest for manifest in valid_manifests(directory)}
     step = max(manifests, default=0) if begin.step is None else begin.step

@@ -47,9 +47,9 @@ def check_order(run: RunDirectory, step: int) -> None:
         more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
         raise CheckpointError(
             f"{path} holds parameters in another order than they were trained in "
-            f"({', '.join(found[:_LISTED])}{more}): an earlier jaxdist wrote it, whose ZeRO 3 with "
-            "an explicit reduction misplaced the shards of dims that a second mesh axis splits; "
-            "train the run anew (docs/errata.md says which runs are affected)"
+            f"({', '.join(found[:_LISTED])}{more}). An earlier jaxdist wrote it, whose ZeRO 3 "
+            "with an explicit reduction misplaced shards of dims that a second mesh axis "
+            "splits. Train the run again (docs/errata.md lists which runs are affected)"
         )
 
 

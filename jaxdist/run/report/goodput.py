@@ -36,15 +36,15 @@ def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goo
     directory = RunDirectory(run)
     if not directory.occupied:
         raise RunError(
-            f"{run} is no run directory, for it has no {directory.config.name}: give the one that "
-            "`jaxdist train` printed after the word run"
+            f"{run} is not a run directory, since it has no {directory.config.name}: give the "
+            "directory that `jaxdist train` printed after the word run"
         )
     records = read_metrics(run)
     found = joined_lives(records)
     if found is None:
         raise RunError(
-            f"{run / FILE_NAME} has no records of time (split goodput): the run is of an older "
-            "version, or died before its first step; --resume writes them from then on"
+            f"{run / FILE_NAME} has no records of time (split goodput): an older version wrote "
+            "the run, or it died before its first step; --resume writes them from now on"
         )
     _print(found, records, console)
     proof = read_proof(directory)

@@ -62,12 +62,11 @@ def length_notices(strategy: Lookahead, given: RunSettings) -> tuple[str, ...]:
     if left == total_steps:
         return (
             f"strategy.type lookahead has no effect: the run ends after {total_steps} steps, "
-            f"before the first {strategy.steps} (strategy.steps) are over",
+            f"before the first {strategy.steps} (strategy.steps) are done",
         )
     return (
-        f"strategy.steps {strategy.steps}: the run ends {left} steps after the slow weights moved "
-        "for the last time, and evaluation sees the slow weights, without these steps; train "
-        "for a multiple to end with the slow weights",
+        f"strategy.steps {strategy.steps}: the last {left} steps of the run do not reach the "
+        "slow weights, which evaluation uses; train for a multiple of strategy.steps",
     )
 
 

@@ -86,8 +86,8 @@ class FolderRendezvous:
                 return found[0]
             time.sleep(_PAUSE_SECONDS)
         raise RendezvousError(
-            f"{self.folder / KEEPER} holds {len(found)} files in place of one: something else "
-            "writes there; end all agents and choose an empty directory"
+            f"{self.folder / KEEPER} holds {len(found)} files instead of 1: another program "
+            "writes there; stop all agents and choose an empty directory"
         )
 
     def secret(self) -> bytes:
@@ -114,8 +114,8 @@ class FolderRendezvous:
                     return found
                 time.sleep(_PAUSE_SECONDS)
         raise RendezvousError(
-            f"{path} has {len(found)} bytes in place of {len(own)}: remove it, or give all hosts a "
-            "--token-file"
+            f"{path} has {len(found)} bytes instead of {len(own)}: remove it, or give all hosts "
+            "a --token-file"
         )
 
     def compare_and_swap(self, seen: str, new: str) -> bool:

@@ -114,7 +114,8 @@ def _stuck(
     ]
     return (
         f"schedule {schedule.name} stops after {len(clock)} of {len(present)} tasks: "
-        f"{'; '.join(waits)}. Put the tasks of these stages into an order that can be kept"
+        f"{'; '.join(waits)}. Reorder the tasks of these stages, so that none waits for a later "
+        "task"
     )
 
 

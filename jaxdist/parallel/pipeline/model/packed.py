@@ -130,7 +130,7 @@ def pack_model(
         dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(found)})
         if len(dtypes) > 1:
             raise ConfigError(
-                f"a pipeline of different chunks packs {what} into one array, but they are "
+                f"a pipeline whose chunks differ packs {what} into one array, but they are "
                 f"{' and '.join(dtypes)}: give them one dtype"
             )
     return Packed(embed, tuple(chunks), head, shapes, tuple(boundaries))

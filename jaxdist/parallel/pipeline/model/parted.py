@@ -68,9 +68,9 @@ def plan_parted(
     others = {name: size for name, size in layout.mesh.shape.items() if name not in axes}
     if any(size > 1 for size in others.values()):
         raise ConfigError(
-            f"{', '.join(f'mesh.{name} {size}' for name, size in others.items())} with mesh.stage: "
-            "a model of parts has its parameters in one vector for each chunk, which no other axis "
-            "splits: use those devices for mesh.data, or take mesh.stage away"
+            f"{', '.join((f'mesh.{name} {size}' for name, size in others.items()))} with "
+            "mesh.stage: a model of parts keeps the parameters of a chunk in one vector, which "
+            "only mesh.data splits: move those devices to mesh.data, or leave out mesh.stage"
         )
     ticks, forward = lowered(config, plan.schedule)
     vectors = Cut((1,) * len(plan.layers))

@@ -325,9 +325,9 @@ def plan_pipeline(
         and layout.mesh.devices.flat[0].platform == "cpu"
     ):
         raise ConfigError(
-            f"sharding.rules.{RESIDUAL[1]} {axis} with mesh.stage would wait for ever on CPU: XLA "
-            "permutes sequences within a stage's task, and here a permute waits for the devices of "
-            f"all stages; set sharding.rules.{RESIDUAL[1]}: null (TPU programs may have it)"
+            f"sharding.rules.{RESIDUAL[1]} {axis} with mesh.stage would deadlock on CPU: XLA "
+            "permutes sequences within a stage's task, where a permute waits for the devices of "
+            f"all stages. Set sharding.rules.{RESIDUAL[1]}: null (TPU programs support it)"
         )
     ticks, forward = lowered(config, plan.schedule)
     return Pipeline(model, loss, layout, dims, ticks, forward, Cut(plan.layers))
@@ -348,9 +348,9 @@ def lowered(config: PipelineConfig, schedule: Schedule) -> tuple[Ticks, Ticks]:
             raise
         in_ticks(schedule)  # A schedule that is itself wrong raises its own error here.
         raise ConfigError(
-            f"parallel.pipeline.ahead: with {schedule.microbatches} microbatches, {schedule.name} "
-            "does not allow stages to run their forward tasks ahead, for some would wait for each "
-            "other; set it to false, or change train.microbatches"
+            f"parallel.pipeline.ahead: with {schedule.microbatches} microbatches, "
+            f"{schedule.name} does not allow stages to run their forward tasks ahead, since some "
+            "would wait for each other; set it to false, or change train.microbatches"
         ) from error
     return trained, in_ticks(evaluated)
 

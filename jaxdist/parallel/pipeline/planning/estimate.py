@@ -94,8 +94,8 @@ def _check_output(part: int, x: object, rows: Mapping[str, jax.ShapeDtypeStruct]
     shape = getattr(x, "shape", ())
     if shape[:1] != (count,):
         raise ConfigError(
-            f"part {part} of the model gave {type(x).__name__} {[*shape]} for {count} examples: a "
-            "part gives one array with a row for each of them"
+            f"part {part} of the model gave {type(x).__name__} {[*shape]} for {count} examples: "
+            "each part must return one array with a row for each example"
         )
 
 

@@ -322,12 +322,13 @@ class _Problem:
     def no_room(self, caps: Sequence[float]) -> str:
         everything = self.state[-1] + self.layers.first_bytes + self.layers.last_bytes
         return (
-            f"partition: no cut of {self.size} layers into {self.chunks} chunks fits the memory: "
-            f"states alone take {everything / 1e9:.4g} GB, {len(caps)} stages have "
-            f"{sum(caps) / 1e9:.4g} GB (the smallest {min(caps) / 1e9:.4g} GB), and up to "
-            f"{max(self.live):g} microbatches keep {self.activations[-1] / 1e9:.4g} GB of "
-            "activations each over all layers: use more stages, recomputation, a schedule that "
-            "keeps fewer activations, or smaller microbatches"
+            f"partition: no cut of {self.size} layers into {self.chunks} chunks fits the memory. "
+            f"{len(caps)} stages have {sum(caps) / 1000000000.0:.4g} GB (the smallest "
+            f"{min(caps) / 1000000000.0:.4g} GB), and states alone take "
+            f"{everything / 1000000000.0:.4g} GB. Over all layers, each of up to "
+            f"{max(self.live):g} microbatches keeps {self.activations[-1] / 1000000000.0:.4g} GB "
+            "of activations. Use more stages, recomputation, a schedule that keeps fewer "
+            "activations, or smaller microbatches"
         )
 
 

@@ -102,15 +102,17 @@ class ChunkPlan:
         )
         if self.parted:
             return (
-                f"parts of unlike shapes lie on the stages: each stage stores all parameters "
-                f"({held / 1e6:.4g} MB on a device, and their optimizer state, which ZeRO splits), "
-                "and a step packs those that each chunk needs, which its stage alone computes with",
+                "the stages have parts of different shapes, so that each stage stores all "
+                f"parameters ({held / 1000000.0:.4g} MB on a device) and their optimizer state, "
+                "which ZeRO splits. In a step each stage packs and computes with those of its "
+                "own chunks",
             )
         return (
             f"{layers} layers do not divide by {stages} stages, so that each stage stores all of "
-            f"them: {held / 1e6:.4g} MB of parameters on a device, of which it computes with about "
-            f"{held / stages / 1e6:.4g}, as many gradients, and their optimizer state (ZeRO splits "
-            f"that); layers in a multiple of {stages} are stored where they are computed",
+            f"them. A device holds {held / 1000000.0:.4g} MB of parameters, of which it computes "
+            f"with about {held / stages / 1000000.0:.4g}, their gradients and their optimizer "
+            f"state (ZeRO splits that). A multiple of {stages} layers would be stored only where "
+            "they are computed",
         )
 
 
@@ -159,7 +161,7 @@ def stages_of(mesh: Mesh) -> int:
       ConfigError: the axis spans two networks.
     """
     if mesh_axis_size(mesh, AXIS) > 1 and AXIS not in mesh.shape:
-        raise ConfigError("mesh.stage lies over two networks, and stages are one axis: give a size")
+        raise ConfigError("mesh.stage has two networks, but stages form one axis: give it one size")
     return mesh_axis_size(mesh, AXIS)
 
 
@@ -186,8 +188,8 @@ def _check_counts(
         if chunks > stages:
             fewer += f", or fewer chunks a stage ({chunks // stages} now)"
         raise ConfigError(
-            f"{layers} {what} cannot fill {where}, each of which needs one: use {chunks} {what} or "
-            f"more, or {fewer}"
+            f"{layers} {what} cannot fill {where}, each of which needs at least 1: use {chunks} "
+            f"{what} or more, or {fewer}"
         )
     if given is not None and (len(given) != chunks or sum(given) != layers):
         raise ConfigError(
@@ -203,7 +205,7 @@ def _layers(model: Functional, stages: int) -> tuple[int, bool]:
     if jax.tree.leaves(model.buffers):
         raise ConfigError(
             f"{where} keeps buffers (such as batch statistics), which no stage could update for "
-            "the others; take mesh.stage away"
+            "the others; leave out mesh.stage"
         )
     missing = [name for name in ("embed", "trunk", "head") if not hasattr(made, name)]
     counts = {
@@ -214,9 +216,9 @@ def _layers(model: Functional, stages: int) -> tuple[int, bool]:
     if hasattr(made, "parts"):
         return len(made.parts()), True
     raise ConfigError(
-        f"{where} has no blocks to share out over stages: it needs one stack of layers (made by "
-        "jaxdist.models.layers.stack or nnx.vmap, run by one scan), and methods embed, trunk and "
-        "head, as a jaxdist.models.layers.Stacked has them (missing: "
-        f"{', '.join(missing) or f'it has {len(counts)} such stacks'}); or a method parts, which "
-        "returns the functions that it is, one after another; or take mesh.stage away"
+        f"{where} has no blocks to divide among stages. It needs one stack of layers (made by "
+        "jaxdist.models.layers.stack or nnx.vmap, run by one scan), and the methods embed, "
+        "trunk and head of jaxdist.models.layers.Stacked (missing: "
+        f"{', '.join(missing) or f'it has {len(counts)} such stacks'}). Or give it a method "
+        "parts, which returns its functions in order, or leave out mesh.stage"
     )

@@ -52,8 +52,8 @@ def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, RunRecords
     directory = RunDirectory(run)
     if not directory.occupied:
         raise RunError(
-            f"{run} is no run directory, for it has no {directory.config.name}: give the one that "
-            "`jaxdist train` printed after the word run"
+            f"{run} is not a run directory, since it has no {directory.config.name}: give the "
+            "directory that `jaxdist train` printed after the word run"
         )
     records = RunRecords()
     if (run / FILE_NAME).exists():

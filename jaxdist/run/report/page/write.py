@@ -84,8 +84,8 @@ def write_page(
         points //= 2
         if points < _FEWEST_POINTS:
             raise RunError(
-                f"a page of {len(runs)} runs has {len(page):,} bytes, and more than "
-                f"{MOST_BYTES:,} are too many for one page: give fewer runs"
+                f"a page of {len(runs)} runs has {len(page):,} bytes, more than the limit of "
+                f"{MOST_BYTES:,}: give fewer runs"
             )
     temporary = file.with_name(file.name + ".tmp")
     try:

@@ -85,13 +85,13 @@ def test_stages_send_the_largest_boundary_and_gather_vectors(devices):
         (lambda: cnn({"stage": 2}, {"layers": [4]}),
          r"layers \[4\] are 1 counts that add up to 4, for 2 chunks .* and 4 parts"),
         (lambda: cnn({"stage": 2, "tensor": 2}),
-         r"mesh\.tensor 2 with mesh\.stage: a model of parts .*use those devices for mesh\.data"),
+         r"mesh\.tensor 2 with mesh\.stage: a model of parts .*move those devices to mesh\.data"),
         (lambda: tied({"stage": 2}, table="bfloat16"), "parameters .* bfloat16 and float32: give"),
         (lambda: tied({"stage": 2}, {"layers": [3, 1]}, fault="dtype"),
          "activations between chunks .* bfloat16 and float32: give them one dtype"),
         (lambda: tied({"stage": 2}, fault="rows"), r"part 2 of the model gave .* \[1, 16\] for 16"),
         (lambda: tied({"stage": 2}, fault="tuple"), r"part 2 of the model gave tuple \[\] for 16"),
-        (lambda: tied({"stage": 2}, fault="buffers"), "Tied keeps buffers .* take mesh.stage away"),
+        (lambda: tied({"stage": 2}, fault="buffers"), "Tied keeps buffers .* leave out mesh.stage"),
     ],
 )  # fmt: skip
 def test_what_parts_cannot_be_is_refused(made, message, devices):

@@ -72,7 +72,7 @@ def test_a_cut_is_explained_and_what_it_stores_is_told(devices):
     blocks = made.program.model.params["blocks"]
     (notice,) = made.notices
     assert notice.startswith("6 layers do not divide by 4 stages, so that each stage stores all")
-    assert f"{tree_bytes(blocks) / 1e6:.4g} MB of parameters on a device" in notice
+    assert f"{tree_bytes(blocks) / 1e6:.4g} MB of parameters, of which" in notice
     for leaf in jax.tree.leaves(made.program.state_shapes.params["blocks"]):
         assert leaf.sharding.shard_shape(leaf.shape) == leaf.shape
 
