@@ -243,7 +243,7 @@ TWO = {"data": {"dcn": 2, "ici": 4}}
         ({"data": 8}, {"embed": "data"}, {"reduce": RING},
          r"type ring with sharding\.rules\.embed, which splits w over data: .* rule to null"),
         ({"data": 4, "stage": 2}, {"embed": "data"}, {},
-         r"mesh \{data: 4, stage: 2\} with sharding\.rules\.embed, .*; .* take mesh\.stage away"),
+         r"mesh \{data: 4, stage: 2\} with sharding\.rules\.embed, .*; .* leave out mesh\.stage"),
         ({"data": 8}, None, {"reduce": HIERARCHICAL},
          r"type hierarchical with mesh \{data: 8\}: .* \{dcn: D, ici: I\}, or .*type: ring"),
         (TWO, None,

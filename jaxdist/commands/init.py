@@ -37,7 +37,7 @@ def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
             not target.is_file() or target.read_bytes() != source.read_bytes()
         ):
             raise ConfigError(
-                f"{target} is there already, and differs from the shipped "
+                f"{target} exists already, and differs from the shipped "
                 f"{shipped_name(source)}: move it away, or give another folder with --to"
             )
     for source in needed:

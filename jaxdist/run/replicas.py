@@ -61,9 +61,7 @@ class CompareReplicas(LoopHook):
         saved = self.store.steps()
         self.writer.write(step, numbers(found), split=REPLICAS)
         last = (
-            "from step 0, since there is no checkpoint"
-            if saved
-            else "from its beginning, as nothing is saved"
+            f"from checkpoint {saved[-1]}" if saved else "from step 0, since there is no checkpoint"
         )
         raise SuspectStateError(
             f"replicas differ at step {step}: {what}",

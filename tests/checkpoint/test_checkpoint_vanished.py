@@ -98,7 +98,7 @@ def test_directories_that_the_writer_of_arrays_made_anew_are_no_checkpoint(
             PermissionError(13, "Permission denied"),
             r"can no longer be used \(PermissionError.*13",
         ),
-        (MemoryError(), r"saving step 2 in .*checkpoints did not end"),
+        (MemoryError(), r"saving step 2 in .*checkpoints did not finish"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -93,8 +93,8 @@ def test_what_a_checkpoint_lacks_of_a_part_is_named_with_the_remedy() -> None:
     [
         ({"parts": []}, ["parts = []"]),
         ({"parts": ["params/"]}, ["parts", "'params/' is not a path: write names joined by '/'"]),
-        ({"parts": ["!"]}, ["'!' is no path"]),
-        ({"parts": ["params / x"]}, ["'params / x' is no path"]),
+        ({"parts": ["!"]}, ["'!' is not a path"]),
+        ({"parts": ["params / x"]}, ["'params / x' is not a path"]),
         ({"begin_with": {"parts": ["params"]}}, ["begin_with.run", "required"]),
         ({"begin_with": {"run": ""}}, ["begin_with.run = ''"]),
         ({"begin_with": {"run": "runs/x", "parts": ["a//b"]}}, ["begin_with.parts", "'a//b' is"]),

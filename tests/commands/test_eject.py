@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -43,6 +45,12 @@ DIGITS_CASES = {
     ],
     "sgd": ["optim={type: sgd, learning_rate: 0.1, nesterov: true, weight_decay: 0.01}"],
     "lamb": ["optim={type: lamb, learning_rate: 0.01, schedule: {type: linear}}"],
+    "cnn": [
+        "model={type: cnn, channels: [4, 8], hidden: 16}",
+        "loss={type: classification, label_smoothing: 0.1}",
+        "mesh={data: 4, tensor: 2}",
+        "parallel.zero={stage: 2, whole_below: 256}",
+    ],
     "tensor": ["mesh={data: 4, tensor: 2}"],
     "zero 1": ["parallel.zero.stage=1"],
     "zero 2": ["parallel.zero.stage=2"],
@@ -125,6 +133,22 @@ def test_plans_and_optimizers_of_a_decoder(overrides: list[str], tmp_path: Path)
     check(GPT, [*SMALL, *overrides], tmp_path)
 
 
+@pytest.mark.full
+def test_a_decoder_in_bfloat16(tmp_path: Path) -> None:
+    """XLA must round where the programs say so: by default it leaves some roundings out."""
+    narrow = [*SMALL, "model.compute_dtype=bfloat16", "parallel.zero.stage=3"]
+    script = "import sys, pathlib, test_eject as t; t.check(t.GPT, sys.argv[2:], pathlib.Path(sys.argv[1]))"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_allow_excess_precision=false"
+    places = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), *narrow],
+        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": places},
+        check=True,
+        cwd=ROOT,
+        timeout=300,
+    )
+
+
 def test_nothing_stands_there_for_other_configs() -> None:
     text = eject(DIGITS)
     assert "#:" not in text
@@ -151,20 +175,25 @@ def test_what_it_cannot_write_is_refused_at_once() -> None:
 @pytest.mark.parametrize(
     ("path", "overrides", "message"),
     [
-        (DIGITS, [RING, "parallel.zero.stage=1"], "parallel.reduce with parallel.zero: it can one"),
+        (DIGITS, [RING, "parallel.zero.stage=1"], "parallel.reduce with parallel.zero: choose one"),
         (
             DIGITS,
             ["model={type: import, path: 'my:build'}", "loss={type: import, path: 'my:loss'}"],
-            "your own model is not written",
+            "your own model cannot be written",
         ),
         (DIGITS, ["train.microbatches=2"], "train.microbatches: 2 without mesh.stage"),
-        (DIGITS, ["mesh={stage: 2, data: 4}"], "mesh.stage with model.type mlp: it can gpt"),
+        (DIGITS, ["mesh={stage: 2, data: 4}"], "mesh.stage with model.type mlp (supported: gpt)"),
+        (
+            GPT,
+            [*SMALL, *PIPELINE, "model.compute_dtype=bfloat16"],
+            "mesh.stage with model.compute_dtype: bfloat16",
+        ),
         (DIGITS, ["optim={type: sgd, learning_rate: 0.1, momentum: 0}"], "optim.momentum: 0.0"),
         (DIGITS, ["optim.skip_spikes={}"], "optim.skip_spikes: set"),
         (GPT, ["data.heldout_fraction=0"], "data.heldout_fraction: 0.0"),
         (GPT, ["data.files=['*.md']"], "or let jaxdist read the data: --keep data"),
         (GPT, ["checkpoint.begin_with={run: runs/other}"], "checkpoint.begin_with.run: runs/other"),
-        (DIGITS, ["parallel.zero={stage: 1, whole_below: 0}"], "would be filled up to divide"),
+        (DIGITS, ["parallel.zero={stage: 1, whole_below: 0}"], "would need padding to divide"),
         (
             GPT,
             [*SMALL, *PIPELINE, "model.layers=5"],
@@ -191,7 +220,7 @@ def test_data_that_jaxdist_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("mine")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         eject(DIGITS, out=file)
     with pytest.raises(ConfigError, match="cannot be written"):
         eject(DIGITS, out=tmp_path / "no" / "mine.py")

@@ -162,7 +162,7 @@ def test_a_csv_file_says_its_sizes_itself(console, tmp_path):
     assert (
         pipelines.show_schedule("csv", [f"path={path}"], stages=4, console=console).makespan == 33
     )
-    with pytest.raises(ConfigError, match=r"mine.csv: it is for 8 microbatches, the run has 16"):
+    with pytest.raises(ConfigError, match=r"mine.csv: it has 8 microbatches, but the run has 16"):
         pipelines.show_schedule(str(path), microbatches=16, console=console)
 
 

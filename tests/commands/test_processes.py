@@ -192,7 +192,7 @@ def test_who_waits_in_vain_says_for_whom(jaxdist: Jaxdist) -> None:
     alone = ["--coordinator", address, "--num-processes", 3, "--process-id", 0]
     ended = jaxdist.train(*alone, "--join-timeout", 1)
     assert (ended.code, ended.out, ended.err.count("\n")) == (3, "", 1), ended
-    told = f"error: 1 of 3 processes came to {address} within 1 s; missing: 1, 2. "
+    told = f"error: 1 of 3 processes joined {address} within 1 s; missing: 1, 2. "
     assert ended.err.startswith(told)
     assert "or wait longer with --join-timeout SECONDS" in ended.err
     assert not (jaxdist.folder / "runs").exists()

@@ -306,7 +306,7 @@ def test_the_program_for_a_tpu_sends_as_few():
             CLASSIC,
             "unbiased",
         ),
-        (Chain(first=RandomK(scaled=True), then=Sign()), CLASSIC, "several times as large"),
+        (Chain(first=RandomK(scaled=True), then=Sign()), CLASSIC, "scales up the elements"),
         (
             PerParameter(rules=(CodecRule(pattern="kernels", codec=Sign()),), otherwise=Sign()),
             CLASSIC,

@@ -273,5 +273,5 @@ def test_batches_larger_than_the_machine_are_refused_before_one_is_read() -> Non
     examples = 2**20
     source = ArraySource(x=np.broadcast_to(np.uint8(0), (examples, 10**7)))
     loader = _loader(source, examples)
-    with pytest.raises(DataError, match=r"3 batches of 1,048,576 examples of 10.0 MB are 31,457"):
+    with pytest.raises(DataError, match=r"3 batches of 1,048,576 examples of 10.0 MB need 31,457"):
         loader.batches()

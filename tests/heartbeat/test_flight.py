@@ -91,7 +91,7 @@ def test_who_is_the_last_at_each_step():
     (slow,) = find_slow([flight(0), flight(1), flight(2), flight(3, behind=10.5)])
     assert (slow.process, slow.least) == (3, True)
     assert slow.ratio == pytest.approx(STEP / (STEP - 10), rel=0.02)
-    assert slow.why.startswith("the last at 100% of the steps, by 9.97 ms of 50")
+    assert slow.why.startswith("it came last at 100% of the steps, by 9.97 ms of 50")
 
 
 def test_too_little_is_known_of_some():

@@ -168,7 +168,7 @@ def test_what_begins_in_one_tick_is_waited_for_in_the_next():
     ("module", "taken", "said"),
     [
         (ticked({}, ticks=4), lockstep(), "0 loops of the program have branches"),
-        (ticked(COSTS, ticks=5), lockstep(), "loop has 5 turns, not 4"),
+        (ticked(COSTS, ticks=5), lockstep(), "loop has 5 passes, not 4"),
         (
             ticked({"forward": (0, 3, 4), "backward": (0, 7, 4)}, ticks=4),
             lockstep(),

@@ -101,9 +101,9 @@ def test_a_loop_of_unknown_length_is_said_loudly():
 
 
 def test_a_schedule_that_is_not_in_the_program_is_said_loudly():
-    time = dataclasses.replace(TIME, unmatched="the program's loop has 7 turns, not 8")
+    time = dataclasses.replace(TIME, unmatched="the program's loop has 7 passes, not 8")
     text = " ".join(printed(inspection(step_time=time)).split())
-    assert "NOT THE PIPELINE'S STEP: the program's loop has 7 turns, not 8" in text
+    assert "NOT THE PIPELINE'S STEP: the program's loop has 7 passes, not 8" in text
     assert "With the cheapest branches 8 s." in text
 
 

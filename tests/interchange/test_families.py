@@ -65,15 +65,15 @@ REFUSED = [
     ({"model_type": "bert"}, r"model_type 'bert' is not a known architecture \(there is no model"),
     ({"model_type": "lama"}, r"did you mean 'llama'\? \(allowed: llama, mistral"),
     ({}, r"model_type 'None' is not a known architecture; allowed: llama.* --table FILE"),
-    ({**CONFIGS["llama"], "hidden_act": "relu"}, r"hidden_act is 'relu', and .* 'silu'"),
+    ({**CONFIGS["llama"], "hidden_act": "relu"}, r"hidden_act is 'relu', but .* 'silu'"),
     ({"model_type": "llama"}, r"lacks num_hidden_layers, hidden_size"),
     (
         {**CONFIGS["llama"], "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-        r"rotary positions of type 'yarn' are not computed",
+        r"does not compute rotary positions of type 'yarn'",
     ),
     (
         {**CONFIGS["qwen2"], "layer_types": ["full_attention", "sliding_attention"]},
-        r"layer_types has full_attention, sliding_attention, and all layers",
+        r"layer_types has full_attention, sliding_attention, but all layers",
     ),
     (
         {

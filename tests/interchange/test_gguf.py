@@ -169,7 +169,7 @@ def test_damaged_files_are_one_message_each(tmp_path):
         (raw[:60], r"is a truncated or malformed GGUF file"),
         (raw[:24] + b"\xff" * 8 + raw[32:], r"is a truncated or malformed GGUF file"),
         (raw[:4] + struct.pack("<I", 1) + raw[8:], r"is GGUF of version 1; 2 and 3 are read"),
-        (raw[:at] + struct.pack("<I", 19) + raw[at + 4 :], r"the quantization number 19, which is"),
+        (raw[:at] + struct.pack("<I", 19) + raw[at + 4 :], r"the unknown quantization number 19"),
     ]
     for damaged, words in cases:
         file.write_bytes(damaged)

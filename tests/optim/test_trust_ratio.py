@@ -228,7 +228,7 @@ def update(transform, params=None):
             {"layer_dims": {"head": None}},
             "layer_dims must be a tree with the structure of the param",
         ),
-        ({"specs": {"head": P()}}, "specs must be a tree with the structure of the paramure"),
+        ({"specs": {"head": P()}}, "specs must be a tree with the structure of the param"),
         ({"decay_mask": lambda p: jax.tree.map(lambda _: False, p)}, "decay_mask matches none of"),
         ({"adapt_mask": {"nothing": True}}, "adapt_mask does not fit the parameters"),
         (

@@ -259,7 +259,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("reduction", {"data": 2}, {"reduce": {"type": "ring"}}, "an order of their own"),
     ("messages", {"data": 2}, {"compression": {"type": "sign"}}, "set parallel.compression: null"),
     ("ici", TWO, {"zero": {"stage": 1, "scope": "ici"}}, "zero.scope: all"),
-    ("tensor and zero", {"data": 2, "tensor": 2}, {"zero": {"stage": 1}}, "the norm of gradients"),
+    ("tensor and zero", {"data": 2, "tensor": 2}, {"zero": {"stage": 1}}, "have a norm that"),
     ("second copy", TWO, {"zero": {"stage": 3, "secondary": True}}, "no second copy"),
 ]  # fmt: skip
 

@@ -40,7 +40,7 @@ def test_a_right_one_passes():
 
 BROKEN = {
     "nothing": ({"microbatches": 0}, r"mine: 2 stages, 2 chunks, 0 microbatches"),
-    "chunk off the stages": ({"placement": (0, 2)}, r"chunk 1 lies on stage 2, .* 0 to 1"),
+    "chunk off the stages": ({"placement": (0, 2)}, r"chunk 1 is on stage 2, .* 0 to 1"),
     "idle stage": ({"placement": (0, 0)}, r"stage 1 of 2 holds no chunk"),
     "unknown chunk": (["0F0 0B0", "1F0 1B0 2F0"], r"stage 1, place 2: 2F0 is unknown: .* 0 to 1"),
     "unknown microbatch": (["0F0 0B0 0F3", "1F0 1B0"], r"stage 0, place 2: 0F3 is unknown"),

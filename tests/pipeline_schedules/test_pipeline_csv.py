@@ -69,12 +69,12 @@ WRONG = {
     "negative": (text((1, 1, "-0F0")), r"row 1, column 1: '-0F0' is not a task"),
     "too large": (text((1, 1, "0F" + "9" * 30)), r"row 1, column 1: '0F9+' is not a task"),
     "bad pair": (text((1, 1, "(0F0;q)OVERLAP_F_B")), r"row 1, column 1: '\(0F0;q\)OVERLAP_F_B'"),
-    "missing": (text((2, 4, "")), r"row 2 lacks 1F1: microbatches 0 to 1 .* add 1F1, or take .* 1"),
-    "missing half": (text((2, 3, "1I0")), r"row 2 lacks 1W0: .* take microbatch 0 out"),
+    "missing": (text((2, 4, "")), r"row 2 lacks 1F1: all microbatches, 0 to 1: add 1F1, or"),
+    "missing half": (text((2, 3, "1I0")), r"row 2 lacks 1W0: .* remove microbatch 0"),
     "twice": (text((1, 3, "0F1")), r"row 1, column 3: 0F1 repeats row 1, column 2"),
     "two rows": (
         text((2, 1, "0F0")),
-        r"row 2, column 1: 0F0: chunk 0 lies on row 1 \(0F0 in column 1\).*: move it to row 1",
+        r"row 2, column 1: 0F0: chunk 0 is on row 1 \(0F0 in column 1\).*: move it to row 1",
     ),
     "no such chunk": (
         text().replace("1F", "2F").replace("1B", "2B"),

@@ -149,9 +149,9 @@ def test_config_csv(tmp_path):
     write_csv(one_f_one_b(4, 8), path)
     config = CONFIG.validate_python({"type": "csv", "path": str(path)})
     assert config.build(4, 8).rows == one_f_one_b(4, 8).rows
-    with pytest.raises(ConfigError, match=r"mine.csv: it is for 4 stages, the run has 2"):
+    with pytest.raises(ConfigError, match=r"mine.csv: it has 4 stages, but the run has 2"):
         config.build(2, 8)
-    with pytest.raises(ConfigError, match=r"mine.csv: it is for 8 microbatches, the run has 16"):
+    with pytest.raises(ConfigError, match=r"mine.csv: it has 8 microbatches, but the run has 16"):
         config.build(4, 16)
 
 

@@ -69,7 +69,7 @@ def test_numbers_go_on_from_target_to_target(jaxdist: Jaxdist) -> None:
     assert f"Memory of each {second['target']['device']}" in done.out
     refused = jaxdist.here("plan", "config.yaml", *BOTH, "--explain", 5)
     assert refused.code == 2
-    assert "4 plans are printed for 2 targets; give 1 to 4, or one --on alone" in refused.message
+    assert "4 plans are printed for 2 targets; give 1 to 4, or a single --on" in refused.message
 
 
 def test_a_target_on_which_nothing_fits_does_not_hide_the_others(jaxdist: Jaxdist) -> None:

@@ -79,7 +79,7 @@ def test_a_killed_run_has_a_report_and_its_lives_are_joined(jaxdist: Jaxdist) ->
 def test_nothing_to_report(trained: Jaxdist) -> None:
     nowhere = trained.here("report", "runs/other")
     assert nowhere.code in (2, 3)
-    assert "runs/other is no run directory" in nowhere.message
+    assert "runs/other is not a run directory" in nowhere.message
     file = trained.run / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(line for line in lines if f'"{SPLIT}"' not in line))

@@ -171,7 +171,7 @@ def test_the_schedule_of_a_pipeline(tmp_path: Path) -> None:
 
 
 def test_bad_input(tmp_path: Path, jaxdist: Jaxdist) -> None:
-    with pytest.raises(RunError, match="nowhere is no run directory"):
+    with pytest.raises(RunError, match="nowhere is not a run directory"):
         write_page([tmp_path / "nowhere"], tmp_path / "page.html", [NO_PROGRAM])
     empty = made(tmp_path / "empty", [])
     assert written(tmp_path, empty)["runs"][0]["curves"] == []

@@ -164,7 +164,7 @@ WRONG = [
     ({**model("Model"), "loss": None}, "an imported model needs a loss"),
     (loss("loss_not_reduced"), "the loss returned DynamicJaxprTracer (64, 10) for 'loss'"),
     (loss("loss_nothing"), "the loss returned NoneType"),
-    (loss("loss_misnamed"), "the loss returned ['nll'], without 'loss'"),
+    (loss("loss_misnamed"), "the loss returned ['nll'], without the key 'loss'"),
     (loss("loss", args={"beta": 1}), "got an unexpected keyword argument 'beta'"),
     ({"loss": {"type": "import", "path": "mime:loss"}}, "there is no module 'mime'"),
     ({"loss": {"type": "import", "path": "mine.loss"}}, "expected 'package.module:name'"),

@@ -88,7 +88,7 @@ def test_those_who_miss_are_named_to_all() -> None:
     outcomes = [program.start(index).join for index in (0, 2)]
     said = [outcome() for outcome in outcomes]
     assert said[0] is not None
-    assert said[0].startswith(f"RunError: 2 of 5 processes came to {program.address} within 1 s")
+    assert said[0].startswith(f"RunError: 2 of 5 processes joined {program.address} within 1 s")
     assert "missing: 1, 3, 4. See" in said[0]
     assert "--join-timeout SECONDS" in said[0]
     assert said[1] == said[0]

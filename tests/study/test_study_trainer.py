@@ -116,7 +116,7 @@ def test_what_cannot_be_trained_is_refused_before_the_first_run(config: Path) ->
 def test_a_batch_that_changes_within_a_run_is_refused(config: Path) -> None:
     ramp = "{start_batch_size: 32, increment: 32, ramp_examples: 512}"
     trainer = Trainer(config, [f"train.batch_ramp={ramp}"])
-    with pytest.raises(ConfigError, match=r"tiny\.yaml: its runs change the batch size (32, 64"):
+    with pytest.raises(ConfigError, match=r"tiny\.yaml: its runs change the batch size \(32, 64"):
         trainer.check([Trial("sgd", 64, 0, 1.0, 0)])
 
 

@@ -123,18 +123,18 @@ def test_narrow_parameters_without_a_master_copy_are_told():
     (notice,) = experiment(**given).notices
     assert "parameter b and 1 more is bfloat16 without a float32 copy" in notice
     assert "smaller than 0.0039 of a value" in notice
-    assert "set optim.master_weights: bfloat16" in notice
+    assert "Set optim.master_weights: bfloat16" in notice
     masters = {**DIGITS["optim"], "master_weights": "bfloat16"}
     assert experiment(**given, optim=masters).notices == ()
 
 
 def test_parts_of_a_state_must_hold_what_is_evaluated():
     parts = {"checkpoint": {"parts": ["params"]}}
-    with pytest.raises(ConfigError, match="do not hold opt_state, from which optim has the"):
+    with pytest.raises(ConfigError, match="do not hold opt_state, from which optim computes the"):
         experiment(**optim(**FREE), **parts)
     whole = {"checkpoint": {"parts": ["params", "opt_state"]}}
     assert experiment(**optim(**FREE), **whole)
-    with pytest.raises(ConfigError, match="do not hold outer, from which strategy has the"):
+    with pytest.raises(ConfigError, match="do not hold outer, from which strategy computes the"):
         experiment(strategy={"type": "lookahead"}, **parts)
 
 

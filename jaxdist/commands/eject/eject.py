@@ -67,7 +67,7 @@ def _write(text: str, out: Path) -> None:
         with out.open("x") as file:  # do not overwrite a file that a user may have edited
             file.write(text)
     except FileExistsError as error:
-        raise ConfigError(f"{out} is there already; move it away, or give another --out") from error
+        raise ConfigError(f"{out} exists already; move it away, or give another --out") from error
     except OSError as error:
         raise ConfigError(
             f"{out} cannot be written: {error.strerror}; give another --out"

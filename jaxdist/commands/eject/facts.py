@@ -14,9 +14,10 @@ from jaxdist.commands.eject.assemble import Name
 from jaxdist.commands.eject.timeline import slots_of, timeline
 from jaxdist.data.images.dataset import ImagesConfig
 from jaxdist.data.text.dataset import TextConfig
-from jaxdist.experiment import Experiment
+from jaxdist.experiment import Experiment, ExperimentConfig
 from jaxdist.mesh import mesh_axis_size
 from jaxdist.models.gpt import GptConfig
+from jaxdist.models.images.cnn import CnnConfig
 from jaxdist.models.images.mlp import MlpConfig
 from jaxdist.optim.batch_scaling import scale
 from jaxdist.optim.build import AdamWConfig, SgdConfig
@@ -74,13 +75,8 @@ def _data(facts: FileContents, experiment: Experiment, kept: bool) -> None:
 def _model(facts: FileContents, experiment: Experiment) -> None:
     config, params = experiment.config, experiment.program.model.params
     model = config.model
-    if isinstance(model, MlpConfig):
-        kernels = [layer["kernel"].shape for layer in own_tree(params)]
-        smoothing = getattr(config.loss, "label_smoothing", 0.0)
-        facts.pieces.append("mlp")
-        facts.values["SIZES"] = (kernels[0][0], *(shape[1] for shape in kernels))
-        facts.values["LABEL_SMOOTHING"] = smoothing
-        facts.flag(smoothing=smoothing)
+    if isinstance(model, MlpConfig | CnnConfig):
+        _images(facts, config, own_tree(params))
         return
     assert isinstance(model, GptConfig)
     facts.pieces.append("gpt")
@@ -101,10 +97,28 @@ def _model(facts: FileContents, experiment: Experiment) -> None:
         window=model.attention_window,
         untied=not model.tied_head,
         remat=model.remat == "full",
+        narrow=model.compute_dtype == "bfloat16",
         unroll=model.scan_unroll > 1,
         stacked=True,
         tensor=mesh_axis_size(experiment.layout.mesh, "tensor") > 1,
     )
+
+
+def _images(facts: FileContents, config: ExperimentConfig, params: PyTree) -> None:
+    smoothing = getattr(config.loss, "label_smoothing", 0.0)
+    facts.pieces.append(config.model.type)
+    facts.values["LABEL_SMOOTHING"] = smoothing
+    facts.flag(smoothing=smoothing)
+
+    def sizes(layers: list[Any]) -> tuple[int, ...]:
+        shapes = [layer["kernel"].shape for layer in layers]
+        return (shapes[0][-2], *(shape[-1] for shape in shapes))
+
+    if isinstance(config.model, CnnConfig):
+        facts.values["CHANNELS"] = sizes(params["convolutions"])
+        facts.values["WIDTHS"] = sizes([params["hidden"], params["output"]])
+    else:
+        facts.values["SIZES"] = sizes(params)
 
 
 def _rate(facts: FileContents, experiment: Experiment) -> None:
@@ -209,9 +223,17 @@ def _pipeline(facts: FileContents, experiment: Experiment) -> None:
 
 
 def own_tree(tree: PyTree) -> PyTree:
-    """Convert a parameter tree to the file's form, in which an MLP is a list of layers."""
-    layers = tree.get("layers") if isinstance(tree, dict) else None
-    return tree if layers is None else [layers[str(i)] for i in range(len(layers))]
+    """Convert a parameter tree to the file's form, in which layers of one kind are a list."""
+
+    def listed(layers: PyTree) -> list[PyTree]:
+        return [layers[str(i)] for i in range(len(layers))]
+
+    match tree:
+        case {"layers": layers}:
+            return listed(layers)
+        case {"convolutions": convolutions}:
+            return {**tree, "convolutions": listed(convolutions)}
+    return tree
 
 
 def _specs(shardings: PyTree) -> PyTree:

@@ -13,8 +13,8 @@ from jaxdist.mesh import mesh_axis_size
 
 WRITTEN = (
     "seed", "mesh.data", "mesh.tensor", "mesh.stage", "mesh.fake_devices",
-    "model.hidden", "model.layers", "model.embed", "model.heads", "model.head_size",
-    "model.kv_heads", "model.mlp", "model.vocab_multiple", "model.tied_head", "model.rope_theta",
+    "model.hidden", "model.channels", "model.layers", "model.embed", "model.heads",
+    "model.head_size", "model.kv_heads", "model.mlp", "model.vocab_multiple", "model.tied_head", "model.rope_theta",
     "model.attention_window", "model.scan_unroll",
     "loss.label_smoothing",
     "data.window", "data.heldout_fraction",
@@ -31,8 +31,9 @@ BESIDE = ("eval.every", "checkpoint.*", "run.*", "energy.*", "train.prefetch")
 NOT_BESIDE = ("checkpoint.begin_with*",)
 """Exceptions from `BESIDE`: these settings change the initial parameters."""
 CHOICES: dict[str, tuple[object, ...]] = {
-    "model.type": ("mlp", "gpt"),
+    "model.type": ("mlp", "cnn", "gpt"),
     "model.attention": ("plain",),
+    "model.compute_dtype": ("bfloat16",),
     "model.remat": ("full",),
     "loss.type": ("classification", "next_token"),
     "data.type": ("images", "text"),
@@ -62,17 +63,17 @@ def check_ejectable(config: ExperimentConfig, *, keeps_data: bool) -> None:
     problems = [line for path, value in given if (line := _problem(path, value))]
     problems += [f"  {text}" for text in _together(config)]
     if keeps_data and config.data.type == "import":
-        problems.append("  data.type: import (with --keep data it can: images, text, synthetic)")
+        problems.append("  data.type: import (supported with --keep data: images, text, synthetic)")
     if config.model.type == "import":
         problems.append(
-            "your own model is not written: eject a built-in model, and put yours into that file"
+            "your own model cannot be written: eject a built-in model, and put yours into that file"
         )
     read = config.data.type != "import" and not keeps_data
     if read and any(line.startswith("  data.") for line in problems):
         problems.append("or let jaxdist read the data: --keep data")
     if problems:
         raise ConfigError(
-            "eject cannot write these settings in plain JAX; leave them out, or set what it can:\n"
+            "eject cannot write these settings in plain JAX; leave them out, or choose supported settings:\n"
             + "\n".join(problems)
         )
 
@@ -91,11 +92,13 @@ def _together(config: ExperimentConfig) -> Iterator[str]:
     given |= {"mesh.tensor": tensor}
     names = [name for name, there in given.items() if there]
     if len(names) > 1 and (reduced or stages):
-        yield f"{' with '.join(names)}: it can one of them, or parallel.zero with mesh.tensor"
+        yield f"{' with '.join(names)}: choose one of them, or parallel.zero with mesh.tensor"
     if config.train.microbatches > 1 and not stages:
         yield f"train.microbatches: {config.train.microbatches} without mesh.stage"
     if stages and config.model.type != "gpt":
-        yield f"mesh.stage with model.type {config.model.type}: it can gpt"
+        yield f"mesh.stage with model.type {config.model.type} (supported: gpt)"
+    if stages and getattr(config.model, "compute_dtype", "float32") != "float32":
+        yield "mesh.stage with model.compute_dtype: bfloat16"
     if optim.type == "sgd" and not optim.momentum:
         yield "optim.momentum: 0.0"
     if getattr(config.data, "heldout_fraction", 1.0) == 0:
@@ -112,14 +115,14 @@ def check_built(experiment: Experiment) -> None:
     stages = mesh_axis_size(experiment.layout.mesh, "stage")
     if zero is not None and zero.padded:
         raise ConfigError(
-            f"eject: {', '.join(zero.padded)} would be filled up to divide over the devices "
+            f"eject: {', '.join(zero.padded)} would need padding to divide over the devices "
             "(parallel.zero); take a number of devices that divides, or a larger "
             "parallel.zero.whole_below"
         )
     layers = getattr(config.model, "layers", 1)
     if layers % stages:
         raise ConfigError(
-            f"eject: model.layers {layers} do not divide by mesh.stage {stages}; take a multiple"
+            f"eject: model.layers {layers} do not divide by mesh.stage {stages}; use a multiple"
         )
 
 
@@ -127,7 +130,9 @@ def _problem(path: str, value: Any) -> str | None:
     known = CHOICES.get(path)
     if known is not None:
         return (
-            None if value in known else f"  {path}: {value} (it can: {', '.join(map(str, known))})"
+            None
+            if value in known
+            else f"  {path}: {value} (supported: {', '.join(map(str, known))})"
         )
     if any(fnmatch.fnmatchcase(path, pattern) for pattern in NOT_BESIDE):
         return f"  {path}: {value}"

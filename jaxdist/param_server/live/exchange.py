@@ -234,7 +234,7 @@ class Sessions:
             session = wire.open(lambda envelope: self._hear(link, over, envelope), ended)
         except RefusedError as error:
             with self.changed:
-                self._failed(f"{link.name} does not let it in: {error}")
+                self._failed(f"{link.name} refuses to admit it: {error}")
                 self.changed.notify_all()
             return
         except WireError:

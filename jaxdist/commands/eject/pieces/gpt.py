@@ -62,7 +62,10 @@ def init_block(key: jax.Array) -> dict[str, Any]:
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Apply RMSNorm (arXiv 1910.07467)."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+    narrow, x = x.dtype, x.astype(jnp.float32)  #: narrow # squares lose too much in bfloat16
+    y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale  #: narrow
+    return y.astype(narrow)  #: narrow
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale  #: not narrow
 
 
 def rotate(x_BLHd: jax.Array) -> jax.Array:
@@ -71,13 +74,19 @@ def rotate(x_BLHd: jax.Array) -> jax.Array:
     frequency = ROPE_THETA ** (-np.arange(half, dtype=np.float32) / half)
     angle = np.arange(x_BLHd.shape[1], dtype=np.float32)[:, None] * frequency
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-    first, second = jnp.split(x_BLHd, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    first, second = jnp.split(x_BLHd, 2, axis=-1)  #: not narrow
+    first, second = jnp.split(x_BLHd.astype(jnp.float32), 2, axis=-1)  #: narrow
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    return turned.astype(x_BLHd.dtype)  #: narrow
+    return turned  #: not narrow
 
 
 @jax.checkpoint  #: remat # the backward pass recomputes each layer
 def block(x_BLD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, None]:
     """Apply a layer, in the form that a scan takes: attention and MLP, each added to its input."""
+    # Parameters are float32, for the optimizer; matrices are multiplied in bfloat16.  #: narrow
+    narrow = jax.tree.map(lambda x: x.astype(x_BLD.dtype), (w["attention"], w["mlp"]))  #: narrow
+    w = {**w, "attention": narrow[0], "mlp": narrow[1]}  #: narrow
     h_BLD = norm(x_BLD, w["attention_norm"]["scale"])
     q_BLHd = rotate(jnp.einsum("BLD,DHd->BLHd", h_BLD, w["attention"]["query"]))
     k_BLKd = rotate(jnp.einsum("BLD,DKd->BLKd", h_BLD, w["attention"]["key"]))
@@ -98,17 +107,23 @@ def block(x_BLD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, None]:
 
 def nats(params: dict[str, Any], x_BLD: jax.Array, targets_BL: jax.Array) -> jax.Array:
     """Return the mean cross-entropy of each example's next tokens, [B], from the last layer."""
-    logits_BLV = norm(x_BLD, params["norm"]["scale"]) @ params["embedding"].T  #: not untied
-    logits_BLV = norm(x_BLD, params["norm"]["scale"]) @ params["output"]  #: untied
+    table = params["embedding"].T  #: not untied
+    table = params["output"]  #: untied
+    logits_BLV = norm(x_BLD, params["norm"]["scale"]) @ table  #: not narrow
+    logits_BLV = norm(x_BLD, params["norm"]["scale"]) @ table.astype(x_BLD.dtype)  #: narrow
     # Padding is masked rather than cut off, so that V still divides over a mesh.
-    logits_BLV += jnp.where(jnp.arange(PADDED_VOCAB) < VOCAB, 0.0, -1e38)
+    hidden_V = jnp.where(jnp.arange(PADDED_VOCAB) < VOCAB, 0.0, -1e38)
+    logits_BLV += hidden_V  #: not narrow
+    logits_BLV += hidden_V.astype(x_BLD.dtype)  #: narrow
+    logits_BLV = logits_BLV.astype(jnp.float32)  #: narrow # sums over V need its digits
     log_p_BL1 = jnp.take_along_axis(jax.nn.log_softmax(logits_BLV), targets_BL[..., None], -1)
     return -log_p_BL1.mean((1, 2))
 
 
 def measure(params: dict[str, Any], batch: dict[str, jax.Array]) -> dict[str, Any]:  #: measured
     """Return the loss of each example, [B], in nats per token."""
-    x_BLD = params["embedding"][batch["tokens"][:, :-1]]
+    x_BLD = params["embedding"][batch["tokens"][:, :-1]]  #: not narrow
+    x_BLD = params["embedding"][batch["tokens"][:, :-1]].astype(jnp.bfloat16)  #: narrow
     x_BLD, _ = jax.lax.scan(block, x_BLD, params["blocks"], unroll=SCAN_UNROLL)  #: unroll
     x_BLD, _ = jax.lax.scan(block, x_BLD, params["blocks"])  #: not unroll
     return {"loss": nats(params, x_BLD, batch["tokens"][:, 1:])}

@@ -57,7 +57,7 @@ def experiment(
         ({"stage": 4}, {"microbatches": 2, **scheduled({"type": "zb_h1"})},
          r"zb_h1: 4 stages need at least 4 microbatches, got 2"),
         ({"stage": 2}, {"model": {"type": "mlp", "hidden": [8]}, "data": DIGITS},
-         r"mesh\.stage 2: Mlp has no blocks .*missing: embed, trunk, head.*take mesh\.stage away"),
+         r"mesh\.stage 2: Mlp has no blocks .*missing: embed, trunk, head.*leave out mesh\.stage"),
         ({"stage": {"dcn": 2, "ici": 1}}, {}, "mesh.stage has two networks"),
     ],
 )  # fmt: skip
