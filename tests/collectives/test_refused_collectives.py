@@ -95,7 +95,7 @@ REFUSED = {
     ),
     "sum of bools": (
         lambda x: reduce_scatter(x > 0, "data"),
-        r"reduce_scatter with op='sum' of bool\[6\] is not defined: cast to int32 to count, or use op='max'",
+        r"reduce_scatter with op='sum' of bool\[6\] is not defined: cast to int32 to count, or use",
     ),
     "complex max": (
         lambda x: reduce(x + 1j, "data", op="max"),

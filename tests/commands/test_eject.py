@@ -137,7 +137,7 @@ def test_plans_and_optimizers_of_a_decoder(overrides: list[str], tmp_path: Path)
 def test_a_decoder_in_bfloat16(tmp_path: Path) -> None:
     """XLA must round where the programs say so: by default it leaves some roundings out."""
     narrow = [*SMALL, "model.compute_dtype=bfloat16", "parallel.zero.stage=3"]
-    script = "import sys, pathlib, test_eject as t; t.check(t.GPT, sys.argv[2:], pathlib.Path(sys.argv[1]))"
+    script = "import sys, test_eject as t; t.check(t.GPT, sys.argv[2:], t.Path(sys.argv[1]))"
     flags = f"{os.environ['XLA_FLAGS']} --xla_allow_excess_precision=false"
     places = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     subprocess.run(

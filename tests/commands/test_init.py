@@ -94,9 +94,7 @@ def test_a_file_of_ones_own_is_kept(tmp_path: Path) -> None:
     written("gpt/quickstart", tmp_path)
     assert "is there   " in written("gpt/lamb", tmp_path)[1]
     (tmp_path / "gpt/quickstart.yaml").write_text("mine: 1\n")
-    with pytest.raises(
-        ConfigError, match=r"quickstart\.yaml is there already, and differs from the"
-    ):
+    with pytest.raises(ConfigError, match=r"quickstart\.yaml exists already, and differs from the"):
         written(None, tmp_path)
     assert (tmp_path / "gpt/quickstart.yaml").read_text() == "mine: 1\n"
     assert not (tmp_path / "mlp").exists()

@@ -14,8 +14,8 @@ from jaxdist.mesh import mesh_axis_size
 WRITTEN = (
     "seed", "mesh.data", "mesh.tensor", "mesh.stage", "mesh.fake_devices",
     "model.hidden", "model.channels", "model.layers", "model.embed", "model.heads",
-    "model.head_size", "model.kv_heads", "model.mlp", "model.vocab_multiple", "model.tied_head", "model.rope_theta",
-    "model.attention_window", "model.scan_unroll",
+    "model.head_size", "model.kv_heads", "model.mlp", "model.vocab_multiple", "model.tied_head",
+    "model.rope_theta", "model.attention_window", "model.scan_unroll",
     "loss.label_smoothing",
     "data.window", "data.heldout_fraction",
     "optim.learning_rate", "optim.schedule.*", "optim.scale_from*", "optim.clip_norm",
@@ -73,8 +73,8 @@ def check_ejectable(config: ExperimentConfig, *, keeps_data: bool) -> None:
         problems.append("or let jaxdist read the data: --keep data")
     if problems:
         raise ConfigError(
-            "eject cannot write these settings in plain JAX; leave them out, or choose supported settings:\n"
-            + "\n".join(problems)
+            "eject cannot write these settings in plain JAX; leave them out, or choose "
+            "supported settings:\n" + "\n".join(problems)
         )
 
 
