@@ -4,7 +4,7 @@ pieces/000012/          array number 12
   0.0                   its block that begins at row 0 and column 0: raw bytes in C order
   341.0                 the next block
 
-A file with the same digest is reused, of any array and any earlier step. A hard link gives the new
+Any file of an earlier step with the same digest is reused, for any array. A hard link gives the new
 step the file of an earlier step under a name of its own, so that each step remains complete by
 itself and deletion needs no reference counts. On a file system without hard links the file is
 written instead.

@@ -40,7 +40,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def silence() -> None:
-    """Send standard output nowhere, also that of processes that are started from here on."""
+    """Discard standard output, of this process and of processes that it starts from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)

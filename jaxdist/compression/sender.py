@@ -120,7 +120,7 @@ def states_after_push(
     their states with one more skipped round.
 
     Args:
-      finite: whether everything in the push is finite, with what is sent uncompressed.
+      finite: whether all arrays of the push are finite, including those sent uncompressed.
     """
     if finite:
         return {key: one.state for key, one in sent.items()}

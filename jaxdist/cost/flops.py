@@ -122,7 +122,7 @@ def _window_pairs(
     left_dilation: int,
     kernel_dilation: int,
 ) -> int:
-    """Count the pairs of an output and a kernel position along a dim that meet an input element.
+    """Count, along a dim, the pairs (output, kernel position) that read an element of the input.
 
     Padding, and the zeros between the elements of a dilated input, do not count.
     """

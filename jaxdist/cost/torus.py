@@ -108,7 +108,7 @@ class Torus:
 
     @property
     def _inside(self) -> frozenset[int]:
-        """The number of the dim of a chip's devices, if a chip has several; else empty."""
+        """The dim that counts the devices of a chip, as a set; empty if a chip has one device."""
         return frozenset({self.places.shape[1] - 1} if self.cores > 1 else ())
 
     def _link_rate(self, dims: frozenset[int]) -> float:

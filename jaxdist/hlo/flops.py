@@ -98,7 +98,7 @@ def _convolution(attributes: str, left: ArrayShape, kernel: ArrayShape, result: 
 def _valid_pairs(
     size: int, kernel: int, result: int, stride: int, pad: int, dilate: int, kernel_dilate: int
 ) -> int:
-    """Count the pairs of an output and a kernel position along a dim that meet an input element.
+    """Count, along a dim, the pairs (output, kernel position) that read an element of the input.
 
     >>> _valid_pairs(28, 3, 28, 1, 1, 1, 1)  # "same" padding: both ends lack one
     82

@@ -178,7 +178,7 @@ def place(leaf: Leaf, shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _within(leaf: Leaf, index: Index, shape: tuple[int, ...]) -> np.ndarray:
-    """Read a block of a parameter, which zeros extend to a shape."""
+    """Read a block of a parameter that is padded with zeros to `shape`."""
     ranges = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
     held = [(min(b, n), min(e, n)) for (b, e), n in zip(ranges, leaf.shape, strict=True)]
     block = leaf.block(tuple(slice(*one) for one in held))

@@ -44,7 +44,7 @@ class Deferred(ABC):
 
     @abstractmethod
     def carried(self) -> jax.Array:
-        """Return the array of the gradient; only a `Deferred` in a tree of gradients has it."""
+        """Return the array of the gradient, for a placeholder in a tree of gradients."""
 
     @property
     def ahead(self) -> bool:
@@ -58,7 +58,7 @@ class Deferred(ABC):
 
 
 def whole(tree: PyTree) -> Params:
-    """Replace each `Deferred` by its parameter, with a single gather for each class."""
+    """Replace each `Deferred` by its parameter; placeholders of one class share a gather."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_deferred)
     for kind in dict.fromkeys(type(leaf) for leaf in leaves if _is_deferred(leaf)):
         mine = [i for i, leaf in enumerate(leaves) if type(leaf) is kind]

@@ -38,8 +38,8 @@ from jaxdist.types import Grads, Json, JsonObject, OptState, Params, PyTree, Upd
 STEPS = 3
 """The number of steps of a comparison."""
 LAYER_TERMS = 512
-"""The least number of terms that a bound assumes, since a layer's own sums have as many even for a
-small batch."""
+"""The least number of terms that a bound assumes: even for a small batch, the sums within a layer
+have about this number of terms."""
 COMPILE: Mapping[str, Json] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,

@@ -41,7 +41,7 @@ class Reduction:
     zero: ZeroSplit | None
 
     def everywhere(self, blocks: PyTree) -> PyTree:
-        """Sum all shards from each device's small blocks, which are gathered on every device.
+        """Gather the small blocks of all devices on every device, and sum all logical shards there.
 
         The result for an integer leaf is its last block.
         """

@@ -115,7 +115,7 @@ class Asynchronous(OnArrival):
     """Select this model."""
     reads: Literal["each_clock", "ahead"] = "each_clock"
     """The way to obtain newer parameters. each_clock: the worker pulls before every computation.
-    ahead: the worker pulls when a computation begins, for the next computation, which does not wait
+    ahead: when a computation begins, the worker pulls for the next computation, and does not wait
     for the answer."""
 
     def how(self) -> Reads:
@@ -142,10 +142,10 @@ class SSP(OnArrival):
     """Number of clocks that a worker may be ahead of the slowest."""
     reads: Reads = "each_clock"
     """The way to obtain newer parameters. each_clock: the worker pulls before every computation.
-    ahead: the worker pulls when a computation begins, for the next computation, which does not wait
-    while the old copy is within the bound, and so may miss the worker's own last changes. lazy: the
-    worker pulls when its copy is older than the bound allows or misses one of its own changes.
-    eager: like lazy, and the server also sends new parameters whenever the slowest clock
+    ahead: when a computation begins, the worker pulls for the next computation, which starts without
+    an answer while the old copy is within the bound: it may miss the worker's own last changes.
+    lazy: the worker pulls when its copy is older than the bound allows or misses one of its own
+    changes. eager: like lazy, and the server also sends new parameters whenever the slowest clock
     advances."""
 
     def fresh(self, floor: int, clock: int) -> bool:
@@ -173,10 +173,10 @@ class AdaptiveSSP(OnArrival):
     """Largest number of clocks that a worker can be ahead of the slowest."""
     reads: Reads = "each_clock"
     """The way to obtain newer parameters. each_clock: the worker pulls before every computation.
-    ahead: the worker pulls when a computation begins, for the next computation, which does not wait
-    while the old copy is within the bound, and so may miss the worker's own last changes. lazy: the
-    worker pulls when its copy is older than the bound allows or misses one of its own changes.
-    eager: like lazy, and the server also sends new parameters whenever the slowest clock
+    ahead: when a computation begins, the worker pulls for the next computation, which starts without
+    an answer while the old copy is within the bound: it may miss the worker's own last changes.
+    lazy: the worker pulls when its copy is older than the bound allows or misses one of its own
+    changes. eager: like lazy, and the server also sends new parameters whenever the slowest clock
     advances."""
 
     @model_validator(mode="after")

@@ -35,8 +35,8 @@ LOGS = "logs"
 POLL_SECONDS = 0.2
 SIGNS_OF_LIFE = frozenset({"listening", "measured", "clock", "saved"})
 AHEAD_SECONDS = 1.0
-"""Time from the order to stop until the clock at which all stop, so that no worker has passed
-it."""
+"""Time between the order to stop and the clock at which all processes stop. The order must arrive
+before any worker passes that clock."""
 STOP_SECONDS = 20.0
 """Silence after which a stopping run is killed; if clocks are long, the duration of two clocks is
 added. Schedulers kill a process 30 s after their signal."""

@@ -64,8 +64,8 @@ def zb_auto(
 
     Args:
       costs: times and activations of the stages, with a chunk each; by default all times are equal.
-      memory_limit: the most activations on any stage, in units of 1F1B's maximum: `stages`
-        activations, or the largest of (stages - i) times stage i's where they differ.
+      memory_limit: the most activations on any stage, in units of 1F1B's maximum. That is
+        `stages` activations; if their sizes differ, the largest of (stages - i) times stage i's.
       search: number of schedules to try after the grid of a dozen; each takes about 10 us per task.
 
     Raises:

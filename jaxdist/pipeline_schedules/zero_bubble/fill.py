@@ -17,8 +17,8 @@ from jaxdist.pipeline_schedules.schedule import Task, TaskKind
 _SLACK = 1e-9
 """Relative tolerance for rounding in sums of activations and times."""
 _UNKNOWN = float("inf")
-"""The arrival of a message whose task has not begun: any weight task is assumed to fit before
-it."""
+"""The assumed arrival of a message whose task has not begun, so that any weight task fits before
+the message."""
 
 
 class Fill:

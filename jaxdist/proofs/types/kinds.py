@@ -63,10 +63,10 @@ class Count(Kind):
 
 @dataclass(frozen=True)
 class Terms(Kind):
-    """A row of an array [devices, ...] whose rows are the devices' partial sums.
+    """This device's row, [1, ...], of an array whose rows are the partial sums of all devices.
 
     Attributes:
-      dim: the dim of size 1.
+      dim: the dim of size 1, along which the rows of all devices would be stacked.
     """
 
     dim: int

@@ -66,7 +66,7 @@ class _Flow:
 
     @property
     def window_bytes(self) -> float:
-        """The message's weight in the sharing of cards; sent bytes increase it (slow start)."""
+        """The message's weight when messages share a card; it grows with sent bytes."""
         return self.luck * (WINDOW_BYTES + self.sent_bytes)
 
 
