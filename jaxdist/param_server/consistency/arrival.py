@@ -142,11 +142,11 @@ class SSP(OnArrival):
     """Number of clocks that a worker may be ahead of the slowest."""
     reads: Reads = "each_clock"
     """The way to obtain newer parameters. each_clock: the worker pulls before every computation.
-    ahead: when a computation begins, the worker pulls for the next computation, which starts without
-    an answer while the old copy is within the bound: it may miss the worker's own last changes.
-    lazy: the worker pulls when its copy is older than the bound allows or misses one of its own
-    changes. eager: like lazy, and the server also sends new parameters whenever the slowest clock
-    advances."""
+    ahead: when a computation begins, the worker pulls for the next computation, which starts
+    without an answer while the old copy is within the bound: it may miss the worker's own last
+    changes. lazy: the worker pulls when its copy is older than the bound allows or misses one of its
+    own changes. eager: like lazy, and the server also sends new parameters whenever the slowest
+    clock advances."""
 
     def fresh(self, floor: int, clock: int) -> bool:
         return clock - floor <= self.bound
@@ -173,11 +173,11 @@ class AdaptiveSSP(OnArrival):
     """Largest number of clocks that a worker can be ahead of the slowest."""
     reads: Reads = "each_clock"
     """The way to obtain newer parameters. each_clock: the worker pulls before every computation.
-    ahead: when a computation begins, the worker pulls for the next computation, which starts without
-    an answer while the old copy is within the bound: it may miss the worker's own last changes.
-    lazy: the worker pulls when its copy is older than the bound allows or misses one of its own
-    changes. eager: like lazy, and the server also sends new parameters whenever the slowest clock
-    advances."""
+    ahead: when a computation begins, the worker pulls for the next computation, which starts
+    without an answer while the old copy is within the bound: it may miss the worker's own last
+    changes. lazy: the worker pulls when its copy is older than the bound allows or misses one of its
+    own changes. eager: like lazy, and the server also sends new parameters whenever the slowest
+    clock advances."""
 
     @model_validator(mode="after")
     def _fits(self) -> AdaptiveSSP:
