@@ -144,8 +144,8 @@ class SSP(OnArrival):
     """The way to obtain newer parameters. each_clock: the worker pulls before every computation.
     ahead: when a computation begins, the worker pulls for the next computation, which starts
     without an answer while the old copy is within the bound: it may miss the worker's own last
-    changes. lazy: the worker pulls when its copy is older than the bound allows or misses one of its
-    own changes. eager: like lazy, and the server also sends new parameters whenever the slowest
+    changes. lazy: the worker pulls when its copy is older than the bound allows or misses one of
+    its own changes. eager: like lazy, and the server also sends new parameters whenever the slowest
     clock advances."""
 
     def fresh(self, floor: int, clock: int) -> bool:
@@ -175,8 +175,8 @@ class AdaptiveSSP(OnArrival):
     """The way to obtain newer parameters. each_clock: the worker pulls before every computation.
     ahead: when a computation begins, the worker pulls for the next computation, which starts
     without an answer while the old copy is within the bound: it may miss the worker's own last
-    changes. lazy: the worker pulls when its copy is older than the bound allows or misses one of its
-    own changes. eager: like lazy, and the server also sends new parameters whenever the slowest
+    changes. lazy: the worker pulls when its copy is older than the bound allows or misses one of
+    its own changes. eager: like lazy, and the server also sends new parameters whenever the slowest
     clock advances."""
 
     @model_validator(mode="after")
