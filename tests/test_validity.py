@@ -231,7 +231,7 @@ TWO = {"data": {"dcn": 2, "ici": 4}}
     ("mesh", "rules", "parallel", "message"),
     [
         ({"tensor": 8}, None, {"zero": {"stage": 2}},
-         r"zero\.stage 2 with mesh \{tensor: 8\}: .* none does; set mesh\.data"),
+         r"zero\.stage 2 with mesh \{tensor: 8\}: .* there is none; set mesh\.data"),
         ({"data": 8}, {"batch": None}, {"zero": {"stage": 1}},
          r"zero\.stage 1 with mesh \{data: 8\}: .* leave sharding\.rules\.batch at data"),
         ({"data": 8}, {"embed": "data"}, {"zero": {"stage": 3}},

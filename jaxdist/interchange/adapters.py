@@ -112,7 +112,7 @@ def settings_of(files: Files, rows: Mapping[str, Row]) -> JsonObject:
     if odd:
         listed = ", ".join(f"{key} {given[key]!r}" for key in odd)
         raise DataError(
-            f"{files.folder / SETTINGS}: {listed} is no number; write it without quotes"
+            f"{files.folder / SETTINGS}: {listed} is not a number; write it without quotes"
         )
     return {
         "rank": given["r"],

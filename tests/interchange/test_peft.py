@@ -86,7 +86,7 @@ def test_adapters_come_back_to_the_bit_and_merge_into_kernels(base, tmp_path):
         ({"rename": ("self_attn", "attn")}, "of another base model: base_model.model.model.layers"),
         ({"r": None}, "adapter_config.json lacks r: download"),
         ({"r": None, "lora_alpha": None}, "adapter_config.json lacks r, lora_alpha: download"),
-        ({"lora_alpha": "16"}, "lora_alpha '16' is no number; write it without quotes"),
+        ({"lora_alpha": "16"}, "lora_alpha '16' is not a number; write it without quotes"),
         ({"use_dora": True}, "use_dora True: jaxdist's adapters are a product of two matrices"),
     ],
 )

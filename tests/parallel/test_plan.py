@@ -37,7 +37,9 @@ def test_the_axes_are_those_that_split_the_batch():
 def test_a_mesh_without_an_axis_for_the_batch_is_refused():
     with pytest.raises(ConfigError, match=r"type ring with mesh \{tensor: 8\}: .*; set mesh\.data"):
         plan({"tensor": 8})
-    with pytest.raises(ConfigError, match=r"mesh \{data: 8\}: .* and none does; .*rules\.batch"):
+    with pytest.raises(
+        ConfigError, match=r"mesh \{data: 8\}: .* and there is none; .*rules\.batch"
+    ):
         plan({"data": 8}, batch=None)
 
 

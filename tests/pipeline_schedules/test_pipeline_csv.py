@@ -69,7 +69,7 @@ WRONG = {
     "negative": (text((1, 1, "-0F0")), r"row 1, column 1: '-0F0' is not a task"),
     "too large": (text((1, 1, "0F" + "9" * 30)), r"row 1, column 1: '0F9+' is not a task"),
     "bad pair": (text((1, 1, "(0F0;q)OVERLAP_F_B")), r"row 1, column 1: '\(0F0;q\)OVERLAP_F_B'"),
-    "missing": (text((2, 4, "")), r"row 2 lacks 1F1: all microbatches, 0 to 1: add 1F1, or"),
+    "missing": (text((2, 4, "")), r"row 2 lacks 1F1: .* all microbatches, 0 to 1: add 1F1, or"),
     "missing half": (text((2, 3, "1I0")), r"row 2 lacks 1W0: .* remove microbatch 0"),
     "twice": (text((1, 3, "0F1")), r"row 1, column 3: 0F1 repeats row 1, column 2"),
     "two rows": (

@@ -164,7 +164,7 @@ def members(url: str) -> list[str]:
             host = port = None
         if not host or port is None or "@" in member:
             raise ConfigError(
-                f"--rendezvous {url}: {member!r} is no HOST:PORT; a host is let in by its "
+                f"--rendezvous {url}: {member!r} is not HOST:PORT; a host is admitted by its "
                 f"certificate ({CERTIFICATE}), not by a name and a password"
             )
         if scheme != "etcds" and host != "localhost" and not is_loopback(host):
