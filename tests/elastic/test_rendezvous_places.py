@@ -129,7 +129,7 @@ def test_a_swap_whose_answer_is_lost_is_looked_up(tmp_path: Path, monkeypatch):
     ("address", "words"),
     [("etcd://node1:2379", "on another machine and lacks TLS"),
      ("etcd://127.0.0.1", "'127.0.0.1' is not HOST:PORT"),
-     ("etcd://me:word@127.0.0.1:1", "let in by its certificate"),
+     ("etcd://me:word@127.0.0.1:1", "admitted by its certificate"),
      ("etcds://node1:2379", "set JAXDIST_ETCD_CA, JAXDIST_ETCD_CERTIFICATE, JAXDIST_ETCD_KEY")],
 )  # fmt: skip
 def test_addresses_of_etcd_that_are_refused(address, words):
