@@ -67,7 +67,7 @@ def test_a_plan_that_the_compiler_refuses_is_not_written(
     best = jaxdist.folder / "best.yaml"
     asked = report.Asked(["v5e:2x4"], top=2, compiled=True, write=best)
     console = Console(record=True, file=io.StringIO())
-    with pytest.raises(ConfigError, match="refuses all 2 plans printed"):
+    with pytest.raises(ConfigError, match="refuses all 2 printed plans"):
         report.plan(jaxdist.folder / "config.yaml", (), asked, console=console)
     assert console.export_text().count("refused") >= 2
     assert not best.exists()

@@ -106,7 +106,7 @@ def test_watts_of_the_config_are_of_one_kind_of_chip(jaxdist: Jaxdist) -> None:
             lambda plan, target: Confirmed(refusal="too large" * (target.chips == 8), seconds=1.0),
             "",
         ),
-        (lambda plan, target: Confirmed(refusal="too large"), "refuses all 4 plans printed"),
+        (lambda plan, target: Confirmed(refusal="too large"), "refuses all 4 printed plans"),
     ],
 )
 def test_the_plan_written_is_one_that_the_compiler_takes(

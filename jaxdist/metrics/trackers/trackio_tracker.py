@@ -21,6 +21,7 @@ class TrackioTracker:
         """Begin to track a run, or continue to track it."""
         import trackio  # pyright: ignore[reportMissingImports]
 
+        self._module: Any = trackio
         name = run.kept or self.name or run.unique_name
         self._run: Any = trackio.init(
             project=self.project,
@@ -44,4 +45,5 @@ class TrackioTracker:
         """Send the summary, and end."""
         final = {f"final/{name}": value for name, value in summary.items()}
         self._run.log({**final, "final/status": status}, step=self._last)
-        self._run.finish()
+        # Not the run's own `finish`, after which trackio would finish the run again at exit.
+        self._module.finish()
