@@ -150,13 +150,13 @@ def _rate(facts: FileContents, experiment: Experiment) -> None:
         ramped=decays and warmup,
         unramped=decays and not warmup,
     )
-    facts.pieces += ["rate"] if decays or warmup else []
+    facts.pieces += ["optim/rate"] if decays or warmup else []
 
 
 def _optimizer(facts: FileContents, experiment: Experiment) -> None:
     config = experiment.config.optim
     assert isinstance(config, AdamWConfig | LambConfig | SgdConfig)
-    facts.pieces.append(f"{config.type}")
+    facts.pieces.append(f"optim/{config.type}")
     facts.values |= {"CLIP_NORM": config.clip_norm, "WEIGHT_DECAY": config.weight_decay}
     facts.flag(clip=config.clip_norm is not None, decay=config.weight_decay)
     if isinstance(config, SgdConfig):

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.commands.eject.pieces.adamw import update
 from jaxdist.commands.eject.pieces.mlp import measure
+from jaxdist.commands.eject.pieces.optim.adamw import update
 
 MESH = {"data": 8}  # devices along each axis
 ROWS = P("data")  # sharding of a batch

@@ -4,7 +4,6 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.commands.eject.pieces.adamw import init_moments
 from jaxdist.commands.eject.pieces.automatic import (
     MESH,
     MOMENTS,
@@ -15,6 +14,7 @@ from jaxdist.commands.eject.pieces.automatic import (
 from jaxdist.commands.eject.pieces.digits import load_data
 from jaxdist.commands.eject.pieces.evaluation import evaluate
 from jaxdist.commands.eject.pieces.mlp import init_params
+from jaxdist.commands.eject.pieces.optim.adamw import init_moments
 from jaxdist.commands.eject.pieces.order import SEED, batch_of
 
 STEPS = 449

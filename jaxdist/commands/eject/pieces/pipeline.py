@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.commands.eject.pieces.adamw import update
 from jaxdist.commands.eject.pieces.gpt import EMBED, block, nats
+from jaxdist.commands.eject.pieces.optim.adamw import update
 from jaxdist.commands.eject.pieces.order import BATCH
 
 MESH = {"data": 2, "stage": 2}  # devices along each axis

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.commands.eject.pieces.adamw import update
 from jaxdist.commands.eject.pieces.mlp import measure
+from jaxdist.commands.eject.pieces.optim.adamw import update
 from jaxdist.commands.eject.pieces.order import BATCH
 
 MESH = {"data": 8}  # devices along each axis

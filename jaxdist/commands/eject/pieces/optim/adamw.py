@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdist.commands.eject.pieces.rate import learning_rate
+from jaxdist.commands.eject.pieces.optim.rate import learning_rate
 
 LEARNING_RATE = 1e-3  #: not scheduled
 B1 = 0.9  # decay of the first moment

@@ -1,0 +1,1 @@
+"""Pieces of ejected files for the optimizers and the learning rate."""
