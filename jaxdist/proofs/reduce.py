@@ -82,7 +82,7 @@ def reduced(experiment: Experiment) -> tuple[JsonObject, tuple[str, ...]]:
         sections["parallel"] = parallel
         notes.append("computed in float32")
     if whole["parallel"]["compression"] is not None:
-        notes.append("messages with whole gradients: what a codec loses is no part of the proof")
+        notes.append("messages with whole gradients: the proof does not cover what a codec loses")
     for name in ("batch_ramp", "phases"):
         if whole["train"].get(name):
             notes.append(f"one batch size, without train.{name}")
