@@ -173,7 +173,7 @@ class Leader:
             return found if same else replace(found, index=self.index + 1)._noted()
         updates = tuple(one for one in step.effects if isinstance(one, Apply))
         entry = Entry(self.view.epoch, self.index + 1, portable(after), updates)
-        return replace(found, index=entry.index, entries=(*self.entries, entry))
+        return replace(found, index=entry.index, entries=(*self.entries, entry))._noted()
 
     def snapshot(self) -> Entry:
         """Return an entry with all arrays, for the joining server."""

@@ -13,7 +13,7 @@ from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.inbox import Inbox
 from jaxdist.param_server.protocol.messages import Pull, Push, Stamp
 from jaxdist.replication import decision as replica
-from jaxdist.replication.decision import Leader, View, portable
+from jaxdist.replication.decision import Copied, Leader, View, portable
 
 MODELS = {
     "bsp": BSP(),
@@ -111,3 +111,18 @@ def test_a_round_that_is_open_is_left_to_the_next_leader():
     assert (leader.role.range.inboxes[0].expected, leader.role.range.clocks.clocks[0]) == (2, 1)
     found = portable(leader.role.range)
     assert (found.inboxes[0].expected, found.clocks.clocks[0], found.clocks.held) == (1, 0, ())
+
+
+def test_a_server_that_joins_follows_once_it_has_what_was_answered_in_the_meantime():
+    """Until its first answer nothing waits for it, so that replies overtake its copy."""
+    world = World(Asynchronous(), 0, workers=1, faults=False)
+    leader = Leader(View(0, 0, leader=0), world.nodes[0].role.range)
+    leader = leader.viewed(View(1, 0, leader=0, joining=5), 0)
+    copied = leader.snapshot().index
+    for message in Pull(Stamp(0, 0, 0)), Push(Stamp(0, 0, 1), 0, 0), Push(Stamp(0, 0, 2), 1, 0):
+        leader = leader.stepped(protocol.receive(world.model, leader.range, message))
+    assert leader.safe == leader.index == copied + 2
+    leader = leader.copied(Copied(0, 5, copied))
+    assert (leader.safe, leader.synced) == (copied, None)
+    leader = leader.copied(Copied(0, 5, copied + 2))
+    assert leader.synced == 5
