@@ -85,8 +85,10 @@ class World:
             self.lost = server not in self.nodes  # a leader alone that lives is left in peace
             return
         self.takeovers += found.epoch > self.view.epoch
-        self.view = found
+        changed, self.view = found is not self.view, found
         self.tell()
+        if kind == "synced" and changed and self.faults and self.rng.random() < 0.3:
+            self.nodes.pop(found.leader, None)  # the follower has only just become one
 
     def tell(self):
         for node in self.nodes:

@@ -67,6 +67,16 @@ def with_what_waits(monkeypatch):
     monkeypatch.setattr(replica, "portable", lambda state: replace(state, reads=()))
 
 
+def forgets_what_overtook(monkeypatch):
+    """A joining server follows although it lacks what was answered before its first copy."""
+    stepped = Leader.stepped
+
+    def forgetful(self, step):
+        return replace(stepped(self, step), released=self.released)
+
+    monkeypatch.setattr(Leader, "stepped", forgetful)
+
+
 def synced_too_early(monkeypatch):
     """A server that joins follows as soon as it is asked to."""
     monkeypatch.setattr(Leader, "synced", property(lambda self: self.view.joining))
@@ -75,7 +85,8 @@ def synced_too_early(monkeypatch):
 @pytest.mark.parametrize(
     ("broken", "name"),
     [(too_early, "async"), (without_outcomes, "async"), (without_epochs, "async"),
-     (with_what_waits, "bsp"), (synced_too_early, "async")],
+     (with_what_waits, "bsp"), (synced_too_early, "async"),
+     (forgets_what_overtook, "async")],
 )  # fmt: skip
 def test_what_is_broken_shows(broken, name, monkeypatch):
     broken(monkeypatch)
