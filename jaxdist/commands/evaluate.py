@@ -17,6 +17,7 @@ from jaxdist.data.text.tokenizer import Tokenizer
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.metrics.report import plain, write_json
+from jaxdist.param_server.training.hybrid import saved_rows
 from jaxdist.run.checkpoints import adapted
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.loading.begin import holds_parameters_only, load_part
@@ -26,6 +27,7 @@ from jaxdist.train.evaluate import evaluate
 from jaxdist.train.generate import generate
 from jaxdist.train.parts import evaluated_parts
 from jaxdist.train.sampling import Sampling
+from jaxdist.train.strategy.config import Hybrid
 from jaxdist.trees import flatten_with_names
 
 
@@ -83,6 +85,10 @@ def evaluate_run(
             "or data.heldout_examples"
         )
     state: Any = restored.state
+    strategy = experiment.config.strategy
+    if experiment.rows is not None and isinstance(strategy, Hybrid):
+        given = run, restored.step, experiment.rows, strategy.optimizer
+        experiment.rows.fetch = saved_rows(*given).read
     with experiment.heldout.evaluation_batches() as batches:
         program = experiment.program
         means = evaluate(program, program.evaluated(state), state.buffers, batches)

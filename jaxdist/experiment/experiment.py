@@ -7,16 +7,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
+from flax import nnx
 
 from jaxdist.config import Document
 from jaxdist.data import Dataset
 from jaxdist.data.loader import Loader
+from jaxdist.errors import ConfigError
 from jaxdist.experiment.config import ExperimentConfig, at_setting
 from jaxdist.experiment.facts import config_facts
 from jaxdist.experiment.program import make_program
 from jaxdist.mesh import Device, build_mesh
 from jaxdist.models.build import default_loss
 from jaxdist.models.mean import scalars_in
+from jaxdist.models.recommend.rows import seed_of
+from jaxdist.models.recommend.tables import RecommenderConfig
+from jaxdist.param_server.tables.batch import BatchRows, RowsLoader
 from jaxdist.sharding import Layout, make_layout
 from jaxdist.train import replicas as replica_check
 from jaxdist.train.parts import check_parts
@@ -30,7 +35,7 @@ from jaxdist.train.plan import (
 )
 from jaxdist.train.rescale import Sizes
 from jaxdist.train.step import Program
-from jaxdist.train.strategy.config import ParameterServer
+from jaxdist.train.strategy.config import Hybrid, ParameterServer
 from jaxdist.train.strategy.contract import TrainStage
 from jaxdist.validity.table import check
 
@@ -45,6 +50,7 @@ class Experiment:
       stages: the stages of a run; most runs have a single stage, with `program` and `loader`.
       explained: a line for each derived value.
       notices: a sentence for each setting that has no effect in this experiment.
+      rows: rows of batches, where servers hold the tables of the model.
     """
 
     config: ExperimentConfig
@@ -52,11 +58,12 @@ class Experiment:
     layout: Layout
     program: Program
     loader: Loader
-    heldout: Loader | None
+    heldout: Loader | RowsLoader | None
     total_steps: int
     stages: tuple[TrainStage, ...]
     explained: tuple[str, ...]
     notices: tuple[str, ...] = ()
+    rows: BatchRows | None = None
 
     @property
     def unit(self) -> str:
@@ -129,9 +136,13 @@ def build(
         check_stages(config.train, plan, layout, shards)
     with at("optim"):
         rate = plan_learning_rate(config.train, config.optim, plan, len(dataset.train))
-    program, derived, notices = make_program(
-        config, layout, dataset, loader.batch_shapes, plan, rate, at
-    )
+    with at("strategy"):
+        rows = batch_rows(config, dataset, layout)
+    shapes = loader.batch_shapes if rows is None else rows.with_rows(loader.batch_shapes)
+    program, derived, notices = make_program(config, layout, dataset, shapes, plan, rate, at)
+    if rows is not None:
+        rows.seed = int(seed_of(nnx.Rngs(program.init_key).params()))
+        heldout = heldout and RowsLoader(heldout, rows)
     # Scalars of several batches cannot be combined to a mean.
     if heldout is not None and scalars_in(program.measured):
         heldout = heldout.at_once()
@@ -156,7 +167,24 @@ def build(
             *replica_check.explained(*replicas),
         ),
         notices=(*notices, *replica_check.replica_notices(*replicas)),
+        rows=rows,
     )
+
+
+def batch_rows(config: ExperimentConfig, dataset: Dataset, layout: Layout) -> BatchRows | None:
+    """Return the rows of batches if servers hold the tables of the model, else None.
+
+    Raises:
+      ConfigError: the model has no tables.
+    """
+    if not isinstance(config.strategy, Hybrid):
+        return None
+    if not isinstance(config.model, RecommenderConfig) or dataset.fields is None:
+        raise ConfigError(
+            f"strategy.type hybrid puts the tables of a model onto servers, and model.type "
+            f"{config.model.type} has none: take mf or dlrm, or strategy.type parameter_server"
+        )
+    return BatchRows(config.model.form(dataset.fields), layout)
 
 
 def _explain_placement(config: ExperimentConfig, program: Program) -> Sequence[str]:

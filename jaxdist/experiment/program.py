@@ -38,7 +38,7 @@ from jaxdist.train.assemble import assemble
 from jaxdist.train.evaluate import why_in_parts
 from jaxdist.train.plan import TrainPlan
 from jaxdist.train.step import Program
-from jaxdist.train.strategy.config import ParameterServer
+from jaxdist.train.strategy.config import Hybrid, ParameterServer
 from jaxdist.train.strategy.contract import RunSettings
 from jaxdist.trees import flatten_with_names
 from jaxdist.validity.features import Facts
@@ -230,6 +230,7 @@ def build_model(
         # present.
         device=None if layout is None else layout.mesh.local_devices[0],
         fields=dataset.fields,
+        served=isinstance(config.strategy, Hybrid),
     )
     return functional(make)
 

@@ -23,6 +23,7 @@ def check_strategy(strategy: StrategyConfig, given: RunSettings) -> tuple[str, .
 CHECKS: Mapping[str, Callable[[Any, RunSettings], tuple[str, ...]]] = {
     "synchronous": lambda strategy, given: (),
     "lookahead": lookahead.length_notices,
+    "hybrid": lambda strategy, given: (),
     "parameter_server": servers.ineffective_settings,
 }
 """The function that checks a strategy, by `strategy.type`."""

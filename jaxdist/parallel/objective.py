@@ -95,6 +95,17 @@ class Objective:
         grads, (sums, buffers) = jax.grad(total, has_aux=True)(own)
         return Gradients(around.placed(carried(grads)), sums, buffers)
 
+    def field_gradients(
+        self, held: StepInputs, batch: Batch, key: jax.Array, field: str
+    ) -> jax.Array:
+        """Compute gradients of the mean loss of a whole batch with respect to one of its fields."""
+
+        def mean(values: jax.Array) -> jax.Array:
+            given = {**batch, field: values}
+            return self._mean(held, NOWHERE, held.params, held.buffers, given, key)[0]
+
+        return jax.grad(mean)(batch[field])
+
     def _mean(
         self,
         held: StepInputs,

@@ -107,9 +107,13 @@ def _evaluate(parts: HookParts, best: float | None) -> Evaluate | None:
 
 def _saving(parts: HookParts) -> Callable[[TrainState, float | None, float | None], None]:
     program, config = parts.experiment.program, parts.experiment.config.checkpoint
+    rows = parts.experiment.rows
 
     def saved(state: TrainState, best: float | None, metric: float | None) -> None:
         with parts.account.within(Activity.CHECKPOINT_BLOCKED):
+            if rows is not None and rows.save is not None:
+                # Before the state, so that a complete checkpoint always has its tables.
+                rows.save(int(state.step))
             given = {"metric": metric, "parts": config.parts}
             metadata = {"best": best, **parts.kept}
             save(parts.tiers.store, program, state, metadata=metadata, **given)

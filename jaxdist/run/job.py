@@ -158,6 +158,7 @@ class RunJob:
                 note=progress.note,
                 record=partial(writer.write, split="servers"),
                 account=account,
+                rows=experiment.rows,
             )
             account.switch(Activity.IDLE)
             with account.within(Activity.CHECKPOINT_BLOCKED):

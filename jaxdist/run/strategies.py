@@ -21,7 +21,7 @@ from jaxdist.run.memory import told_if_too_large
 from jaxdist.run.suspect import SuspectStateError
 from jaxdist.train.loop import run_loop
 from jaxdist.train.state import TrainState
-from jaxdist.train.strategy.config import ParameterServer, StrategyConfig
+from jaxdist.train.strategy.config import Hybrid, ParameterServer, StrategyConfig
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.wire.ports import check_ports
 
@@ -91,7 +91,7 @@ def served(strategy: ParameterServer, job: RunJob) -> TrainState:
       RunError: a package for the communication with servers is not installed. Errors of `supervise`
         are passed on.
     """
-    _check_installed()
+    _check_installed(strategy.type)
     # imported here, since these modules import gRPC, an optional dependency
     from jaxdist.param_server.training.state import Sharded
     from jaxdist.param_server.training.supervisor import supervise
@@ -115,11 +115,28 @@ def served(strategy: ParameterServer, job: RunJob) -> TrainState:
         return supervise(sharded, prepared, module=processes.__name__, config=config)
 
 
-def _check_installed() -> None:
+def hybrid(strategy: Hybrid, job: RunJob) -> TrainState:
+    """Take every step of a run whose tables are on servers, which process 0 starts.
+
+    Raises:
+      RunError: a package is not installed, or a server ended. Errors of `through_stages` are
+        passed on.
+    """
+    _check_installed(strategy.type)
+    # imported here, since these modules import gRPC, an optional dependency
+    from jaxdist.run.hybrid import with_tables
+
+    with blamed("strategy"):
+        check_ports(strategy.processes.host, strategy.processes.port, strategy.servers)
+    with job.prepared() as prepared, with_tables(strategy, prepared) as served:
+        return through_stages(served)
+
+
+def _check_installed(kind: str) -> None:
     missing = [name for name in ("grpc", "google_crc32c") if find_spec(name) is None]
     if missing:
         raise RunError(
-            f"strategy.type parameter_server needs {' and '.join(missing)} for its wire: "
+            f"strategy.type {kind} needs {' and '.join(missing)} for its wire: "
             "pip install 'jaxdist[param-server]'"
         )
 
@@ -127,6 +144,7 @@ def _check_installed() -> None:
 RUNNERS: Mapping[str, Callable[[Any, RunJob], TrainState]] = {
     "synchronous": all_steps,
     "lookahead": all_steps,
+    "hybrid": hybrid,
     "parameter_server": served,
 }
 """Runners by `strategy.type`."""

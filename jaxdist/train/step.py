@@ -25,6 +25,7 @@ from jaxdist.optim.loss_scale import scale_for
 from jaxdist.optim.owners import Owner, of_params
 from jaxdist.optim.safety import skip_states, skipped_once
 from jaxdist.parallel.compiler import Options
+from jaxdist.parallel.compute import WholeBatch
 from jaxdist.parallel.contract import Compute, Exchange, StepInputs
 from jaxdist.parallel.jitted import Compiled, Jitted
 from jaxdist.sharding import Dims, Layout
@@ -267,6 +268,31 @@ class Program:
         The function donates the state, and contains `gradients` and `update` in a single program.
         """
         return self._jitted.updating(self._train, (self._stored_shardings, self.layout.replicated))
+
+    def train_with(self, field: str) -> Compiled:
+        """Return `train` with a third result, the gradient with respect to a field of the batch.
+
+        The field's gradient is that of the mean loss, laid out as the batch.
+        """
+        compute = self.compute
+        assert isinstance(compute, WholeBatch), "a batch in one piece, on one stage"
+
+        def train(stored: TrainState, batch: Batch) -> tuple[TrainState, jax.Array, jax.Array]:
+            state = self.home.to_step(stored)
+            found = self._gradients(stored, state, batch)
+            key = jax.random.fold_in(self._keys()[1], state.step)
+            held = StepInputs(state.params, stored.params, state.buffers, None)
+            # XLA computes what both gradients share once, where it places all communication.
+            of_field = compute.objective.field_gradients(held, batch, key, field)
+            return *self._update(state, found), of_field
+
+        shardings = self._stored_shardings, self.layout.replicated, self.batch[field].sharding
+        return self._jitted.updating(train, shardings)
+
+    @property
+    def init_key(self) -> jax.Array:
+        """The random key of the initial parameters."""
+        return self._keys()[0]
 
     @cached_property
     def gradients(self) -> Compiled:

@@ -96,6 +96,7 @@ _PATHS = (
 
 SECTIONS: Mapping[str, Feature] = {
     **{path: _setting(path) for path in _PATHS},
+    "strategy: hybrid": Feature(lambda f: f.strategy == "hybrid", lambda f: "strategy.type hybrid"),
     "elastic.batch: rescale": _value("elastic.batch", "rescale"),
     "strategy.consistency: elastic": _value("strategy.consistency.type", "elastic"),
     "strategy.aggregation: racks": _value("strategy.aggregation.type", "racks"),

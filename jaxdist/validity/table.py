@@ -10,6 +10,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.models.mean import AS_MEAN, OPAQUE
 from jaxdist.validity.experts import EXPERTS
 from jaxdist.validity.features import FLAT, Facts
+from jaxdist.validity.hybrid import HYBRIDS
 from jaxdist.validity.messages import MESSAGES
 from jaxdist.validity.row import COMPRESSION, FROZEN, REDUCTIONS, SCOPES, ZERO_STAGES, ValidityRow
 from jaxdist.validity.servers import SERVERS
@@ -215,6 +216,7 @@ ROWS: tuple[ValidityRow, ...] = (
     *MESSAGES,
     *SERVERS,
     *EXPERTS,
+    *HYBRIDS,
 )
 """Every combination that is refused."""
 

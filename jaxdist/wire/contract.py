@@ -67,11 +67,13 @@ class Spec:
     Attributes:
       tensor: number of the shard.
       length: number of elements; a shard's ranges are concatenated.
+      most: whether a payload may have fewer elements too.
     """
 
     tensor: int
     dtype: np.dtype
     length: int
+    most: bool = False
 
     @property
     def size_bytes(self) -> int:

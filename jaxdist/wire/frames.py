@@ -249,9 +249,12 @@ class Assembler:
             if wanted is not given:
                 which = "without its payload" if given is None else "with a payload"
                 raise FrameError(f"{envelope.op.name} {which}", envelope)
-        elif envelope.op in CARRY_BYTES:
+        elif wanted.most or envelope.op in CARRY_BYTES:
             if given.dtype != wanted.dtype or given.length > wanted.length:
-                raise FrameError(f"a text of {given.length} {given.dtype}", envelope)
+                what = "a text" if envelope.op in CARRY_TEXT else "rows"
+                raise FrameError(
+                    f"{what} of {given.length} {given.dtype}, at most {wanted.length}", envelope
+                )
         elif given != wanted:
             raise FrameError(
                 f"tensor {given.tensor}, {given.dtype}[{given.length}] is not tensor "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 import jax
@@ -24,7 +24,7 @@ class SquaredErrorConfig(Config):
     type: Literal["squared_error"]
     """Selects this loss."""
 
-    def build(self) -> object:
+    def build(self) -> Callable[..., PyTree]:
         """Build the loss of a module called as `module(ids, dense, pulled)`."""
         return squared_error
 
@@ -36,7 +36,7 @@ class ClickConfig(Config):
     type: Literal["click"]
     """Selects this loss."""
 
-    def build(self) -> object:
+    def build(self) -> Callable[..., PyTree]:
         """Build the loss of a module called as `module(ids, dense, pulled)`."""
         return click
 

@@ -24,11 +24,13 @@ def of_message(message: Message, tensor: int, payload: np.ndarray | None = None)
 
     Args:
       tensor: number of the shard.
-      payload: payload of a push.
+      payload: payload of a push, or of a pull of rows.
     """
     stamp = message.stamp
     if isinstance(message, Pull):
-        return Envelope(Op.PULL, stamp.epoch, stamp.client, stamp.sequence, tensor=tensor)
+        return Envelope(
+            Op.PULL, stamp.epoch, stamp.client, stamp.sequence, tensor=tensor, payload=payload
+        )
     return Envelope(
         Op.PUSH, stamp.epoch, stamp.client, stamp.sequence, message.clock, message.version,
         tokens=message.tokens, flag=message.usable, tensor=tensor, payload=payload,

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from jaxdist.data.cache import cache_directory
-from jaxdist.errors import JaxdistError, RunError
+from jaxdist.errors import JaxdistError
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.client import Client, Timeouts
 from jaxdist.param_server.live.order import OrderLog
@@ -27,6 +27,7 @@ from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.processes.aggregator import AggregatorProcess
 from jaxdist.param_server.processes.parts import part_of
 from jaxdist.param_server.processes.setup import listening, run_experiment, run_of, wires_to
+from jaxdist.param_server.processes.tables import TableProcess
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.files import read_shard, write_shard
 from jaxdist.param_server.training.state import ShardState
@@ -169,7 +170,9 @@ class WorkerProcess:
         self.parent.say("clock", **vars(one))
 
 
-def serve(role: type[ServerProcess | AggregatorProcess], setup: JsonObject, parent: Parent) -> None:
+def serve(
+    role: type[ServerProcess | AggregatorProcess | TableProcess], setup: JsonObject, parent: Parent
+) -> None:
     """Run a server or an aggregator until its input ends."""
     process = role(setup, parent)
     for what in parent.hear():
@@ -194,6 +197,7 @@ def work(setup: JsonObject, parent: Parent) -> None:
 ROLES: dict[str, Callable[[JsonObject, Parent], None]] = {
     "server": partial(serve, ServerProcess),
     "aggregator": partial(serve, AggregatorProcess),
+    "table": partial(serve, TableProcess),
     "worker": work,
 }
 
@@ -213,7 +217,7 @@ def main() -> None:
     compilation_cache.enable(cache_directory() / "compiled")
     try:
         ROLES[role](setup, parent)
-    except RunError as error:
+    except JaxdistError as error:
         parent.say("failed", error=str(error))
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

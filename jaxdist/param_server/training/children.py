@@ -13,7 +13,7 @@ from jaxdist.runtime.children import Event
 from jaxdist.runtime.forks import ForkServer
 from jaxdist.types import JsonObject
 
-Role = Literal["server", "aggregator", "worker"]
+Role = Literal["server", "aggregator", "table", "worker"]
 
 
 class RunProcess(children.Child):

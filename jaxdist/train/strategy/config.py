@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, Count
 from jaxdist.param_server.cluster import Cluster
+from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
+from jaxdist.param_server.consistency.rounds import BSP
+from jaxdist.param_server.tables.optimizer import RowAdagrad, RowOptimizerConfig
 from jaxdist.train.strategy.lookahead import Lookahead
+from jaxdist.wire.config import ProcessesConfig
+
+RowConsistency = Annotated[BSP | SSP | Asynchronous, Field(discriminator="type")]
+"""The consistency models of rows."""
 
 
 class Synchronous(Config):
@@ -39,5 +46,44 @@ class ParameterServer(Cluster):
         return None
 
 
-StrategyConfig = Annotated[Synchronous | Lookahead | ParameterServer, Field(discriminator="type")]
+class Hybrid(Config):
+    """Servers hold the tables of a model; all other parameters are trained as synchronous ones are.
+
+    In each step, every process pulls the rows of its examples, each once, and pushes their
+    gradients. Li et al., "Scaling distributed machine learning with the parameter server" (OSDI
+    2014); Lian et al., "Persia" (arXiv 2111.05897).
+    """
+
+    type: Literal["hybrid"] = "hybrid"
+    """Selects this strategy."""
+    servers: Count = 1
+    """Number of servers that share the rows of all tables."""
+    optimizer: RowOptimizerConfig = RowAdagrad()
+    """Optimizer of rows, by type; optim is that of all other parameters."""
+    consistency: RowConsistency = BSP()
+    """Consistency model of rows, by type: bsp reads every earlier push of every process."""
+    processes: ProcessesConfig = ProcessesConfig()
+    """Settings of the server processes, which process 0 starts on its machine."""
+
+    @field_validator("consistency")
+    @classmethod
+    def _reads(cls, model: RowConsistency) -> RowConsistency:
+        if getattr(model, "reads", "each_clock") != "each_clock":
+            raise ValueError(
+                "rows are pulled for each batch, since another batch has other rows: set reads: "
+                "each_clock"
+            )
+        unfit = {"backups": 0, "delay_compensation": None, "value_bound": None}
+        for name, off in unfit.items():
+            if getattr(model, name, off) != off:
+                raise ValueError(f"{name} is for whole parameters, not for rows: leave it out")
+        return model
+
+    def outer(self) -> None:
+        return None
+
+
+StrategyConfig = Annotated[
+    Synchronous | Lookahead | ParameterServer | Hybrid, Field(discriminator="type")
+]
 """The union of strategies; each is a `jaxdist.train.strategy.contract.Strategy`."""

@@ -16,6 +16,7 @@ from jaxdist.data.loader import Loader
 from jaxdist.metrics.account import Account
 from jaxdist.optim.build import Optimizer
 from jaxdist.optim.common import OptimizerConfig
+from jaxdist.param_server.tables.batch import BatchRows
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.loop import Hooks
 from jaxdist.train.plan import TrainConfig
@@ -65,6 +66,7 @@ class Prepared:
       note: prints a line for the user.
       record: records the counts of servers and workers at a step.
       account: account of this process's time, in which hooks already count their own time.
+      rows: rows of batches, where servers hold the tables of the model.
     """
 
     state: TrainState
@@ -76,6 +78,7 @@ class Prepared:
     note: Callable[[str], None] = print
     record: Callable[[int, Mapping[str, float]], None] = lambda step, values: None
     account: Account = field(default_factory=Account)
+    rows: BatchRows | None = None
 
 
 @dataclass(frozen=True)

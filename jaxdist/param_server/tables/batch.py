@@ -1,0 +1,140 @@
+"""The rows of a batch: which each device touches, and where their values go on the mesh.
+
+Dims: B batch, F fields, D width; N devices along the batch, b examples of a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.models.recommend.rows import RowForm
+from jaxdist.models.recommend.tables import PULLED
+from jaxdist.sharding import Layout
+
+Fetch = Callable[[np.ndarray], np.ndarray]
+"""A function from unique rows (uint32 `[n]`) to their values `[n, D]`."""
+
+
+@dataclass(frozen=True)
+class Touched:
+    """The rows that this process's part of a batch touches.
+
+    Attributes:
+      rows: unique rows, ascending, uint32 `[n]`.
+      blocks: for each block of the batch on this process's devices, by its first example, the place
+        of each row of the block in `rows`.
+      looked_up: number of ids, which is that of the rows if none occurs twice.
+    """
+
+    rows: np.ndarray
+    blocks: Mapping[int, np.ndarray]
+    looked_up: int
+
+    def gathered(self, grads: jax.Array, per_block: int, examples: int) -> np.ndarray:
+        """Return the gradient `[n, D]` of each row, summed over blocks.
+
+        Args:
+          grads: gradients of the pulled rows of all devices, `[N per_block, D]`.
+          per_block: number of rows of a block, with those that fill it up.
+          examples: number of examples of a block.
+        """
+        total = np.zeros((len(self.rows), grads.shape[1]), np.float32)
+        seen: set[int] = set()
+        for shard in grads.addressable_shards:
+            block = (shard.index[0].start or 0) // per_block
+            if block not in seen:  # replicas of a block have the same gradients
+                seen.add(block)
+                places = self.blocks[block * examples]
+                total[places] += np.asarray(shard.data)[: len(places)]
+        return total
+
+
+@dataclass
+class BatchRows:
+    """The rows of batches, fetched from servers in training or from files in evaluation.
+
+    Attributes:
+      seed: seed of initial rows.
+      fetch: function that returns rows' values.
+      save: function that saves the tables of a step; None where no run is under way.
+    """
+
+    form: RowForm
+    layout: Layout
+    seed: int = 0
+    fetch: Fetch | None = None
+    save: Callable[[int], None] | None = None
+
+    @property
+    def _sharding(self) -> jax.sharding.NamedSharding:
+        return self.layout.sharding(("batch", None))
+
+    def with_rows(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the rows that may be pulled for it to the shapes of a batch."""
+        examples, fields = batch["ids"].shape
+        shape = (examples * fields, self.form.width)
+        pulled = jax.ShapeDtypeStruct(shape, np.float32, sharding=self._sharding)
+        return {**batch, PULLED: pulled}
+
+    def touched(self, ids_BF: jax.Array) -> tuple[Touched, dict[int, np.ndarray]]:
+        """Return the rows that a batch touches, and the place of each id in its block's rows."""
+        offsets = self.form.offsets[None, :]
+        blocks: dict[int, np.ndarray] = {}
+        places: dict[int, np.ndarray] = {}
+        looked_up = 0
+        for shard in ids_BF.addressable_shards:
+            start = shard.index[0].start or 0
+            if start in blocks:
+                continue
+            rows = (np.asarray(shard.data) + offsets).astype(np.uint32)
+            blocks[start], inverse = np.unique(rows, return_inverse=True)
+            places[start] = inverse.reshape(rows.shape).astype(np.int32)
+            looked_up += rows.size
+        unique = np.unique(np.concatenate([*blocks.values()]))
+        found = {start: np.searchsorted(unique, rows) for start, rows in blocks.items()}
+        return Touched(unique, found, looked_up), places
+
+    def filled(self, batch: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Touched]:
+        """Return a batch with the rows of its ids, and the rows that it touches."""
+        assert self.fetch is not None, "no servers and no files to fetch rows from"
+        ids = batch["ids"]
+        touched, places = self.touched(ids)
+        values = self.fetch(touched.rows)
+        examples, fields = ids.sharding.shard_shape(ids.shape)
+        per_block = examples * fields
+
+        def block_of_ids(index: Any) -> np.ndarray:
+            return places[index[0].start or 0]
+
+        def block_of_rows(index: Any) -> np.ndarray:
+            block = np.zeros((per_block, self.form.width), np.float32)
+            found = touched.blocks[(index[0].start or 0) // fields]
+            block[: len(found)] = values[found]
+            return block
+
+        shape = (ids.shape[0] * fields, self.form.width)
+        pulled = jax.make_array_from_callback(shape, self._sharding, block_of_rows)
+        placed = jax.make_array_from_callback(ids.shape, ids.sharding, block_of_ids)
+        return {**batch, "ids": placed, PULLED: pulled}, touched
+
+
+class RowsLoader:
+    """A loader of held-out batches with the rows of their ids."""
+
+    def __init__(self, loader: Any, rows: BatchRows):
+        self._loader, self._rows = loader, rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    @contextmanager
+    def evaluation_batches(self, limit: int | None = None) -> Iterator[Iterator[dict[str, Any]]]:
+        """Iterate once over all examples, as `Loader.evaluation_batches` does."""
+        with self._loader.evaluation_batches(limit) as batches:
+            yield (self._rows.filled(batch)[0] for batch in batches)

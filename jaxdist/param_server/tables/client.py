@@ -1,0 +1,161 @@
+"""A worker's client of all table servers: pulls of unique rows, and pushes of their gradients."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxdist.errors import RunError
+from jaxdist.param_server.consistency.contract import Consistency
+from jaxdist.param_server.live.client import Timeouts
+from jaxdist.param_server.live.exchange import ServerLink, Sessions
+from jaxdist.param_server.protocol import client as protocol
+from jaxdist.param_server.protocol.client import ClientState
+from jaxdist.param_server.protocol.messages import Answer, Reply
+from jaxdist.param_server.tables.messages import pack
+from jaxdist.param_server.tables.store import owners
+from jaxdist.wire.contract import Wire
+
+
+class TableClient:
+    """A worker's sessions with all table servers, used by one thread.
+
+    Args:
+      number: client number.
+      model: consistency model of the servers.
+      wires: connections to the servers, in the order of their numbers.
+      width: number of values in a row.
+
+    Attributes:
+      sent_bytes, received_bytes: sizes of payloads.
+      waited_seconds: time spent in `pull` and `drain`.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        model: Consistency,
+        wires: Sequence[Wire],
+        width: int,
+        *,
+        patience: Timeouts | None = None,
+    ) -> None:
+        self.number, self.model, self.width = number, model, width
+        self.patience = patience or Timeouts()
+        self._links = [
+            ServerLink(server, wire, ClientState(number), f"table server {server}")
+            for server, wire in enumerate(wires)
+        ]
+        self._failure: str | None = None
+        self.sent_bytes = self.received_bytes = 0
+        self.waited_seconds = 0.0
+        self._exchange = Sessions(
+            self._links,
+            threading.RLock(),
+            retry_seconds=self.patience.retry_seconds,
+            heard=self._heard,
+            failed=self.fail,
+        )
+        self._changed = self._exchange.changed
+
+    def close(self) -> None:
+        """End all sessions."""
+        self._exchange.close()
+
+    def fail(self, reason: str) -> None:
+        """End the wait of the worker with an error."""
+        with self._changed:
+            self._failure = reason
+            self._changed.notify_all()
+
+    def pull(self, rows: np.ndarray) -> np.ndarray:
+        """Return the values, float32 `[N, D]`, of unique rows (uint32 `[N]`).
+
+        The consistency model decides which pushes they contain.
+
+        Raises:
+          RunError: the deadline passed, or a server refused a message or has died.
+        """
+        owner = owners(rows, len(self._links))
+        with self._changed:
+            for link in self._links:
+                mine = pack(rows[owner == link.server])
+                link.copy = None
+                link.state, message = protocol.pull(link.state)
+                link.payloads[message.stamp.sequence] = mine
+                self.sent_bytes += mine.nbytes
+                link.send(message)
+            self._wait(lambda: all(one.copy is not None for one in self._links), "rows")
+            found = np.empty((len(rows), self.width), np.float32)
+            for link in self._links:
+                assert link.copy is not None
+                found[owner == link.server] = link.copy.view(np.float32).reshape(-1, self.width)
+        return found
+
+    def push(self, rows: np.ndarray, grads: np.ndarray, rate: float) -> None:
+        """Send the gradients `[N, D]` of the unique rows that were pulled, without a wait.
+
+        Raises:
+          RunError: too many pushes were not acknowledged until the deadline.
+        """
+        owner = owners(rows, len(self._links))
+        usable = bool(np.isfinite(grads).all())
+        with self._changed:
+            self._wait(lambda: all(link.state.room for link in self._links), "room for a push")
+            for link in self._links:
+                mine = owner == link.server
+                payload = pack(np.array([rate], np.float32), rows[mine], grads[mine])
+                link.state, message = protocol.push(link.state, usable=usable)
+                link.payloads[message.stamp.sequence] = payload
+                self.sent_bytes += payload.nbytes
+                link.send(message)
+
+    def drain(self) -> None:
+        """Wait until all pushes are acknowledged.
+
+        Raises:
+          RunError: the deadline passed, or a server refused a message or has died.
+        """
+        with self._changed:
+            self._wait(self._settled, "the last pushes to be applied")
+
+    def _settled(self) -> bool:
+        return not any(link.payloads for link in self._links)
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until the condition holds; the caller holds the lock."""
+        begun = time.monotonic()
+        deadline = begun + self.patience.deadline_seconds
+        while True:
+            if self._failure is not None:
+                raise RunError(f"worker {self.number}: {self._failure}")
+            if condition():
+                self.waited_seconds += time.monotonic() - begun
+                return
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise RunError(self._late(what))
+            self._changed.wait(left)
+
+    def _late(self, what: str) -> str:
+        away = [link.name for link in self._links if not link.welcome]
+        late = [link.name for link in self._links if link.welcome and link.payloads]
+        told = f"{', '.join(away)} cannot be reached" if away else f"{', '.join(late)} is late"
+        return (
+            f"worker {self.number} waited {self.patience.deadline_seconds:g} s for {what}: {told} "
+            "(strategy.processes.deadline_seconds)"
+        )
+
+    def _heard(self, link: ServerLink, reply: Reply, payload: np.ndarray | None) -> None:
+        heard = protocol.hear(link.state, reply)
+        link.state = heard.state
+        if isinstance(reply, Answer) and reply.sequence in link.payloads:
+            assert payload is not None
+            del link.payloads[reply.sequence]
+            link.copy = payload
+            self.received_bytes += payload.nbytes
+        if heard.settled is not None:
+            link.payloads.pop(heard.settled, None)

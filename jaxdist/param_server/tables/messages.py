@@ -1,0 +1,52 @@
+"""The payloads of table messages, as bytes: 32-bit row numbers and float32 values.
+
+A pull holds n rows and its answer n D values; a push holds a learning rate, n rows and n D
+gradients: together n (8 + 8 D) + 4 bytes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxdist.wire.contract import Envelope, Op, Spec
+from jaxdist.wire.frames import spec_for
+
+RATE_BYTES = 4
+"""The size of the learning rate at the head of a push."""
+
+
+def step_bytes(unique: int, width: int) -> int:
+    """Return the bytes of payloads of a step that touches `unique` rows of a server."""
+    return unique * (8 + 8 * width) + RATE_BYTES
+
+
+def payload_spec(server: int, most_rows: int, width: int) -> Spec:
+    """Return the specification of payloads of at most `most_rows` rows."""
+    size = RATE_BYTES + most_rows * (4 + 4 * width)
+    return Spec(server, np.dtype(np.uint8), size, most=True)
+
+
+def spec_of_reply(envelope: Envelope, spec: Spec) -> Spec | None:
+    """Return the specification of what a server sends."""
+    return spec_for(envelope, spec, spec)
+
+
+def spec_of_message(envelope: Envelope, spec: Spec) -> Spec | None:
+    """Return the specification of what a worker sends; its pulls have payloads."""
+    return spec if envelope.op is Op.PULL else spec_for(envelope, spec, spec)
+
+
+def pack(*arrays: np.ndarray) -> np.ndarray:
+    """Return the bytes of arrays of 4-byte elements, one after another."""
+    return np.concatenate([np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in arrays])
+
+
+def unpack_push(payload: np.ndarray, width: int) -> tuple[float, np.ndarray, np.ndarray] | None:
+    """Return rate, rows and gradients of a push; None where the length fits no number of rows."""
+    count, rest = divmod(payload.size - RATE_BYTES, 4 + 4 * width)
+    if rest or count < 0:
+        return None
+    middle = RATE_BYTES + 4 * count
+    rate = float(payload[:RATE_BYTES].view(np.float32)[0])
+    grads = payload[middle:].view(np.float32).reshape(count, width)
+    return rate, payload[RATE_BYTES:middle].view(np.uint32), grads

@@ -1,0 +1,109 @@
+"""Row-wise optimizers: an update of the rows that a batch touched, and of no others.
+
+Dims: N rows, D width. A row is stored with its state behind its D values.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field, PositiveFloat
+
+from jaxdist.config.schema import Config
+from jaxdist.optim.common import Beta
+
+
+class RowOptimizer(Config):
+    """The settings of every row-wise optimizer."""
+
+    learning_rate: PositiveFloat | None = None
+    """Constant learning rate of rows; null takes that of optim at each step."""
+
+    @abstractmethod
+    def state_width(self, width: int) -> int:
+        """Return the number of values that a row's state has; they begin at zero."""
+
+    @abstractmethod
+    def update(self, rows: np.ndarray, grads_ND: np.ndarray, rate: float) -> None:
+        """Update rows with their state in place, float32 `[N, D + state_width]`.
+
+        Args:
+          grads_ND: gradients, summed over all examples that look a row up.
+        """
+
+
+class RowSgd(RowOptimizer):
+    """Gradient descent: equals a dense table's under `optim: {type: sgd, momentum: 0}`."""
+
+    type: Literal["sgd"] = "sgd"
+    """Selects this optimizer."""
+
+    def state_width(self, width: int) -> int:
+        return 0
+
+    def update(self, rows: np.ndarray, grads_ND: np.ndarray, rate: float) -> None:
+        rows -= np.float32(rate) * grads_ND
+
+
+class RowAdagrad(RowOptimizer):
+    """Adagrad (Duchi et al., JMLR 12, 2011): w -= rate g / (sqrt(sum of g^2) + eps).
+
+    Rows that no example looks up have no gradient, so the result is that of a dense table.
+    """
+
+    type: Literal["adagrad"] = "adagrad"
+    """Selects this optimizer."""
+    per: Literal["element", "row"] = "row"
+    """element: a sum of squares for each value; row: one for each row, of the mean square of its
+    gradient, which takes D times less memory."""
+    eps: PositiveFloat = 1e-8
+    """Number added to the root."""
+
+    def state_width(self, width: int) -> int:
+        return width if self.per == "element" else 1
+
+    def update(self, rows: np.ndarray, grads_ND: np.ndarray, rate: float) -> None:
+        width = grads_ND.shape[1]
+        square = np.square(grads_ND)
+        rows[:, width:] += square if self.per == "element" else square.mean(1, keepdims=True)
+        rows[:, :width] -= (
+            np.float32(rate) * grads_ND / (np.sqrt(rows[:, width:]) + np.float32(self.eps))
+        )
+
+
+class RowLazyAdam(RowOptimizer):
+    """Adam in which time passes for a row only when an example looks it up.
+
+    Moments of other rows neither decay nor move them, and the correction of the bias counts a row's
+    own updates. This differs from Adam on a dense table, where every row moves at every step.
+    """
+
+    type: Literal["lazy_adam"] = "lazy_adam"
+    """Selects this optimizer."""
+    b1: Beta = 0.9
+    """Decay of the first moment."""
+    b2: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """Decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Number added to the root of the second moment."""
+
+    def state_width(self, width: int) -> int:
+        return 2 * width + 1
+
+    def update(self, rows: np.ndarray, grads_ND: np.ndarray, rate: float) -> None:
+        width = grads_ND.shape[1]
+        first, second = rows[:, width : 2 * width], rows[:, 2 * width : -1]
+        count = rows[:, -1:]
+        b1, b2 = np.float32(self.b1), np.float32(self.b2)
+        first *= b1
+        first += (1 - b1) * grads_ND
+        second *= b2
+        second += (1 - b2) * np.square(grads_ND)
+        count += 1
+        root = np.sqrt(second / (1 - b2**count)) + np.float32(self.eps)
+        rows[:, :width] -= np.float32(rate) * first / (1 - b1**count) / root
+
+
+RowOptimizerConfig = Annotated[RowSgd | RowAdagrad | RowLazyAdam, Field(discriminator="type")]

@@ -1,0 +1,127 @@
+"""A server of tables: the protocol of parameter servers, with pulls and pushes of single rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxdist.param_server.consistency.contract import Arrival, Consistency, Merge
+from jaxdist.param_server.live.server import Server
+from jaxdist.param_server.protocol.messages import Answer, Reply
+from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.param_server.tables.messages import payload_spec, spec_of_message, unpack_push
+from jaxdist.param_server.tables.store import RowStore, summed
+from jaxdist.wire.contract import Envelope, Op, Peer, Spec
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """The payloads of a table server, in the place of a shard's layout."""
+
+    spec: Spec
+
+
+class TableShard:
+    """The rows of one server, in the place of a `jaxdist.param_server.live.shard.ServerShard`.
+
+    Attributes:
+      staleness: number of changes for each staleness.
+      square: squared norm of the last applied change.
+    """
+
+    def __init__(self, store: RowStore, layout: TableLayout) -> None:
+        self.store, self.layout = store, layout
+        self.staleness: Counter[int] = Counter()
+        self.square = 0.0
+
+    def read(self, client: int, version: int) -> None:
+        """Return nothing: an answer has the rows of its pull, see `TableServer`."""
+
+    def forget(self, client: int) -> None:
+        """Forget nothing: no version of a row is kept for a worker."""
+
+    def apply(self, merge: Merge, change_of: Callable[[Arrival], np.ndarray]) -> None:
+        """Apply a merge to the rows of all its pushes at once."""
+        if not merge.parts:
+            return
+        rates, rows, grads = [], [], []
+        for part in merge.parts:
+            self.staleness[part.staleness] += 1
+            found = unpack_push(change_of(part.arrival), self.store.form.width)
+            assert found is not None, "a push is checked when it arrives"
+            rates.append(found[0])
+            rows.append(found[1])
+            grads.append(found[2] if part.weight == 1 else found[2] * np.float32(part.weight))
+        unique, total = summed(np.concatenate(rows), np.concatenate(grads))
+        total = total if merge.total == 1 else total / np.float32(merge.total)
+        self.square = float(np.square(total).sum())
+        self.store.update(unique, total, max(rates) * merge.rate)
+
+
+class TableServer(Server):
+    """A service for the workers of a run, which pull and push rows of one server.
+
+    Args:
+      most_rows: largest number of rows in a message.
+      state: state of the protocol.
+    """
+
+    def __init__(
+        self, store: RowStore, model: Consistency, state: RangeState, *, server: int, most_rows: int
+    ) -> None:
+        layout = TableLayout(payload_spec(server, most_rows, store.form.width))
+        shard: Any = TableShard(store, layout)
+        self.store = store
+        self._wanted: dict[int, np.ndarray] = {}
+        self.rows_pulled = 0
+        super().__init__(shard, model, state)
+
+    def spec(self, envelope: Envelope) -> Spec | None:
+        """Return the payload's specification; pulls have one too."""
+        super().spec(envelope)
+        return spec_of_message(envelope, self._spec)
+
+    def _received(self, peer: Peer, envelope: Envelope, finite: bool) -> None:
+        payload = envelope.payload
+        if payload is not None:
+            reason = self._problem(envelope.op, payload)
+            if reason is not None:
+                self._refuse(peer, envelope, reason)
+                return
+        super()._received(peer, envelope, finite)
+
+    def _problem(self, op: Op, payload: np.ndarray) -> str | None:
+        """Return why a message is refused; None if it is well formed."""
+        width = self.store.form.width
+        if op is Op.PULL:
+            if payload.size % 4:
+                return f"a pull of {payload.size} bytes: rows have 4 each"
+            return self.store.problem(payload.view(np.uint32))
+        found = unpack_push(payload, width)
+        if found is None:
+            return f"a push of {payload.size} bytes: the tables here are {width} wide"
+        return self.store.problem(found[1])
+
+    def _keep(self, envelope: Envelope) -> None:
+        if envelope.op is not Op.PULL:
+            super()._keep(envelope)
+        elif envelope.payload is not None:
+            # A pull may be repeated after its answer was lost, with its payload.
+            self._wanted[envelope.client] = envelope.payload.view(np.uint32)
+
+    def _reply(self, reply: Reply, payload: np.ndarray | None = None) -> None:
+        if isinstance(reply, Answer):
+            rows = self._wanted.pop(reply.client, np.empty(0, np.uint32))
+            self.rows_pulled += len(rows)
+            payload = np.ascontiguousarray(self.store.read(rows)).reshape(-1).view(np.uint8)
+        super()._reply(reply, payload)
+
+    def kept(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return a copy of all touched rows and of their values with their state."""
+        with self._changed:
+            rows, values = self.store.kept()
+            return rows.copy(), values.copy()

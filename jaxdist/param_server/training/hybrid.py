@@ -1,0 +1,90 @@
+"""The training of a model whose tables are on servers: one process's part of each step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.models.recommend.tables import PULLED
+from jaxdist.param_server.tables.batch import BatchRows
+from jaxdist.param_server.tables.client import TableClient
+from jaxdist.param_server.tables.optimizer import RowOptimizer
+from jaxdist.param_server.tables.store import RowStore
+from jaxdist.param_server.training.table_files import read_tables
+from jaxdist.train.state import TrainState
+from jaxdist.train.step import Program
+from jaxdist.types import JsonObject
+
+
+@dataclass(frozen=True)
+class TableProgram:
+    """A program whose train step pulls the rows of its batch and pushes their gradients.
+
+    Attributes:
+      rate: constant learning rate of rows; None takes that of each step.
+      processes: number of processes that push.
+      counts: numbers of ids, of unique rows and of bytes of payloads in training so far.
+    """
+
+    program: Program
+    rows: BatchRows
+    client: TableClient
+    rate: float | None
+    processes: int
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @cached_property
+    def _step(self) -> Any:
+        return self.program.train_with(PULLED)
+
+    @cached_property
+    def _rate_at(self) -> int:
+        return self.program.metrics.index("learning_rate")
+
+    def train(
+        self, state: TrainState, batch: Mapping[str, jax.Array]
+    ) -> tuple[TrainState, jax.Array]:
+        """Take a step, whose pushes may still be under way when it returns."""
+        client, counts = self.client, self.counts
+        before = client.sent_bytes + client.received_bytes
+        given, touched = self.rows.filled(batch)
+        state, values, grads = self._step(state, given)
+        examples, fields = given["ids"].sharding.shard_shape(given["ids"].shape)
+        found = touched.gathered(grads, examples * fields, examples)
+        # A server takes the mean over processes, and the gradient is that of the whole batch's
+        # mean loss, to which each process contributes its examples' part.
+        if self.processes > 1:
+            found *= np.float32(self.processes)
+        rate = self.rate or float(np.asarray(values)[self._rate_at])
+        client.push(touched.rows, found, rate)
+        more = client.sent_bytes + client.received_bytes - before
+        counts.update(ids=touched.looked_up, unique_ids=len(touched.rows), bytes=more)
+        return state, values
+
+
+def about_tables(rows: BatchRows, optimizer: RowOptimizer) -> JsonObject:
+    """Return what the rows of a run are, by which their files are checked."""
+    settings = optimizer.model_dump(mode="json")
+    form = {**dataclasses.asdict(rows.form), "fields": dict(rows.form.fields)}
+    state = {key: settings[key] for key in settings.keys() & {"type", "per"}}
+    return {"form": form, "seed": rows.seed, "optimizer": state}
+
+
+def saved_rows(run: Path, step: int, rows: BatchRows, optimizer: RowOptimizer) -> RowStore:
+    """Return the tables that were saved at a step, read by this process alone.
+
+    Raises:
+      CheckpointError: see `read_tables`.
+    """
+    store = RowStore(rows.form, optimizer, rows.seed)
+    for found, values in read_tables(run, step, about_tables(rows, optimizer)):
+        store.load(found, values)
+    return store
