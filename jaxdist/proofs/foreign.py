@@ -22,7 +22,7 @@ from jaxdist.proofs.certificate import Proof, Undecided, to_json
 from jaxdist.proofs.numbers import Compared, Scene, scenes, worst_of
 from jaxdist.proofs.sent import Sent, compare
 from jaxdist.proofs.types.check import check_types
-from jaxdist.proofs.types.walk import regions_of
+from jaxdist.proofs.types.jaxprs import regions_of
 from jaxdist.runtime import environment
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import PyTree

@@ -15,26 +15,13 @@ from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.models.mean import scalars_in
+from jaxdist.parity import trace
 from jaxdist.parity.cells import cuts_of
 from jaxdist.parity.draw.draw import axis_sizes, single_device
 from jaxdist.parity.draw.foreign import WEIGHTS
 from jaxdist.parity.draw.run import reloaded, replicas_apart
 from jaxdist.parity.run import inexact
-from jaxdist.parity.trace import (
-    NUDGES,
-    Differences,
-    Trace,
-    compile_options,
-    leaves_by_name,
-    limit_of,
-    moving,
-    norms_at_least,
-    noted,
-    nudged,
-    own_initial_state,
-    place_state,
-    trace_distances,
-)
+from jaxdist.parity.trace import NUDGES, Differences, Trace
 from jaxdist.proofs.data import with_weights
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
@@ -151,7 +138,9 @@ class Steps:
     def compiled(self) -> Any:
         """The compiled train step."""
         program = self.experiment.program
-        return program.train.lower(program.state_shapes, program.batch).compile(compile_options())
+        return program.train.lower(program.state_shapes, program.batch).compile(
+            trace.compile_options()
+        )
 
     @cached_property
     def batches(self) -> list[Mapping[str, np.ndarray]]:
@@ -168,7 +157,7 @@ class Steps:
           reload: whether to save and load the state before each scene with `Scene.reload`.
         """
         program, traces = self.experiment.program, []
-        state, before = place_state(program, initial), initial
+        state, before = trace.place_state(program, initial), initial
         outer = program.outer
         for count, (scene, host) in enumerate(zip(taken, self.batches, strict=False), start=1):
             if scene.reload and reload:
@@ -182,8 +171,8 @@ class Steps:
             values = dict(zip(program.metrics, np.asarray(metrics, np.float64), strict=True))
             # Gradients of NaN cannot be compared. The parameters show whether the step was skipped.
             numbers = scene.weights is None or np.isfinite(scene.weights).all()
-            gradients = leaves_by_name(used.opt_state.gradients) if numbers else {}
-            first, last = moving(before), moving(used)
+            gradients = trace.leaves_by_name(used.opt_state.gradients) if numbers else {}
+            first, last = trace.moving(before), trace.moving(used)
             updates = {name: last[name] - first[name] for name in last}
             traces.append(Trace(before, np.zeros(0), gradients, updates, values))
             before = used
@@ -228,7 +217,7 @@ class Reference:
     @cached_property
     def initial(self) -> TrainState:
         """The state on the host with which training under every plan begins."""
-        return own_initial_state(self.steps.experiment.program)
+        return trace.own_initial_state(self.steps.experiment.program)
 
     def _data(self, sections: JsonObject) -> JsonObject:
         return {**sections, "data": with_weights(sections["data"])} if self.weighted else sections
@@ -238,7 +227,7 @@ class Reference:
     ) -> tuple[list[Trace], list[list[Trace]]]:
         """Return a single device's results, and those that begin with `nudged` states."""
         if (rows, shards) not in self._known:
-            begins = [nudged(self.initial, seed=seed) for seed in NUDGES]
+            begins = [trace.nudged(self.initial, seed=seed) for seed in NUDGES]
             plain, *moved = (
                 self.steps.run(one, taken, reload=False) for one in (self.initial, *begins)
             )
@@ -271,7 +260,7 @@ class Reference:
         expected, moved = self._expected(rows, sizes["data"], taken)
         found = steps.run(self.initial, taken, reload=True)
         names = [*(scene.name for scene in taken), "evaluation"]
-        limit = limit_of(_cuts(sections, sizes), steps.experiment.units_per_step)
+        limit = trace.limit_of(_cuts(sections, sizes), steps.experiment.units_per_step)
         worst = worst_of(names, found, expected, moved, limit)
         return Compared(plan, worst, steps=tuple(names)), steps
 
@@ -312,8 +301,8 @@ def worst_of(
     limits = {"loss_of_step": limit.loss, "gradients": limit.gradient, "updates": limit.update}
     worst: dict[tuple[str, str], Quantity] = {}
     for step, ours, theirs, *others in zip(names, found, expected, *moved, strict=True):
-        least = norms_at_least(theirs, limit, *others)
-        for kind, offs in trace_distances(ours, theirs, least).items():
+        least = trace.norms_at_least(theirs, limit, *others)
+        for kind, offs in trace.trace_distances(ours, theirs, least).items():
             for name, off in offs.items():
                 one = Quantity(KINDS[kind], name, step, _number(off), limits[kind])
                 known = worst.get((kind, name))
@@ -333,4 +322,4 @@ def _number(off: float) -> float:
 def built(sections: Mapping[str, Json]) -> Experiment:
     """Build the `noted` experiment of a config's sections, on the config's fake devices."""
     config = validate(Document(dict(sections)), ExperimentConfig)
-    return noted(build(config, devices=jax.devices()[: config.mesh.fake_devices]))
+    return trace.noted(build(config, devices=jax.devices()[: config.mesh.fake_devices]))

@@ -23,7 +23,7 @@ from jaxdist.hlo.collective import SENT
 from jaxdist.hlo.parse import Module, parse
 from jaxdist.hlo.records import Collective, CollectiveKind
 from jaxdist.mesh import entry_names
-from jaxdist.proofs.types.walk import LIBRARIES, line_of, sub_programs
+from jaxdist.proofs.types.jaxprs import LIBRARIES, line_of, sub_programs
 
 ASKING: Mapping[str, CollectiveKind] = {
     "psum": "all-reduce",

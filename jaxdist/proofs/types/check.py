@@ -15,7 +15,8 @@ from typing import Any
 from jax.extend import core
 
 from jaxdist.proofs.types import kinds as k
-from jaxdist.proofs.types.walk import Pass, called_by, manual_axes, regions_of
+from jaxdist.proofs.types.jaxprs import called_by, manual_axes, regions_of
+from jaxdist.proofs.types.walk import Pass
 
 
 @dataclass(frozen=True)

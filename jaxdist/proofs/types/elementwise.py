@@ -22,6 +22,10 @@ class Context(Protocol):
         """Report an error at an equation, and return the kind of its results."""
         ...
 
+    def wrong_at(self, where: str, message: str) -> k.Kind:
+        """Report an error at a place, and return the kind of a wrong value."""
+        ...
+
     def place(self, eqn: Any) -> str:
         """Return the file and line of an equation."""
         ...
@@ -78,11 +82,6 @@ def elementwise(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
         constants.append(value.constant if full else frozenset(range(len(shape))))
     constant = frozenset(range(len(shape))).intersection(*constants)
     return [k.Value(_elementwise(at, eqn, values), constant)] * len(eqn.outvars)
-
-
-def each_by_itself(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
-    """Return the kinds of a barrier's results, each of which is an operand."""
-    return list(values)
 
 
 def _elementwise(at: Context, eqn: Any, values: Sequence[k.Value]) -> k.Kind:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
 class Kind:
     """The relation between the values of the devices along an axis and the value of one device."""
 
+    said: ClassVar[str] = ""
+
     def __str__(self) -> str:
-        return type(self).__name__.lower()
+        return self.said or type(self).__name__.lower()
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,7 @@ class Count(Kind):
     counts that were taken for the wrong kind.
     """
 
-    def __str__(self) -> str:
-        return "computed from sizes alone"
+    said = "computed from sizes alone"
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,7 @@ class Terms(Kind):
 
     dim: int
 
-    def __str__(self) -> str:
-        return "a row with this device's partial sum"
+    said = "a row with this device's partial sum"
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,7 @@ class Owed(Kind):
 
     sure: bool = True
 
-    def __str__(self) -> str:
-        return "a partial sum"
+    said = "a partial sum"
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,7 @@ class Extreme(Kind):
 class Own(Kind):
     """A value that rightfully differs between devices, such as random numbers of a device's key."""
 
-    def __str__(self) -> str:
-        return "different on each device"
+    said = "different on each device"
 
 
 @dataclass(frozen=True)
@@ -148,8 +147,7 @@ class Joined(Kind):
         """The size of each joined array along `dim`."""
         return tuple(size for size, _ in self.parts)
 
-    def __str__(self) -> str:
-        return "arrays of unlike kinds joined in one"
+    said = "arrays of unlike kinds joined in one"
 
 
 @dataclass(frozen=True)
@@ -162,8 +160,7 @@ class Multiple(Kind):
 
     where: str
 
-    def __str__(self) -> str:
-        return "a sum over the devices of what is whole on each"
+    said = "a sum over the devices of what is whole on each"
 
 
 @dataclass(frozen=True)
@@ -172,8 +169,7 @@ class Rank(Kind):
 
     factor: int = 1
 
-    def __str__(self) -> str:
-        return "computed from the device's index"
+    said = "computed from the device's index"
 
 
 @dataclass(frozen=True)
@@ -186,8 +182,7 @@ class Unknown(Kind):
 
     reasons: frozenset[str]
 
-    def __str__(self) -> str:
-        return "undecided"
+    said = "undecided"
 
 
 @dataclass(frozen=True)
@@ -200,8 +195,7 @@ class Wrong(Kind):
 
     findings: frozenset[tuple[str, str]]
 
-    def __str__(self) -> str:
-        return "wrong"
+    said = "wrong"
 
 
 ZERO, WHOLE, COUNT, OWED, OWN = Zero(), Whole(), Count(), Owed(), Own()

@@ -158,10 +158,7 @@ def scatter_add(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
             }
             kind = k.Shard(frozenset(dims)) if dims else k.OWED
         elif isinstance(indices.kind, k.Whole | k.Zero):
-            gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-            kept = [dim for dim in range(eqn.invars[0].aval.ndim) if dim not in gone]
-            to = dict(zip(sorted(window), kept, strict=True))
-            kind = moved(kind, to)
+            kind = moved(kind, _windows(eqn))
         else:
             kind = at.undecided(eqn, "rows are added at indices that differ between devices")
     elif isinstance(kind, k.Whole | k.Owed | k.Count) and isinstance(
@@ -177,19 +174,23 @@ def scatter_add(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     return kind if k.spoiled([kind]) else at.undecided(eqn, f"{kind} added to {table.kind}")
 
 
+def _windows(eqn: Any) -> dict[int, int]:
+    """Return the dim of the table that each window dim of a scatter's updates is."""
+    numbers = eqn.params["dimension_numbers"]
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept = [dim for dim in range(eqn.invars[0].aval.ndim) if dim not in gone]
+    return dict(zip(sorted(numbers.update_window_dims), kept, strict=True))
+
+
 def _constant_windows(eqn: Any, table: k.Value, updates: k.Value) -> frozenset[int]:
     """Return the dims along which a table remains constant when rows are added to it.
 
     The added rows must be constant along a dim of the result, and as long as the table.
     """
-    numbers = eqn.params["dimension_numbers"]
-    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     before, added = eqn.invars[0].aval, eqn.invars[2].aval
-    kept = [dim for dim in range(before.ndim) if dim not in gone]
-    pairs = zip(sorted(numbers.update_window_dims), kept, strict=True)
     return frozenset(
         to
-        for dim, to in pairs
+        for dim, to in _windows(eqn).items()
         if dim in updates.constant and to in table.constant and added.shape[dim] == before.shape[to]
     )
 
@@ -199,11 +200,7 @@ def scatter(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     table, indices, updates = values
     if not isinstance(indices.kind, k.Whole | k.Zero | k.Count):
         return at.undecided(eqn, "each device writes to places of its own")
-    numbers = eqn.params["dimension_numbers"]
-    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    kept = [dim for dim in range(eqn.invars[0].aval.ndim) if dim not in gone]
-    kind = moved(updates.kind, dict(zip(sorted(numbers.update_window_dims), kept, strict=True)))
-    return written(at, eqn, table, updates.of_kind(kind))
+    return written(at, eqn, table, updates.of_kind(moved(updates.kind, _windows(eqn))))
 
 
 def convolution(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:

@@ -7,29 +7,14 @@ from typing import Any
 
 from jaxdist.errors import JaxdistError, did_you_mean
 from jaxdist.proofs.types import kinds as k
+from jaxdist.proofs.types import products, shapes
 from jaxdist.proofs.types.elementwise import (
     ELEMENTWISE,
     Context,
     Found,
     Rule,
     all_constant,
-    each_by_itself,
     elementwise,
-)
-from jaxdist.proofs.types.products import convolution, dot_general, gather, scatter, scatter_add
-from jaxdist.proofs.types.shapes import (
-    broadcast_in_dim,
-    concatenate,
-    dynamic_slice,
-    dynamic_update_slice,
-    expand_dims,
-    reduction,
-    reshape,
-    same_dims,
-    squeeze,
-    stack,
-    transpose,
-    unstack,
 )
 
 
@@ -139,31 +124,27 @@ def _by_rows(dim: int) -> Rule:
 
 KERNELS = ("pallas_call", "ffi_call", "custom_call", "custom_partitioning")
 """Primitives that call a kernel, whose name is part of the operation's name."""
-EACH: dict[str, Rule] = {"optimization_barrier": each_by_itself}
+EACH: dict[str, Rule] = {"optimization_barrier": lambda at, eqn, values: list(values)}
 """The rules of operations whose results do not depend on all operands."""
+_RANDOM = ["seed", "wrap", "unwrap", "fold_in", "split", "bits", "clone"]
+_REDUCED = ("sum", "max", "min", "and", "or", "prod")
+_SHAPES = (
+    "broadcast_in_dim transpose reshape squeeze expand_dims concatenate stack unstack "
+    "dynamic_slice dynamic_update_slice"
+)
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
-    "broadcast_in_dim": broadcast_in_dim,
-    "transpose": transpose,
-    "reshape": reshape,
-    "squeeze": squeeze,
-    "expand_dims": expand_dims,
-    "dot_general": dot_general,
-    "conv_general_dilated": convolution,
-    "concatenate": concatenate,
-    "stack": stack,
-    "unstack": unstack,
-    **dict.fromkeys(("pad", "slice", "rev"), same_dims),
-    "dynamic_slice": dynamic_slice,
-    "dynamic_update_slice": dynamic_update_slice,
-    "gather": gather,
-    "scatter-add": scatter_add,
-    "scatter": scatter,
+    **{name: getattr(shapes, name) for name in _SHAPES.split()},
+    **dict.fromkeys(("pad", "slice", "rev", "split"), shapes.same_dims),
+    **{f"reduce_{name}": shapes.reduction(name) for name in _REDUCED},
+    **{name: shapes.reduction(name) for name in ("argmax", "argmin")},
+    "dot_general": products.dot_general,
+    "conv_general_dilated": products.convolution,
+    "gather": products.gather,
+    "scatter-add": products.scatter_add,
+    "scatter": products.scatter,
     "bitcast_convert_type": bitcast,
     "iota": iota,
-    "split": same_dims,
-    **{f"reduce_{name}": reduction(name) for name in ("sum", "max", "min", "and", "or", "prod")},
-    **{name: reduction(name) for name in ("argmax", "argmin")},
     "cumsum": along(lambda eqn: {eqn.params["axis"]}, linear=True),
     **dict.fromkeys(
         ("cummax", "cummin", "cumprod", "cumlogsumexp"),
@@ -171,10 +152,6 @@ RULES: dict[str, Rule] = {
     ),
     "sort": along(lambda eqn: {eqn.params["dimension"]}, linear=False),
     "top_k": along(lambda eqn: {eqn.invars[0].aval.ndim - 1}, linear=False),
-    **dict.fromkeys(
-        ("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
-         "random_bits", "threefry2x32", "random_clone"),
-        random_numbers,
-    ),
-}  # fmt: skip
+    **dict.fromkeys(["threefry2x32", *(f"random_{name}" for name in _RANDOM)], random_numbers),
+}
 """The rules by the name of the primitive, or by the name of a kernel that `label_of` returns."""

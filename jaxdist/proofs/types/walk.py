@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import PurePath
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core
 
 from jaxdist.proofs.types import kinds as k
+from jaxdist.proofs.types.borders import check_leaving, entering
 from jaxdist.proofs.types.collectives import COLLECTIVES, named, on_other_axes, parted
 from jaxdist.proofs.types.elementwise import KEEPING, Found, all_constant
+from jaxdist.proofs.types.jaxprs import LIBRARY, axes_of, called_by, function_name, line_of
 from jaxdist.proofs.types.rules import EACH, RULES, by_default, label_of
 
-LIBRARY = "in a library"
-"""The place that is reported for code without a line outside of libraries."""
 PASSES = 8
 """The number of iterations after which a loop is undecided if its kinds still change."""
 
@@ -23,10 +22,6 @@ PASSES = 8
 OVERWRITING = "overwrite_chunk"
 """The name of the function in `jaxdist.parallel.layer_chunks` that is the body of a loop which
 overwrites whole arrays chunk by chunk."""
-
-
-LIBRARIES = ("site-packages", "dist-packages", "/jaxdist/proofs/", "/jaxdist/collectives/")
-"""Parts of the paths of files that are never reported as the place of an error."""
 
 
 class Pass:
@@ -355,121 +350,3 @@ def _is_zero(value: Any) -> bool:
         return bool(value == 0)
     except (TypeError, ValueError):  # an array of several elements is neither true nor false
         return False
-
-
-def called_by(eqn: Any) -> Any:
-    """Return the program that an equation calls, without repetition; None if it calls none."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        called = eqn.params.get(name)
-        # The program of a Pallas kernel works on references to blocks, and not on arrays.
-        if called is not None and eqn.primitive.name not in ("pallas_call",):
-            return getattr(called, "jaxpr", called)
-    return None
-
-
-def function_name(eqn: Any, called: Any) -> str:
-    """Return the name of the function that an equation calls."""
-    return str(eqn.params.get("name") or called.debug_info.func_name or "")
-
-
-def sub_programs(eqn: Any) -> Iterator[Any]:
-    """Yield all programs that are parameters of an equation."""
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, tuple | list) else [value]:
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield inner
-
-
-def axes_of(jaxpr: Any) -> set[str]:
-    """Return the mesh axes that a program's collectives span."""
-    found: set[str] = set()
-    for eqn in jaxpr.eqns:
-        named_axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        if eqn.primitive.name in COLLECTIVES:
-            found |= set(named_axes) if isinstance(named_axes, tuple | list) else {named_axes}
-        for inner in sub_programs(eqn):
-            found |= axes_of(inner)
-    return found
-
-
-def line_of(eqn: Any) -> str:
-    """Return the file and line of the user's code that made an equation, outside of libraries."""
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if not any(part in frame.file_name for part in LIBRARIES):
-            return f"{PurePath(frame.file_name).name}:{frame.line_num}"
-    return LIBRARY
-
-
-def regions_of(jaxpr: Any) -> Iterator[Any]:
-    """Yield every `shard_map` of a program that is not inside another `shard_map`."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "shard_map":
-            yield eqn
-            continue
-        for inner in sub_programs(eqn):
-            yield from regions_of(inner)
-
-
-def manual_axes(eqn: Any) -> set[str]:
-    """Return the mesh axes that a `shard_map`, or any `shard_map` inside it, makes manual."""
-    return set(eqn.params["newly_manual_axes"]).union(
-        *(manual_axes(inner) for inner in regions_of(called_by(eqn)))
-    )
-
-
-def entering(spec: Any, axis: str) -> k.Value:
-    """Return the kind of an operand inside a `shard_map`, by its entry of `in_specs`."""
-    for dim, entry in enumerate(spec or ()):
-        if axis in (entry if isinstance(entry, tuple) else (entry,)):
-            return k.Value(k.shard(dim))
-    return k.Value(k.WHOLE)
-
-
-def check_leaving(at: Pass, value: k.Value, spec: Any, where: str) -> k.Kind:
-    """Compare a result of `shard_map` with its entry of `out_specs`, and return its kind.
-
-    Args:
-      at: the pass.
-      value: the result.
-      spec: the result's entry of `out_specs`.
-      where: the place to report.
-    """
-    kind, axis = value.kind, at.axis
-    dims = [
-        dim
-        for dim, entry in enumerate(spec or ())
-        if axis in (entry if isinstance(entry, tuple) else (entry,))
-    ]
-    if isinstance(kind, k.Multiple):
-        return at.too_large(kind.where)
-    if k.spoiled([kind]) or isinstance(kind, k.Zero):
-        return kind
-    if not dims:
-        if isinstance(kind, k.Whole | k.Count):
-            return kind
-        unsure = isinstance(kind, k.Part) and kind != k.TALLY
-        if unsure or isinstance(kind, k.Own) or kind == k.DOUBTFUL:
-            return k.Unknown(frozenset([f"{axis}: {where}: {kind} leaves as a whole value"]))
-        remedy = {
-            k.Owed: f"a psum over {axis!r} is missing",
-            k.Shard: f"an all-gather over {axis!r} is missing, or {axis!r} in out_specs",
-            k.Extreme: f"a pmax or pmin over {axis!r} is missing",
-            k.Rank: "each device keeps another value",
-            **dict.fromkeys((k.Terms, k.Part), f"a psum over {axis!r} is missing"),
-        }.get(type(kind), "each part of it needs what it is owed")
-        return at.wrong_at(where, f"leaves as a whole value, and is {kind} over {axis!r}: {remedy}")
-    if isinstance(kind, k.Part) or (isinstance(kind, k.Shard) and dims[0] in kind.dims):
-        return kind
-    if isinstance(kind, k.Whole) and dims[0] in value.constant:
-        return kind
-    if isinstance(kind, k.Owed):
-        return k.Terms(dims[0])
-    if isinstance(kind, k.Whole):
-        return at.wrong_at(
-            where,
-            f"leaves as shards along dim {dims[0]}, and is whole on every device: the result has "
-            f"{at.size} copies of it",
-        )
-    return k.Unknown(frozenset([f"{axis}: {where}: a value that is {kind} leaves as shards"]))

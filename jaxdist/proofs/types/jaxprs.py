@@ -1,0 +1,76 @@
+"""The programs inside a program, and the lines of code that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
+
+from jaxdist.proofs.types.collectives import COLLECTIVES
+
+LIBRARY = "in a library"
+"""The place that is reported for code without a line outside of libraries."""
+LIBRARIES = ("site-packages", "dist-packages", "/jaxdist/proofs/", "/jaxdist/collectives/")
+"""Parts of the paths of files that are never reported as the place of an error."""
+
+
+def called_by(eqn: Any) -> Any:
+    """Return the program that an equation calls, without repetition; None if it calls none."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        called = eqn.params.get(name)
+        # The program of a Pallas kernel works on references to blocks, and not on arrays.
+        if called is not None and eqn.primitive.name not in ("pallas_call",):
+            return getattr(called, "jaxpr", called)
+    return None
+
+
+def function_name(eqn: Any, called: Any) -> str:
+    """Return the name of the function that an equation calls."""
+    return str(eqn.params.get("name") or called.debug_info.func_name or "")
+
+
+def sub_programs(eqn: Any) -> Iterator[Any]:
+    """Yield all programs that are parameters of an equation."""
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else [value]:
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def axes_of(jaxpr: Any) -> set[str]:
+    """Return the mesh axes that a program's collectives span."""
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        named_axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        if eqn.primitive.name in COLLECTIVES:
+            found |= set(named_axes) if isinstance(named_axes, tuple | list) else {named_axes}
+        for inner in sub_programs(eqn):
+            found |= axes_of(inner)
+    return found
+
+
+def line_of(eqn: Any) -> str:
+    """Return the file and line of the user's code that made an equation, outside of libraries."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not any(part in frame.file_name for part in LIBRARIES):
+            return f"{PurePath(frame.file_name).name}:{frame.line_num}"
+    return LIBRARY
+
+
+def regions_of(jaxpr: Any) -> Iterator[Any]:
+    """Yield every `shard_map` of a program that is not inside another `shard_map`."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            yield eqn
+            continue
+        for inner in sub_programs(eqn):
+            yield from regions_of(inner)
+
+
+def manual_axes(eqn: Any) -> set[str]:
+    """Return the mesh axes that a `shard_map`, or any `shard_map` inside it, makes manual."""
+    return set(eqn.params["newly_manual_axes"]).union(
+        *(manual_axes(inner) for inner in regions_of(called_by(eqn)))
+    )
