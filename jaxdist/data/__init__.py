@@ -17,11 +17,13 @@ from jaxdist.data.synthetic import SyntheticConfig
 from jaxdist.data.text.chat import ChatConfig
 from jaxdist.data.text.dataset import TextConfig
 from jaxdist.data.text.labelled import LabelledTextConfig
+from jaxdist.data.text.preferences import PreferencesConfig
 
 DataConfig = Annotated[
     TextConfig
     | LabelledTextConfig
     | ChatConfig
+    | PreferencesConfig
     | ImagesConfig
     | MovieLensConfig
     | CriteoConfig
@@ -41,6 +43,7 @@ __all__ = [
     "ImportConfig",
     "LabelledTextConfig",
     "MovieLensConfig",
+    "PreferencesConfig",
     "Source",
     "SyntheticConfig",
     "TextConfig",
