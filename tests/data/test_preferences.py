@@ -101,7 +101,7 @@ def test_a_model_trains_on_pairs(section):
         "model": {"type": "gpt", "layers": 1, "embed": 8, "heads": 2, "mlp": 8,
                   "lora": {"rank": 2, "alpha": 2, "targets": ["blocks/*"]}},
         "loss": {"type": "dpo"},
-        "data": section(ROWS, window=16),
+        "data": section(ROWS, window=32),
         "optim": {"type": "sgd", "learning_rate": 0.1},
         "train": {"steps": 1, "batch_size": 2},
         "mesh": {"data": 2},
