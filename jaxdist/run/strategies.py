@@ -124,12 +124,16 @@ def hybrid(strategy: Hybrid, job: RunJob) -> TrainState:
     """
     _check_installed(strategy.type)
     # imported here, since these modules import gRPC, an optional dependency
-    from jaxdist.run.hybrid import with_tables
+    from jaxdist.param_server.training.table_servers import with_tables
 
     with blamed("strategy"):
         check_ports(strategy.processes.host, strategy.processes.port, strategy.servers)
-    with job.prepared() as prepared, with_tables(strategy, prepared) as served:
-        return through_stages(served)
+    with job.prepared() as prepared:
+        assert prepared.directory is not None
+        checkpoints = RunDirectory(prepared.directory).checkpoints
+        given = {"module": processes.__name__, "checkpoints": checkpoints}
+        with with_tables(strategy, prepared, **given) as served:
+            return through_stages(served)
 
 
 def _check_installed(kind: str) -> None:

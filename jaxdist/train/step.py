@@ -280,7 +280,7 @@ class Program:
         def train(stored: TrainState, batch: Batch) -> tuple[TrainState, jax.Array, jax.Array]:
             state = self.home.to_step(stored)
             found = self._gradients(stored, state, batch)
-            key = jax.random.fold_in(self._keys()[1], state.step)
+            key = jax.random.fold_in(self._keys()[1], stored.step)
             held = StepInputs(state.params, stored.params, state.buffers, None)
             # XLA computes what both gradients share once, where it places all communication.
             of_field = compute.objective.field_gradients(held, batch, key, field)

@@ -25,7 +25,7 @@ HYBRIDS: tuple[ValidityRow, ...] = (
         "mesh",
     ),
     _refused(
-        "a mesh axis beside data and tensor",
+        "a mesh axis besides data and tensor",
         "rows are divided over the axis of the batch",
         "take the axis away",
         "mesh",

@@ -1,4 +1,4 @@
-"""The runner of the strategy `hybrid`: table servers beside the processes that train."""
+"""The table servers of a run, which process 0 starts beside the processes that train."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from jaxdist.checkpoint.agree import broadcast_json, gather_json
 from jaxdist.checkpoint.identity import given_identity
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.errors import RunError
-from jaxdist.param_server import processes
 from jaxdist.param_server.live.client import Timeouts
 from jaxdist.param_server.tables.client import TableClient
 from jaxdist.param_server.tables.messages import payload_spec, spec_of_reply
 from jaxdist.param_server.training.children import RunProcess
 from jaxdist.param_server.training.hybrid import TableProgram, about_tables
 from jaxdist.param_server.training.table_files import prune_tables
-from jaxdist.run.directory import RunDirectory
 from jaxdist.runtime.children import Event, end_together, how_ended
 from jaxdist.runtime.forks import ForkServer
 from jaxdist.train.strategy.config import Hybrid
@@ -92,8 +90,14 @@ class TableServers:
 
 
 @contextmanager
-def with_tables(strategy: Hybrid, prepared: Prepared) -> Iterator[Prepared]:
+def with_tables(
+    strategy: Hybrid, prepared: Prepared, *, module: str, checkpoints: Path
+) -> Iterator[Prepared]:
     """Start the servers, and yield the run with steps that pull from them and push to them.
+
+    Args:
+      module: the Python module whose process forks the servers, see `jaxdist.runtime.forks`.
+      checkpoints: folder of the run's checkpoints, with which tables are deleted.
 
     Raises:
       RunError: a server did not start, or ended.
@@ -107,22 +111,27 @@ def with_tables(strategy: Hybrid, prepared: Prepared) -> Iterator[Prepared]:
     with ExitStack() as stack:
         servers = TableServers()
         stack.callback(servers.close)
-        found = _started(strategy, prepared, servers, most, stack)
+        found = _started(strategy, prepared, servers, most, stack, module)
         ports, token = broadcast_json(found)
         client = _client(strategy, ports, token, rows.form.width, most)
         servers.clients.append(client)
         stack.callback(client.close)
         rows.fetch = client.pull
-        rate, processes_now = strategy.optimizer.learning_rate, jax.process_count()
+        rate, processes = strategy.optimizer.learning_rate, jax.process_count()
         (stage,) = prepared.stages  # batches of several sizes are refused
-        program: Any = TableProgram(stage.program, rows, client, rate, processes_now)
-        rows.save = partial(_save, servers, program, prepared)
+        program: Any = TableProgram(stage.program, rows, client, rate, processes)
+        rows.save = partial(_save, servers, program, prepared, checkpoints)
         yield replace(prepared, stages=[replace(stage, program=program)])
         client.drain()
 
 
 def _started(
-    strategy: Hybrid, prepared: Prepared, servers: TableServers, most: int, stack: ExitStack
+    strategy: Hybrid,
+    prepared: Prepared,
+    servers: TableServers,
+    most: int,
+    stack: ExitStack,
+    module: str,
 ) -> list[Any]:
     """Start the servers in process 0; return their ports and the token, to be broadcast."""
     rows, directory = prepared.rows, prepared.directory
@@ -137,7 +146,7 @@ def _started(
         make_token(path)
     log = directory / "logs"
     log.mkdir(exist_ok=True)
-    forks = ForkServer(processes.__name__, log / "forks.log")
+    forks = ForkServer(module, log / "forks.log")
     forks.start()
     stack.callback(forks.close)
     setup: JsonObject = {
@@ -177,7 +186,9 @@ def _client(strategy: Hybrid, ports: list[int], token: str, width: int, most: in
     return TableClient(*given, patience=patience)
 
 
-def _save(servers: TableServers, program: TableProgram, prepared: Prepared, step: int) -> None:
+def _save(
+    servers: TableServers, program: TableProgram, prepared: Prepared, checkpoints: Path, step: int
+) -> None:
     """Save the tables of a step, once every process's pushes are applied."""
     directory = prepared.directory
     assert directory is not None
@@ -189,7 +200,7 @@ def _save(servers: TableServers, program: TableProgram, prepared: Prepared, step
     if servers.children:
         counted = servers.all_say("counted")
         prepared.record(step, _counters(program, counted))
-        prune_tables(directory, [step, *steps_present(RunDirectory(directory).checkpoints)])
+        prune_tables(directory, [step, *steps_present(checkpoints)])
     gather_json(step)
 
 
