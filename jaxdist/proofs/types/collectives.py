@@ -8,7 +8,6 @@ from typing import Any
 from jaxdist.collectives.marks import BEGINS, ENDS
 from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types.elementwise import LINEAR, MOVING, Context, merged
-from jaxdist.proofs.types.shapes import moved
 
 Each = Callable[[Context, Any, Sequence[k.Value]], list[k.Value]]
 """A rule that gives each result by itself."""
@@ -52,7 +51,7 @@ def _resized(eqn: Any, value: k.Value) -> k.Value:
     to = {dim: dim + by if dim >= at else dim for dim in dims if dim != gone}
     if isinstance(value.kind, k.Joined | k.Terms) and value.kind.dim == gone:
         return k.Value(k.OWED if isinstance(value.kind, k.Terms) else value.kind)
-    return k.Value(moved(value.kind, to))
+    return k.Value(k.moved(value.kind, to))
 
 
 def all_sum(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
@@ -228,7 +227,7 @@ def marked(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
         return [k.Value(kind if k.spoiled([kind]) else k.MESSAGE)]
     total, ndim = at.begun[number]
     gone = ndim - eqn.outvars[0].aval.ndim
-    total = moved(total, {dim: dim - gone for dim in range(gone, ndim)})
+    total = k.moved(total, {dim: dim - gone for dim in range(gone, ndim)})
     if isinstance(kind, k.Wrong) or k.spoiled([total]):
         return [k.Value(k.spoiled([kind, total]) or total)]
     if over and dim and isinstance(total, k.Whole):

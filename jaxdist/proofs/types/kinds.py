@@ -6,7 +6,7 @@ would compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -218,6 +218,27 @@ class Value:
     def of_kind(self, kind: Kind) -> Value:
         """Return a value of another kind with the same constant dims."""
         return replace(self, kind=kind)
+
+    def moved(self, to: Mapping[int, int]) -> Value:
+        """Return a value with other numbers of its dims, as `moved` does for its kind."""
+        constant = frozenset(to[dim] for dim in self.constant if dim in to)
+        return Value(moved(self.kind, to), constant)
+
+
+def moved(kind: Kind, to: Mapping[int, int]) -> Kind:
+    """Return a kind with other numbers of its dims.
+
+    Args:
+      kind: the kind.
+      to: the new number of each dim that remains.
+    """
+    if isinstance(kind, Terms):
+        return Terms(to[kind.dim])
+    if isinstance(kind, Joined):
+        return Joined(to[kind.dim], tuple((size, moved(part, to)) for size, part in kind.parts))
+    if not isinstance(kind, Shard):
+        return kind
+    return Shard(frozenset(to[dim] for dim in kind.dims if dim in to), kind.inner)
 
 
 def shard(*dims: int, inner: int = 1) -> Shard:

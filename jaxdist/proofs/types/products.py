@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types.elementwise import Context, Found, all_constant
-from jaxdist.proofs.types.shapes import moved, written
+from jaxdist.proofs.types.shapes import written
 
 
 def dot_general(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
@@ -158,7 +158,7 @@ def scatter_add(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
             }
             kind = k.Shard(frozenset(dims)) if dims else k.OWED
         elif isinstance(indices.kind, k.Whole | k.Zero):
-            kind = moved(kind, _windows(eqn))
+            kind = k.moved(kind, _windows(eqn))
         else:
             kind = at.undecided(eqn, "rows are added at indices that differ between devices")
     elif isinstance(kind, k.Whole | k.Owed | k.Count) and isinstance(
@@ -200,7 +200,7 @@ def scatter(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     table, indices, updates = values
     if not isinstance(indices.kind, k.Whole | k.Zero | k.Count):
         return at.undecided(eqn, "each device writes to places of its own")
-    return written(at, eqn, table, updates.of_kind(moved(updates.kind, _windows(eqn))))
+    return written(at, eqn, table, updates.of_kind(k.moved(updates.kind, _windows(eqn))))
 
 
 def convolution(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:

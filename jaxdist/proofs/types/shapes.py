@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxdist.proofs.types import kinds as k
@@ -17,31 +17,13 @@ def broadcast_in_dim(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     places = dict(enumerate(to))
     grown = {new for old, new in places.items() if before[old] != after[new]}
     constant = {new for new in range(len(after)) if new not in to} | grown
-    constant |= {places[dim] for dim in values[0].constant}
-    return k.Value(moved(values[0].kind, places), frozenset(constant))
-
-
-def moved(kind: k.Kind, to: Mapping[int, int]) -> k.Kind:
-    """Return a kind with other numbers of its dims.
-
-    Args:
-      kind: the kind.
-      to: the new number of each dim that remains.
-    """
-    if isinstance(kind, k.Terms):
-        return k.Terms(to[kind.dim])
-    if isinstance(kind, k.Joined):
-        return k.Joined(to[kind.dim], tuple((size, moved(part, to)) for size, part in kind.parts))
-    if not isinstance(kind, k.Shard):
-        return kind
-    return k.Shard(frozenset(to[dim] for dim in kind.dims if dim in to), kind.inner)
+    value = values[0].moved(places)
+    return k.Value(value.kind, value.constant | constant)
 
 
 def transpose(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kind of a transposed array."""
-    to = {old: new for new, old in enumerate(eqn.params["permutation"])}
-    constant = frozenset(to[dim] for dim in values[0].constant)
-    return k.Value(moved(values[0].kind, to), constant)
+    return values[0].moved({old: new for new, old in enumerate(eqn.params["permutation"])})
 
 
 def reshape(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
@@ -73,7 +55,7 @@ def _reshaped_parts(
     new = [dim for dim, size in enumerate(after) if size != 1]
     if [before[dim] for dim in wide] != [after[dim] for dim in new] or kind.dim not in wide:
         return at.undecided(eqn, f"reshape of {kind}")
-    return moved(kind, dict(zip(wide, new, strict=True)))
+    return k.moved(kind, dict(zip(wide, new, strict=True)))
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -167,7 +149,7 @@ def reduction(name: str) -> Rule:
             doubtful = bool(held and left) and all(shape[dim] == 1 for dim in left)
             left = frozenset() if doubtful else left
             if left:
-                kind = moved(k.Shard(left, kind.inner), to)
+                kind = k.moved(k.Shard(left, kind.inner), to)
             elif name == "sum":
                 # jax writes the removal of dims of size 1 as a sum too.
                 removal = all(shape[dim] == 1 for dim in axes)
@@ -204,7 +186,7 @@ def squeeze(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     if isinstance(kind, k.Terms):
         kind = k.Terms(to[kind.dim]) if kind.dim in to else k.OWED
     if isinstance(kind, k.Shard):
-        kind = moved(kind, to) if kind.dims & to.keys() else k.PART
+        kind = k.moved(kind, to) if kind.dims & to.keys() else k.PART
     return k.Value(kind, frozenset(to[dim] for dim in value.constant if dim in to))
 
 
@@ -213,8 +195,8 @@ def expand_dims(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     new = set(eqn.params["dimensions"])
     kept = [dim for dim in range(eqn.outvars[0].aval.ndim) if dim not in new]
     to = dict(enumerate(kept))
-    constant = frozenset(to[dim] for dim in values[0].constant) | new
-    return k.Value(moved(values[0].kind, to), frozenset(constant))
+    value = values[0].moved(to)
+    return k.Value(value.kind, value.constant | new)
 
 
 def concatenate(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
@@ -227,11 +209,7 @@ def stack(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
     """Return the kind of arrays that are stacked along a new dim."""
     new = eqn.params["axis"]
     to = {dim: dim + (dim >= new) for dim in range(eqn.invars[0].aval.ndim)}
-    wide = [
-        k.Value(moved(value.kind, to), frozenset(to[dim] for dim in value.constant))
-        for value in values
-    ]
-    return _in_a_row(new, [1] * len(values), wide)
+    return _in_a_row(new, [1] * len(values), [value.moved(to) for value in values])
 
 
 def unstack(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
@@ -245,8 +223,7 @@ def unstack(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
         kinds = [at.undecided(eqn, "a sharded dim is taken apart")] * len(eqn.outvars)
     else:
         kinds = [kind] * len(eqn.outvars)
-    constant = frozenset(to[dim] for dim in value.constant if dim in to)
-    return [k.Value(moved(one, to), constant) for one in kinds]
+    return [value.of_kind(one).moved(to) for one in kinds]
 
 
 def _in_a_row(dim: int, sizes: Sequence[int], values: Sequence[k.Value]) -> k.Value:

@@ -219,8 +219,8 @@ class Pass:
             return self._overwrite(body, fixed, carry, rows)
         carry, out = self._settle(eqn, body, fixed, carry, rows)
         stacked = [
-            k.Value(_stacked(value.kind), frozenset(dim + 1 for dim in value.constant))
-            for value in out[carried:]
+            value.moved({dim: dim + 1 for dim in range(var.aval.ndim)})
+            for value, var in zip(out[carried:], body.outvars[carried:], strict=True)
         ]
         return [*carry, *stacked]
 
@@ -235,16 +235,10 @@ class Pass:
 
     def _row(self, eqn: Any, value: k.Value, var: Any) -> k.Value:
         """Return the kind of a row of an array over which a scan iterates."""
-        to = {dim: dim - 1 for dim in range(1, var.aval.ndim)}
         kind = value.kind
-        if isinstance(kind, k.Shard):
-            left = kind.dims - {0}
-            kind = (
-                k.Shard(frozenset(to[dim] for dim in left), kind.inner)
-                if left
-                else self.undecided(eqn, "a loop goes over a sharded dim")
-            )
-        return k.Value(kind, frozenset(to[dim] for dim in value.constant if dim in to))
+        if getattr(kind, "dims", None) == {0} or getattr(kind, "dim", None) == 0:
+            value = value.of_kind(self.undecided(eqn, f"a loop goes over the dim of {kind}"))
+        return value.moved({dim: dim - 1 for dim in range(1, var.aval.ndim)})
 
     def _settle(
         self,
@@ -322,12 +316,6 @@ def fits(kind: k.Kind, aval: Any) -> bool:
     if not isinstance(kind, k.Joined):
         return True
     return kind.dim < aval.ndim and sum(kind.sizes) == aval.shape[kind.dim]
-
-
-def _stacked(kind: k.Kind) -> k.Kind:
-    if not isinstance(kind, k.Shard):
-        return kind
-    return k.Shard(frozenset(dim + 1 for dim in kind.dims), kind.inner)
 
 
 def _spread(found: Found, eqn: Any) -> list[k.Value]:
