@@ -124,8 +124,11 @@ class Share:
       layer: the part of `whole` in a single block.
       ends: the part of `whole` in embedding and head.
       ends_shard: the part of `shard` in embedding and head.
-      matrices: the part of `whole` in the matrices of blocks.
-      matrices_shard: the part of `shard` in the matrices of blocks.
+      matrices: the part of `whole` in the trained matrices of blocks.
+      matrices_shard: the part of `shard` in the trained matrices of blocks.
+      trained: the part of `whole` that is trained.
+      trained_shard: the part of `shard` that is trained.
+      trained_ends: the part of `ends` that is trained.
     """
 
     whole: int
@@ -135,6 +138,9 @@ class Share:
     ends_shard: int
     matrices: int
     matrices_shard: int
+    trained: int
+    trained_shard: int
+    trained_ends: int
 
 
 def share(model: Decoder, plan: Plan) -> Share:
@@ -146,25 +152,31 @@ def share(model: Decoder, plan: Plan) -> Share:
 @lru_cache(maxsize=65536)
 def _share(model: Decoder, tensor: int, stage: int, parts: int) -> Share:
     whole = shard = layer = ends = ends_shard = matrices = matrices_shard = 0
+    trained = trained_shard = trained_ends = 0
     for one in model.tensors:
         mine, split = elements_of(one, tensor, parts, model.layers // stage)
+        count = model.layers // stage if one.stacked else 1
+        all_mine, all_split = mine * count, split * count
+        whole, shard = whole + all_mine, shard + all_split
         if one.stacked:
-            layers = model.layers // stage
-            whole, shard, layer = whole + mine * layers, shard + split * layers, layer + mine
-            if one.matrix:
-                matrices, matrices_shard = matrices + mine * layers, matrices_shard + split * layers
+            layer += mine
         else:
             ends, ends_shard = ends + mine, ends_shard + split
-    at_ends = ends, ends_shard
-    return Share(whole + ends, shard + ends_shard, layer, *at_ends, matrices, matrices_shard)
+        if one.trained:
+            trained, trained_shard = trained + all_mine, trained_shard + all_split
+            trained_ends += 0 if one.stacked else mine
+            if one.matrix:
+                matrices, matrices_shard = matrices + all_mine, matrices_shard + all_split
+    held = ends, ends_shard, matrices, matrices_shard
+    return Share(whole, shard, layer, *held, trained, trained_shard, trained_ends)
 
 
 def optimizer_bytes(model: Decoder, plan: Plan) -> int:
     """Return the bytes of the optimizer's state on a device."""
     mine = share(model, plan)
-    whole, matrices = mine.whole, mine.matrices
+    whole, matrices = mine.trained, mine.matrices
     if plan.zero >= 1:
-        whole, matrices = mine.shard, mine.matrices_shard
+        whole, matrices = mine.trained_shard, mine.matrices_shard
     return whole * model.state_bytes - matrices * model.spared_bytes
 
 
@@ -178,7 +190,7 @@ def elements_of(one: PlannedParameter, tensor: int, parts: int, layers: int) -> 
       layers: number of layers of a stacked parameter.
     """
     mine = math.prod(one.shape) // (tensor if one.split is not None else 1)
-    if parts == 1 or mine * (layers if one.stacked else 1) < WHOLE_BELOW:
+    if parts == 1 or math.prod(one.shape) * (layers if one.stacked else 1) < WHOLE_BELOW:
         return mine, mine
     taken = tensor > 1 and one.split is not None
     spec = PartitionSpec(
@@ -248,16 +260,16 @@ def plan_memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> PlanM
 
 def _gradients(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> float:
     """Return the bytes of a microbatch's gradients, and of the sum of several."""
-    summed = mine.shard if plan.zero >= 2 else mine.whole
+    summed = mine.trained_shard if plan.zero >= 2 else mine.trained
     if plan.schedule is not None:
         beside = work.summed + work.split * (plan.zero > 0)
-        return model.param_bytes * (summed + beside * mine.whole)
+        return model.param_bytes * (summed + beside * mine.trained)
     if plan.zero == 3:
-        alone = float(mine.shard * min(model.param_bytes, model.width))
+        alone = float(mine.trained_shard * min(model.param_bytes, model.width))
     else:
         # The whole gradients of all blocks are live together, in the dtype of parameters. Gradients
         # of embedding and head are reduced as soon as they are computed.
-        alone = float((mine.whole - mine.ends) * model.param_bytes)
+        alone = float((mine.trained - mine.trained_ends) * model.param_bytes)
     return alone + summed * model.param_bytes * (plan.microbatches > 1)
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxdist.config import Document
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig
 from jaxdist.experiment.config import at_setting
+from jaxdist.experiment.part import trained_part
+from jaxdist.models.functional import functional
 from jaxdist.models.gpt import GptConfig
 from jaxdist.models.loss import NextTokenConfig
 from jaxdist.optim.build import AdamWConfig, SgdConfig
 from jaxdist.optim.muon import MuonConfig, newton_schulz_flops
 from jaxdist.parallel.compiler import PRESETS, SCOPED_VMEM
+from jaxdist.types import Dims
 
 MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "muon": 2}
 """The number of moments that each optimizer keeps per parameter."""
@@ -29,12 +33,14 @@ class PlannedParameter:
       shape: the shape in a single layer, without the dim of layers.
       split: index of the dim that axis tensor splits; None for a parameter that is not split.
       stacked: whether each layer has a parameter of this name.
+      trained: whether the parameter has gradients and optimizer state.
     """
 
     name: str
     shape: tuple[int, ...]
     split: int | None
     stacked: bool = True
+    trained: bool = True
 
     @property
     def matrix(self) -> bool:
@@ -62,6 +68,8 @@ class Decoder:
       loss_chunks: number of pieces of the sequence whose logits are computed separately.
       steps: number of steps of the run; None where the config gives epochs instead.
       scoped: whether `parallel.xla` gives products more vector memory than libtpu's default.
+      frozen: names of the parameters that are not trained.
+      adapters: the parameters of low-rank adapters.
       tensors: the parameters, derived from the sizes.
     """
 
@@ -85,10 +93,13 @@ class Decoder:
     steps: int | None = None
     scoped: bool = True
     gated: bool = True
+    frozen: frozenset[str] = frozenset()
+    adapters: tuple[PlannedParameter, ...] = ()
     tensors: tuple[PlannedParameter, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", tuple(self._tensors()))
+        own = (replace(one, trained=one.name not in self.frozen) for one in self._tensors())
+        object.__setattr__(self, "tensors", (*own, *self.adapters))
 
     @property
     def width(self) -> int:
@@ -185,12 +196,12 @@ def check_plannable(config: ExperimentConfig, document: Document) -> None:
                 )
     for name in ("freeze", "lora"):
         with at_setting(document, "model", name):
-            if getattr(config.model, name):
+            if getattr(config.model, name) and not isinstance(config.model, GptConfig):
                 raise ConfigError(
-                    "plans are ranked by the memory and time of training all parameters. Leave "
-                    "it out to see plans (they are upper bounds), and set it again in the "
-                    "config that --write makes; `jaxdist inspect` has the memory of the part "
-                    "that is trained"
+                    "plans of other models than gpt are ranked by the memory and time of training "
+                    "all parameters. Leave it out to see plans (they are upper bounds), and set it "
+                    "again in the config that --write makes; `jaxdist inspect` has the memory of "
+                    "the part that is trained"
                 )
     with at_setting(document, "strategy", "type"):
         if config.strategy.type != "synchronous":
@@ -242,4 +253,32 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
         loss_chunks=chunks,
         steps=config.train.steps,
         scoped=SCOPED_VMEM in {**PRESETS[xla.preset], **xla.options},
+        **_part(model, dataset.vocab_size, document),
     )
+
+
+def _part(config: GptConfig, vocab_size: int, document: Document) -> dict[str, Any]:
+    """Return the fields `frozen` and `adapters` of a decoder.
+
+    Raises:
+      ConfigError: patterns that match no parameter.
+    """
+    if not config.freeze and config.lora is None:
+        return {}
+    whole = functional(lambda rngs: config.build(rngs, vocab_size=vocab_size))
+    with at_setting(document, "model"):
+        model = trained_part(config, whole)
+    # The planner's names are the last words of paths: query, or norm of norm/scale.
+    names = (name.removesuffix("/scale").rpartition("/")[2] for name in model.frozen)
+    adapters = [
+        PlannedParameter(name, tuple(shape), _split(dims), stacked=one.layers is not None)
+        for one in model.adapters
+        for name, shape, dims in zip(one.names, one.layer_shapes, one.layer_dims, strict=True)
+    ]
+    return {"frozen": frozenset(names), "adapters": tuple(adapters)}
+
+
+def _split(dims: Dims) -> int | None:
+    """Return the index of the dim that axis tensor splits; None if there is none."""
+    found = [i for i, dim in enumerate(dims) if dim in ("heads", "kv_heads", "mlp", "vocab")]
+    return found[0] if found else None

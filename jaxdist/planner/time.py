@@ -218,11 +218,12 @@ def seconds(
 def _update_bytes(model: Decoder, plan: Plan, rates: _Rates) -> float:
     """Return the bytes read and written per step for the update and the sum of gradients."""
     count, mine = plan.microbatches, share(model, plan)
-    found = (mine.shard if plan.zero else mine.whole) * (2 * model.param_bytes + rates.update)
+    each = 2 * model.param_bytes + rates.update
+    found = (mine.trained_shard if plan.zero else mine.trained) * each
     found += 2 * optimizer_bytes(model, plan)
     # Each microbatch reads its gradients and their sum, writes the sum, and casts parameters whose
     # stored dtype is wider than that of the computation.
-    summed = mine.shard if plan.zero >= 2 else mine.whole
+    summed = mine.trained_shard if plan.zero >= 2 else mine.trained
     if count > 1:
         found += 3 * count * summed * model.param_bytes
     if plan.zero < 3 and model.param_bytes > model.width:

@@ -131,7 +131,7 @@ def test_gpus_are_planned_by_formula_and_that_is_said(jaxdist: Jaxdist) -> None:
             ["--on", "v5e:2x4", "parallel={deterministic: {type: strict, shards: 8}}"],
             "the planner does not search with it",
         ),
-        (["--on", "v5e:2x4", "model.freeze=[embedding]"], "memory and time of training all"),
+        (["--on", "v5e:2x4", "model.freeze=[nothing]"], "nothing"),
         (["--on", "v5e:2x4", "--write", "no/such/best.yaml"], "No such file"),
         (
             ["--on", "v5e:1x1", "model.layers=64", "model.embed=8192", "model.mlp=32768"],

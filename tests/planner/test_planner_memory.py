@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -16,7 +17,7 @@ from jaxdist.experiment.flops import step_flops
 from jaxdist.planner.explain import remedies
 from jaxdist.planner.formulas.decoder import plan_refusal, ticks_of
 from jaxdist.planner.memory import kept_bytes, plan_memory, share
-from jaxdist.planner.model import Decoder, decoder_of
+from jaxdist.planner.model import Decoder, check_plannable, decoder_of
 from jaxdist.planner.plan import KEPT, Plan
 from jaxdist.planner.search import judge_plan
 from jaxdist.planner.target import meshes, parse_target
@@ -89,6 +90,32 @@ def test_state_is_that_of_the_experiment_to_the_byte(plan: Plan, tmp_path: Path)
     assert ours.parameters == bytes_per_device(program.state_shapes.params)
     counters = 64  # of the optimizer: steps, and what the schedule counts
     assert 0 <= bytes_per_device(program.state_shapes.opt_state) - ours.optimizer <= counters
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"freeze": ["embedding", "blocks/attention/*", "norm/*"]},
+        {"lora": {"rank": 4, "alpha": 4, "targets": ["blocks/attention/*", "blocks/mlp/down"]}},
+    ],
+    ids=["freeze", "lora"],
+)
+@pytest.mark.parametrize(
+    "plan", [Plan(data=4, tensor=2, zero=1), Plan(data=8, zero=3)], ids=Plan.words
+)
+def test_frozen_parameters_have_no_state(plan: Plan, part: Any, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(planned({**CONFIG, "model": {**CONFIG["model"], **part}}, plan)))
+    document, config = load(path)
+    check_plannable(config, document)
+    model = decoder_of(config, document)
+    program = build(config, document, devices=jax.devices()).program
+    ours = plan_memory(model, plan)
+    assert ours.parameters == bytes_per_device(program.state_shapes.params)
+    assert 0 <= bytes_per_device(program.state_shapes.opt_state) - ours.optimizer <= 64
+    assert (
+        ours.gradients < plan_memory(dataclasses.replace(model, frozen=frozenset()), plan).gradients
+    )
 
 
 def test_the_model_has_as_many_parameters_as_the_experiment(tmp_path: Path) -> None:

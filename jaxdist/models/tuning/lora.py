@@ -55,18 +55,30 @@ class Adapter:
         return f"{PREFIX}/{self.name}/a", f"{PREFIX}/{self.name}/b"
 
     @property
+    def layer_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of a single layer's A and B."""
+        ins, outs = self.shape[: self.inputs], self.shape[self.inputs :]
+        return (*ins, self.rank), (self.rank, *outs)
+
+    @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of A and B."""
         more = () if self.layers is None else (self.layers,)
-        ins, outs = self.shape[: self.inputs], self.shape[self.inputs :]
-        return (*more, *ins, self.rank), (*more, self.rank, *outs)
+        of_a, of_b = self.layer_shapes
+        return (*more, *of_a), (*more, *of_b)
+
+    @property
+    def layer_dims(self) -> tuple[Dims, Dims]:
+        """The logical dims of a single layer's A and B; the dim of the rank is never split."""
+        own = self.dims[len(self.dims) - len(self.shape) :]
+        return (*own[: self.inputs], None), (None, *own[self.inputs :])
 
     @property
     def all_dims(self) -> tuple[Dims, Dims]:
-        """The logical dims of A and B; the dim of the rank is never split."""
-        cut = len(self.dims) - len(self.shape)
-        ins, outs = self.dims[cut : cut + self.inputs], self.dims[cut + self.inputs :]
-        return (*self.dims[:cut], *ins, None), (*self.dims[:cut], None, *outs)
+        """The logical dims of A and B."""
+        more = self.dims[: len(self.dims) - len(self.shape)]
+        of_a, of_b = self.layer_dims
+        return (*more, *of_a), (*more, *of_b)
 
     def init(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Draw A uniformly, as torch does for a linear layer; B is 0, so that A B starts at 0."""
