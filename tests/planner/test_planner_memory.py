@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxdist.errors import ConfigError
 from jaxdist.experiment import build, load
 from jaxdist.experiment.flops import step_flops
+from jaxdist.models.bert import BertConfig
 from jaxdist.planner.explain import remedies
 from jaxdist.planner.formulas.decoder import plan_refusal, ticks_of
 from jaxdist.planner.memory import kept_bytes, plan_memory, share
@@ -116,6 +118,15 @@ def test_frozen_parameters_have_no_state(plan: Plan, part: Any, tmp_path: Path) 
     assert (
         ours.gradients < plan_memory(dataclasses.replace(model, frozen=frozenset()), plan).gradients
     )
+
+
+def test_frozen_parameters_of_other_models_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(CONFIG))
+    document, config = load(path)
+    bert = BertConfig(type="bert", layers=1, embed=8, heads=2, freeze=("embedding",))
+    with pytest.raises(ConfigError, match="plans of other models than gpt"):
+        check_plannable(config.model_copy(update={"model": bert}), document)
 
 
 def test_the_model_has_as_many_parameters_as_the_experiment(tmp_path: Path) -> None:
