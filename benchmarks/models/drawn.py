@@ -66,6 +66,13 @@ CONFIGS: Mapping[str, JsonObject] = {
         "tie_word_embeddings": True,
     },
     "mistral": {**_SIZES, "model_type": "mistral", "sliding_window": 48, "head_dim": 12},
+    "mixtral": {
+        **_SIZES,
+        "model_type": "mixtral",
+        "sliding_window": None,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "qwen2": {**_SIZES, "model_type": "qwen2", "use_sliding_window": False},
     "qwen3": {**_SIZES, "model_type": "qwen3", "head_dim": 12, "use_sliding_window": False},
     "gemma": {
@@ -164,7 +171,7 @@ def ours(path: Path, tokens_BL: np.ndarray) -> dict[str, np.ndarray]:
         out = np.zeros(pieces[0].layout.file_shape(pieces[0].shape), np.float32)
         for piece in pieces:
             own = by_name[piece.name] if piece.layer is None else by_name[piece.name][piece.layer]
-            piece.layout.fill(out, own[tuple(slice(0, n) for n in piece.shape)])
+            piece.layout.fill(out, piece.held(own))
         found[f"grad {name}"] = out
     return found
 

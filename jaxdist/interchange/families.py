@@ -1,7 +1,9 @@
 """Families of published models: tables that match names and layouts of tensors with our models.
 
-Letters of layouts: V vocabulary, D embed, H heads, K kv_heads, d head_dim, F mlp, P positions.
-`{layer}` in a name is the number of a layer, which our parameters count in their first dim.
+Letters of layouts: V vocabulary, D embed, H heads, K kv_heads, d head_dim, F mlp, P positions, E
+experts.
+`{layer}` in a name is the number of a layer, which our parameters count in their first dim, and
+`{expert}` the number of an expert, which they count in the next.
 """
 
 from __future__ import annotations
@@ -60,6 +62,20 @@ LLAMA_ROWS: Mapping[str, Row] = {
     ),
 }
 """The rows of llama and of the families that share its names; no model has all of them."""
+
+MIXTRAL_ROWS: Mapping[str, Row] = {
+    **LLAMA_ROWS,
+    **_block(
+        "model.layers.{layer}.block_sparse_moe.",
+        {
+            "mlp/router": ("gate.weight", "E D -> D E"),
+            "mlp/gate": ("experts.{expert}.w1.weight", "F D -> D F"),
+            "mlp/up": ("experts.{expert}.w3.weight", "F D -> D F"),
+            "mlp/down": ("experts.{expert}.w2.weight", "D F -> F D"),
+        },
+    ),
+}
+"""The rows of mixtral, which has the attention of llama."""
 
 _ATTENTION = {"query": 0, "key": 1, "value": 2}
 GPT2_ROWS: Mapping[str, Row] = {
@@ -252,6 +268,21 @@ def _written_qwen3(options: JsonObject) -> JsonObject:
     return {**_written_window(options), **_written_llama(options)}
 
 
+def _mixtral(config: Mapping[str, Any]) -> JsonObject:
+    experts = {
+        "count": config["num_local_experts"],
+        "top_k": config["num_experts_per_tok"],
+        "balance_loss": config["router_aux_loss_coef"],
+    }
+    return {**_windowed(config), "experts": experts}
+
+
+def _written_mixtral(options: JsonObject) -> JsonObject:
+    experts: Any = options["experts"] or {"count": 1, "top_k": 1}
+    found = {"num_local_experts": experts["count"], "num_experts_per_tok": experts["top_k"]}
+    return {**_written_window(options), **found}
+
+
 KEYS: Mapping[str, str] = {
     "num_hidden_layers": "layers",
     "hidden_size": "embed",
@@ -294,6 +325,23 @@ FAMILIES: Mapping[str, Family] = {
             _MISSING,
             more=_windowed,
             written=_written_window,
+        ),
+        Family(
+            "mixtral",
+            "MixtralForCausalLM",
+            MIXTRAL_ROWS,
+            KEYS,
+            {"norm": "rms"},
+            {**_SILU, "router_jitter_noise": (0.0, 0)},
+            {
+                **_MISSING,
+                "rms_norm_eps": 1e-5,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+                "router_aux_loss_coef": 0.001,
+            },
+            more=_mixtral,
+            written=_written_mixtral,
         ),
         Family(
             "qwen2",
@@ -357,7 +405,7 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 """Every family by `model_type` of its config.json."""
-LATER = ("mixtral", "bert", "vit", "resnet")
+LATER = ("bert", "vit", "resnet")
 """Families that a later version may have; jaxdist has no model for them so far."""
 
 
@@ -386,6 +434,11 @@ def architecture(config: GptConfig) -> JsonObject:
         "head_size": config.head_dim,
         "mlp": config.mlp_width,
     }
+    experts: Any = options["experts"]
+    if experts is not None:
+        of_run = ("balance_loss", "z_loss", "product")
+        own = {key: value for key, value in experts.items() if key not in of_run}
+        options["experts"] = {**own, "mlp": experts["mlp"] or config.mlp_width}
     return {**options, **derived}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from jaxdist.mesh import Device
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, Params
 
-LAYER = "{layer}"
+LAYER, EXPERT = "{layer}", "{expert}"
 _LISTED = 8
 Index = tuple[slice, ...]
 
@@ -28,8 +29,9 @@ class Leaf:
     Attributes:
       shape: shape of the parameter; larger than `filled` where the vocabulary is padded with zeros.
       filled: the shape that the tensors fill.
-      tensors: the parameter's tensor, or the tensor of each layer.
+      tensors: the parameter's tensor, or those of each layer, or of each expert of each layer.
       stacked: whether the parameter's first dim counts layers.
+      by_expert: whether the dim after it counts experts, each of which has a tensor.
     """
 
     name: str
@@ -39,24 +41,25 @@ class Leaf:
     tensors: tuple[Tensor, ...]
     layout: Layout
     stacked: bool
+    by_expert: bool = False
 
     def block(self, index: Index) -> np.ndarray:
         """Read a block of the parameter in `dtype`; only the block's elements are read."""
         ranges = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
         out = np.zeros([end - begin for begin, end in ranges], self.dtype)
-        layers = ranges[0] if self.stacked else None
-        inner = ranges[1:] if self.stacked else ranges
-        filled = self.filled[1:] if self.stacked else self.filled
+        outer = self.stacked + self.by_expert
+        inner, filled = ranges[outer:], self.filled[outer:]
         held = [(b, min(e, n)) for (b, e), n in zip(inner, filled, strict=True)]
         # A device may hold padding alone.
         if any(end <= begin for begin, end in held):
             return out
         given = tuple(slice(begin, end) for begin, end in held)
         taken = tuple(slice(0, end - begin) for begin, end in held)
-        for i, tensor in enumerate(
-            self.tensors if layers is None else self.tensors[slice(*layers)]
-        ):
-            target = out if layers is None else out[i]
+        places = np.arange(len(self.tensors)).reshape(self.filled[:outer])
+        for at in itertools.product(*(range(*one) for one in ranges[:outer])):
+            tensor = self.tensors[places[at]]
+            here = tuple(i - begin for i, (begin, _) in zip(at, ranges[:outer], strict=True))
+            target = out[here] if outer else out
             target[taken] = self.layout.read(tensor.open(), filled)[given]
         return out
 
@@ -95,9 +98,12 @@ def match(
         row, filled = rows[name], list(shape.shape)
         for i, dim in enumerate(dims.get(name) or ()):
             filled[i] = vocab_size if dim == "vocab" and vocab_size is not None else filled[i]
-        own = tuple(filled[1:]) if name in stacked else tuple(filled)
+        by_expert, layered = EXPERT in row.tensor, name in stacked
+        own = tuple(filled[layered + by_expert :])
         layout = Layout(row.layout, row.part)
-        names = names_of(row.tensor, filled[0] if name in stacked else None)
+        names = names_of(
+            row.tensor, filled[0] if layered else None, filled[layered] if by_expert else None
+        )
         found = []
         for one in names:
             problem = _problem(name, one, tensors.get(one), layout, own)
@@ -108,7 +114,7 @@ def match(
             found += [tensors[one]] if one in tensors else []
         leaves.append(
             Leaf(name, shape.shape, tuple(filled), np.dtype(shape.dtype), tuple(found), layout,
-                 name in stacked)
+                 layered, by_expert)
         )  # fmt: skip
     known = {name for name, _ in used}
     problems += [
@@ -123,13 +129,19 @@ def match(
     return leaves
 
 
-def names_of(pattern: str, layers: int | None) -> list[str]:
-    """Return the names of a parameter's tensors.
+def names_of(pattern: str, layers: int | None, experts: int | None = None) -> list[str]:
+    """Return the names of a parameter's tensors: of each layer, and of each expert in it.
 
     >>> names_of("h.{layer}.ln.weight", 2)
     ['h.0.ln.weight', 'h.1.ln.weight']
+    >>> names_of("h.{layer}.{expert}.up", 1, 2)
+    ['h.0.0.up', 'h.0.1.up']
     """
-    return [pattern] if layers is None else [pattern.replace(LAYER, str(i)) for i in range(layers)]
+    found = [pattern]
+    for mark, count in ((LAYER, layers), (EXPERT, experts)):
+        if count is not None:
+            found = [name.replace(mark, str(i)) for name in found for i in range(count)]
+    return found
 
 
 def _problem(

@@ -16,7 +16,7 @@ from jaxdist.errors import ConfigError, DataError, RunError
 from jaxdist.interchange import safetensors
 from jaxdist.interchange.families import Row, architecture, families_of, family_of
 from jaxdist.interchange.layouts import Layout
-from jaxdist.interchange.leaves import names_of
+from jaxdist.interchange.leaves import EXPERT, names_of
 from jaxdist.interchange.source import BESIDES, CONFIG, INDEX, SINGLE
 from jaxdist.models.gpt import GptConfig
 from jaxdist.types import JsonObject
@@ -32,12 +32,22 @@ DTYPES: Mapping[str, np.dtype] = {
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter, or one layer of it, as a part of a tensor; `shape` is without the padding."""
+    """A parameter, or a layer of it, or an expert of that, as a part of a tensor.
+
+    Attributes:
+      shape: shape without padding.
+    """
 
     name: str
     layer: int | None
     shape: tuple[int, ...]
     layout: Layout
+    expert: int | None = None
+
+    def held(self, value: np.ndarray) -> np.ndarray:
+        """Return the part of the parameter's value, or of the layer's, without padding."""
+        own = value if self.expert is None else value[self.expert]
+        return own[tuple(slice(0, size) for size in self.shape)]
 
 
 Value = Callable[[str, int | None], np.ndarray]
@@ -55,10 +65,14 @@ def pieces_of(
     found: dict[str, list[Piece]] = {}
     for name, shape in shapes.items():
         row = rows[name]
-        layered = name in stacked
-        for i, tensor in enumerate(names_of(row.tensor, shape[0] if layered else None)):
-            given = (i, shape[1:]) if layered else (None, shape)
-            found.setdefault(tensor, []).append(Piece(name, *given, Layout(row.layout, row.part)))
+        layers = shape[0] if name in stacked else None
+        experts = shape[layers is not None] if EXPERT in row.tensor else None
+        outer = (layers is not None) + (experts is not None)
+        for i, tensor in enumerate(names_of(row.tensor, layers, experts)):
+            layer, expert = divmod(i, experts) if experts else (i, None)
+            given = (None if layers is None else layer, shape[outer:])
+            piece = Piece(name, *given, Layout(row.layout, row.part), expert)
+            found.setdefault(tensor, []).append(piece)
     return found
 
 
@@ -66,8 +80,7 @@ def assembled(pieces: Sequence[Piece], value: Value, dtype: np.dtype) -> np.ndar
     """Put a tensor together from its parameters."""
     out = np.empty(pieces[0].layout.file_shape(pieces[0].shape), dtype)
     for piece in pieces:
-        inside = tuple(slice(0, size) for size in piece.shape)
-        piece.layout.fill(out, value(piece.name, piece.layer)[inside])
+        piece.layout.fill(out, piece.held(value(piece.name, piece.layer)))
     return out
 
 

@@ -18,6 +18,8 @@ from jaxdist.parity.trace import STEPS
 from jaxdist.types import Json, JsonObject
 
 Sections = JsonObject
+EXPERTS = 8
+"""The number of experts of a layer, which all drawn sizes of an axis divide."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,8 @@ def in_full_precision(config: Sections) -> Sections:
 
 def data_size(config: Sections) -> int:
     """Return the number of devices that share the batch."""
-    data = config["mesh"].get("data", 1)
-    return data if isinstance(data, int) else math.prod(data.values())
+    data, experts = config["mesh"].get("data", 1), config["mesh"].get("expert", 1)
+    return (data if isinstance(data, int) else math.prod(data.values())) * experts
 
 
 def _stages(config: Sections) -> int:
@@ -284,16 +286,71 @@ def _fetched_ahead(config: Sections) -> bool:
 
 def _reduce_dtype(random: Random, config: Sections) -> Sections | None:
     parallel = config["parallel"]
-    if parallel["reduce"] is None or "compression" in parallel:
-        return None
+    if parallel["reduce"] is None or "compression" in parallel or "experts" in config["model"]:
+        return None  # rounding reorders scores, which selects other experts
     return _with(config, "parallel", reduce_dtype="bfloat16")
 
 
 def _gather_dtype(random: Random, config: Sections) -> Sections | None:
     zero = config["parallel"]["zero"]
+    if "experts" in config["model"]:
+        return None  # as above
     # Maxima of a cnn that is rounded to bfloat16 are of other pixels, on any plan.
     parts = config["model"]["type"] == "cnn" and _stages(config) > 1
     return _of_zero(config, gather_dtype="bfloat16") if zero["stage"] == 3 and not parts else None
+
+
+def _experts(random: Random, config: Sections) -> Sections | None:
+    """Draw experts of a gpt that computes in full precision, whose scores no rounding reorders.
+
+    An axis of stages, which does not go with experts, becomes an axis of experts.
+    """
+    model, stages, train = config["model"], _stages(config), config["train"]
+    if model["type"] != "gpt" or in_half_precision(config) or EXPERTS % stages:
+        return None
+    if config["sharding"].get("collective_matmul") or {"phases", "batch_ramp"} & {*train}:
+        return None
+    top_k = random.choice((1, 2, 2, 3))
+    listed = isinstance(model.get("remat"), list)
+    divisors = [n for n in (1, 1, 2, 3) if model["layers"] % n == 0]
+    experts = {
+        "count": EXPERTS,
+        "top_k": top_k,
+        "normalize": top_k > 1 and random.random() < 0.7,
+        "router": random.choice(("softmax", "sigmoid")),
+        "shared": random.choice((0, 0, 1)),
+        "every": random.choice(divisors),
+        "balance_loss": random.choice((0.0, 0.1)),
+        "z_loss": random.choice((0.0, 0.01)),
+        "bias_rate": random.choice((0.0, 0.01)),
+        "capacity_factor": random.choice((None, None, 1.0, 1.5)),
+    }
+    if listed and experts["every"] > 1:
+        return None
+    found = _with(config, "model", experts=experts)
+    if stages == 1:
+        return found
+    mesh = {("expert" if name == "stage" else name): n for name, n in config["mesh"].items()}
+    parallel = {name: value for name, value in config["parallel"].items() if name != "pipeline"}
+    train = {**train, "batch_size": train["batch_size"] * stages}
+    return {**found, "mesh": mesh, "parallel": parallel, "train": train}
+
+
+def _expert_axis(random: Random, config: Sections) -> Sections | None:
+    """Turn a part of the axis data to the axis of experts, at a place that is drawn."""
+    mesh, size = config["mesh"], random.choice((2, 4, 8))
+    data = mesh.get("data", 1)
+    if "experts" not in config["model"] or {"deterministic", "expert"} & {
+        *config["parallel"],
+        *mesh,
+    }:
+        return None
+    if not isinstance(data, int) or data % size:
+        return None
+    exchange = random.choice(("auto", "padded", "ring"))
+    axes = [(name, data // size if name == "data" else n) for name, n in mesh.items()]
+    axes.insert(random.randrange(len(axes)), ("expert", size))
+    return {**_with(config, "sharding", experts=exchange), "mesh": dict(axes)}
 
 
 def _secondary(random: Random, config: Sections) -> Sections | None:
@@ -379,6 +436,8 @@ SETTINGS: Mapping[str, Setting] = {
     "frozen parameters": Setting(0.2, True, _freeze, _value("model", "freeze")),
     "adapters": Setting(0.2, True, _lora, _value("model", "lora")),
     "strict bits": Setting(0.12, False, _strict, _value("parallel", "deterministic")),
+    "experts": Setting(0.4, True, _experts, _value("model", "experts")),
+    "axis of experts": Setting(0.8, False, _expert_axis, _value("mesh", "expert")),
     "reduce dtype": Setting(0.15, False, _reduce_dtype, _value("parallel", "reduce_dtype")),
     "gather dtype": Setting(0.3, False, _gather_dtype, _value("parallel.zero", "gather_dtype")),
     "second copy of shards": Setting(0.5, False, _secondary, _value("parallel.zero", "secondary")),
