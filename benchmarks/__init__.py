@@ -29,6 +29,7 @@ BENCHES: dict[str, str] = {
     "collectives": "benchmarks.collectives.report:bench",
     "compile": "benchmarks.compile:bench",
     "compression": "benchmarks.compression.report:bench",
+    "context": "benchmarks.context:bench",
     "elastic": "benchmarks.elastic.report:bench",
     "experts": "benchmarks.experts:bench",
     "gpu": "benchmarks.gpu:bench",

@@ -119,6 +119,15 @@ def with_messages(optim, facts=DATA, kind=CompressSign, **messages):
 ADAMW, ONEBIT = OptimFacts("adamw", 0.9), OptimFacts("onebit_adam", 0.9, freeze_step=3)
 COMPRESSED = {"type": "compressed_momentum", "b1": 0.9}
 RESCALED = {"strategy": "synchronous", "elastic__batch": "rescale"}
+SHARED = {
+    "sharding.context_order": "zigzag",
+    "sharding.collective_matmul": "True",
+    "model.type": "cnn",
+    "model.attention": "plain",
+    "model.experts": "{}",
+    "model.attention_window": "4",
+    "loss.type": "dpo",
+}
 EVERY += [
     with_messages(ADAMW, error_feedback={"type": "momentum"}),
     with_messages(ADAMW, error_feedback=COMPRESSED),
@@ -136,6 +145,9 @@ EVERY += [
     replace(with_settings(**RESCALED, optim__scale_from="{}"), shards=8),
     with_settings(parallel__zero="{}"),
     replace(DATA, strategy="parameter_server", mesh={"data": 2, "context": 4}),
+    replace(DATA, mesh={"data": 2, "context": 2, "stage": 2}, settings=SHARED),
+    replace(DATA, mesh={"context": 2}, settings=SHARED | {"sharding.context": "ulysses"}),
+    replace(DATA, mesh={"context": 2}, settings=SHARED | {"sharding.context": "ring"}),
     with_settings(train__batch_ramp="{}", train__phases="[]", train__check_replicas="{}"),
     with_settings(
         optim__clip_norm="1.0", optim__skip_spikes="{}", optim__loss_scale="{}",

@@ -14,6 +14,7 @@ from jaxdist.data import Dataset
 from jaxdist.data.loader import Loader
 from jaxdist.errors import ConfigError
 from jaxdist.experiment.config import ExperimentConfig, at_setting
+from jaxdist.experiment.context import context_notices, with_context
 from jaxdist.experiment.facts import config_facts
 from jaxdist.experiment.program import make_program
 from jaxdist.mesh import Device, build_mesh
@@ -138,6 +139,8 @@ def build(
         rate = plan_learning_rate(config.train, config.optim, plan, len(dataset.train))
     with at("strategy"):
         rows = batch_rows(config, dataset, layout)
+    with at():
+        layout, shared = with_context(config, layout, loader.batch_shapes)
     shapes = loader.batch_shapes if rows is None else rows.with_rows(loader.batch_shapes)
     program, derived, notices = make_program(config, layout, dataset, shapes, plan, rate, at)
     if rows is not None:
@@ -162,11 +165,16 @@ def build(
         stages=stages,
         explained=(
             *explain_plan(plan, rate),
+            *shared,
             *derived,
             *_explain_placement(config, program),
             *replica_check.explained(*replicas),
         ),
-        notices=(*notices, *replica_check.replica_notices(*replicas)),
+        notices=(
+            *notices,
+            *context_notices(config.sharding, layout),
+            *replica_check.replica_notices(*replicas),
+        ),
         rows=rows,
     )
 

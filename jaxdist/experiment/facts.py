@@ -34,6 +34,13 @@ OFF: Mapping[str, object] = {
     "optim.loss_scale": None,
     "optim.master_weights": None,
     "optim.skip_nonfinite": False,
+    "model.type": "gpt",
+    "model.attention": "auto",
+    "model.attention_window": None,
+    "loss.type": "next_token",
+    "sharding.collective_matmul": False,
+    "sharding.context": "auto",
+    "sharding.context_order": "auto",
 }
 """Settings that the table of valid combinations reads, with the value that turns each off."""
 
@@ -71,8 +78,8 @@ def _settings(config: ExperimentConfig) -> dict[str, str]:
     found: dict[str, str] = {}
     for path, off in OFF.items():
         section, name = path.split(".")
-        # Only some models have experts.
-        value = values[section].get(name, off)
+        # Only some models have experts or attention, and a loss may be the model's own.
+        value = (values[section] or {}).get(name, off)
         if value != off:
             found[path] = value if isinstance(value, str) else shown(value)
     clip = _lamb_clip(config.optim)

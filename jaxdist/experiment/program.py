@@ -20,7 +20,7 @@ from jaxdist.experiment.strategies import check_strategy
 from jaxdist.models.build import choose_loss, make_model, model_notices
 from jaxdist.models.functional import Functional, functional
 from jaxdist.models.hints import no_hint
-from jaxdist.models.loss import Loss, weighted
+from jaxdist.models.loss import Loss, NextTokenConfig, weighted
 from jaxdist.models.mean import scalars_in
 from jaxdist.optim.build import Optimizer, Rate, build_optimizer
 from jaxdist.optim.common import NamedParams
@@ -190,7 +190,7 @@ def _what_is_trained(
     with at("model"):
         model = build_model(config, dataset, batch, layout)
     with at("loss"):
-        loss = loss_of(config, batch)
+        loss = loss_of(config, batch, layout)
     with at("loss"), own("loss", "model") as imported:
         # Built-in models mark their stacks of layers, which are found in user models by a trace; a
         # model of dissimilar parts is traced part by part later.
@@ -235,13 +235,23 @@ def build_model(
     return functional(make)
 
 
-def loss_of(config: ExperimentConfig, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Loss:
+def loss_of(
+    config: ExperimentConfig,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    layout: Layout | None = None,
+) -> Loss:
     """Return the loss to minimise: the config's choice, or the model's own.
+
+    Args:
+      layout: the layout of the model's activations; None does not constrain them.
 
     Raises:
       ConfigError: the loss does not fit the model or the data.
     """
-    return choose_loss(config.model, config.loss, _shapes(batch)).build()
+    found = choose_loss(config.model, config.loss, _shapes(batch))
+    if isinstance(found, NextTokenConfig) and layout is not None:
+        return found.build(layout)
+    return found.build()
 
 
 def _shapes(batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[int, ...]]:

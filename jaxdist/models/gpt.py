@@ -228,7 +228,7 @@ class GptConfig(PartConfig):
             length=length,
             head_parts=hint.parts("heads"),
             kv_head_parts=hint.parts("kv_heads"),
-            seq_parts=hint.parts("seq"),
+            seq_parts=hint.parts("seq") if hint.split is None else 1,
             family=family,
         )
 
@@ -272,7 +272,12 @@ class Attention(nnx.Module):
         self.attend, self.hint = attend, hint
         self.on_tpu = attend.ask.platform == "tpu"
 
-    def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
+    def __call__(
+        self,
+        x_BLD: jax.Array,
+        segments_BL: jax.Array | None,
+        positions_BL: jax.Array | None = None,
+    ) -> jax.Array:
         """Attend within x `[B, L, D]`; segments number the documents, and None is one document."""
         q_BLHd, k_BLKd, v_BLKd = (
             self.hint(self._project(x_BLD, name), "batch", "seq", heads, "head_dim")
@@ -283,9 +288,11 @@ class Attention(nnx.Module):
         if self.config.positions is None:
             theta, scaling = self.config.rope_theta, self.config.rope_scaling
             turn = partial(rotate, theta=theta, scaling=scaling, by_product=self.on_tpu)
-            q_BLHd, k_BLKd = (turn(x, at=self.attend.at) for x in (q_BLHd, k_BLKd))
+            at = self.attend.at if positions_BL is None else (positions_BL, x_BLD.shape[1])
+            q_BLHd, k_BLKd = (turn(x, at=at) for x in (q_BLHd, k_BLKd))
         taken = named(q_BLHd, "query"), named(k_BLKd, "key"), named(v_BLKd, "value")
-        y_BLHd = self.attend(*taken, segments_BL)
+        attend = self.attend if positions_BL is None else self.attend.reordered
+        y_BLHd = attend(*taken, segments_BL)
         y_BLHd = fence(y_BLHd, "backward" if self.on_tpu else "none")
         if self.on_tpu:
             out_BLD = jnp.tensordot(y_BLHd, self.out[...].astype(y_BLHd.dtype), 2)
@@ -322,20 +329,30 @@ class Block(nnx.Module):
     ) -> nnx.Module:
         return SwiGLU(config, rngs, hint, fences="both" if platform == "tpu" else "none")
 
-    def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
+    def __call__(
+        self,
+        x_BLD: jax.Array,
+        segments_BL: jax.Array | None,
+        positions_BL: jax.Array | None = None,
+    ) -> jax.Array:
         """Map x `[B, L, D]` to the same shape."""
-        x_BLD = self._attended(x_BLD, segments_BL)
+        x_BLD = self._attended(x_BLD, segments_BL, positions_BL)
         with jax.named_scope("mlp"):
             x_BLD = x_BLD + self.mlp(fence(self.mlp_norm(x_BLD), self.after_norms))
         return self.hint(x_BLD, *RESIDUAL)
 
-    def _attended(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
+    def _attended(
+        self,
+        x_BLD: jax.Array,
+        segments_BL: jax.Array | None,
+        positions_BL: jax.Array | None = None,
+    ) -> jax.Array:
         x_BLD = named(x_BLD, "block_input")
         # Scopes appear in the compiled program, and so in `inspect`'s most expensive operations.
         with jax.named_scope("attention"):
             h_BLD = fence(self.attention_norm(x_BLD), self.after_norms)
             h_BLD = self.hint(h_BLD, *WITHIN, was=RESIDUAL)
-            y_BLD = self.attention(h_BLD, segments_BL)
+            y_BLD = self.attention(h_BLD, segments_BL, positions_BL)
             # The name comes after the hint, so that remat saves the value in its final layout, and
             # does not reduce it a second time.
             return x_BLD + named(self.hint(y_BLD, *RESIDUAL, was=WITHIN), "attention_out")
@@ -356,13 +373,17 @@ class ExpertsBlock(Block):
         return Mixture(config, config.experts, rngs, hint, platform)
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, carried: Routed, segments_BL: jax.Array | None, weight_BL: jax.Array
+        self,
+        carried: Routed,
+        segments_BL: jax.Array | None,
+        positions_BL: jax.Array | None,
+        weight_BL: jax.Array,
     ) -> Routed:
         """Map x `[B, L, D]` and the statistics of routers to the same after this block."""
         x_BLD, statistics = carried
         for block in self.before:
-            x_BLD = block(x_BLD, segments_BL)
-        x_BLD = self._attended(x_BLD, segments_BL)
+            x_BLD = block(x_BLD, segments_BL, positions_BL)
+        x_BLD = self._attended(x_BLD, segments_BL, positions_BL)
         with jax.named_scope("experts"):
             h_BLD = fence(self.mlp_norm(x_BLD), self.after_norms)
             y_BLD, statistics = self.mlp(h_BLD, weight_BL, statistics)
@@ -373,7 +394,8 @@ class Gpt(RoutedStack):
     """A model from tokens int32 `[B, L]` to logits `[B, L, vocab_size]` of each next token.
 
     An optional second input, segments int32 `[B, L]`, is the document of each position; with
-    `isolate_documents` attention does not cross documents.
+    `isolate_documents` attention does not cross documents. A third, positions int32 `[1, L]`, is
+    the place of each token in the sequence, where tokens are in the order of the hint's split.
     """
 
     def __init__(
@@ -400,6 +422,7 @@ class Gpt(RoutedStack):
         self,
         tokens_BL: jax.Array,
         segments_BL: jax.Array | None = None,
+        positions_BL: jax.Array | None = None,
         *,
         at_BL: jax.Array | None = None,
     ) -> jax.Array:
@@ -410,17 +433,21 @@ class Gpt(RoutedStack):
             if self.config.scale_embeddings:
                 x_BLD = x_BLD * jnp.asarray(self.config.embed**0.5, x_BLD.dtype)
             if self.config.positions is not None:
+                at_BL = positions_BL if at_BL is None else at_BL
                 table, length = self.positions[...], tokens_BL.shape[1]
                 own_BLD = table[:length][None] if at_BL is None else table[at_BL]
                 x_BLD = x_BLD + own_BLD.astype(x_BLD.dtype)
         return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)
 
     def operands(
-        self, tokens_BL: jax.Array, segments_BL: jax.Array | None = None
-    ) -> tuple[jax.Array | None]:
-        """Return the document of each position, for attention; None is a single document."""
+        self,
+        tokens_BL: jax.Array,
+        segments_BL: jax.Array | None = None,
+        positions_BL: jax.Array | None = None,
+    ) -> tuple[jax.Array | None, ...]:
+        """Return documents, for attention, and positions; None is a single document, in order."""
         del tokens_BL
-        return (segments_BL if self.config.isolate_documents else None,)
+        return segments_BL if self.config.isolate_documents else None, positions_BL
 
     def head(self, x_BLD: jax.Array) -> jax.Array:
         """Apply the final norm and return logits `[B, L, vocab_size]` in the compute dtype."""

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import jax
 
+from jaxdist.cost.context import SequenceSplit
+
 
 class SequenceRing(Protocol):
     """Devices that pass the pieces of a sequence around, while matmuls use them."""
@@ -56,6 +58,14 @@ class Hint(Protocol):
     @property
     def ring(self) -> SequenceRing | None:
         """The ring that overlaps an MLP's collectives with its matmuls; None overlaps nothing."""
+        ...
+
+    @property
+    def split(self) -> SequenceSplit | None:
+        """The way in which devices that share a sequence compute its attention; None shares none.
+
+        Its order is that of batches with `positions`; others are in their own order.
+        """
         ...
 
     def on_blocks(
@@ -115,6 +125,10 @@ class NoHint:
     @property
     def ring(self) -> None:
         """None: a single device has no ring."""
+
+    @property
+    def split(self) -> None:
+        """None: a single device has whole sequences."""
 
     def on_blocks(
         self,

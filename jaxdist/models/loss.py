@@ -7,6 +7,7 @@ batches are added, and divided once. (An average of averages is wrong whenever w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -17,8 +18,10 @@ from pydantic import Field
 
 from jaxdist.config.importing import load_object
 from jaxdist.config.schema import Config
+from jaxdist.cost.context import SequenceSplit, positions_of
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.models.feed_forward.measure import Auxiliary
+from jaxdist.models.hints import Hint, no_hint
 from jaxdist.models.mean import Mean, OpaqueMean, Ranking, RootMean, Sums
 from jaxdist.models.recommend.loss import ClickConfig, SquaredErrorConfig
 from jaxdist.models.tuning.dpo import DpoConfig
@@ -106,9 +109,20 @@ class NextTokenConfig(Config):
     the backward pass: for large vocabularies, so that the logits are never in memory all at once.
     The number must divide the sequence."""
 
-    def build(self) -> Loss:
-        """Build the loss of a module called as `module(tokens, segments)`."""
-        return next_token if self.chunks == 1 else partial(next_token_in_chunks, chunks=self.chunks)
+    def build(self, hint: Hint = no_hint) -> Loss:
+        """Build the loss of a module called as `module(tokens, segments)`.
+
+        Args:
+          hint: the layout of activations on the mesh.
+        """
+        loss: Loss = next_token
+        if self.chunks > 1:
+            loss = partial(next_token_in_chunks, chunks=self.chunks)
+        if hint.parts("seq") == 1:
+            return loss
+        loss = partial(loss, hint=hint)
+        reordered = hint.split is not None and hint.split.order != "contiguous"
+        return InOrder(loss, hint.split) if reordered else loss
 
 
 class MaskedTokensConfig(Config):
@@ -218,7 +232,7 @@ def _reads(needs: Needs, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     )
 
 
-def next_token(module: Model, batch: Batch) -> Sums:
+def next_token(module: Model, batch: Batch, *, hint: Hint = no_hint) -> Sums:
     """Compute the mean cross-entropy over the tokens of rows with weight.
 
     Args:
@@ -226,20 +240,21 @@ def next_token(module: Model, batch: Batch) -> Sums:
         `padded_head`, the logits are `padded_head(hidden(tokens, segments))` instead.
       batch: tokens int32 `[B, L + 1]`, segments int32 `[B, L]`, weight float32 `[B]`; if it has
         answer float32 `[B, L]`, that is a weight of each target too.
+      hint: the layout of activations on the mesh.
     """
-    inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-    given, padded = (inputs, batch["segments"]), _padded_head(module)
+    (given, targets), padded = _shifted(batch), _padded_head(module)
     if padded is None:
-        return {"loss": _nats(module(*given), targets, _weights(batch))}
+        return {"loss": _nats(module(*given), targets, _weights(batch), hint=hint)}
     x_BLD, more = _hidden(module, batch)
-    return _with_auxiliary(_nats(padded(x_BLD), targets, _weights(batch)), module, more)
+    nats = _nats(padded(x_BLD), targets, _weights(batch), hint=hint)
+    return _with_auxiliary(nats, module, more)
 
 
 def _hidden(module: Model, batch: Batch) -> tuple[jax.Array, Auxiliary | None]:
     """Return the input of a model's head, and what its routers add to the loss, if it has any."""
-    given = batch["tokens"][:, :-1], batch["segments"]
+    given, _ = _shifted(batch)
     measured = getattr(module, "measured", None)
-    if measured is not None:
+    if measured is not None and "order" not in batch:
         return measured(*given, _weights(batch))
     return module.hidden(*given), None
 
@@ -252,12 +267,44 @@ def _with_auxiliary(nats: Mean, module: Model, more: Auxiliary | None) -> Sums:
     return {"loss": Mean(nats.total + penalty, nats.weight), "cross_entropy": nats, **more.sums}
 
 
+def _shifted(batch: Batch) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Return a model's inputs, and the target of each position."""
+    if "order" in batch:
+        return (batch["tokens"], batch["segments"], batch["order"]), batch["targets"]
+    return (batch["tokens"][:, :-1], batch["segments"]), batch["tokens"][:, 1:]
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """`next_token` of sequences whose positions are brought into another order first.
+
+    Inputs, targets, documents and weights move together; the sums do not depend on the order.
+
+    Attributes:
+      loss: the loss, `next_token` or `next_token_in_chunks`.
+      split: the order, and the number of groups of devices over which it lies.
+    """
+
+    loss: Loss
+    split: SequenceSplit
+
+    def __call__(self, module: Model, batch: Batch) -> Sums:
+        """Compute the loss of a batch whose positions are in their own order."""
+        (tokens, segments), targets = _shifted(batch)
+        order = positions_of(self.split.order, tokens.shape[1], self.split.groups)
+        moved = {"tokens": tokens, "segments": segments, "targets": targets}
+        if "answer" in batch:
+            moved["answer"] = batch["answer"]
+        moved = {name: x[:, order] for name, x in moved.items()}
+        return self.loss(module, {**batch, **moved, "order": jnp.asarray(order)[None]})
+
+
 def _padded_head(module: Model) -> Callable[[jax.Array], jax.Array] | None:
     """Return a model's head without the slice of vocabulary padding, if it has such a head."""
     return getattr(module, "padded_head", None)
 
 
-def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
+def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int, hint: Hint = no_hint) -> Sums:
     """Compute `next_token` with the logits of a single piece of the sequence at a time.
 
     Args:
@@ -267,27 +314,30 @@ def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
     Raises:
       ConfigError: the module has no `hidden`, or the sequence does not divide into `chunks`.
     """
-    inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    _, targets = _shifted(batch)
     if not hasattr(module, "hidden"):
         raise ConfigError(
             "loss.chunks needs a model of embedding, blocks and head "
             f"(jaxdist.models.layers.Stacked), but this is {type(module).__name__}: set "
             "loss.chunks: 1"
         )
-    _check_chunks(chunks, inputs.shape[1])
+    # Each device that has a part of the sequence cuts its own part, so that all work on each piece.
+    parts = hint.parts("seq")
+    _check_chunks(chunks, targets.shape[1] // parts)
     (x_BLD, more), padded = _hidden(module, batch), _padded_head(module)
 
     # Without a checkpoint, the backward pass would keep the logits of all pieces.
     @jax.checkpoint
     def nats(x_BlD: jax.Array, targets_Bl: jax.Array, weight_Bl: jax.Array) -> Mean:
         head = module.head if padded is None else padded
-        return _nats(head(x_BlD), targets_Bl, weight_Bl)
+        return _nats(head(x_BlD), targets_Bl, weight_Bl, hint=hint)
 
     def add(sums: Mean, piece: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Mean, None]:
         return jax.tree.map(jnp.add, sums, nats(*piece)), None
 
     def cut(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
+        x = jnp.moveaxis(x.reshape(x.shape[0], parts, chunks, -1, *x.shape[2:]), 2, 0)
+        return x.reshape(chunks, x.shape[1], -1, *x.shape[4:])
 
     pieces = cut(x_BLD), cut(targets), cut(_weights(batch))
     nothing = jnp.zeros((), jnp.float32)
@@ -326,15 +376,23 @@ def _check_chunks(chunks: int, length: int) -> None:
 
 def _weights(batch: Batch) -> jax.Array:
     """Return the weight of each target `[B, L]`."""
-    shape, rows = batch["tokens"][:, 1:].shape, batch["weight"][:, None]
-    weight_BL = jnp.broadcast_to(rows, shape)
+    shape = batch["segments"].shape if "order" in batch else batch["tokens"][:, 1:].shape
+    weight_BL = jnp.broadcast_to(batch["weight"][:, None], shape)
     return weight_BL * batch["answer"] if "answer" in batch else weight_BL
 
 
-def _nats(logits_BLV: jax.Array, targets_BL: jax.Array, weight_BL: jax.Array) -> Mean:
+def _nats(
+    logits_BLV: jax.Array, targets_BL: jax.Array, weight_BL: jax.Array, *, hint: Hint = no_hint
+) -> Mean:
     # In bfloat16, the sum of exponentials over a vocabulary would keep two to three digits.
     logits_BLV = logits_BLV.astype(jnp.float32)
-    nats_BL = optax.softmax_cross_entropy_with_integer_labels(logits_BLV, targets_BL)
+    if hint.parts("vocab") > 1 and hint.parts("seq") > 1:
+        # XLA's partitioner aborts at a gather of targets from logits that two axes split.
+        chosen_BLV = jnp.arange(logits_BLV.shape[-1])[None, None] == targets_BL[..., None]
+        target_BL = jnp.where(chosen_BLV, logits_BLV, 0).sum(-1)
+        nats_BL = jax.nn.logsumexp(logits_BLV, -1) - target_BL
+    else:
+        nats_BL = optax.softmax_cross_entropy_with_integer_labels(logits_BLV, targets_BL)
     return Mean((nats_BL * weight_BL).sum(), weight_BL.sum())
 
 

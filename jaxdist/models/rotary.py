@@ -66,7 +66,7 @@ def rotate(
     by_product: bool = False,
     at: tuple[jax.Array, int] | None = None,
 ) -> jax.Array:
-    """Rotate pairs of features, one from each half of a head; positions are 0..L-1.
+    """Rotate pairs of features, one from each half of a head.
 
     Attention depends only on differences of positions, so a packed document need not start at 0.
 

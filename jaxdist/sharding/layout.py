@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pydantic import Field, field_validator
 
 from jaxdist.config.schema import Config
+from jaxdist.cost.context import Order, SequenceSplit, Way
 from jaxdist.errors import ShardingError, did_you_mean
 from jaxdist.mesh import AXES, MeshAxis, axis_names, mesh_axis_size
 from jaxdist.sharding.collective_matmul import AxisRing
@@ -27,8 +28,8 @@ from jaxdist.types import Dims, Params, PyTree
 
 DEFAULT_RULES: Mapping[str, str | None] = {
     "batch": "data",
-    "seq": None,
-    "residual_seq": None,
+    "seq": "context",
+    "residual_seq": "context",
     "layers": "stage",
     "features": None,
     "embed": None,
@@ -46,6 +47,7 @@ DEFAULT_RULES: Mapping[str, str | None] = {
 }
 """The mesh axis of each logical dim, or None; `sharding.rules` of a config override these rules."""
 
+CONTEXT = MeshAxis.CONTEXT.value
 ELLIPSIS = "..."
 """The placeholder, in a pattern's dims, for all unnamed dims, which are never split."""
 
@@ -70,6 +72,15 @@ class ShardingConfig(Config):
     """The way of tokens to experts on other devices: padded (all-to-all of buffers with room
     for the worst case), ring (all-gather of all tokens, and reduce-scatter of the results), ragged
     (all-to-all of what there is, not on CPU), or auto, whichever sends least."""
+    context: Way | Literal["auto"] = "auto"
+    """How the devices of mesh axis `context`, which share a sequence, compute attention: gather
+    (each gathers all keys and values), ring (keys and values rotate), ulysses (devices exchange
+    pieces of the sequence for heads), ring_ulysses (both, in groups); auto takes the fewest
+    bytes."""
+    context_order: Order | Literal["auto"] = "auto"
+    """Order of the positions of a training batch over these devices: contiguous; zigzag (each has
+    an early and a late piece) or striped (each has every n-th position), which give all devices
+    equal work where attention is causal; auto balances where it can."""
 
     @field_validator("rules")
     @classmethod
@@ -101,6 +112,7 @@ class Layout:
     rules: tuple[tuple[str, str | None], ...] = field(default=tuple(DEFAULT_RULES.items()))
     collective_matmul: bool = False
     experts: ExchangeName = "auto"
+    shared: SequenceSplit | None = None
 
     def axis_of(self, dim: str | None) -> str | None:
         """Return the mesh axis that splits `dim`, or None.
@@ -135,6 +147,9 @@ class Layout:
         """
         axis = self.axis_of(dim)
         names = axis_names(self.mesh, axis) if axis is not None else ()
+        # Sequence parallelism splits the pieces of a sequence that several devices share further.
+        if dim == "residual_seq" and (seq := self.axis_of("seq")) not in (None, axis):
+            names = *axis_names(self.mesh, seq), *names
         if dim == "batch" and axis not in (None, MeshAxis.EXPERT):
             names += axis_names(self.mesh, MeshAxis.EXPERT)
         return names
@@ -160,6 +175,13 @@ class Layout:
     def axes(self, dim: str) -> tuple[str, ...]:
         """Return the mesh axes that split a dim; () where none does."""
         return self.names_of(dim) if self.parts(dim) > 1 else ()
+
+    @property
+    def split(self) -> SequenceSplit | None:
+        """The way in which the devices of axis `context` compute attention."""
+        if self.shared is not None or self.axis_of("seq") != CONTEXT or self.parts("seq") == 1:
+            return self.shared
+        return SequenceSplit(axis_names(self.mesh, CONTEXT), self.parts("seq"))
 
     @property
     def ring(self) -> AxisRing | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from jaxdist.compression import CompressedMomentum, MomentumCorrection, NoFeedback
@@ -16,8 +17,8 @@ def _setting(path: str) -> Feature:
     return Feature(lambda f: path in f.settings, lambda f: f"{path} {f.settings[path]}")
 
 
-def _value(path: str, value: str) -> Feature:
-    return Feature(lambda f: f.settings.get(path) == value, lambda f: f"{path} {value}")
+def _value(path: str, *values: str) -> Feature:
+    return Feature(lambda f: f.settings.get(path) in values, lambda f: f"{path} {f.settings[path]}")
 
 
 def _feedback(facts: Facts) -> str:
@@ -157,6 +158,25 @@ SECTIONS: Mapping[str, Feature] = {
     ),
     "parallel.compression": Feature(lambda f: f.compression is not None, _warmup),
     "a codec that sums no shards": Feature(_sums_no_shards, _codec),
+    "mesh.context": Feature(
+        lambda f: bool(_context(f)), lambda f: f"mesh.context of {math.prod(_context(f))}"
+    ),
+    "sharding.context: gather, ring or ring_ulysses": _value(
+        "sharding.context", "gather", "ring", "ring_ulysses"
+    ),
+    "sharding.context: ulysses": _value("sharding.context", "ulysses"),
+    "sharding.context_order: zigzag or striped": _value(
+        "sharding.context_order", "zigzag", "striped"
+    ),
+    "a kernel for whole sequences": _value("model.attention", "plain", "splash", "cudnn"),
+    "sharding.collective_matmul": Feature(
+        lambda f: "sharding.collective_matmul" in f.settings,
+        lambda f: "sharding.collective_matmul true",
+    ),
+    "model.attention_window": _setting("model.attention_window"),
+    "a loss other than next_token": _setting("loss.type"),
+    "a model without attention": _value("model.type", "cnn", "import", "mlp", "resnet"),
+    "a model whose attention is not causal": _value("model.type", "bert"),
 }
 """The features of other sections, some of which depend on two settings."""
 
@@ -172,6 +192,11 @@ def _beside(facts: Facts) -> dict[str, int]:
 
 def _kind(name: str) -> str:
     return name.removesuffix("_dcn").removesuffix("_ici")
+
+
+def _context(facts: Facts) -> list[int]:
+    """Return the sizes of the mesh axes that split sequences, if they split any."""
+    return [n for name, n in facts.mesh.items() if name.startswith("context") and n > 1]
 
 
 EVERY: Mapping[str, Feature] = {**FEATURES, **SECTIONS}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.mean import AS_MEAN, OPAQUE
+from jaxdist.validity.context import CONTEXT
 from jaxdist.validity.experts import EXPERTS
 from jaxdist.validity.features import FLAT, Facts
 from jaxdist.validity.hybrid import HYBRIDS
@@ -217,6 +218,7 @@ ROWS: tuple[ValidityRow, ...] = (
     *SERVERS,
     *EXPERTS,
     *HYBRIDS,
+    *CONTEXT,
 )
 """Every combination that is refused."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.models.attention.contract import KEPT, AttentionRequest
+from jaxdist.models.attention.softmax import HIDDEN, Grads, Queries, RunningSoftmax, einsum
 from jaxdist.models.hints import Hint
 
 MOST = 256
 """The most positions in a block."""
-HIDDEN = -0.7 * float(np.finfo(np.float32).max)
-"""Score of a key that a query does not see: finite, so that a row that sees no key yet is not NaN.
-Such a row has weights of 1, which the factor exp(HIDDEN - top) = 0 of its first key removes."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,6 @@ def _filled(x: jax.Array, length: int) -> jax.Array:
 
 Segments = jax.Array
 """The document of each position, in blocks: int32 `[N, B, S]`."""
-Grads = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ class Blocks:
         self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array, segments: Segments | None
     ) -> jax.Array:
         """Score queries `[B, K, G S, d]` of block i with keys `[B, K, S, d]` of j, in float32."""
-        scores = _einsum("bkrd,bksd->bkrs", q, k) * q.shape[-1] ** -0.5
+        scores = einsum("bkrd,bksd->bkrs", q, k) * q.shape[-1] ** -0.5
         by_position = scores.reshape(*scores.shape[:2], -1, self.size, self.size)
         seen = self._seen(i, j, segments)
         return jnp.where(seen, by_position, HIDDEN).reshape(scores.shape)
@@ -161,20 +158,6 @@ class Blocks:
         return segments_BL.reshape(-1, self.count, self.size).transpose(1, 0, 2)
 
 
-class RunningSoftmax(NamedTuple):
-    """The running softmax of each query over the keys so far, in float32.
-
-    Attributes:
-      out: `[N, B, K, G S, d]`, the weighted sum of values.
-      top: `[N, B, K, G S]`, the largest score.
-      total: `[N, B, K, G S]`, the sum of weights.
-    """
-
-    out: jax.Array
-    top: jax.Array
-    total: jax.Array
-
-
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
 """q, k, v, segments, the result, and the logarithm of each query's sum of weights."""
 
@@ -205,21 +188,9 @@ def _forward(
         rows: RunningSoftmax, pair: tuple[jax.Array, jax.Array]
     ) -> tuple[RunningSoftmax, None]:
         i, j = pair
-        own = RunningSoftmax(*(x[i] for x in rows))
-        scores = blocks.scores(q[i], k[j], i, j, segments)
-        top = jnp.maximum(own.top, scores.max(-1))
-        weights, kept = jnp.exp(scores - top[..., None]), jnp.exp(own.top - top)
-        values = _einsum("bkrs,bksd->bkrd", weights.astype(v.dtype), v[j])
-        out = own.out * kept[..., None] + values
-        new = RunningSoftmax(out, top, own.total * kept + weights.sum(-1))
-        return RunningSoftmax(*(x.at[i].set(y) for x, y in zip(rows, new, strict=True))), None
+        return rows.seeing(i, blocks.scores(q[i], k[j], i, j, segments), v[j]), None
 
-    start = RunningSoftmax(
-        out=jnp.zeros(q.shape, jnp.float32),
-        top=jnp.full(q.shape[:-1], HIDDEN, jnp.float32),
-        total=jnp.zeros(q.shape[:-1], jnp.float32),
-    )
-    rows, _ = lax.scan(body, start, blocks.pairs())
+    rows, _ = lax.scan(body, RunningSoftmax.start(q), blocks.pairs())
     # The total is never 0: a query sees its own position, and padding sees real positions or, in a
     # window, only hidden keys, whose equal weights are never used.
     found = (rows.out / rows.total[..., None]).astype(q.dtype)
@@ -233,22 +204,13 @@ def _backward(blocks: Blocks, kept: Residuals, cotangent_BLHd: jax.Array) -> tup
     arrays = (*given, out_BLHd, cotangent_BLHd)
     q, k, v, out, dout = (blocks.cut(x, given[1].shape[2]) for x in arrays)
     segments = blocks.cut_segments(segments_BL)
-    # The gradient of a softmax needs the sum over all keys of weights times `dweights`. That sum is
-    # the product of the result and its gradient, which takes no other pass over the keys.
-    delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
+    queries = Queries.of_result(q, out, dout, log_total)
 
     def body(grads: Grads, pair: tuple[jax.Array, jax.Array]) -> tuple[Grads, None]:
         i, j = pair
-        dq, dk, dv = grads
-        scores = blocks.scores(q[i], k[j], i, j, segments)
-        weights = jnp.exp(scores - log_total[i][..., None])
-        dweights = _einsum("bkrd,bksd->bkrs", dout[i], v[j])
-        dscores = weights * (dweights - delta[i][..., None]) * q.shape[-1] ** -0.5
-        weights, dscores = weights.astype(q.dtype), dscores.astype(q.dtype)
-        return (
-            dq.at[i].add(_einsum("bkrs,bksd->bkrd", dscores, k[j])),
-            dk.at[j].add(_einsum("bkrs,bkrd->bksd", dscores, q[i])),
-            dv.at[j].add(_einsum("bkrs,bkrd->bksd", weights, dout[i])),
+        found = queries.grads(i, blocks.scores(q[i], k[j], i, j, segments), k[j], v[j])
+        return tuple(
+            x.at[at].add(y) for x, at, y in zip(grads, (i, j, j), found, strict=True)
         ), None
 
     dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
@@ -258,7 +220,3 @@ def _backward(blocks: Blocks, kept: Residuals, cotangent_BLHd: jax.Array) -> tup
 
 
 _attention.defvjp(_forward, _backward)
-
-
-def _einsum(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(dims, a, b, preferred_element_type=jnp.float32)

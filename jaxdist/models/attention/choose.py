@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import jax
 
@@ -13,8 +14,9 @@ from jaxdist.models.attention.blockwise import Blockwise
 from jaxdist.models.attention.contract import AttentionRequest, Kernel
 from jaxdist.models.attention.cudnn import Cudnn
 from jaxdist.models.attention.plain import Plain
-from jaxdist.models.attention.splash import Splash
-from jaxdist.models.hints import Hint
+from jaxdist.models.attention.shared import attend_shared
+from jaxdist.models.attention.splash import KEYS, QUERIES, Splash
+from jaxdist.models.hints import Hint, no_hint
 
 KernelName = Literal["auto", "plain", "blockwise", "splash", "cudnn"]
 
@@ -75,15 +77,22 @@ class Attend:
     Attributes:
       ask: the request common to all calls; each call adds its length and whether it has segments.
       hint: the layout of activations on the mesh.
+      ordered: whether positions are 0 to L - 1, instead of in the order of the hint's split.
     """
 
     name: KernelName
     ask: AttentionRequest
     hint: Hint
+    ordered: bool = True
 
     @property
     def at(self) -> None:
         """None: a call has the positions 0..L-1."""
+
+    @property
+    def reordered(self) -> Attend:
+        """The same attention of positions in the order of the hint's split."""
+        return replace(self, ordered=False)
 
     def __call__(
         self,
@@ -98,15 +107,22 @@ class Attend:
           ConfigError: the named kernel does not support the shapes of this call.
         """
         ask = replace(self.ask, length=q_BLHd.shape[1], segments=segments_BL is not None)
-        kernel = KERNELS[choose_kernel(self.name, ask)]
+        given = (q_BLHd, k_BLKd, v_BLKd, segments_BL)
+        split = self.hint.split
+        if split is None:
+            return self._whole(ask, self.hint, *given)
+        if self.ordered:
+            split = replace(split, order="contiguous")
+        inside = replace(ask, head_parts=1, kv_head_parts=1, seq_parts=1)
+        kernel = partial(self._whole, inside, no_hint)
+        local = partial(attend_shared, split, kernel, window=ask.window, causal=ask.causal)
+        dims = (QUERIES, KEYS, KEYS, *([QUERIES[:2]] if segments_BL is not None else []))
+        # XLA's partitioner does not see the blocks of a mask, so each device names its own.
+        return self.hint.on_blocks(local, *dims)(*(x for x in given if x is not None))
+
+    def _whole(self, ask: AttentionRequest, hint: Hint, *given: jax.Array | None) -> jax.Array:
+        """Attend in whole sequences."""
+        kernel: Any = KERNELS[choose_kernel(self.name, ask)]
         if isinstance(kernel, Splash):
             kernel = replace(kernel, family=ask.family)
-        return kernel(
-            q_BLHd,
-            k_BLKd,
-            v_BLKd,
-            segments_BL,
-            window=ask.window,
-            causal=ask.causal,
-            hint=self.hint,
-        )
+        return kernel(*given, window=ask.window, causal=ask.causal, hint=hint)

@@ -1,0 +1,186 @@
+"""Attention over a sequence that several devices share: ways, bytes, and the order of positions.
+
+The C devices of mesh axis `context` form R rings of U devices each: U devices exchange pieces of
+the sequence for heads (Ulysses, Jacobs et al. 2023, arXiv 2309.14509), and among the R groups keys
+and values are gathered, or rotate (ring attention, Liu et al. 2023, arXiv 2310.01889).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+Way = Literal["gather", "ring", "ulysses", "ring_ulysses"]
+Order = Literal["contiguous", "zigzag", "striped"]
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """The way in which devices that share a sequence compute its attention.
+
+    Attributes:
+      axes: names of the mesh axes that split the sequence.
+      size: number of devices that share a sequence, C.
+      swapped: number of devices that exchange pieces of the sequence for heads, U.
+      rotates: whether keys and values rotate among the C / U groups, instead of being gathered.
+      order: order of the positions of a training batch over the groups.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    swapped: int = 1
+    rotates: bool = False
+    order: Order = "contiguous"
+
+    @property
+    def groups(self) -> int:
+        """The number of groups among which keys and values move, R."""
+        return self.size // self.swapped
+
+    @property
+    def way(self) -> Way:
+        """The name of the way."""
+        if self.groups == 1:
+            return "ulysses"
+        if self.swapped > 1:
+            return "ring_ulysses"
+        return "ring" if self.rotates else "gather"
+
+    def describe(self) -> str:
+        """Format the way, with the number of devices that exchange heads where it is a choice."""
+        return f"ring_ulysses of {self.swapped}" if self.way == "ring_ulysses" else self.way
+
+
+def positions_of(order: Order, length: int, groups: int) -> np.ndarray:
+    """Return the position at each index of a sequence in an order, int32 `[length]`.
+
+    Group g has the g-th of `groups` equal pieces of the result.
+
+    >>> positions_of("zigzag", 8, 2).tolist(), positions_of("striped", 8, 2).tolist()
+    ([0, 1, 6, 7, 2, 3, 4, 5], [0, 2, 4, 6, 1, 3, 5, 7])
+    """
+    found = np.arange(length, dtype=np.int32)
+    if order == "striped":
+        return found.reshape(-1, groups).T.reshape(-1)
+    if order == "zigzag":
+        chunks = found.reshape(2 * groups, -1)
+        return np.stack([chunks[:groups], chunks[groups:][::-1]], 1).reshape(-1)
+    return found
+
+
+@dataclass(frozen=True)
+class ContextNeeds:
+    """The attention of a layer on a device, apart from the way in which a sequence is shared.
+
+    Attributes:
+      heads, kv_heads: numbers of heads of a device, if it had the whole sequence.
+      rows: number of sequences of a device.
+      itemsize: bytes of an activation.
+      window: see `AttentionRequest`.
+      fused: whether the kernel needs whole sequences.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    length: int
+    rows: int = 1
+    itemsize: int = 2
+    window: int | None = None
+    causal: bool = True
+    fused: bool = False
+
+    def hops(self, split: SequenceSplit) -> int:
+        """Return the number of times that keys and values move to the next group.
+
+        A window ends the way of the keys early, if positions are in their own order.
+        """
+        most = split.groups - 1
+        if self.window is None or not self.causal or split.order != "contiguous":
+            return most
+        return min(most, -(-self.window // (self.length // split.groups)))
+
+    def bytes_received(self, split: SequenceSplit) -> tuple[float, float]:
+        """Return the bytes that a device receives in the forward and in the backward pass.
+
+        Gradients of keys and values travel in float32. Both ways move keys and values again in the
+        backward pass, so that no device keeps more than its own.
+        """
+        piece = self.rows * self.length / split.size * self.head_dim
+        keys = 2 * piece * self.kv_heads
+        swapped = (split.swapped - 1) / split.swapped
+        exchanged = 2 * piece * (self.heads + self.kv_heads) * swapped * self.itemsize
+        hops = self.hops(split) if split.rotates else split.groups - 1
+        moved = hops * keys * self.itemsize
+        return exchanged + moved, exchanged + moved + hops * keys * 4
+
+    def why_not(self, split: SequenceSplit) -> str | None:
+        """Explain why these heads do not fit a way; None if they do."""
+        if self.heads % split.swapped or self.kv_heads % split.swapped:
+            most = max(n for n in _divisors(split.size) if self.kv_heads % n == 0)
+            return (
+                f"exchanges heads among {split.swapped} devices, which must divide the "
+                f"{self.kv_heads} kv_heads of a device: at most {most}"
+            )
+        return None
+
+
+def _divisors(size: int) -> Iterator[int]:
+    return (n for n in range(1, size + 1) if size % n == 0)
+
+
+def splits_of(way: Way | Literal["auto"], axes: tuple[str, ...], size: int) -> list[SequenceSplit]:
+    """Return the splits that a named way, or any way, allows."""
+    ring = SequenceSplit(axes, size, rotates=True)
+    mixed = [replace(ring, swapped=n) for n in _divisors(size) if 1 < n < size]
+    found: dict[str, list[SequenceSplit]] = {
+        "ulysses": [replace(ring, swapped=size, rotates=False)],
+        "ring_ulysses": mixed,
+        "ring": [ring],
+        "gather": [replace(ring, rotates=False)],
+    }
+    return found[way] if way != "auto" else [one for each in found.values() for one in each]
+
+
+def best_split(
+    splits: list[SequenceSplit], needs: ContextNeeds
+) -> tuple[SequenceSplit, str] | None:
+    """Return the split with the fewest bytes, and the reason; None if none fits.
+
+    Among equals the first wins: a ring before a gather, for no device then has all keys.
+    """
+    fitting = [
+        one for one in splits if needs.why_not(one) is None and not (needs.fused and one.groups > 1)
+    ]
+    if not fitting:
+        return None
+    ranked = sorted(fitting, key=lambda one: sum(needs.bytes_received(one)))
+    shown = ", ".join(
+        f"{one.describe()} {sum(needs.bytes_received(one)) / 1e6:.3g} MB" for one in ranked
+    )
+    return ranked[0], f"a device receives in a layer and step: {shown}"
+
+
+def attention_share(order: Order, groups: int) -> float:
+    """Return the causal work of the busiest group over the mean: 1 is balanced.
+
+    >>> [round(attention_share(order, 4), 3) for order in ("contiguous", "zigzag", "striped")]
+    [1.75, 1.0, 1.0]
+    """
+    return 2 - 1 / groups if order == "contiguous" else 1.0
+
+
+def near_lengths(length: int, parts: int) -> str:
+    """Name the lengths next to `length` that `parts` divides."""
+    low = length // parts * parts
+    return " or ".join(str(n) for n in (low, low + parts) if n)
+
+
+def near_parts(length: int, parts: int) -> str:
+    """Name the numbers of parts next to `parts` that divide `length`."""
+    fitting = sorted(_divisors(length), key=lambda n: abs(math.log2(n / parts)))[:2]
+    return " or ".join(map(str, sorted(fitting)))

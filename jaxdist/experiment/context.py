@@ -1,0 +1,59 @@
+"""The way in which an experiment's devices share its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.cost.context import ContextNeeds
+from jaxdist.experiment.config import ExperimentConfig
+from jaxdist.models.bert import BertConfig
+from jaxdist.models.gpt import GptConfig
+from jaxdist.sharding import Layout, ShardingConfig
+from jaxdist.sharding.context import with_split
+
+
+def with_context(
+    config: ExperimentConfig, layout: Layout, batch: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[Layout, tuple[str, ...]]:
+    """Return the layout with the way to share sequences, and the reason for it.
+
+    Args:
+      batch: shapes of a batch.
+
+    Raises:
+      ConfigError: the sequences or the heads do not fit the mesh.
+    """
+    model = config.model
+    if not isinstance(model, GptConfig | BertConfig) or "segments" not in batch:
+        return layout, ()
+    ask = model.ask(hint=layout)
+    rows, length = batch["segments"].shape[0], batch["segments"].shape[-1]
+    needs = ContextNeeds(
+        heads=ask.heads // ask.head_parts,
+        kv_heads=ask.kv_heads // ask.kv_head_parts,
+        head_dim=ask.head_dim,
+        length=length,
+        rows=max(1, rows // layout.data_size // config.train.microbatches),
+        itemsize=jnp.dtype(ask.dtype).itemsize,
+        window=ask.window,
+        causal=ask.causal,
+        fused=model.attention not in ("auto", "blockwise"),
+    )
+    own_loss = config.loss is None or config.loss.type == "next_token"
+    reorders = isinstance(model, GptConfig) and own_loss
+    return with_split(layout, config.sharding, needs, reorders=reorders)
+
+
+def context_notices(config: ShardingConfig, layout: Layout) -> tuple[str, ...]:
+    """Describe the settings that have no effect on a mesh whose devices share no sequence."""
+    if layout.split is not None:
+        return ()
+    given = {"context": config.context, "context_order": config.context_order}
+    return tuple(
+        f"sharding.{name} {value} has no effect: the mesh has no axis context; set mesh.context"
+        for name, value in given.items()
+        if value != "auto"
+    )

@@ -1,0 +1,282 @@
+"""Attention over a sequence that several devices share, inside `jax.shard_map`.
+
+Groups of devices exchange pieces of the sequence for heads (Ulysses), and keys and values are
+gathered over the groups, or rotate among them (ring attention). The running softmax is in float32,
+and blocks that causality or the window empties are skipped.
+
+Dims: B batch, L sequence, l a device's piece of it, H heads, K kv_heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxdist.cost.context import SequenceSplit
+from jaxdist.models.attention.blockwise import MOST
+from jaxdist.models.attention.contract import KEPT
+from jaxdist.models.attention.softmax import Grads, Queries, RunningSoftmax
+from jaxdist.models.attention.visits import Pieces, Visit
+
+Keys = tuple[jax.Array, jax.Array, jax.Array | None]
+"""A piece of keys, values and documents, in blocks."""
+Whole = Callable[..., jax.Array]
+"""A kernel for whole sequences."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The devices that share a sequence, in groups; device n is number n % U of group n // U."""
+
+    split: SequenceSplit
+
+    def own(self) -> jax.Array:
+        """Return the number of this device's group."""
+        return lax.axis_index(self.split.axes) // self.split.swapped
+
+    def moved(self, tree: Any, by: int) -> Any:
+        """Send arrays to the group that is `by` after this one, round the ring."""
+        C, step = self.split.size, by * self.split.swapped
+        pairs = [(n, (n + step) % C) for n in range(C)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.split.axes, pairs), tree)
+
+    def exchanged(self, x: jax.Array, split: int, joined: int) -> jax.Array:
+        """Split a dim over the devices of a group, and join the pieces along another dim."""
+        if self.split.swapped == 1:
+            return x
+        members = self._members()
+        given = {"split_axis": split, "concat_axis": joined, "tiled": True}
+        return lax.all_to_all(x, self.split.axes, axis_index_groups=members, **given)
+
+    def whole(self, segments_Bl: jax.Array | None) -> jax.Array | None:
+        """Gather the documents of a group's piece of the sequence."""
+        if segments_Bl is None or self.split.swapped == 1:
+            return segments_Bl
+        given: dict[str, Any] = {"axis": 1, "tiled": True, "axis_index_groups": self._members()}
+        return lax.all_gather(segments_Bl, self.split.axes, **given)
+
+    def _members(self) -> list[list[int]] | None:
+        U = self.split.swapped
+        if self.split.size == U:
+            return None
+        return [[*range(first, first + U)] for first in range(0, self.split.size, U)]
+
+
+def attend_shared(
+    split: SequenceSplit,
+    kernel: Whole,
+    q_BlHd: jax.Array,
+    k_BlKd: jax.Array,
+    v_BlKd: jax.Array,
+    segments_Bl: jax.Array | None = None,
+    *,
+    window: int | None,
+    causal: bool,
+    most: int = MOST,
+) -> jax.Array:
+    """Attend, as `Kernel` specifies, with this device's pieces of all arrays.
+
+    Args:
+      kernel: the kernel for whole sequences, where each device gets whole sequences.
+      most: the most positions in a block.
+    """
+    groups = Groups(split)
+    given = [groups.exchanged(x, 2, 1) for x in (q_BlHd, k_BlKd, v_BlKd)]
+    segments_Bl = groups.whole(segments_Bl)
+    if split.groups == 1:
+        out = kernel(*given, segments_Bl)
+    else:
+        length = given[0].shape[1]
+        pieces = Pieces.of(split.order, split.groups, length, most, window, causal=causal)
+        out = _among_groups(pieces, groups, *given, segments_Bl)
+    return groups.exchanged(out, 1, 2)
+
+
+@dataclass(frozen=True)
+class _Rotating:
+    """Keys that rotate: after each hop a group has those of the group before."""
+
+    groups: Groups
+    keys: Keys
+    passed: int = 0
+
+    def after(self, t: int) -> tuple[_Rotating, Keys]:
+        """Return the keys after t hops, counted from the start."""
+        keys = self.groups.moved(self.keys, t - self.passed) if t > self.passed else self.keys
+        return _Rotating(self.groups, keys, t), keys
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Keys of all groups, `[R, N, ...]`."""
+
+    groups: Groups
+    keys: Keys
+
+    def after(self, t: int) -> tuple[_Gathered, Keys]:
+        source = (self.groups.own() - t) % self.groups.split.groups
+        return self, jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, source, 0, False), self.keys
+        )
+
+
+def _source(groups: Groups, keys: Keys) -> _Rotating | _Gathered:
+    if groups.split.rotates:
+        return _Rotating(groups, keys)
+    return _Gathered(groups, jax.tree.map(lambda x: lax.all_gather(x, groups.split.axes), keys))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _among_groups(
+    pieces: Pieces,
+    groups: Groups,
+    q_BlHd: jax.Array,
+    k_BlKd: jax.Array,
+    v_BlKd: jax.Array,
+    segments_Bl: jax.Array | None,
+) -> jax.Array:
+    return _forward(pieces, groups, q_BlHd, k_BlKd, v_BlKd, segments_Bl)[0]
+
+
+def _forward(
+    pieces: Pieces,
+    groups: Groups,
+    q_BlHd: jax.Array,
+    k_BlKd: jax.Array,
+    v_BlKd: jax.Array,
+    segments_Bl: jax.Array | None,
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    given = (q_BlHd, k_BlKd, v_BlKd)
+    q, k, v = (pieces.cut(x, k_BlKd.shape[2]) for x in given)
+    own = pieces.cut_segments(segments_Bl)
+    source, rows = _source(groups, (k, v, own)), RunningSoftmax.start(q)
+    # The first keys are a group's own, of which each query sees that of its own position: no row
+    # stays without a key.
+    for t in pieces.hops():
+        source, (k, v, theirs) = source.after(t)
+
+        def see(
+            rows: RunningSoftmax, visit: Visit, k: Any = k, v: Any = v, theirs: Any = theirs
+        ) -> RunningSoftmax:
+            scores = _scores(pieces, visit, q, k, own, theirs)
+            return rows.seeing(visit.i, scores, v[visit.j])
+
+        rows = _visited(pieces, groups, t, rows, see)
+    found = (rows.out / rows.total[..., None]).astype(q.dtype)
+    out_BlHd = checkpoint_name(pieces.joined(found, q_BlHd.shape), KEPT)
+    log_total = checkpoint_name(rows.top + jnp.log(rows.total), KEPT)
+    return out_BlHd, (*given, segments_Bl, out_BlHd, log_total)
+
+
+def _scores(
+    pieces: Pieces, visit: Visit, q: jax.Array, k: jax.Array, own: Any, theirs: Any
+) -> jax.Array:
+    documents = None if own is None else (own[visit.i], theirs[visit.j])
+    return pieces.scores(q[visit.i], k[visit.j], visit, documents)
+
+
+def _visited(
+    pieces: Pieces, groups: Groups, t: int, carry: Any, see: Callable[[Any, Visit], Any]
+) -> Any:
+    """Apply `see` to each pair of blocks that is visited after t hops."""
+    for visit in pieces.visits(t, groups.own()):
+
+        def all_pairs(carry: Any, visit: Visit = visit) -> Any:
+            pairs = visit._replace(live=None)
+            return lax.scan(lambda rows, pair: (see(rows, pair), None), carry, pairs)[0]
+
+        if visit.live is None:
+            carry = all_pairs(carry)
+        else:
+            carry = lax.cond(visit.live, all_pairs, lambda rows: rows, carry)
+    return carry
+
+
+def _backward(
+    pieces: Pieces, groups: Groups, kept: tuple[Any, ...], cotangent_BlHd: jax.Array
+) -> tuple[Any, ...]:
+    *given, segments_Bl, out_BlHd, log_total = kept
+    arrays = (*given, out_BlHd, cotangent_BlHd)
+    q, k, v, out, dout = (pieces.cut(x, given[1].shape[2]) for x in arrays)
+    own = pieces.cut_segments(segments_Bl)
+    queries = Queries.of_result(q, out, dout, log_total)
+    # Without the barrier, XLA would keep what the forward pass received, which is a whole sequence.
+    k, v = lax.optimization_barrier((k, v))
+    source, home = _source(groups, (k, v, own)), _Home(groups, (k, v))
+    dq = jnp.zeros(q.shape, jnp.float32)
+    for t in pieces.hops():
+        source, (k, v, theirs) = source.after(t)
+
+        def see(grads: Grads, visit: Visit, k: Any = k, v: Any = v, theirs: Any = theirs) -> Grads:
+            scores = _scores(pieces, visit, q, k, own, theirs)
+            found = queries.grads(visit.i, scores, k[visit.j], v[visit.j])
+            dq, dk, dv = grads
+            i, j = visit.i, visit.j
+            return dq.at[i].add(found[0]), dk.at[j].add(found[1]), dv.at[j].add(found[2])
+
+        dq, *more = _visited(pieces, groups, t, (dq, *home.before(t)), see)
+        home.add(t, more)
+    grads = (dq, *home.found())
+    found = (pieces.joined(g.astype(x.dtype), x.shape) for g, x in zip(grads, given, strict=True))
+    return *found, None
+
+
+class _Home:
+    """Gradients of keys and values, in float32, on their way to the group that has the keys.
+
+    If keys rotate, the sums of the other groups rotate with them; else they are scattered at last.
+    """
+
+    def __init__(self, groups: Groups, keys: tuple[jax.Array, jax.Array]) -> None:
+        self.groups = groups
+        self.zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in keys)
+        self.own: Any = None
+        self.travelling: Any = None
+        self.by_hop: dict[int, Any] = {}
+        self.last = 0
+
+    def before(self, t: int) -> tuple[jax.Array, ...]:
+        """Return the sums, so far, for the keys that a group has after t hops."""
+        if self.travelling is None or not self.groups.split.rotates:
+            return self.zeros
+        return self.groups.moved(self.travelling, t - self.last)
+
+    def add(self, t: int, sums: Any) -> None:
+        """Take the sums for the keys that a group has after t hops."""
+        if t == 0:
+            self.own = sums
+        elif self.groups.split.rotates:
+            self.travelling, self.last = sums, t
+        else:
+            self.by_hop[t] = sums
+
+    def found(self) -> list[jax.Array]:
+        """Return the sums over all groups for this group's own keys."""
+        if self.groups.split.rotates:
+            home = (
+                [] if self.travelling is None else [self.groups.moved(self.travelling, -self.last)]
+            )
+        else:
+            home = [self._scattered()]
+        return [jnp.asarray(sum(each)) for each in zip(self.own, *home, strict=True)]
+
+    def _scattered(self) -> list[jax.Array]:
+        """Send the sums for each group's keys to that group, and add them up there."""
+        R, own = self.groups.split.groups, self.groups.own()
+        found = []
+        for n, zeros in enumerate(self.zeros):
+            sums = jnp.zeros((R, *zeros.shape), jnp.float32)
+            for t, each in self.by_hop.items():
+                sums = lax.dynamic_update_index_in_dim(sums, each[n], (own - t) % R, 0)
+            found.append(lax.psum_scatter(sums, self.groups.split.axes))
+        return found
+
+
+_among_groups.defvjp(_forward, _backward)

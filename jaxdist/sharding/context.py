@@ -1,0 +1,93 @@
+"""The way in which the devices of mesh axis `context` share a sequence: named, or chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxdist.cost.context import (
+    ContextNeeds,
+    Order,
+    SequenceSplit,
+    best_split,
+    near_lengths,
+    near_parts,
+    splits_of,
+)
+from jaxdist.errors import ConfigError
+from jaxdist.sharding.layout import Layout, ShardingConfig
+
+
+def with_split(
+    layout: Layout, config: ShardingConfig, needs: ContextNeeds, *, reorders: bool
+) -> tuple[Layout, tuple[str, ...]]:
+    """Return the layout with the way to share sequences, and the reason for it.
+
+    Args:
+      needs: the attention of a device, if it had whole sequences.
+      reorders: whether a training batch may be in another order.
+
+    Raises:
+      ConfigError: the devices do not divide the sequence, or the heads do not fit the way.
+    """
+    given = layout.split
+    if given is None:
+        return layout, ()
+    _check_length(needs.length, given.size)
+    apart = layout.parts("heads") != layout.parts("kv_heads")
+    if apart and needs.kv_heads > 1:
+        raise ConfigError(
+            f"mesh.context {given.size} needs kv_heads split as heads are, so that each lies with "
+            f"its queries: here heads are in {layout.parts('heads')} parts, kv_heads in "
+            f"{layout.parts('kv_heads')}; map both to one axis",
+            setting=("sharding", "rules"),
+        )
+    splits = splits_of(config.context, given.axes, given.size)
+    if not splits:
+        raise ConfigError(
+            f"sharding.context {config.context} needs groups of several devices, and mesh.context "
+            f"is {given.size}: use ring or ulysses, or a size that is a product",
+            setting=("sharding", "context"),
+        )
+    ordered = [replace(one, order=_order(config, one, needs, reorders=reorders)) for one in splits]
+    found = best_split(ordered, needs)
+    if found is None:
+        why = next((text for one in splits if (text := needs.why_not(one))), "needs ulysses")
+        raise ConfigError(
+            f"sharding.context {config.context} {why}; use ring or gather, or another mesh.context",
+            setting=("sharding", "context"),
+        )
+    split, why = found
+    _check_order(needs.length, split)
+    chosen = f"context: attention by {split.describe()} over {split.size} devices"
+    return replace(layout, shared=split), (f"{chosen}, {split.order} order; {why}",)
+
+
+def _order(
+    config: ShardingConfig, split: SequenceSplit, needs: ContextNeeds, *, reorders: bool
+) -> Order:
+    if config.context_order != "auto":
+        return config.context_order
+    balances = reorders and needs.causal and needs.window is None and split.groups > 1
+    fits = needs.length % (2 * split.groups) == 0
+    if not balances:
+        return "contiguous"
+    return "zigzag" if fits else "striped"
+
+
+def _check_length(length: int, size: int) -> None:
+    if length % size:
+        raise ConfigError(
+            f"mesh.context {size} does not divide sequences of {length} positions: use "
+            f"mesh.context {near_parts(length, size)}, or data.window {near_lengths(length, size)}",
+            setting=("mesh", "context"),
+        )
+
+
+def _check_order(length: int, split: SequenceSplit) -> None:
+    if split.order == "zigzag" and length % (2 * split.groups):
+        raise ConfigError(
+            f"sharding.context_order zigzag cuts sequences into {2 * split.groups} pieces, which "
+            f"do not divide {length} positions: use striped, or data.window "
+            f"{near_lengths(length, 2 * split.groups)}",
+            setting=("sharding", "context_order"),
+        )

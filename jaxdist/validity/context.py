@@ -1,0 +1,67 @@
+"""The rows about sequences that several devices share."""
+
+from __future__ import annotations
+
+from jaxdist.validity.row import ValidityRow
+
+_ORDERS = ("sharding.context_order: zigzag or striped",)
+
+CONTEXT: tuple[ValidityRow, ...] = (
+    ValidityRow(
+        (("mesh.context",), ("a model without attention",)),
+        "its devices would share sequences, which this model does not have, or splits by itself",
+        "take mesh.context away",
+        ("mesh", "context"),
+    ),
+    ValidityRow(
+        (("mesh.context",), ("sharding.collective_matmul",)),
+        "pieces of the sequence go round one axis, and two axes split it",
+        "set sharding.collective_matmul: false, or take mesh.context away",
+        ("sharding", "collective_matmul"),
+    ),
+    ValidityRow(
+        (
+            ("mesh.context",),
+            ("sharding.context: gather, ring or ring_ulysses",),
+            ("a kernel for whole sequences",),
+        ),
+        "each device would attend piece by piece, in blocks",
+        "set model.attention: auto, or sharding.context: ulysses",
+        ("sharding", "context"),
+    ),
+    ValidityRow(
+        (("mesh.context",), ("model.experts",)),
+        "routers would measure a piece of each sequence, whose loads are not added up yet",
+        "take mesh.context away, and split the batch over mesh.data and mesh.expert",
+        ("mesh", "context"),
+    ),
+    ValidityRow(
+        (("mesh.context",), ("stage (a pipeline)",)),
+        "what moves among the devices that share a sequence would wait for those of other stages",
+        "take mesh.stage or mesh.context away",
+        ("mesh", "context"),
+    ),
+    ValidityRow(
+        (("mesh.context",), _ORDERS, ("sharding.context: ulysses",)),
+        "each device has whole sequences of some heads, so that all have equal work already",
+        "set sharding.context_order: auto",
+        ("sharding", "context_order"),
+    ),
+    ValidityRow(
+        (("mesh.context",), _ORDERS, ("model.attention_window",)),
+        "a window gives devices with consecutive positions equal work, and few keys of others",
+        "set sharding.context_order: auto",
+        ("sharding", "context_order"),
+    ),
+    ValidityRow(
+        (
+            ("mesh.context",),
+            _ORDERS,
+            ("a loss other than next_token", "a model whose attention is not causal"),
+        ),
+        "the order balances the work of causal attention, and only next_token moves its targets "
+        "together with the tokens",
+        "set sharding.context_order: auto",
+        ("sharding", "context_order"),
+    ),
+)

@@ -1,0 +1,145 @@
+"""Mesh axis `context`: a config trains as on one device, and bad input is refused."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist.config import Document, validate
+from jaxdist.errors import ConfigError
+from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.trees import flatten_with_names
+
+BASE = {
+    "model": {
+        "type": "gpt", "layers": 1, "embed": 16, "heads": 4, "kv_heads": 2, "mlp": 16,
+        "vocab_multiple": 8, "isolate_documents": True,
+    },
+    "data": {
+        "type": "synthetic", "kind": "tokens", "vocab_size": 13, "window": 16, "examples": 8,
+        "heldout_examples": 4,
+    },
+    "optim": {"type": "sgd", "learning_rate": 0.1},
+    "train": {"steps": 1, "batch_size": 4},
+}  # fmt: skip
+
+
+def experiment(mesh, **changes):
+    sections = {name: dict(values) for name, values in BASE.items()} | {"mesh": mesh}
+    for path, value in changes.items():
+        section, name = path.split("__")
+        sections.setdefault(section, {})[name] = value
+    count = int(np.prod(list(mesh.values())))
+    config = validate(Document(sections), ExperimentConfig)
+    return build(config, devices=jax.devices()[:count])
+
+
+def numbers(found):
+    """Loss, loss of evaluation and each gradient."""
+    program, state = found.program, found.program.init()
+    step = program.gradients(state, found.loader.batch(0))
+    batch = next(found.heldout.evaluation_batches())
+    sums = program.evaluate(state.params, state.buffers, batch)
+    means = {"loss": step.sums["loss"], "evaluation": sums["loss"]}
+    grads = {name: np.asarray(leaf) for name, leaf in flatten_with_names(step.grads)}
+    return {name: np.asarray(m.total / m.weight) for name, m in means.items()} | grads
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ({"data": 2, "context": 2}, {"sharding__context": "ring"}),
+        *(
+            pytest.param(mesh, changes, marks=pytest.mark.full)
+            for mesh, changes in (
+                ({"data": 2, "context": 4}, {}),
+                ({"context": 4, "data": 2}, {"sharding__context": "ring_ulysses"}),
+                ({"data": 2, "context": 4}, {
+                    "model__attention_window": 5, "train__microbatches": 2, "model__remat": "full",
+                    "loss__type": "next_token", "loss__chunks": 2,
+                }),
+                ({"data": 2, "context": 2, "tensor": 2}, {
+                    "sharding__context": "ring", "sharding__context_order": "striped",
+                    "sharding__rules": {"residual_seq": "tensor"}, "model__positions": 16,
+                    "parallel__reduce": {"type": "ring"},
+                    "parallel__zero": {"stage": 3, "whole_below": 0},
+                }),
+                ({"data": 2, "context": 2, "tensor": 2}, {
+                    "sharding__context": "gather", "sharding__context_order": "zigzag",
+                }),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_config_trains_as_on_one_device(mesh, changes):
+    alone = {
+        name: value
+        for name, value in changes.items()
+        if name.startswith("model__") and name != "model__remat"
+    }
+    one, many = numbers(experiment({"data": 1}, **alone)), numbers(experiment(mesh, **changes))
+    for name, value in one.items():
+        np.testing.assert_allclose(many[name], value, atol=1e-5 * np.abs(value).max(), err_msg=name)
+
+
+def test_the_choice_is_explained():
+    found = experiment({"context": 2}, model__kv_heads=1)
+    (line,) = (one for one in found.explained if one.startswith("context"))
+    assert line.startswith("context: attention by ring over 2 devices, zigzag order; a device rec")
+    assert found.layout.split.order == "zigzag"
+    windowed = experiment({"context": 2}, model__kv_heads=1, model__attention_window=3)
+    assert windowed.layout.split.order == "contiguous"
+    odd = experiment({"context": 2}, model__kv_heads=1, data__window=18)
+    assert odd.layout.split.order == "striped"
+
+
+def test_settings_without_effect_are_reported():
+    found = experiment({"data": 1}, sharding__context="ring", sharding__context_order="zigzag")
+    told = "\n".join(found.notices)
+    assert "sharding.context ring has no effect" in told
+    assert "sharding.context_order zigzag has no effect" in told
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "message"),
+    [
+        ({"context": 4}, {"data__window": 18},
+         r"context 4 does not divide sequences of 18 positions: use mesh\.context 3 or 6, or "
+         r"data\.window 16 or 20"),
+        ({"context": 4}, {"sharding__context": "ulysses"},
+         r"context ulysses exchanges heads among 4 .* the 2 kv_heads of a device: at most 2"),
+        ({"context": 3}, {"sharding__context": "ring_ulysses", "data__window": 18},
+         r"context ring_ulysses needs groups of several devices, and mesh\.context is 3"),
+        ({"context": 2}, {"sharding__context_order": "zigzag", "data__window": 18,
+                          "sharding__context": "ring"},
+         r"zigzag cuts sequences into 4 pieces, which do not divide 18 .* data\.window 16 or 20"),
+        ({"context": 2}, {"sharding__context_order": "striped", "model__attention_window": 4},
+         r"context_order striped with model\.attention_window 4: a window gives"),
+        ({"context": 2}, {"sharding__context_order": "zigzag", "sharding__context": "ulysses"},
+         r"order zigzag with sharding\.context ulysses: each device has whole sequences"),
+        ({"context": 2}, {"sharding__context": "ring", "model__attention": "plain"},
+         r"context ring with model\.attention plain: .*; set model\.attention: auto, or"),
+        ({"context": 4}, {"model__attention": "plain"},
+         r"context auto exchanges heads among 4 devices"),
+        ({"context": 2, "stage": 2}, {"train__microbatches": 2, "model__layers": 2},
+         r"context of 2 with mesh .*: what moves .*; take mesh\.stage or mesh\.context away"),
+        ({"context": 2, "tensor": 2}, {"sharding__collective_matmul": True,
+                                       "sharding__rules": {"residual_seq": "tensor"}},
+         r"mesh\.context of 2 with sharding\.collective_matmul true: .*collective_matmul: false"),
+        ({"context": 2, "tensor": 2}, {"sharding__rules": {"kv_heads": None}},
+         r"each lies with its queries"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused(mesh, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        experiment(mesh, **changes)
+
+
+def test_a_model_without_sequences_is_refused():
+    sections = {
+        **BASE, "mesh": {"context": 2}, "model": {"type": "mlp", "hidden": [8]},
+        "data": {"type": "synthetic", "kind": "images"},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"context of 2 with model\.type mlp: .* take mesh\.con"):
+        build(validate(Document(sections), ExperimentConfig), devices=jax.devices()[:2])

@@ -1,0 +1,148 @@
+"""Attention over a sequence that devices share equals attention on one device, with gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxdist.cost.context import ContextNeeds, SequenceSplit, best_split, positions_of, splits_of
+from jaxdist.models.attention.plain import Plain
+from jaxdist.models.attention.shared import attend_shared
+from jaxdist.models.attention.visits import Pieces
+from jaxdist.models.hints import no_hint
+
+AXES = ("context",)
+
+
+def largest_difference(
+    size, swapped, rotates, order, length, *, window=None, causal=True, documents=True, most=4
+):
+    """The largest difference of results and gradients between `size` devices and one."""
+    split = SequenceSplit(AXES, size, swapped, rotates, order)
+    mesh = jax.make_mesh((size,), AXES, axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
+    keys = jax.random.split(jax.random.key(0), 5)
+    heads = (4, 2, 2) if swapped <= 2 else (8, 4, 4)
+    q, k, v = (
+        jax.random.normal(key, (2, length, n, 4)) for key, n in zip(keys, heads, strict=False)
+    )
+    cotangent = jax.random.normal(keys[3], q.shape)
+    segments = jnp.sort(jax.random.randint(keys[4], (2, length), 0, 4), 1) if documents else None
+    given = {"window": window, "causal": causal}
+    plain = partial(Plain(), hint=no_hint, **given)
+    order_L = positions_of(order, length, split.groups)
+    spec = PartitionSpec(None, "context")
+    shared = jax.shard_map(
+        partial(attend_shared, split, plain, most=most, **given),
+        mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
+    )  # fmt: skip
+
+    def on_many(q, k, v):
+        arrays = [q, k, v] if segments is None else [q, k, v, segments]
+        return shared(*(x[:, order_L] for x in arrays))[:, np.argsort(order_L)]
+
+    def with_grads(attend):
+        def found(q, k, v):
+            out, pull = jax.vjp(attend, q, k, v)
+            return out, *pull(cotangent)
+
+        return jax.jit(found)(q, k, v)
+
+    pairs = zip(with_grads(lambda *x: plain(*x, segments)), with_grads(on_many), strict=True)
+    return max(float(jnp.abs(one - many).max()) for one, many in pairs)
+
+
+SLOW = [
+    (4, 1, False, "contiguous", 32, {"causal": False}),
+    (4, 1, True, "contiguous", 32, {"causal": False, "window": 3}),
+    (4, 1, True, "contiguous", 32, {"window": 9, "documents": False}),
+    (4, 1, False, "zigzag", 32, {"documents": False}),
+    (4, 1, False, "striped", 40, {}),
+    (4, 4, False, "contiguous", 32, {}),
+    (8, 1, True, "zigzag", 64, {}),
+    (8, 2, True, "striped", 64, {}),
+    (8, 4, True, "contiguous", 64, {}),
+    (2, 1, True, "contiguous", 2 * 67, {"most": 64}),  # a prime number, in padded blocks
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "swapped", "rotates", "order", "length", "more"),
+    [
+        (2, 1, True, "zigzag", 16, {}),
+        (3, 1, True, "contiguous", 24, {"window": 5}),
+        (2, 1, True, "striped", 14, {}),
+        (2, 2, False, "contiguous", 16, {}),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in SLOW),
+        pytest.param(4, 2, True, "zigzag", 32, {}, marks=pytest.mark.full),
+    ],
+)
+def test_shared_attention_equals_one_device(size, swapped, rotates, order, length, more):
+    assert largest_difference(size, swapped, rotates, order, length, **more) < 1e-5
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_each_pair_that_is_seen_is_visited_once(order, groups):
+    """The visits of all groups, taken together, are the lower triangle of positions."""
+    length, size = 8 * groups, 2
+    place = positions_of(order, length, groups).reshape(groups, -1)
+    pieces = Pieces.of(order, groups, length // groups, size, None, causal=True)
+    counts = np.zeros((length, length), int)
+    for group in range(groups):
+        for t in pieces.hops():
+            keys = place[(group - t) % groups]
+            for visit in pieces.visits(t, jnp.int32(group)):
+                if visit.live is not None and not bool(visit.live):
+                    continue
+                for i, j, distance in zip(*(np.asarray(x) for x in visit[:3]), strict=True):
+                    ours = place[group][i * size : (i + 1) * size]
+                    theirs = keys[j * size : (j + 1) * size]
+                    assert ours[0] - theirs[0] == distance
+                    counts[np.ix_(ours, theirs)] += 1
+    below = np.tril(np.ones((length, length), bool))
+    assert (counts[below] == 1).all()
+    # Beside what is seen, only blocks on the diagonal are computed.
+    assert counts[~below].sum() <= groups * groups * length * size
+
+
+def test_work_is_skipped_where_the_window_ends():
+    pieces = Pieces.of("contiguous", 4, 8, 2, 3, causal=True)
+    assert pieces.hops() == [0, 1]
+    both_ways = Pieces.of("contiguous", 4, 8, 2, 3, causal=False)
+    assert both_ways.hops() == [0, 1, 3]
+
+
+def needs(**changes):
+    return ContextNeeds(**{"heads": 32, "kv_heads": 8, "head_dim": 128, "length": 4096, **changes})
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "way"),
+    [
+        (2, {"kv_heads": 2, "heads": 32}, "ring"),
+        (8, {}, "ulysses"),
+        (8, {"kv_heads": 32}, "ulysses"),
+        (4, {"kv_heads": 1}, "ring"),
+        (8, {"window": 16}, "ring"),
+        (16, {}, "ring_ulysses"),
+    ],
+)
+def test_auto_takes_the_fewest_bytes(size, changes, way):
+    splits = splits_of("auto", AXES, size)
+    found, why = best_split(splits, needs(**changes)) or pytest.fail("none fits")
+    assert found.way == way
+    assert f"{way} " in why
+
+
+def test_ulysses_sends_less_than_a_ring_beyond_one_plus_the_ratio_of_heads():
+    """The forward pass, where a device has 32 heads and 8 kv_heads: from 6 devices on."""
+    for size in (2, 4, 8):
+        ring, ulysses = (splits_of(way, AXES, size)[0] for way in ("ring", "ulysses"))
+        ours = needs()
+        less = ours.bytes_received(ulysses)[0] < ours.bytes_received(ring)[0]
+        assert less == (size > 1 + 32 / 8)
