@@ -121,8 +121,9 @@ class NextTokenConfig(Config):
         if hint.parts("seq") == 1:
             return loss
         loss = partial(loss, hint=hint)
-        reordered = hint.split is not None and hint.split.order != "contiguous"
-        return InOrder(loss, hint.split) if reordered else loss
+        if hint.split is None or hint.split.order == "contiguous":
+            return loss
+        return InOrder(loss, hint.split)
 
 
 class MaskedTokensConfig(Config):

@@ -209,9 +209,9 @@ def _backward(blocks: Blocks, kept: Residuals, cotangent_BLHd: jax.Array) -> tup
     def body(grads: Grads, pair: tuple[jax.Array, jax.Array]) -> tuple[Grads, None]:
         i, j = pair
         found = queries.grads(i, blocks.scores(q[i], k[j], i, j, segments), k[j], v[j])
-        return tuple(
-            x.at[at].add(y) for x, at, y in zip(grads, (i, j, j), found, strict=True)
-        ), None
+        dq, dk, dv = grads
+        new = dq.at[i].add(found[0]), dk.at[j].add(found[1]), dv.at[j].add(found[2])
+        return new, None
 
     dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
     grads, _ = lax.scan(body, (dq, dk, dv), blocks.pairs())

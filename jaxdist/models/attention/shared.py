@@ -91,7 +91,7 @@ def attend_shared(
     given = [groups.exchanged(x, 2, 1) for x in (q_BlHd, k_BlKd, v_BlKd)]
     segments_Bl = groups.whole(segments_Bl)
     if split.groups == 1:
-        out = kernel(*given, segments_Bl)
+        out: Any = kernel(*given, segments_Bl)
     else:
         length = given[0].shape[1]
         pieces = Pieces.of(split.order, split.groups, length, most, window, causal=causal)

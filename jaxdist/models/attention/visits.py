@@ -137,7 +137,13 @@ class Pieces:
         within = jnp.asarray((i - j) * self.size)
         source = (group - t) % R
         # The later chunk of queries is behind the earlier chunk of all keys.
-        found = [Visit(m + i, jnp.asarray(j), (2 * R - 1 - group - source) * self.chunk + within)]
+        found = [
+            Visit(
+                jnp.asarray(m + i),
+                jnp.asarray(j),
+                (2 * R - 1 - group - source) * self.chunk + within,
+            )
+        ]
         if t == 0:
             i, j = self._pairs(lambda i, j: j <= i)
             within = jnp.asarray((i - j) * self.size)
@@ -147,7 +153,7 @@ class Pieces:
         earlier = group >= t
         step = jnp.where(earlier, 0, m)
         distance = jnp.where(earlier, t, R - t) * self.chunk + within
-        return [*found, Visit(i + step, j + step, distance)]
+        return [*found, Visit(jnp.asarray(i) + step, jnp.asarray(j) + step, distance)]
 
     def scores(
         self, q: Array, k: Array, visit: Visit, segments: tuple[Array, Array] | None
