@@ -154,7 +154,7 @@ def test_state_in_a_slice_spares_the_slow_network() -> None:
 def test_a_window_of_attention_takes_less_of_its_time() -> None:
     target = parse_target("v5e:2x4")
     places = next(one for one in meshes(target) if one.sizes == (1, 8, 1))
-    long = dataclasses.dataclasses.replace(SMALL, window=8192)
+    long = dataclasses.replace(SMALL, window=8192)
     times = [
         judge_plan(
             dataclasses.replace(long, span=span), Plan(data=8), places, target
@@ -172,7 +172,7 @@ def test_a_window_of_attention_takes_less_of_its_time() -> None:
 def test_products_of_float32_are_those_of_bfloat16_on_tpus_alone(on: str, slower: float) -> None:
     target = parse_target(on)
     places = next(one for one in meshes(target) if one.sizes == (1, 8, 1))
-    wide = dataclasses.dataclasses.replace(SMALL, narrow=False)
+    wide = dataclasses.replace(SMALL, narrow=False)
     narrow, other = (judge_plan(m, Plan(data=8), places, target).seconds for m in (SMALL, wide))
     assert other.products == pytest.approx(slower * narrow.products)
     assert other.elements > narrow.elements
@@ -219,7 +219,7 @@ def test_where_nothing_fits_the_least_chips_are_told() -> None:
 
 
 def test_where_no_plan_is_valid_reasons_are_counted() -> None:
-    odd = dataclasses.dataclasses.replace(SMALL, batch=7, heads=7, kv_heads=7, layers=7)
+    odd = dataclasses.replace(SMALL, batch=7, heads=7, kv_heads=7, layers=7)
     target = parse_target("v5e:2x4")
     nothing = search(odd, target)
     error = no_plan(odd, target, nothing)
