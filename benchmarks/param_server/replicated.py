@@ -22,6 +22,7 @@ from benchmarks.core.report import Figure
 from benchmarks.param_server.pusher import PAUSE_SECONDS, WHOLE, delta, layout_of
 from benchmarks.param_server.receivers import TOKEN
 from benchmarks.param_server.serving import wire_to
+from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.client import Client
 from jaxdist.param_server.live.shard import ServerShard
@@ -72,7 +73,11 @@ class Range:
     def await_safe(self) -> None:
         """Wait until the range has a leader and a follower."""
         with self._lock:
-            assert self._lock.wait_for(lambda: self.arbiter.safe, WAIT_SECONDS), self.arbiter.view
+            if not self._lock.wait_for(lambda: self.arbiter.safe, WAIT_SECONDS):
+                raise RunError(
+                    f"after {WAIT_SECONDS:g} s the range has no leader with a follower "
+                    f"({self.arbiter.view}): see whether its servers could start"
+                )
 
     def close(self) -> None:
         """End all servers."""
@@ -183,7 +188,8 @@ def killed(kills: int, length: int, workers: int = 2) -> tuple[list[np.ndarray],
             begun = time.monotonic()
             servers.kill(view.leader if rng.random() < 0.7 else view.follower)
             while not all(one.last > begun for one in team):
-                assert time.monotonic() < begun + WAIT_SECONDS
+                if time.monotonic() > begun + WAIT_SECONDS:
+                    raise RunError(f"no push is acknowledged {WAIT_SECONDS:g} s after a kill")
                 time.sleep(0.001)
             seconds.append(time.monotonic() - begun)
             servers.start()
