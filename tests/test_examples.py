@@ -45,6 +45,23 @@ def test_a_model_of_ones_own(run: Any) -> None:
 
 
 @pytest.mark.full
+def test_a_vision_transformer_of_ones_own(run: Any) -> None:
+    """The plans that its first lines name: the same held-out accuracy to a few images."""
+    plans = (
+        ["parallel.zero.stage=3"],
+        ["mesh={data: 2, tensor: 4}"],
+        ["mesh={data: 2, stage: 4}", "train.microbatches=4", "parallel.zero.stage=3"],
+    )
+    few = ["train.steps=60", "eval.every=60", "checkpoint.every=60"]
+    found = [
+        float(run("own_vit.py", *plan, *few, f"run.directory=runs/{i}").split()[-1])
+        for i, plan in enumerate(plans)
+    ]
+    assert min(found) > 0.5
+    assert max(found) - min(found) < 0.02
+
+
+@pytest.mark.full
 def test_an_image_job(run: Any) -> None:
     printed = run("image_job.py", "train.epochs=3", "eval.every=30", "model.channels=[4, 8]")
     assert "step 30: held-out accuracy" in printed
