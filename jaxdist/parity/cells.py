@@ -213,8 +213,8 @@ def valid_cells(remats: Sequence[str] = tuple(REMATS)) -> list[Combination]:
     """Return the combinations of a full run, in a fixed order.
 
     The run has all of `possible_cells` without a pipeline and with a whole sequence; every
-    schedule, mesh, `activations` and ZeRO stage of pipelines, up to 2; and enough of the other combinations
-    to cover every pair of settings.
+    schedule, mesh, `activations` and ZeRO stage up to 2 of pipelines; and enough of the other
+    combinations to cover every pair of settings.
     """
     cells = list(possible_cells(remats))
     full = {cell for cell in cells if _crossed(cell)}
