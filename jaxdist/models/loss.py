@@ -283,7 +283,7 @@ class InOrder:
 
     Attributes:
       loss: the loss, `next_token` or `next_token_in_chunks`.
-      split: the order, and the number of groups of devices over which it lies.
+      split: the order, and the number of groups of devices that it is for.
     """
 
     loss: Loss

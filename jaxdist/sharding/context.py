@@ -36,7 +36,7 @@ def with_split(
     apart = layout.parts("heads") != layout.parts("kv_heads")
     if apart and needs.kv_heads > 1:
         raise ConfigError(
-            f"mesh.context {given.size} needs kv_heads split as heads are, so that each lies with "
+            f"mesh.context {given.size} needs kv_heads split as heads are, so that each is with "
             f"its queries: here heads are in {layout.parts('heads')} parts, kv_heads in "
             f"{layout.parts('kv_heads')}; map both to one axis",
             setting=("sharding", "rules"),

@@ -73,7 +73,7 @@ class ShardingConfig(Config):
     for the worst case), ring (all-gather of all tokens, and reduce-scatter of the results), ragged
     (all-to-all of what there is, not on CPU), or auto, whichever sends least."""
     context: Way | Literal["auto"] = "auto"
-    """How the devices of mesh axis `context`, which share a sequence, compute attention: gather
+    """The way in which the devices of mesh axis `context` share a sequence's attention: gather
     (each gathers all keys and values), ring (keys and values rotate), ulysses (devices exchange
     pieces of the sequence for heads), ring_ulysses (both, in groups); auto takes the fewest
     bytes."""
@@ -370,10 +370,11 @@ def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
     """
     rules = {**DEFAULT_RULES, **config.rules}
     axis = rules["residual_seq"]
+    shown = axis if axis is not None and axis_names(mesh, axis) else "none"
     if config.collective_matmul and (axis is None or rules["mlp"] != axis):
         raise ShardingError(
             "sharding.collective_matmul overlaps matmuls with pieces of a sequence that is "
-            f"split over the same axis, but residual_seq is mapped to {axis or 'none'}, mlp to "
+            f"split over the same axis, but residual_seq is mapped to {shown}, mlp to "
             f"{rules['mlp'] or 'none'}: set sharding.rules: {{residual_seq: tensor}}, or "
             "sharding.collective_matmul: false"
         )

@@ -128,7 +128,7 @@ def test_settings_without_effect_are_reported():
                                        "sharding__rules": {"residual_seq": "tensor"}},
          r"mesh\.context of 2 with sharding\.collective_matmul true: .*collective_matmul: false"),
         ({"context": 2, "tensor": 2}, {"sharding__rules": {"kv_heads": None}},
-         r"each lies with its queries"),
+         r"each is with its queries"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused(mesh, changes, message):

@@ -52,7 +52,7 @@ class RunningSoftmax(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What the backward pass needs of a block of queries, or of all blocks.
+    """The queries of a block, or of all blocks, with what their backward pass needs.
 
     Attributes:
       q, dout: queries, and gradients of their results.
