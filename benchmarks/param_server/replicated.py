@@ -52,7 +52,7 @@ class Range:
         self.servers: dict[int, subprocess.Popen[str]] = {}
         self._lock = threading.Condition()
         self.arbiter = Arbiter(0, 0, self._tell)
-        self._next = 0
+        self._next, self._ended = 0, set[int]()
         for _ in range(2):
             self.start()
 
@@ -67,8 +67,13 @@ class Range:
         threading.Thread(target=self._hear, args=(number, child), daemon=True).start()
 
     def kill(self, number: int) -> None:
-        """Kill a server with SIGKILL; `_hear` notices its end."""
+        """Kill a server with SIGKILL, and wait until the arbiter knows.
+
+        If the other server were killed before, the range would be lost.
+        """
         self.servers[number].kill()
+        with self._lock:
+            self._lock.wait_for(lambda: number in self._ended, WAIT_SECONDS)
 
     def await_safe(self) -> None:
         """Wait until the range has a leader and a follower."""
@@ -102,6 +107,7 @@ class Range:
                 self._moved(what["epoch"], what["port"])
         with self._lock:
             self.arbiter.failed(number)
+            self._ended.add(number)
             self._lock.notify_all()
 
 
