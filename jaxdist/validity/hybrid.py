@@ -1,4 +1,4 @@
-"""Rows on tables that are on servers beside synchronous training."""
+"""Rows on tables that are on servers next to synchronous training."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ HYBRIDS: tuple[ValidityRow, ...] = (
     ),
     _refused(
         "an optimizer that evaluates other parameters",
-        "tables are evaluated as they are, and the other parameters would be an average",
+        "tables are evaluated unchanged, and the other parameters would be an average",
         "take another optimizer",
         "optim",
     ),

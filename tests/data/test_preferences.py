@@ -76,8 +76,8 @@ def test_earlier_answers_are_of_the_prompt(section):
     ("row", "said"),
     [
         ("{", "is not JSON"),
-        ("[1]", "is no pair of answers (found: list)"),
-        ({"prompt": "q", "chosen": "a"}, "is no pair of answers (found: ['chosen', 'prompt'])"),
+        ("[1]", "is not a pair of answers (found: list)"),
+        ({"prompt": "q", "chosen": "a"}, "is not a pair of answers (found: ['chosen', 'prompt'])"),
         ({"prompt": "q", "chosen": "a", "rejected": " "}, "rejected is neither a text nor a list"),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "prompt is neither a text nor a list"),
         ({"chosen": "a", "rejected": "b"}, "chosen has no message before its answer"),

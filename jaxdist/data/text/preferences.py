@@ -114,8 +114,8 @@ def _pair(line: bytes, where: str) -> Pair:
     if not isinstance(row, dict) or any(kind not in row for kind in KINDS):
         keys = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise DataError(
-            f"{where} is no pair of answers (found: {keys}): give {' and '.join(KINDS)}, texts or "
-            "lists of {role, content}, and prompt"
+            f"{where} is not a pair of answers (found: {keys}): give {' and '.join(KINDS)}, "
+            "texts or lists of {role, content}, and prompt"
         )
     before = _messages(row.get("prompt", []), "user", f"{where}: prompt")
     pair = Pair(*([*before, *_messages(row[k], ANSWERS, f"{where}: {k}")] for k in KINDS))

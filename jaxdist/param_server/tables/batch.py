@@ -1,4 +1,4 @@
-"""The rows of a batch: which each device touches, and where their values go on the mesh.
+"""The rows of a batch: which each device touches, and where their values are placed on the mesh.
 
 Dims: B batch, F fields, D width; N devices along the batch, b examples of a device.
 """

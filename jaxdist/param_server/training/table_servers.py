@@ -1,4 +1,4 @@
-"""The table servers of a run, which process 0 starts beside the processes that train."""
+"""The table servers of a run, which process 0 starts next to the processes that train."""
 
 from __future__ import annotations
 

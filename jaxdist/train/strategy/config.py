@@ -47,7 +47,7 @@ class ParameterServer(Cluster):
 
 
 class Hybrid(Config):
-    """Servers hold the tables of a model; all other parameters are trained as synchronous ones are.
+    """Servers hold the tables of a model; all others are trained synchronously.
 
     In each step, every process pulls the rows of its examples, each once, and pushes their
     gradients. Li et al., "Scaling distributed machine learning with the parameter server" (OSDI
