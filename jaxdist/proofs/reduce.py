@@ -82,6 +82,8 @@ def reduced(experiment: Experiment) -> tuple[JsonObject, tuple[str, ...]]:
         sections["parallel"] = parallel
         notes.append("computed in float32")
     if whole["parallel"]["compression"] is not None:
+        # Compression skips steps that are not finite, and so must the single device.
+        sections["optim"] = {**sections["optim"], "skip_nonfinite": True}
         notes.append("messages with whole gradients: the proof does not cover what a codec loses")
     for name in ("batch_ramp", "phases"):
         if whole["train"].get(name):

@@ -159,6 +159,16 @@ def test_a_bucket_of_automatic_size_and_two_networks_stay_so():
     assert sections["parallel"]["reduce"]["bucket_bytes"] == "auto"
 
 
+def test_messages_are_whole_when_numbers_are_compared():
+    """A single device must then skip the steps that a compressed exchange skips."""
+    given = {**RING, "parallel": {"compression": {"type": "topk"}}}
+    config = validate(Document(given), ExperimentConfig)
+    sections, notes = reduced(build(config, devices=jax.devices()[:4]))
+    assert sections["parallel"]["compression"] == {"type": "whole", "axis": "data"}
+    assert sections["optim"]["skip_nonfinite"]
+    assert any("what a codec loses" in note for note in notes)
+
+
 def test_the_mesh_of_a_certificate_has_both_networks(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps({**DIGITS, "mesh": {"data": {"dcn": 2, "ici": 4}}}))
