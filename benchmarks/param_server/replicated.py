@@ -140,7 +140,8 @@ class Pusher:
     def __init__(self, number: int, port: int, length: int) -> None:
         self.layout = layout_of(length)
         self.client = Client(number, WHOLE, [self.layout], [wire_to(port, self.layout.spec)])
-        self.acknowledged, self.last, self._over = 0, 0.0, False
+        self._first = self.acknowledged = 0
+        self.last, self._over = 0.0, False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -155,10 +156,13 @@ class Pusher:
         self.client.close()
         zero = np.zeros(self.layout.length, np.float32)
         number, length = self.client.number, self.layout.length
-        return sum((delta(number, at, length) for at in range(self.acknowledged)), start=zero)
+        clocks = range(self._first, self.acknowledged)
+        return sum((delta(number, at, length) for at in clocks), start=zero)
 
     def _run(self) -> None:
         self.client.read()
+        # A worker that joins after another begins at its clock.
+        self._first = self.acknowledged = self.client.clock
         while not self._over:
             self.client.push([delta(self.client.number, self.client.clock, self.layout.length)])
             self.client.drain()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.client import Client, Timeouts
 from jaxdist.param_server.live.shard import ServerShard
+from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.replication.decision import View
 from jaxdist.replication.seat import Arbiter, Seat
@@ -51,6 +53,7 @@ class Threads:
         self.dead: set[int] = set()
         self.clients: list[Client] = []
         self.lock = threading.RLock()
+        self.orders = ThreadPoolExecutor(1)
         self.arbiter = Arbiter(0, 0, self.tell)
         for _ in range(2):
             self.start()
@@ -68,6 +71,10 @@ class Threads:
             "say": partial(self.heard, number),
         }
         state = RangeState(Clocks(self.workers)) if number == 0 else None
+        if state is not None:
+            # A client that joined later would begin at the clock that the others have reached.
+            for client in range(self.workers):
+                state = protocol.join(self.model, state, client).state
         self.seats[number] = Seat(number, shard, self.model, state, **given)
         for client in range(self.workers):
             self.seats[number].admit(client)
@@ -97,7 +104,7 @@ class Threads:
     def tell(self, server, order):
         view, ports = View(*order["view"]), dict(order["ports"])
         seat = self.seats[server]
-        threading.Thread(target=seat.view, args=(view, ports)).start()
+        self.orders.submit(seat.view, view, ports)  # in order, as lines of a pipe
 
     def kill(self, number):
         with self.lock:
