@@ -228,10 +228,10 @@ class BertEncoder(Stacked):
             # For data without kinds, adding row 0 is cheaper than a gather of it at each position.
             kind_BLD = kinds[:1][None] if kinds_BL is None else kinds[kinds_BL]
             table = self.positions[...]
-            isolated = self.config.isolate_documents and segments_BL is not None
-            place_BLD = (
-                table[_positions(segments_BL)] if isolated else table[: tokens_BL.shape[1]][None]
-            )
+            if self.config.isolate_documents and segments_BL is not None:
+                place_BLD = table[_positions(segments_BL)]
+            else:
+                place_BLD = table[: tokens_BL.shape[1]][None]
             x_BLD = self.embedding[...][tokens_BL] + place_BLD + kind_BLD
             x_BLD = self.embed_norm(x_BLD.astype(jnp.dtype(self.config.compute_dtype)))
             x_BLD = _dropped(x_BLD, self.dropout)

@@ -7,6 +7,7 @@ import json
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, ExperimentConfig
 from jaxdist.param_server.contract import vectors
+from jaxdist.param_server.tables.batch import RowsLoader
 from jaxdist.param_server.training.checks import peak
 from jaxdist.simulation.engine.report import Report
 from jaxdist.simulation.engine.run import simulate_training
@@ -72,6 +73,7 @@ class Simulator:
         shares = cluster.shares(train.batch_size)
         same = config.model_dump(mode="json", exclude=_NOT_IN_GRADIENTS)
         key = json.dumps([same, shares])
+        assert not isinstance(experiment.heldout, RowsLoader), "only hybrid has tables on servers"
         if key not in self._problems:
             self._problems = {  # only the newest problem is kept, to save memory
                 key: ModelProblem(

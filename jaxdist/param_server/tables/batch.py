@@ -133,6 +133,10 @@ class RowsLoader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
+    def at_once(self) -> RowsLoader:
+        """Return a loader with all examples in one batch, as `Loader.at_once` does."""
+        return RowsLoader(self._loader.at_once(), self._rows)
+
     @contextmanager
     def evaluation_batches(self, limit: int | None = None) -> Iterator[Iterator[dict[str, Any]]]:
         """Iterate once over all examples, as `Loader.evaluation_batches` does."""
