@@ -5,7 +5,7 @@
     python examples/own_vit.py 'mesh={data: 2, stage: 4}' train.microbatches=4
 
 The program prints the progress of `jaxdist train`, then the held-out accuracy on handwritten
-digits, about 0.92. All three plans compute the same numbers. The run is in runs/own_vit.
+digits: 0.65 after 60 steps. All three plans compute the same numbers. The run is in runs/own_vit.
 """
 
 from __future__ import annotations
