@@ -189,7 +189,7 @@ def test_all_damaged_lists_each(run: Path) -> None:
     assert "step 20: metadata.json: missing" in str(caught.value)
     assert "step 10: manifest.json: its content does not match" in str(caught.value)
     assert len(events) == 2
-    assert "there is no other to try" in events[1]
+    assert "there is no other checkpoint to try" in events[1]
 
 
 def test_a_checkpoint_under_another_steps_name(run: Path) -> None:

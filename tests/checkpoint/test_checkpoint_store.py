@@ -241,7 +241,7 @@ def test_an_empty_directory_says_so(new_store: Factory, tmp_path: Path) -> None:
 def test_a_step_that_is_not_there_names_those_that_are(new_store: Factory) -> None:
     store = new_store()
     store.save(3, small(3), metadata={})
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 4 .*there are: \[3\]"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 4 .*choose from steps \[3\]"):
         store.restore(target_of(small(0)), step=4)
 
 

@@ -78,7 +78,7 @@ def test_what_a_checkpoint_lacks_of_a_part_is_named_with_the_remedy() -> None:
     with pytest.raises(CheckpointError) as caught:
         check_part(saved, {"params": wanted}, where="runs/x")
     for line in [
-        "runs/x has not the part",
+        "runs/x lacks arrays that were asked for",
         "params/a: saved float32[2,3], wanted float32[2,5]\n",
         "params/b: saved float32[4], wanted bfloat16[4]\n",
         "params/c: not saved, wanted int32[]\n",

@@ -76,7 +76,7 @@ def test_all_damaged_is_an_error(trained: Jaxdist) -> None:
     refused = trained.here("train", "config.yaml", "--resume")
     assert refused.code == 3
     assert "can be trusted: step 24: metadata.json: its content does not" in refused.message
-    assert "there is no other to try" in refused.out
+    assert "there is no other checkpoint to try" in refused.out
     assert steps(trained.run) == [16, 24]
     assert (trained.run / "config.yaml").read_text() == config
 
