@@ -86,7 +86,7 @@ def _who(index: int, count: int) -> str:
 
 def _lost(error: BaseException) -> RunError:
     who = _who(jax.process_index(), jax.process_count())
-    return RunError(f"{who} cannot go on: {str(error).splitlines()[0]}. {REMEDY}")
+    return RunError(f"{who} cannot continue: {str(error).splitlines()[0]}. {REMEDY}")
 
 
 def _connect(processes: Processes, seconds: int, say: Callable[[str], None]) -> None:

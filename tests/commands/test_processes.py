@@ -171,7 +171,7 @@ def assert_told(survivor: Finished, index: int) -> None:
     """One line, whether Python came to say it or jax or gloo ended the process from C++."""
     assert survivor.code in (3, -signal.SIGABRT), survivor
     assert survivor.err.count("\n") == 1, survivor
-    assert survivor.err.startswith(f"error: process {index} of 2 cannot go on: ")
+    assert survivor.err.startswith(f"error: process {index} of 2 cannot continue: ")
     assert "start all of them again with --resume" in survivor.err
 
 

@@ -41,7 +41,7 @@ def test_eval_of_a_step(trained: Jaxdist) -> None:
     missing = trained.here("eval", RUN, "--step", 17, "--devices", 8)
     assert missing.code == 3
     assert "no checkpoint of step 17" in missing.message
-    assert "there are: [16, 24]" in missing.message
+    assert "choose from steps [16, 24]" in missing.message
 
 
 def test_no_run_and_no_checkpoint(trained: Jaxdist) -> None:

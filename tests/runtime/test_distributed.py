@@ -25,7 +25,7 @@ def test_flags_win_over_the_environment():
 
 def test_alone_or_with_nobody_to_ask():
     assert find_processes({}) is None
-    with pytest.raises(RunError, match=r"no scheduler has left a trace\. Give --coordinator"):
+    with pytest.raises(RunError, match=r"no scheduler has set its variables\. Give --coordinator"):
         find_processes({}, detect=True)
 
 

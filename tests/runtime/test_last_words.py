@@ -29,7 +29,7 @@ GLOO = """\
 terminate called after throwing an instance of 'gloo::EnforceNotMet'
   what():  [enforce fail at gloo/pair.cc:411] nbytes == 4. Received data size doesn't match
 """
-OWN = "error: process 1 of 2 cannot go on: Gloo all-reduce failed\n"
+OWN = "error: process 1 of 2 cannot continue: Gloo all-reduce failed\n"
 FOREIGN = (
     "E1122 17:46:40.161635    8488 cuda_driver.cc:12] out of memory\n    @ 0x1  f()\n\nhello\n"
 )
@@ -42,14 +42,14 @@ def told(text: str) -> str:
 @pytest.mark.parametrize(
     ("log", "reason"),
     [
-        (LOST, "process 0 (node7:99) is lost or cannot be reached. When"),
-        (DEADLINE, "DEADLINE_EXCEEDED: late. When"),
+        (LOST, "process 0 (node7:99) is lost or cannot be reached. All"),
+        (DEADLINE, "DEADLINE_EXCEEDED: late. All"),
         (GLOO, "[enforce fail at gloo/pair.cc:411] nbytes == 4. Received data size doesn't match."),
     ],
 )
 def test_the_end_in_cpp_is_one_line(log: str, reason: str) -> None:
     for text in (log, "a warning of the user's\n" + log):
-        before, _, line = told(text).rpartition("error: process 1 of 2 cannot go on: ")
+        before, _, line = told(text).rpartition("error: process 1 of 2 cannot continue: ")
         assert before == text.removesuffix(log)
         assert line.startswith(reason)
         assert line.endswith("start all of them again with --resume\n")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from jaxdist.data.cache import cache_directory, publish_folder
 from jaxdist.data.recommend.rows import parsed, table_of
 from jaxdist.data.source import ArraySource, Dataset
 from jaxdist.errors import DataError
+from jaxdist.runtime.environment import python_module
 
 PACKAGE = "recbole==1.2.1"
 FOLDER = "recbole/dataset_example/ml-100k"
@@ -167,7 +167,7 @@ def movielens(directory: str | None = None) -> dict[str, bytes]:
 def _fetch(folder: Path) -> None:
     """Fetch the package's wheel with pip, which knows the user's index, and unpack the files."""
     with tempfile.TemporaryDirectory() as place:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE]
+        command = python_module("pip", "download", "--quiet", "--no-deps", PACKAGE)
         try:
             subprocess.run(
                 [*command, "--dest", place],
