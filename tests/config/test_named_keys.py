@@ -35,6 +35,8 @@ OTHERS = {
     "metrics.enable_wandb": "torchtitan's",
     "variant.name": "an attribute of a row",
     "run.stop": "what a hook calls",
+    "server.arrived": "an attribute of a sum in secret",
+    "optimizer.type": "DeepSpeed's",
 }
 FILES = (
     ".md", ".py", ".json", ".jsonl", ".png", ".npy", ".npz", ".lock", ".yaml", ".bin", ".gguf",

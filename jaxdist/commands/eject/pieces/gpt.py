@@ -76,9 +76,9 @@ def rotate(x_BLHd: jax.Array) -> jax.Array:
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     first, second = jnp.split(x_BLHd, 2, axis=-1)  #: not narrow
     first, second = jnp.split(x_BLHd.astype(jnp.float32), 2, axis=-1)  #: narrow
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
-    return turned.astype(x_BLHd.dtype)  #: narrow
-    return turned  #: not narrow
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, -1).astype(x_BLHd.dtype)  #: narrow
+    return jnp.concatenate(turned, -1)  #: not narrow
 
 
 @jax.checkpoint  #: remat # the backward pass recomputes each layer
