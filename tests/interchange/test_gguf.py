@@ -184,7 +184,8 @@ def test_what_a_gguf_file_changes_is_refused(tmp_path):
 
 def write_tokenizer(folder, *before, prefix=False):
     """A tokenizer of two bytes that are never joined."""
-    own = {"type": "ByteLevel", "add_prefix_space": prefix, "use_regex": not before}
+    cuts_again = all(step["type"] != "Split" for step in before)
+    own = {"type": "ByteLevel", "add_prefix_space": prefix, "use_regex": cuts_again}
     cut = {"type": "Sequence", "pretokenizers": [*before, own]}
     pairs = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
     content = {"pre_tokenizer": cut, "model": pairs}

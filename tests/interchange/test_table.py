@@ -84,10 +84,10 @@ BAD = [
         r"head.weight: is \[3, 6\], .* takes \[6, 3\]",
     ),
     ({**TABLE, "ignore": []}, r"bn.num_batches_tracked\[\]: a tensor that fills no parameter"),
-    ({**TABLE, "ignore": ["x*"]}, r"'x\*' matches no tensor; there are"),
+    ({**TABLE, "ignore": ["x*"]}, r"'x\*' matches no tensor; choose from"),
     (
         {**TABLE, "rename": {**TABLE["rename"], "params/tail": "x"}},
-        r"'params/tail' matches no parameter; there are buffers/",
+        r"'params/tail' matches no parameter; choose from buffers/",
     ),
     (
         {**TABLE, "rename": {"params/layer1/bias": "trunk.0.bias", **TABLE["rename"]}},
