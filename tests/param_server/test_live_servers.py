@@ -253,7 +253,7 @@ def test_an_order_log_that_is_none(tmp_path):
     with pytest.raises(RunError, match="cannot be read: No such file"):
         list(read_order(path))
     path.write_text('["join", 0.5, 1]\n["join", "now", 1]\n')
-    with pytest.raises(RunError, match=r"line 2: '\[\"join\", \"now\", 1\]' is no entry"):
+    with pytest.raises(RunError, match=r"line 2: '\[\"join\", \"now\", 1\]' is not an entry"):
         list(read_order(path))
     path.write_text('["join", 0.5, 1]\n["join", 0.')  # torn by a kill
     assert len(list(read_order(path))) == 1

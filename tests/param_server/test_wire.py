@@ -117,7 +117,7 @@ FIELDS = [
     (12, struct.pack("<I", 4), "tensor 4, .* is not tensor 3"),
     (16, struct.pack("<Q", 2**62), "float32.4611686018427387904. is not"),
     (16, struct.pack("<Q", 599_999), "float32.599999. is not"),
-    (24, struct.pack("<Q", 8), "bytes 8 to .* after 0"),
+    (24, struct.pack("<Q", 8), "bytes 8 to .* follow 0"),
     (32, struct.pack("<I", 12), "length 12 of"),
 ]
 
@@ -147,9 +147,9 @@ def test_lengths_that_are_no_frame():
 
 def test_frames_in_another_order_and_of_two_envelopes():
     parts, into = list(frames(push())), assembler()
-    assert "after 0" in refused(parts[1], into)
+    assert "do not follow 0 of" in refused(parts[1], into)
     into.feed(parts[0])
-    assert "after 1048576" in refused(parts[0], into)
+    assert "do not follow 1048576 of" in refused(parts[0], into)
     into.feed(parts[0])
     other = list(frames(push(sequence=9)))
     assert "in the middle" in refused(other[1], into)
