@@ -114,7 +114,7 @@ def test_slots_of_a_violation():
     with pytest.raises(
         ConfigError,
         match=r"stage 0, place 3: 0F3 overwrites microbatch 0 of chunk 0, still needed, in slot 0 "
-        r"of 3: chunk 0 needs 4 slots",
+        r"of 3: give chunk 0 4 slots",
     ):
         check_schedule(gpipe(2, 4), slots=3)
     check_schedule(forward_only((0, 1), 4), slots=1)

@@ -25,7 +25,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("seeds", [40, pytest.param(1700, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seeds", [40, pytest.param(1700, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_acknowledged_is_lost_or_doubled_and_no_version_goes_back(name, seeds):
     takeovers = lost = 0
