@@ -195,6 +195,9 @@ def check_names(
 ) -> None:
     """Refuse names that a block does not define; the block is traced only if `remat` has names.
 
+    A preset keeps those of its names that the block has, which must be one at least: a block
+    without a gate has no `mlp_gate`.
+
     Raises:
       ConfigError: a name that no activation of the block has.
     """
@@ -202,7 +205,11 @@ def check_names(
     if not asked:
         return
     given = list(dict.fromkeys(_names(jax.make_jaxpr(block)(*args))))
-    unknown = [name for name in dict.fromkeys(asked) if name not in given]
+    own = [
+        name for one in listed(remat) if not isinstance(one, str) for name in keeps_of(one) or ()
+    ]
+    named = own if set(asked) & set(given) else asked
+    unknown = [name for name in dict.fromkeys(named) if name not in given]
     if not unknown:
         return
     if not given:

@@ -35,6 +35,9 @@ def planned(values: dict[str, Any], plan: Plan) -> dict[str, Any]:
             made[section] = value
     if not made["sharding"]:
         del made["sharding"]
+    model = made.get("model", {})
+    if model.get("mlp_type") == "gelu" and isinstance(model.get("remat"), dict):
+        del model["remat"]["mlp_gate"]  # its blocks have no gate, and unknown names are refused
     return made
 
 

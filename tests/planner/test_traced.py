@@ -17,7 +17,7 @@ from jaxdist.cost.flops import product_bytes
 from jaxdist.experiment import build, load
 from jaxdist.planner.explain import remedies
 from jaxdist.planner.formulas.traced import OTHER_AXES, Traced
-from jaxdist.planner.plan import Plan
+from jaxdist.planner.plan import ALL_NAMED, Plan
 from jaxdist.planner.search import MEMORY, formulas_of, model_of, search
 from jaxdist.planner.target import parse_target
 from jaxdist.planner.write import planned
@@ -171,3 +171,19 @@ def test_the_compiler_is_asked(jaxdist: Jaxdist) -> None:
     assert done.code == 0, done
     (target,) = json.loads((jaxdist.folder / "p").read_text())["targets"]
     assert target["plans"][0]["compiled"]["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize("remat", [ALL_NAMED, "minimal"])
+def test_a_plan_for_blocks_without_a_gate_can_be_built(remat: str) -> None:
+    values = planned(
+        {
+            "model": {"type": "gpt", "layers": 1, "embed": 16, "heads": 2, "mlp_type": "gelu"},
+            "data": {"type": "synthetic", "kind": "tokens", "window": 8, "heldout_examples": 0},
+            "optim": {"type": "adamw", "learning_rate": 1e-3},
+            "train": {"steps": 1, "batch_size": 8},
+        },
+        Plan(data=8, remat=remat),
+    )
+    document, config = load(values)
+    program = build(config, document).program
+    jax.eval_shape(program.train, program.state_shapes, program.batch)
