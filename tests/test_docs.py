@@ -135,13 +135,19 @@ def test_models_of_linen_and_of_equinox_in_stages(name, args, tmp_path, monkeypa
     assert losses[-1] < losses[0]
 
 
+def test_a_sum_of_which_servers_see_no_part():
+    pytest.importorskip("cryptography")
+    (block,) = blocks(GUIDES / "parameter_server.md", "python")
+    exec(block, {})
+
+
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_no_python_is_unread(page):
     """A page with Python has a test above."""
     guides = {"hooks.md", "reductions.md", "inspect.md", "optimizers.md", "python.md", "model.md"}
     guides.add("prove.md")  # tests/proofs/test_foreign.py
     guides.add("prove-types.md")  # tests/proofs/test_prove_types.py
-    tested = {*guides, "pipelines.md", "compression.md"}
+    tested = {*guides, "pipelines.md", "compression.md", "parameter_server.md"}
     assert page.name in tested or not blocks(page, "python")
 
 

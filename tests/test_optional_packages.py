@@ -15,6 +15,7 @@ from test_layers import MODULES, ROOT
 from jaxdist.cli import shared
 
 REPLAY = "jaxdist.commands.replay"
+SERVERS = ("jaxdist.param_server", "jaxdist.wire", "jaxdist.replication", "jaxdist.secure")
 
 
 def required() -> set[str]:
@@ -58,7 +59,7 @@ def test_only_parameter_servers_need_more_than_an_install_brings() -> None:
     assert needing, "no module imports an optional package: this test sees nothing"
     while more := {name for name, used in imports.items() if used & needing} - needing:
         needing |= more
-    assert {name for name in needing if not name.startswith("jaxdist.param_server")} == {REPLAY}
+    assert {name for name in needing if not name.startswith(SERVERS)} == {REPLAY}
 
 
 @pytest.mark.parametrize("name", ["grpc", "google_crc32c"])

@@ -17,7 +17,6 @@ from jaxdist.data.text.tokenizer import Tokenizer
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.metrics.report import plain, write_json
-from jaxdist.param_server.training.hybrid import saved_rows
 from jaxdist.run.checkpoints import adapted
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.loading.begin import holds_parameters_only, load_part
@@ -87,6 +86,9 @@ def evaluate_run(
     state: Any = restored.state
     strategy = experiment.config.strategy
     if experiment.rows is not None and isinstance(strategy, Hybrid):
+        # Servers need packages that a plain install does not bring.
+        from jaxdist.param_server.training.hybrid import saved_rows
+
         given = run, restored.step, experiment.rows, strategy.optimizer
         experiment.rows.fetch = saved_rows(*given).read
     with experiment.heldout.evaluation_batches() as batches:
