@@ -30,7 +30,7 @@ from jaxdist.errors import ConfigError, JaxdistError
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.plan import ParallelConfig, plan_exchange
 from jaxdist.parallel.zero import ZeroConfig
-from jaxdist.sharding import ShardingConfig, make_layout
+from jaxdist.sharding import DEFAULT_RULES, ShardingConfig, make_layout
 from jaxdist.validity import sections
 from jaxdist.validity.features import FEATURES, Facts, OptimFacts
 from jaxdist.validity.page import footnotes, validity_page
@@ -128,6 +128,12 @@ SHARED = {
     "model.attention_window": "4",
     "loss.type": "dpo",
 }
+TABLES = {
+    "train__batch_ramp": "{}", "train__phases": "[]", "train__check_replicas": "{}",
+    "train__microbatches": "2", "elastic__batch": "rescale", "model__freeze": "[]",
+    "model__lora": "{}", "optim__clip_norm": "1.0", "optim__skip_spikes": "{}",
+    "optim__max_grad_norm": "1.0", "optim__loss_scale": "{}",
+}  # fmt: skip
 EVERY += [
     with_messages(ADAMW, error_feedback={"type": "momentum"}),
     with_messages(ADAMW, error_feedback=COMPRESSED),
@@ -176,6 +182,8 @@ EVERY += [
     with_settings(model__experts="{}"),
     replace(with_settings("synchronous", model__experts="{}"), mesh={"data": 4, "stage": 2}),
     replace(DATA, mesh={"data": 2, "expert": 4}, shards=8),
+    replace(with_settings("hybrid", **TABLES), shards=8, microbatches=2,
+            mesh={"data": 2, "stage": 2, "context": 2}, optim=replace(ADAMW, averages=True)),
 ]  # fmt: skip
 """Facts of each row that speaks of other sections."""
 
@@ -342,12 +350,17 @@ def test_all_violations_come_in_one_message(devices):
          "gather_dtype bfloat16 has no effect with parallel.zero.stage 3 and parallel.reduce null"),
         ({"data": 8}, {"batch_norm": "local"},
          "parallel.batch_norm local has no effect with parallel.reduce null"),
-        ({"data": 4, "context": 2}, {}, "mesh axis context of size 2 has no effect"),
     ],
 )  # fmt: skip
 def test_what_does_nothing_is_noticed_and_not_refused(mesh, parallel, message, devices):
     (notice,) = plan(mesh, **parallel)[1]
     assert message in notice
+
+
+def test_an_axis_that_no_rule_names_is_noticed(devices):
+    rules = {dim: None for dim, axis in DEFAULT_RULES.items() if axis == "tensor"}
+    (notice,) = plan({"data": 4, "tensor": 2}, rules=rules)[1]
+    assert "mesh axis tensor of size 2 has no effect" in notice
 
 
 @pytest.mark.parametrize("zero", [{}, {"stage": 3}, {"stage": 1, "scope": "ici"}])
