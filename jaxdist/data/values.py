@@ -45,8 +45,8 @@ class Allowed:
         Traceback (most recent call last):
           ...
         jaxdist.errors.DataError: data: 'label' of example 41 of the training split is 12, \
-expected a whole number from 0 to 9: correct the data, or what it declares; in imported data, \
-data.unchecked: [label] lets anything pass
+expected a whole number from 0 to 9: correct the data, or the range that it declares; for imported \
+data, data.unchecked: [label] turns this check off
         """
         if self.tables:
             self._check_ids(batch["ids"], examples, split)

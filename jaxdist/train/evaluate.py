@@ -80,7 +80,8 @@ def evaluate(
     # Python floats (64 bits), so that the result does not depend on the number of batches.
     fetched = jax.device_get(parts)
     _check_scalars(fetched, rows)
-    whole = {name for name, one in fetched[0].items() if not isinstance(one, Mean)}
+    first = fetched[0] if fetched else {}
+    whole = {name for name, one in first.items() if not isinstance(one, Mean)}
     totals: dict[str, tuple[float, float]] = {}
     for sums in map(training_sums, fetched):
         for name, mean in sums.items():

@@ -80,7 +80,7 @@ def test_an_average_of_one_s_own_is_evaluated():
 
 def test_what_is_no_tree_of_parameters_is_refused():
     found = program(path="averages:averaged", eval_params="averages:first")
-    with pytest.raises(ConfigError, match=r"averages:first gives an array \[3, 5\], and the param"):
+    with pytest.raises(ConfigError, match=r"averages:first gives an array \[3, 5\], but the param"):
         jax.eval_shape(found.evaluated, found.state_shapes)
 
 

@@ -54,6 +54,7 @@ def settled(buffers: Buffers, sums: Sums, *, rate: float) -> Buffers:
 def scalars(sums: Sums) -> dict[str, jax.Array]:
     """Return the mean of each of several sums, and of the load MaxVio and each expert's part.
 
+    >>> import jax.numpy as jnp
     >>> load = Mean(jnp.array([[3.0, 1.0]]), jnp.float32(4.0))
     >>> {name: float(value) for name, value in scalars({"expert_load": load}).items()}
     {'max_vio': 0.5, 'expert_load/0/0': 0.75, 'expert_load/0/1': 0.25}
