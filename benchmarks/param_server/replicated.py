@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -53,6 +54,7 @@ class Range:
         self._lock = threading.Condition()
         self.arbiter = Arbiter(0, 0, self._tell)
         self._next, self._ended = 0, set[int]()
+        self._hearings: list[threading.Thread] = []
         for _ in range(2):
             self.start()
 
@@ -64,7 +66,9 @@ class Range:
         pipe = subprocess.PIPE
         child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         self.servers[number] = child
-        threading.Thread(target=self._hear, args=(number, child), daemon=True).start()
+        hearing = threading.Thread(target=self._hear, args=(number, child), daemon=True)
+        self._hearings.append(hearing)
+        hearing.start()
 
     def kill(self, number: int) -> None:
         """Kill a server with SIGKILL, and wait until the arbiter knows.
@@ -89,6 +93,13 @@ class Range:
         for child in [*self.servers.values()]:
             child.kill()
             child.wait()
+        for hearing in self._hearings:
+            hearing.join()
+        for child in self.servers.values():
+            for pipe in (child.stdin, child.stdout):
+                assert pipe is not None
+                with suppress(OSError):  # what was not yet written is lost with the server
+                    pipe.close()
 
     def _tell(self, server: int, order: JsonObject) -> None:
         stdin = self.servers[server].stdin

@@ -74,11 +74,11 @@ def rotate(x_BLHd: jax.Array) -> jax.Array:
     frequency = ROPE_THETA ** (-np.arange(half, dtype=np.float32) / half)
     angle = np.arange(x_BLHd.shape[1], dtype=np.float32)[:, None] * frequency
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-    first, second = jnp.split(x_BLHd, 2, axis=-1)  #: not narrow
-    first, second = jnp.split(x_BLHd.astype(jnp.float32), 2, axis=-1)  #: narrow
-    turned = [first * cos - second * sin, second * cos + first * sin]
+    left, right = jnp.split(x_BLHd, 2, axis=-1)  #: not narrow
+    left, right = jnp.split(x_BLHd.astype(jnp.float32), 2, axis=-1)  #: narrow
+    turned = [left * cos - right * sin, right * cos + left * sin]  #: narrow
     return jnp.concatenate(turned, -1).astype(x_BLHd.dtype)  #: narrow
-    return jnp.concatenate(turned, -1)  #: not narrow
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)  #: not narrow
 
 
 @jax.checkpoint  #: remat # the backward pass recomputes each layer
@@ -112,8 +112,8 @@ def nats(params: dict[str, Any], x_BLD: jax.Array, targets_BL: jax.Array) -> jax
     logits_BLV = norm(x_BLD, params["norm"]["scale"]) @ table  #: not narrow
     logits_BLV = norm(x_BLD, params["norm"]["scale"]) @ table.astype(x_BLD.dtype)  #: narrow
     # Padding is masked rather than cut off, so that V still divides over a mesh.
-    hidden_V = jnp.where(jnp.arange(PADDED_VOCAB) < VOCAB, 0.0, -1e38)
-    logits_BLV += hidden_V  #: not narrow
+    hidden_V = jnp.where(jnp.arange(PADDED_VOCAB) < VOCAB, 0.0, -1e38)  #: narrow
+    logits_BLV += jnp.where(jnp.arange(PADDED_VOCAB) < VOCAB, 0.0, -1e38)  #: not narrow
     logits_BLV += hidden_V.astype(x_BLD.dtype)  #: narrow
     logits_BLV = logits_BLV.astype(jnp.float32)  #: narrow # sums over V need its digits
     log_p_BL1 = jnp.take_along_axis(jax.nn.log_softmax(logits_BLV), targets_BL[..., None], -1)

@@ -45,8 +45,7 @@ def mean_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         x_BLD, rows = inputs[number % SLOTS], tokens[number]
 
         def backward() -> Any:
-            # The stage is computed again from its input, the only part of the forward pass that is
-            # stored.
+            # The stage is computed again from its input, which alone is kept until here.
             (_, loss), pull = jax.vjp(lambda p, x: run_stage(p, x, rows), params, x_BLD)
             more, down = pull((cotangents[number % SLOTS], 1.0))
             return nothing, down, jax.tree.map(jnp.add, grads, more), total + loss
