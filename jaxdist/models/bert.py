@@ -27,6 +27,7 @@ from jaxdist.models.layers import (
     LayerNorm,
     Linear,
     Stacked,
+    check_encoder,
     matmul,
     param,
     stack,
@@ -83,12 +84,7 @@ class BertConfig(PartConfig):
 
     @model_validator(mode="after")
     def _check(self) -> BertConfig:
-        if self.embed % self.heads:
-            fitting = [n for n in range(1, self.embed + 1) if self.embed % n == 0]
-            near = min(fitting, key=lambda n: abs(n - self.heads))
-            raise ValueError(f"heads {self.heads} must divide embed {self.embed}: use {near}")
-        if self.scan_unroll > self.layers:
-            raise ValueError(f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}")
+        check_encoder(self.embed, self.heads, self.layers, self.scan_unroll)
         return self
 
     def block(self) -> GptConfig:

@@ -356,3 +356,17 @@ class Stacked(nnx.Module):
         """Return `head(hidden(*inputs))`."""
         model: Any = self
         return model.head(self.hidden(*inputs))
+
+
+def check_encoder(embed: int, heads: int, layers: int, scan_unroll: int) -> None:
+    """Check the sizes of an encoder's blocks.
+
+    Raises:
+      ValueError: the heads do not divide the width, or a loop has more blocks than the encoder.
+    """
+    if embed % heads:
+        fitting = [n for n in range(1, embed + 1) if embed % n == 0]
+        near = min(fitting, key=lambda n: abs(n - heads))
+        raise ValueError(f"heads {heads} must divide embed {embed}: use {near}")
+    if scan_unroll > layers:
+        raise ValueError(f"scan_unroll {scan_unroll} exceeds layers {layers}")

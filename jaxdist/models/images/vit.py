@@ -22,7 +22,15 @@ from jaxdist.errors import ConfigError
 from jaxdist.models.attention.choose import Attend, KernelName, choose_kernel
 from jaxdist.models.gpt import Block, GptConfig
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, no_hint
-from jaxdist.models.layers import ComputeDtype, LayerNorm, Linear, Stacked, param, stack
+from jaxdist.models.layers import (
+    ComputeDtype,
+    LayerNorm,
+    Linear,
+    Stacked,
+    check_encoder,
+    param,
+    stack,
+)
 from jaxdist.models.remat import RematConfig
 from jaxdist.models.tuning.part import PartConfig
 
@@ -58,12 +66,7 @@ class VitConfig(PartConfig):
 
     @model_validator(mode="after")
     def _check(self) -> VitConfig:
-        if self.embed % self.heads:
-            fitting = [n for n in range(1, self.embed + 1) if self.embed % n == 0]
-            near = min(fitting, key=lambda n: abs(n - self.heads))
-            raise ValueError(f"heads {self.heads} must divide embed {self.embed}: use {near}")
-        if self.scan_unroll > self.layers:
-            raise ValueError(f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}")
+        check_encoder(self.embed, self.heads, self.layers, self.scan_unroll)
         return self
 
     def block(self, patches: int) -> GptConfig:
