@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from jaxdist.errors import RunError
 from jaxdist.runtime import gpus
-from jaxdist.runtime.last_words import REMEDY, StandardError
+from jaxdist.runtime.last_words import REMEDY, StandardError, meaning
 from jaxdist.runtime.processes import Processes
 from jaxdist.runtime.rendezvous import JOIN_SECONDS, meet
 from jaxdist.types import Json
@@ -65,10 +65,7 @@ def connected(
         _connect(processes, seconds, say or _print)
         yield
     except BaseException as error:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            # jax reports a lost peer as the error of a collective, which does not help a user.
-            error = _lost(error)
-        code = report(error)
+        code = report(_lost_peer(error, processes) or error)
         sys.stdout.flush()
         words.close()
         # `sys.exit` would run jax's exit handlers, which wait for the other processes, which may
@@ -84,9 +81,19 @@ def _who(index: int, count: int) -> str:
     return f"process {index} of {count}"
 
 
-def _lost(error: BaseException) -> RunError:
-    who = _who(jax.process_index(), jax.process_count())
-    return RunError(f"{who} cannot continue: {str(error).splitlines()[0]}. {REMEDY}")
+def _lost_peer(error: BaseException, processes: Processes) -> RunError | None:
+    """Return an error that a user understands if jax reports a lost peer; None for other errors.
+
+    jax reports a lost peer as the error of a collective. During the start of the devices, jax
+    wraps the error of the lost connection in a `RuntimeError` ("Unable to initialize backend").
+    """
+    wrapped = error.__context__ if type(error) is RuntimeError else error
+    if not isinstance(wrapped, jax.errors.JaxRuntimeError):
+        return None
+    # The index comes from `processes`: `jax.process_index` would start the devices once more.
+    who = _who(processes.index, processes.count)
+    why = meaning(str(wrapped), processes.coordinator)
+    return RunError(f"{who} cannot continue: {why}. {REMEDY}")
 
 
 def _connect(processes: Processes, seconds: int, say: Callable[[str], None]) -> None:

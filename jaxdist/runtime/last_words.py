@@ -29,6 +29,10 @@ _REST = re.compile(
     r"|PC: @|\*\*\* SIG|  what\(\):|https://www\.tensorflow\.org/"
 )
 _STATUS = re.compile(r"absl::Status: (.+)|what\(\):\s*(.+)")
+_UNREACHABLE = re.compile(
+    r"Failed to send RPC to coordination service"
+    r"|UNAVAILABLE(?s:.)*remote target coordination_service"
+)
 _MOST_CHARACTERS = 300
 REMEDY = (
     "All processes end when one of them is lost: see their messages, then start all of them "
@@ -71,13 +75,21 @@ def translate(lines: Iterable[str], who: str, coordinator: str) -> Iterator[str]
     if fatal is not None and not said:
         if not passed.endswith("\n"):
             yield "\n"
-        yield f"error: {who} cannot continue: {_meaning(fatal.strip(), coordinator)}. {REMEDY}\n"
+        yield f"error: {who} cannot continue: {meaning(fatal, coordinator)}. {REMEDY}\n"
 
 
-def _meaning(status: str, coordinator: str) -> str:
-    if "Failed to send RPC to coordination service" in status:
+def meaning(status: str, coordinator: str) -> str:
+    """Return a sentence without its period for an error status of jax.
+
+    >>> rpc = "UNAVAILABLE: Socket closed\\n... from remote target coordination_service while ..."
+    >>> meaning(rpc, "a:1")
+    'process 0 (a:1) is lost or cannot be reached'
+    >>> meaning("UNKNOWN: Gloo all-reduce failed: Connection closed.\\n at pair.cc", "a:1")
+    'UNKNOWN: Gloo all-reduce failed: Connection closed'
+    """
+    if _UNREACHABLE.search(status):
         return f"process 0 ({coordinator}) is lost or cannot be reached"
-    return status.rstrip(".")[:_MOST_CHARACTERS]
+    return status.strip().partition("\n")[0].rstrip(".")[:_MOST_CHARACTERS]
 
 
 class StandardError:

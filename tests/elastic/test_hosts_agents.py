@@ -215,12 +215,15 @@ def test_the_process_that_others_on_other_hosts_wait_for_is_named(play: Play):
     assert [code for code, _ in told.values()] == [0, 0], told
     names = {host.pid: name for host, name in zip(hosts, "ab", strict=True)}
     on = names[both[1]["agent"]]
-    assert f"process 1 of 2 on {on} is at input_wait after step" in told[both[1]["agent"]][1]
+    assert (
+        f"process 1 of 2 on {on} has been in phase input_wait after step"
+        in told[both[1]["agent"]][1]
+    )
     # Two of two are needed: it takes part again at once.
     taken = f"includes this host, {on}, although one of its processes was stuck"
     assert taken in told[both[1]["agent"]][1]
     other = told[both[0]["agent"]][1]
-    assert f"{on}: process 1 is at input_wait after step" in other
+    assert f"{on}: process 1 has been in phase input_wait after step" in other
     lines = map(json.loads, (play.folder / "elastic.jsonl").read_text().splitlines())
     (stuck,) = (one for one in lines if one["event"] == "stuck")
     assert (stuck["process"], stuck["host"]) == (1, on)

@@ -3,12 +3,13 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxdist.errors import RunError
 from jaxdist.runtime import clusters
 from jaxdist.runtime.clusters import sightings
-from jaxdist.runtime.connection import _bind_address
+from jaxdist.runtime.connection import _bind_address, _lost_peer
 from jaxdist.runtime.processes import Processes, find_processes
 
 ENVIRON = {
@@ -51,6 +52,34 @@ def test_a_loopback_coordinator_listens_on_loopback_only():
     assert _bind_address("127.0.0.1:5") == "127.0.0.1:5"
     assert _bind_address("localhost:5") == "127.0.0.1:5"
     assert _bind_address("10.0.0.1:5") is None
+
+
+def while_devices_start(error: Exception) -> RuntimeError:
+    """The error of `jax.devices()` when `error` happens within."""
+    try:
+        try:
+            raise error
+        except Exception as inner:
+            raise RuntimeError(f"Unable to initialize backend 'cpu': {inner}")  # noqa: B904
+    except RuntimeError as outer:
+        return outer
+
+
+def test_a_peer_lost_in_a_collective_or_while_devices_start_is_reported_as_lost():
+    me = Processes("h:1", 2, 1)
+    rpc = jax.errors.JaxRuntimeError(
+        "UNAVAILABLE: Socket closed\nAdditional GRPC error information from remote target "
+        "coordination_service while calling /xla.coordination.CoordinationService/GetKeyValue:"
+    )
+    gloo = jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: closed by peer\n at 5")
+    lost = "process 1 of 2 cannot continue: process 0 (h:1) is lost or cannot be reached. "
+    for error in (rpc, while_devices_start(rpc)):
+        assert str(_lost_peer(error, me)).startswith(lost)
+    assert " continue: UNKNOWN: Gloo all-reduce failed: closed by peer. All" in str(
+        _lost_peer(gloo, me)
+    )
+    for error in (ValueError("x"), RuntimeError("x"), while_devices_start(OSError("no driver"))):
+        assert _lost_peer(error, me) is None
 
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
