@@ -24,7 +24,7 @@ Updates: TypeAlias = Any
 OptState: TypeAlias = Any
 """The state of an optax transformation."""
 Specs: TypeAlias = Any
-"""A `jax.sharding.PartitionSpec` for each leaf of a tree; None if no leaf is split."""
+"""A `jax.sharding.PartitionSpec` for each leaf of a tree, or None if no leaf is split."""
 Shardings: TypeAlias = Any
 """A `jax.sharding.Sharding` for each leaf of a tree."""
 Masks: TypeAlias = Any

@@ -28,7 +28,7 @@ NOT_IN_THE_STEP: Mapping[str, str] = {
 
 
 def reason_not_in_the_step(path: KeyPath) -> str | None:
-    """Return a knob's purpose outside of the train step; None for a knob that must change the step.
+    """Return a knob's use outside of the train step, or None for a knob that must change the step.
 
     >>> reason_not_in_the_step(("eval", "every")), reason_not_in_the_step(("optim", "b2"))
     ('evaluates between steps', None)
@@ -52,7 +52,7 @@ def written_settings(values: Mapping[str, Json], path: KeyPath = ()) -> Iterator
 
 
 def value_at(values: Mapping[str, Json], path: KeyPath) -> Json:
-    """Return the value at a path; None for a path that is not set.
+    """Return the value at a path, or None for a path that is not set.
 
     >>> value_at({"a": {"b": 1}}, ("a", "b")), value_at({"a": None}, ("a", "b"))
     (1, None)
@@ -86,7 +86,7 @@ def with_value(document: Document, path: KeyPath, value: Json) -> Document:
 
 
 def knob_neighbours(value: Json) -> tuple[Json, ...]:
-    """Return values near that of a knob, to test whether the knob is read; none for text.
+    """Return other values near a setting's value, to test whether it is read; text has none.
 
     >>> knob_neighbours(6), knob_neighbours(0.5), knob_neighbours(True), knob_neighbours("a")
     ((3, 12), (0.25, 1.0), (False,), ())

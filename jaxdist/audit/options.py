@@ -34,7 +34,7 @@ class OptionEffect:
     Attributes:
       preset: name of the preset; `options` for the options in the config.
       option: XLA's name of the option; `ALL` for all options of the preset.
-      value: the option's value; None for `ALL`.
+      value: the option's value, or None for `ALL`.
       verdict: whether the program changes, is the same, or the compiler refuses the option.
       effect: the differences in the program, or the compiler's error about the option.
     """

@@ -101,7 +101,7 @@ class AuditedStep:
 
 
 def judge_knob(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | None:
-    """Return the effect of the knob at `path`; None for a section that is not a knob.
+    """Return the effect of the knob at `path`, or None for a section that is not a knob.
 
     Args:
       step: the train step of the whole config.
@@ -194,7 +194,7 @@ def _step(
 
 
 def _effect(before: AuditedStep, after: AuditedStep, *, compile_both: bool) -> str:
-    """Describe the differences between two steps; empty for equal steps."""
+    """Describe the differences between two steps, or return an empty string for equal steps."""
     if before.lowered == after.lowered and before.options == after.options:
         return "" if before.initial == after.initial else "initial state"
     if not compile_both:
@@ -221,7 +221,7 @@ def _sent_bytes(inspection: Inspection) -> float:
 
 
 def _seconds(inspection: Inspection) -> float:
-    """Return the predicted seconds of a step; 0 where no time is predicted."""
+    """Return the predicted seconds of a step, or 0 where no time is predicted."""
     return inspection.step_time.seconds if inspection.step_time else 0.0
 
 

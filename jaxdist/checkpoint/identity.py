@@ -33,10 +33,10 @@ class Identity:
 
     Attributes:
       id: a random id, drawn at the latest when the run starts.
-      path: directory of the run; None while it is unknown.
-      begun: local time of the run's start, for people; empty if it is unknown.
+      path: directory of the run, or None while it is unknown.
+      begun: local time of the run's start, for people, or an empty string if it is unknown.
       asked: name of the requested directory, which is the name of the run's directory without its
-        number; None for a run that started before ids existed.
+        number, or None for a run that started before ids existed.
     """
 
     id: str
@@ -65,7 +65,7 @@ def new_id() -> str:
 
 
 def read_identity(run: Path) -> Identity | None:
-    """Read the identity in a run directory; None if the directory or its identity is missing.
+    """Return the identity in a run directory, or None if the directory or its identity is missing.
 
     Raises:
       RunError: the file is damaged.

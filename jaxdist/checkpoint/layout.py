@@ -59,7 +59,7 @@ def snapshot_name(step: int, process: int, count: int) -> str:
 
 
 def snapshot_of(name: str) -> tuple[int, int, int] | None:
-    """Parse the name of a snapshot file to step, process and count; None for any other name.
+    """Return step, process and count from a snapshot file's name, or None for any other name.
 
     >>> snapshot_of("step_00000120.1_of_4"), snapshot_of("../step_00000120.1_of_4")
     ((120, 1, 4), None)

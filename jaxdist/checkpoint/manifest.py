@@ -54,7 +54,7 @@ class LeafRecord(Config):
     dtype: str
     """Name of the dtype, such as 'bfloat16' or 'key<fry>'."""
     key_impl: str | None = None
-    """The generator of a random key array; None for any other array."""
+    """The generator of a random key array, or None for any other array."""
 
 
 Cuts = tuple[tuple[int, ...], ...]
@@ -72,9 +72,9 @@ class Manifest(Config):
     step: int = Field(ge=0)
     """Step of the saved state."""
     generation: int | None = None
-    """Generation that wrote the checkpoint in a run on several hosts; None for other runs."""
+    """Generation that wrote the checkpoint in a run on several hosts, or None for other runs."""
     metric: float | None
-    """Metric for `keep_best`; None if the step had no finite metric."""
+    """Metric for `keep_best`, or None if the step had no finite metric."""
     leaves: dict[str, LeafRecord]
     """Records of the arrays by tree path."""
     cuts: dict[str, Cuts] = Field(default_factory=dict)

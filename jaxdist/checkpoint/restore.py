@@ -34,7 +34,7 @@ class Wanted(NamedTuple):
 
     Attributes:
       target: tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`, on any mesh.
-      shapes: a tree like `target` with the shapes of the tensors without padding; None if the
+      shapes: a tree like `target` with the shapes of the tensors without padding, or None if the
         target is not padded.
       ignored: names of saved arrays that are not loaded.
       finish: function from the loaded tree to the caller's result.
@@ -94,9 +94,9 @@ def restore(
       directory: the directory of the `step_*` directories, on a file system that all processes
         share.
       target: tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`, on any mesh.
-      shapes: a tree like `target` with the shapes of the tensors without padding; None if the
+      shapes: a tree like `target` with the shapes of the tensors without padding, or None if the
         target is not padded.
-      step: the step to load; None for the newest complete checkpoint.
+      step: the step to load, or None for the newest complete checkpoint.
       on_event: function that process 0 calls with a line for each damaged checkpoint.
 
     Raises:
@@ -122,7 +122,7 @@ def restore_as(
     Args:
       directory: the directory of the `step_*` directories, on a file system that all processes
         share.
-      step: the step to load; None for the newest complete checkpoint.
+      step: the step to load, or None for the newest complete checkpoint.
       on_event: function that process 0 calls with a line for each damaged checkpoint.
 
     Raises:

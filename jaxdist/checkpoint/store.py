@@ -81,7 +81,7 @@ class CheckpointStore:
       on_event: function that is called with a line about events that a person should know of,
         sometimes from the background thread.
       fence: the fence of this generation in a run on several hosts, where processes of older
-        generations may still be alive; None in other runs.
+        generations may still be alive, or None in other runs.
 
     Raises:
       CheckpointError: the directory cannot be created or written.
@@ -130,8 +130,8 @@ class CheckpointStore:
           state: tree of `jax.Array`, which may include typed random keys.
           metadata: JSON values that `restore` returns.
           metric: the metric for `keep_best`; a metric that is not finite is never the best.
-          shapes: a tree like the state with the shapes of the tensors without padding; None if the
-            arrays are not padded.
+          shapes: a tree like the state with the shapes of the tensors without padding, or None if
+            the arrays are not padded.
 
         Raises:
           CheckpointError: the previous save failed, this save cannot begin, `metadata` is not JSON,

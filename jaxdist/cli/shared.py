@@ -155,7 +155,7 @@ def _fake_devices(path: Path, overrides: list[str]) -> int:
 
 
 def devices_of(run: Path) -> int | None:
-    """Return the number of devices of a run's mesh; None if its config does not determine it."""
+    """Return the number of devices of a run's mesh, or None if its config does not determine it."""
     from jaxdist.config import read
     from jaxdist.errors import JaxdistError
 

@@ -68,7 +68,7 @@ def reduce_tree(
 
 
 def fusion_bytes(algorithm: Algorithm) -> int | None:
-    """Return the bytes of a bucket, with "auto" resolved; None if each leaf is sent separately.
+    """Return the bytes of a bucket, with "auto" resolved, or None if each leaf is sent separately.
 
     >>> fusion_bytes(Xla()), fusion_bytes(Xla(bucket_bytes=1024))
     (None, 1024)

@@ -65,8 +65,8 @@ class ScheduleEntry:
 
     Attributes:
       label: type of the schedule, with the chosen settings.
-      timeline: timeline of the schedule; None if the schedule is refused.
-      reason: the reason for a refusal; empty if the schedule is accepted.
+      timeline: timeline of the schedule, or None if the schedule is refused.
+      reason: the reason for a refusal, or an empty string if the schedule is accepted.
       least: the fewest microbatches that the schedule accepts on these stages.
       whole_rounds: whether the schedule accepts only multiples of `least`.
     """

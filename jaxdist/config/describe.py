@@ -88,7 +88,7 @@ def arms(annotation: Annotation) -> list[Annotation]:
 
 
 def tags(annotation: Annotation) -> dict[Json, Annotation]:
-    """Return the models of a tagged union by the value of `type:`; empty for other annotations."""
+    """Return a tagged union's models by the value of `type:`, none for other annotations."""
     found: dict[Json, Annotation] = {}
     for arm in arms(annotation):
         model, _ = split_annotation(arm)

@@ -108,7 +108,7 @@ class Document:
     Attributes:
       values: nested dicts (text keys), lists, text, numbers, booleans and None.
       origins: the origin of each path of `values`; paths may be missing.
-      path: the file that was read; None for values from a program.
+      path: the file that was read, or None for values from a program.
       files: that file and all that it includes, even if none of a file's values are in `values`.
     """
 

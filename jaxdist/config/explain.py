@@ -47,7 +47,7 @@ class Problem:
 
 
 def explain_problems(schema: Annotation, values: Json, path: KeyPath = ()) -> list[Problem]:
-    """List every problem of `values` (plain, as from JSON) under `schema`; empty when valid.
+    """List every problem of `values` (plain, as from JSON) under `schema`; valid values have none.
 
     Args:
       schema: a model class or any annotation that pydantic accepts.

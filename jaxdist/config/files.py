@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def path_kind(path: str | os.PathLike[str]) -> str | None:
-    """Describe what a path names if it is not a regular file; None for a regular file.
+    """Describe what a path names if it is not a regular file, or return None for a regular file.
 
     Raises:
       OSError: the path does not exist or cannot be examined.

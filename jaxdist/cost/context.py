@@ -119,7 +119,7 @@ class ContextNeeds:
         return exchanged + moved, exchanged + moved + hops * keys * 4
 
     def why_not(self, split: SequenceSplit) -> str | None:
-        """Explain why these heads do not fit a way; None if they do."""
+        """Explain why these heads do not fit a way, or return None if they do."""
         if self.heads % split.swapped or self.kv_heads % split.swapped:
             most = max(n for n in _divisors(split.size) if self.kv_heads % n == 0)
             return (
@@ -149,7 +149,7 @@ def splits_of(way: Way | Literal["auto"], axes: tuple[str, ...], size: int) -> l
 def best_split(
     splits: list[SequenceSplit], needs: ContextNeeds
 ) -> tuple[SequenceSplit, str] | None:
-    """Return the split with the fewest bytes, and the reason; None if none fits.
+    """Return the split with the fewest bytes, and the reason, or None if none fits.
 
     Among equals the first wins: a ring before a gather, for no device then has all keys.
     """

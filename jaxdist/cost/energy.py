@@ -26,7 +26,7 @@ class Power:
 
     Attributes:
       most: watts of a chip that is always busy.
-      idle: watts of an idle chip; None if unknown, so that `most` counts for idle time too.
+      idle: watts of an idle chip, or None if unknown, so that `most` counts for idle time too.
       source: publication of the figures.
     """
 

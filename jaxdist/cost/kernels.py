@@ -102,7 +102,7 @@ def splash_block(
       kernel: a key of `SPLASH`.
       family: family of the chip; a family without an entry is treated as v5p.
       length: length of the sequence.
-      window: number of earlier positions that a query attends to; None for all of them.
+      window: number of earlier positions that a query attends to, or None for all of them.
       narrow: whether numbers have two bytes; wider numbers have blocks of at most 1,024.
 
     >>> splash_block("dq", "v5p", 4096), splash_block("dq", "v6e", 4096)
@@ -124,7 +124,7 @@ def computed_share(length: int, block: int, window: int | None = None) -> float:
     Args:
       length: length of the sequence.
       block: length of a block.
-      window: number of earlier positions that a query attends to; None for all of them.
+      window: number of earlier positions that a query attends to, or None for all of them.
 
     >>> computed_share(4096, 1024), computed_share(4096, 1024, window=1023)
     (0.625, 0.4375)

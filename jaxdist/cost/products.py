@@ -26,7 +26,7 @@ table `OWN_LIMIT`."""
 
 @cache
 def shares(family: str, *, scoped: bool = True) -> Shares | None:
-    """Return the fractions of a family; None for a device that `products.json` does not have."""
+    """Return the fractions of a family, or None for a device that `products.json` does not have."""
     tables = json.loads(TABLE.read_text()).get(family)
     if tables is None:
         return None

@@ -42,7 +42,8 @@ class StepTime:
       unknown_loops: loops of unknown length, counted as a single iteration: the step takes longer.
       bubble_seconds: time for which a pipeline's mean stage waits for the longest stage, over all
         ticks; all other times are means over stages.
-      schedule: the pipeline's schedule whose ticks are timed; empty if no ticks are timed.
+      schedule: the pipeline's schedule whose ticks are timed, or an empty string if no ticks are
+        timed.
       unmatched: the reason why the schedule's ticks were not found in the program, so that every
         tick takes its most expensive branches; empty if they were found, or without a pipeline.
     """

@@ -65,7 +65,7 @@ class Dataset:
       facts: sizes, by name with the unit.
       tokenizer: the mapping between text and tokens, or None where there are no tokens.
       fields: number of ids of each categorical field, by name, in the order of the columns of
-        `ids`; None where there are none.
+        `ids`, or None where there are none.
       baselines: function that computes the losses to beat on the held-out split (nats per token),
         by name. The function may take seconds, so it is called only to judge a result.
       unchecked: fields that may hold NaN, infinity, or values out of the declared range.

@@ -82,7 +82,7 @@ data, data.unchecked: [label] turns this check off
 
 
 def _wrong(values: np.ndarray, limit: int | None) -> np.ndarray | None:
-    """Return a bool array like the values, true where a value is not allowed; None if all are."""
+    """Return a bool array, true where a value is not allowed, or None if all values are allowed."""
     whole = values.dtype.kind in "biu"
     if limit is None:
         return None if whole else ~np.isfinite(values)

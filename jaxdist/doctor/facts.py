@@ -70,16 +70,17 @@ class MachineFacts:
     Attributes:
       python: the version of the Python interpreter.
       python_range: the versions of Python that this jaxdist supports.
-      versions: the version of each package; None for a package that is not installed.
+      versions: the version of each package, or None for a package that is not installed.
       ranges: the versions that this jaxdist supports, for each package that it requires.
       backend: the devices that jax finds at its start in the environment `planned`.
       environ: the environment variables that the user has set.
       planned: the environment in which a jaxdist command runs.
       cpus: the number of CPUs that this process may use.
-      cpu_quota: the container's limit on CPU time, as a number of CPUs; None without a limit.
-      memory_bytes, available_bytes: the total and the free memory of the host; None if unknown.
+      cpu_quota: the container's limit on CPU time, as a number of CPUs, or None without a limit.
+      memory_bytes, available_bytes: the total and the free memory of the host, or None if unknown.
       open_files: the number of files that this process may open.
-      compilation_cache: the folder of jax's persistent compilation cache; None if no folder is set.
+      compilation_cache: the folder of jax's persistent compilation cache, or None if no folder is
+        set.
       cache: the folder for derived and downloaded data.
       nvidia_driver: whether the NVIDIA driver's tools are installed.
       fashion_mnist: whether the data set Fashion-MNIST is on this machine.

@@ -213,7 +213,7 @@ class Agent:
 
 
 def exit_of(*, asked: bool, team: Team, over: bool) -> int | None:
-    """Return the exit code of an agent whose processes ended well; None if it has to join again.
+    """Return the exit code of an agent whose processes ended well, or None if it has to join again.
 
     When one host is asked to stop, all hosts save and stop at the same step. The host that was
     asked then leaves the run, whether its agent received a signal or one of its processes received

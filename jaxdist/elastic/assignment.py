@@ -20,13 +20,13 @@ class Assignment:
     Attributes:
       generation: the generation's number, which starts at 1 and only grows.
       first: the global number of this machine's first process.
-      count: the number of processes on this machine; 0 if the machine only waits.
+      count: the number of processes on this machine, or 0 if the machine only waits.
       total: the number of processes on all machines.
-      coordinator: HOST:PORT at which the processes connect; None if there is only one process.
+      coordinator: HOST:PORT at which the processes connect, or None if there is only one process.
       resume: whether to continue from the saved state of a run.
-      run: the run to train; None if the processes find the run by the user's command.
+      run: the run to train, or None if the processes find the run by the user's command.
       extra: settings that override those of the config.
-      fence: the name that all generations of the run share, see `RunFolder.fence`; None if no
+      fence: the name that all generations of the run share, see `RunFolder.fence`, or None if no
         other generation can be running.
     """
 
@@ -75,7 +75,7 @@ class Hosts(Protocol):
         ...
 
     def ends(self, assignment: Assignment) -> str | None:
-        """Return why this machine must end its healthy processes; None if they may continue."""
+        """Return why this machine must end its healthy processes, or None if they may continue."""
         ...
 
     def pauses(self, assignment: Assignment) -> bool:
@@ -86,8 +86,8 @@ class Hosts(Protocol):
         """Report that all processes of this machine have ended.
 
         Args:
-          why: the failure on this machine; empty if its processes ended well, or because the
-            registry ended the generation.
+          why: the failure on this machine, or an empty string if its processes ended well, or
+            because the registry ended the generation.
           stuck: whether the process that failed was still alive, but made no progress.
         """
         ...
@@ -101,14 +101,14 @@ class Hosts(Protocol):
         ...
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status] | None:
-        """Return the progress of the other machines' processes; None while some is unknown.
+        """Return the progress of the other machines' processes, or None while some is unknown.
 
         The times in the result are by this machine's clock.
         """
         ...
 
     def uncopied(self) -> str | None:
-        """Return why this machine fails to replicate another's snapshots; None if it does not."""
+        """Return why this machine fails to copy another's snapshots, or None if it does not."""
         ...
 
     def why(self, assignment: Assignment) -> str:

@@ -52,7 +52,7 @@ class Member:
         send(self._orders, {"args": {**args}, "environ": {**environ}})
 
     def poll(self) -> int | None:
-        """Return the exit code of the process; None while the process lives."""
+        """Return the exit code of the process, or None while the process lives."""
         if self._code is None:
             self._code = self._server.ended(self.pid)
         return self._code

@@ -116,7 +116,7 @@ class Host:
         return replace(self, quarantined_until=now + config.stuck_host_seconds)
 
     def at_work(self, now: float) -> Generation | None:
-        """Return the generation in which the host is active; None if it holds no valid lease."""
+        """Return the generation in which the host is active, or None if it holds no valid lease."""
         return self.generation if now < self.until else None
 
     def stop(self, token: int) -> Host:

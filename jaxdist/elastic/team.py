@@ -32,11 +32,11 @@ class Failure:
     """The reason why a generation cannot continue.
 
     Attributes:
-      process: the failed process, by its index on this machine; None if the generation ended
+      process: the failed process, by its index on this machine, or None if the generation ended
         although no process failed here.
       how: the kind of failure, as the end of a sentence about the process.
       words: the last lines that the process printed.
-      code: the exit code of the process; None if the process is alive but stuck.
+      code: the exit code of the process, or None if the process is alive but stuck.
     """
 
     process: int | None
@@ -77,7 +77,7 @@ class Marks:
         """Return the seconds that each part of a start took, once the first step is done.
 
         Args:
-          lost_at: when the previous generation failed; None for the first generation.
+          lost_at: when the previous generation failed, or None for the first generation.
         """
         assert self.up is not None
         assert self.restored is not None
@@ -99,7 +99,7 @@ class Team:
 
     Attributes:
       newest: the last step that any process of the run has finished.
-      stop_reason: returns why this machine has to stop; None while it need not stop.
+      stop_reason: returns why this machine has to stop, or None while it need not stop.
       stopped: whether a process saved and stopped on request, before the end of the run.
     """
 
@@ -190,7 +190,7 @@ class Team:
         return Failure(at, f"ended ({how_ended(code)})", self.members[at].last_words(), code)
 
     def _ended(self, member: Member) -> int | None:
-        """Return the exit code of a process; 0 if the process saved and stopped on request."""
+        """Return the exit code of a process, or 0 if the process saved and stopped on request."""
         code = member.poll()
         self.stopped = self.stopped or code == STOPPED
         return 0 if code == STOPPED else code

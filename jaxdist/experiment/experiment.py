@@ -73,7 +73,7 @@ class Experiment:
 
     @property
     def loss_unit(self) -> str | None:
-        """The unit of the loss; None for a user's loss and for squared errors, which have none."""
+        """The unit of the loss, or None for squared errors and for a user's loss."""
         loss = self.config.loss or default_loss(self.config.model)
         free = loss is not None and loss.type in ("import", "squared_error")
         return None if free else f"nats per {self.unit[:-1]}"

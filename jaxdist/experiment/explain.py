@@ -16,7 +16,7 @@ from jaxdist.train.plan import explain_plan, needs_examples, plan_learning_rate,
 
 
 def explain_config(config: ExperimentConfig, document: Document | None = None) -> tuple[str, ...]:
-    """List the values that a run derives, a line each; empty if it derives none.
+    """List the values that a run derives, a line each, or return an empty tuple if it derives none.
 
     The function reads the data to learn their size, if that is fast.
 

@@ -51,7 +51,7 @@ def config_facts(
     """Return the facts about a config that need no model.
 
     Args:
-      dims: logical dims of each parameter, by name; None if they are not known yet.
+      dims: logical dims of each parameter, by name, or None if they are not known yet.
     """
     offloads = offloads_of(config.model)
     strategy = config.strategy
@@ -91,7 +91,7 @@ def _settings(config: ExperimentConfig) -> dict[str, str]:
 
 
 def _lamb_clip(optim: OptimizerConfig) -> str | None:
-    """Return the global norm to which LAMB clips gradients; None if LAMB does not clip."""
+    """Return the global norm to which LAMB clips gradients, or None if LAMB does not clip."""
     if not isinstance(optim, LambConfig):
         return None
     clip = optim.max_grad_norm or LAMB_RULES[optim.variant].max_grad_norm

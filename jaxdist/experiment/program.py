@@ -266,7 +266,7 @@ def chunks_of(
     batch: Mapping[str, jax.ShapeDtypeStruct],
     stages: int,
 ) -> ChunkPlan | None:
-    """Plan the chunks of a pipeline of `stages` stages; None for a single stage.
+    """Plan the chunks of a pipeline of `stages` stages, or return None for a single stage.
 
     Raises:
       ConfigError: the model or the schedule does not fit the stages.

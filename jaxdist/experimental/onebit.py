@@ -95,7 +95,7 @@ def first_moment(b1: float, m: jax.Array, g: jax.Array) -> jax.Array:
 
 
 def second_moment(b2: float, moves: PyTree, v: jax.Array, g: jax.Array) -> jax.Array:
-    """Return the next running mean of squared gradients; unchanged where `moves` is false."""
+    """Return the next running mean of squared gradients, unchanged where `moves` is false."""
     return jnp.where(moves, b2 * v + (1 - b2) * jnp.square(g.astype(v.dtype)), v)
 
 

@@ -32,7 +32,7 @@ class Fence:
     token: int = 0
 
     def admit(self, token: int) -> Fence | None:
-        """Return the fence after a write with this token; None if the write is refused."""
+        """Return the fence after a write with this token, or None if the write is refused."""
         return None if token < self.token else Fence(token)
 
 
@@ -81,7 +81,7 @@ class RunFence:
 
 
 def newest_generation(run: Path) -> int:
-    """Return the number of the newest generation with a mark in a run; 0 if there is no mark."""
+    """Return the number of the newest generation with a mark in a run, or 0 if there is no mark."""
     try:
         names = os.listdir(run / FOLDER)
     except (FileNotFoundError, NotADirectoryError):

@@ -58,7 +58,7 @@ class RunFolder:
         staging.rename(self.run)
 
     def known_run(self) -> Identity | None:
-        """Return the path and the id of the run; None until a process has published them."""
+        """Return the path and the id of the run, or None until a process has published them."""
         try:
             return Identity.of(json.loads(self.run.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -90,7 +90,7 @@ class RunFolder:
         return self.folder / f"notice_{self.generation}"
 
     def noticed(self) -> str | None:
-        """Return the preemption notice that a process has received; None if there is none."""
+        """Return the preemption notice that a process has received, or None if there is none."""
         try:
             return self.notice.read_text(encoding="utf-8") or None
         except FileNotFoundError:
@@ -111,7 +111,7 @@ class RunFolder:
 
 
 def run_folder_of(environ: Mapping[str, str]) -> RunFolder | None:
-    """Return the folder of a process that an agent has started; None for any other process.
+    """Return the folder of a process that an agent has started, or None for any other process.
 
     >>> run_folder_of({}) is None
     True

@@ -192,7 +192,7 @@ class Publisher:
 
 
 def read_status(path: Path) -> Status | None:
-    """Return the status of a process; None if the process has not published a status yet."""
+    """Return the status of a process, or None if the process has not published a status yet."""
     try:
         # Without a buffer, a single system call reads all fields.
         with path.open("rb", buffering=0) as file:

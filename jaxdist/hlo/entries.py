@@ -43,10 +43,10 @@ class Entry:
 
     name: str
     source: str
-    """The instruction's jax operation (`op_name`); empty where XLA names none."""
+    """The instruction's jax operation (`op_name`), or an empty string where XLA names none."""
     basis: Basis
     axes: tuple[str, ...] | None
-    """Mesh axes of a collective; () for others, None for groups that are not a product of axes."""
+    """Mesh axes of a collective, None for groups that are no product of axes, () for other work."""
     what: str
     """The kind of collective, the assumption behind `seconds`, or the operation."""
     times: float

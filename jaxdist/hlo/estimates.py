@@ -45,7 +45,7 @@ class Effort:
     flops: float
     bytes: int
     kernel: str = ""
-    """The name of the kernel; empty for other instructions."""
+    """The name of the kernel, or an empty string for other instructions."""
     operands: tuple[ArrayShape, ...] = ()
     results: tuple[ArrayShape, ...] = ()
     blocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -53,7 +53,7 @@ class Effort:
 
 
 def estimated_cycles(instruction: Instruction) -> int | None:
-    """Return the compiler's estimate of an execution's cycles; None where there is none.
+    """Return the compiler's estimate of an execution's cycles, or None where there is none.
 
     >>> from jaxdist.hlo.parse import parse_instruction
     >>> line = '  %a = f32[] add(%b, %b), backend_config={"estimated_cycles":"288"}'
@@ -104,7 +104,7 @@ def _touched(instruction: Instruction, shapes: list[ArrayShape]) -> list[ArraySh
 
 
 def kernel_name(instruction: Instruction) -> str:
-    """Return the name of a Pallas kernel in the program; empty for other instructions."""
+    """Return the name of a Pallas kernel in the program, or '' for other instructions."""
     if instruction.custom_call_target != "tpu_custom_call":
         return ""
     # XLA appends numbers to names that would not be unique.

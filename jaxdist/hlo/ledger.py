@@ -150,7 +150,7 @@ def ledger_of_text(
 
 
 def device_order(compiled: jax.stages.Compiled, mesh: Mesh) -> tuple[int, ...] | None:
-    """Return the index in the flattened mesh of each device of the program; None if unknown.
+    """Return the index in the flattened mesh of each device of the program, or None if unknown.
 
     Raises:
       LedgerError: the program runs on other devices than the mesh's.

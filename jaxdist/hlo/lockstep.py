@@ -76,7 +76,7 @@ class Lockstep:
 
 
 def conditional_name(conditional: Instruction) -> str | None:
-    """Return the name of a conditional that depends on the tick; None for other instructions.
+    """Return the name of a conditional that depends on the tick, or None for other instructions.
 
     >>> from jaxdist.hlo.parse import parse_instruction
     >>> line = (
@@ -109,7 +109,7 @@ def tick_loops(module: Module) -> list[Instruction]:
 
 
 def mismatch(module: Module, lockstep: Lockstep) -> str | None:
-    """Explain why the program does not match the schedule's ticks; None if the program matches.
+    """Explain why the program does not match the schedule's ticks, or return None if it does.
 
     A program matches if it has exactly one loop, with an iteration for each tick, around all
     conditionals of a schedule, and each conditional has the given branches in order. The order is
@@ -129,7 +129,7 @@ def mismatch(module: Module, lockstep: Lockstep) -> str | None:
 
 
 def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> str | None:
-    """Explain why a conditional does not match the decision of its name; None for a match."""
+    """Explain why a conditional differs from the decision of its name, or return None."""
     name = conditional_name(conditional) or ""
     decision, count = lockstep.decisions.get(name), len(conditional.branches)
     if decision is None:

@@ -27,7 +27,7 @@ from jaxdist.hlo.scalars import (
 from jaxdist.hlo.schedule import CALLED
 
 ArgumentValues = Callable[[int, TuplePath], Value | None]
-"""A function from a parameter's number and a path in it to the value there; None if unknown."""
+"""A function from a parameter's number and a path in it to the value there, or None if unknown."""
 
 FOLLOWED = 4096
 """The largest number of iterations to evaluate of a loop whose counters have unequal steps.
@@ -60,14 +60,14 @@ class Frame:
         self._known: dict[tuple[str, TuplePath], Value | None] = {}
 
     def value(self, name: str, path: TuplePath = ()) -> Value | None:
-        """Return the integer at `path` in the result of instruction `name`; None if unknown."""
+        """Return the integer at `path` in the result of instruction `name`, or None if unknown."""
         if (name, path) not in self._known:
             self._known[name, path] = self._evaluated(name, path)
         return self._known[name, path]
 
     @property
     def result(self) -> Value | None:
-        """The computation's result, if it is an integer; None if unknown."""
+        """The computation's result, if it is an integer, or None if unknown."""
         return self.value(self.computation.root.name)
 
     def _evaluated(self, name: str, path: TuplePath) -> Value | None:
@@ -153,7 +153,7 @@ class Frame:
         return Frame(self.module, self.called(loop, attribute), arguments)
 
     def trips(self, loop: Instruction) -> int | None:
-        """Return a while loop's number of iterations; None if it cannot be computed."""
+        """Return a while loop's number of iterations, or None if it cannot be computed."""
         if found := _TRIP_COUNT.search(loop.attributes):
             return int(found[1])
         moves = self._moves(loop)
@@ -204,7 +204,7 @@ class Frame:
         start: Mapping[TuplePath, int],
         moves: Mapping[TuplePath, Value | None],
     ) -> int | None:
-        """Return the iterations of a loop whose counters change by equal steps; None for others."""
+        """Return the iterations of a loop whose counters change by equal steps, else None."""
         lines: dict[TuplePath, Value] = {}
         types = _types(self.called(loop, "body"))
         for path, move in moves.items():
@@ -218,7 +218,7 @@ class Frame:
         return int(holds.turn)
 
     def _followed(self, loop: Instruction, start: Mapping[TuplePath, int]) -> int | None:
-        """Return the number of iterations of a loop with at most `FOLLOWED`; None for others."""
+        """Return the number of iterations of a loop with at most `FOLLOWED`, or None for others."""
         now: Mapping[TuplePath, Value | None] = start
         for turn in range(FOLLOWED + 1):
             goes_on = self.enter_loop(loop, "condition", now.get).result

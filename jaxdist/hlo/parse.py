@@ -97,7 +97,7 @@ class Instruction:
         return int(found[1]) if found else None
 
     def numbers(self, attribute: str) -> tuple[int, ...]:
-        """Return the value of a list attribute such as `lhs_contracting_dims`; empty if absent."""
+        """Return the value of a list attribute such as `lhs_contracting_dims`, or () without it."""
         found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
         return tuple(map(int, found[1].split(","))) if found and found[1] else ()
 
@@ -108,7 +108,7 @@ class Instruction:
 
     @property
     def custom_call_target(self) -> str:
-        """The target of a custom call; empty for other instructions."""
+        """The target of a custom call, or an empty string for other instructions."""
         if self.opcode != "custom-call":
             return ""
         found = _TARGET.search(self.attributes)
@@ -125,7 +125,7 @@ class Instruction:
 
     @property
     def source(self) -> str:
-        """The `op_name` of the metadata; empty where there is none."""
+        """The `op_name` of the metadata, or an empty string where there is none."""
         found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ""
 
@@ -193,7 +193,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def parse_instruction(line: str) -> Instruction | None:
-    """Parse the instruction on a line; None for other lines.
+    """Parse the instruction on a line, or return None for other lines.
 
     >>> found = parse_instruction("  ROOT %sum.1 = f32[2]{0} add(%a, %b), metadata={}")
     >>> found.name, found.opcode, found.operands, found.shapes

@@ -32,7 +32,7 @@ class Collective:
     """The bytes of the full, unscattered tensor: the result of an all-gather, otherwise the
     operands."""
     axes: tuple[str, ...] | None
-    """Mesh axes that the groups span, in mesh order; None when they are not a product of axes."""
+    """Mesh axes that the groups span, in mesh order, or None if they are no product of axes."""
     group_size: int
     """The number of devices in a group; for a permute, the product of the sizes of `axes`."""
     groups: tuple[tuple[int, ...], ...]
@@ -50,7 +50,7 @@ class Collective:
     overlapped: bool
     """Whether compute is scheduled between start and done."""
     source: str
-    """The jax operation of the collective (`op_name` of the metadata); empty without it."""
+    """The jax operation of the collective (`op_name` of the metadata), or '' without metadata."""
     bounded: bool = True
     """False inside a loop of unknown length, of which `times_high` counts a single iteration."""
     array_bytes: tuple[int, ...] = ()

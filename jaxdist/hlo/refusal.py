@@ -20,7 +20,7 @@ def is_too_large(message: str) -> bool:
 
 
 def refused_bytes(message: str) -> tuple[float, float] | None:
-    """Return the bytes that a refused program needs and that the device has; None if not stated.
+    """Return the bytes that a refused program needs and that the device has, or None if not stated.
 
     >>> refused_bytes("RESOURCE_EXHAUSTED: total memory required (2.50G) exceeds available (1G)")
     (2684354560.0, 1073741824.0)

@@ -95,7 +95,7 @@ def scalar_line(start: int, step: int, type_text: str, until: float = math.inf) 
 def compute(
     opcode: str, type_text: str, direction: str | None, values: Sequence[Value]
 ) -> Value | None:
-    """Compute an operation's result from its operands; None where the result is unknown.
+    """Compute an operation's result from its operands, or return None where the result is unknown.
 
     Args:
       opcode: HLO's name of the operation.
@@ -137,7 +137,7 @@ def compute(
 
 
 def _divided(left: int, right: int) -> int | None:
-    """Divide as HLO does, towards zero, where Python's `//` rounds down; None for `right` 0."""
+    """Divide towards zero, as HLO does and Python's `//` does not; return None for `right` 0."""
     if right == 0:
         return None
     whole = abs(left) // abs(right)

@@ -50,14 +50,14 @@ _IDLE = {
 
 
 def collective_kind(instruction: Instruction) -> CollectiveKind | None:
-    """Return the kind of collective that an instruction begins; None for all others."""
+    """Return the kind of collective that an instruction begins, or None for all others."""
     return KINDS.get(instruction.opcode.removesuffix("-start"))
 
 
 def collective_in(
     computation: Computation, module: Module
 ) -> tuple[Instruction, Computation] | None:
-    """Return the first collective of a computation or of its custom calls; None without one.
+    """Return the first collective of a computation or of its custom calls, or None without one.
 
     The result is a pair of the collective and the computation that contains it.
     """
@@ -126,8 +126,8 @@ def done_of(
         computation's parameter).
 
     Returns:
-      The name of the instruction that waits; otherwise the index in the computation's result of
-      the operation in flight; None where the operation is neither waited for nor returned.
+      The name of the instruction that waits; otherwise the index in the computation's result of the
+      operation in flight, or None where the operation is neither waited for nor returned.
     """
     carriers = start.opcode in ("fusion", "parameter", "while")
     pending = [start]
@@ -166,7 +166,7 @@ def launch_of(start: Instruction, computation: Computation) -> Instruction:
 
 
 def targets_of(instruction: Instruction, module: Module) -> frozenset[str]:
-    """Return the targets of the custom calls inside a fusion; empty for other instructions."""
+    """Return the targets of the custom calls inside a fusion, none for other instructions."""
     if instruction.opcode != "fusion":
         return frozenset()
     return module.computations[instruction.called("calls")[0]].custom_call_targets

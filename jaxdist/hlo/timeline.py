@@ -163,7 +163,7 @@ class _Run:
             self._compute(instruction)
 
     def _launched(self, update: Instruction) -> Instruction | None:
-        """Return the asynchronous start that an update lets run; None for other instructions."""
+        """Return the asynchronous start that an update lets run, or None for other instructions."""
         if update.opcode != "async-update":
             return None
         start = self.body.by_name[update.operands[0]]

@@ -26,7 +26,7 @@ class LedgerChange:
     Attributes:
       of: the things that are counted: mesh axes and a kind of collective, "FLOPs" or "memory".
       what: the number's name with its unit, such as "sent_bytes".
-      before, after: the two values; None where a program has no such number.
+      before, after: the two values, or None where a program has no such number.
     """
 
     of: str

@@ -61,8 +61,8 @@ class Inspection:
       tokens: number of tokens in a step, or of examples.
       estimate_seconds: time to read the program and predict its time.
       arguments: bytes of each kind of argument.
-      worker: with parameter servers, the worker whose step was compiled; None for a whole step.
-      memory_bytes: memory of the device; None when it is unknown.
+      worker: with parameter servers, the worker whose step was compiled, or None for a whole step.
+      memory_bytes: memory of the device, or None when it is unknown.
       compile_seconds: time of XLA's compilation, without tracing.
     """
 
@@ -218,7 +218,7 @@ def _compiled(
 def predicted_step_time(
     subject: InspectedExperiment, compiled: jax.stages.Compiled, module: Module
 ) -> StepTime | None:
-    """Predict the time of a step; None where the compiler writes no estimates.
+    """Predict the time of a step, or return None where the compiler writes no estimates.
 
     Args:
       subject: the experiment.
@@ -234,7 +234,7 @@ def predicted_step_time(
 
 
 def branch_ticks(program: Program) -> Lockstep | None:
-    """Return the branches of a pipeline's stages in each tick; None without a pipeline."""
+    """Return the branches of a pipeline's stages in each tick, or None without a pipeline."""
     compute = program.compute
     if not isinstance(compute, Pipeline):
         return None

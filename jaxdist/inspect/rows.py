@@ -14,7 +14,7 @@ class CollectiveRow:
     """The collectives of a kind over the same mesh axes, in a step on a device.
 
     Attributes:
-      axes: mesh axes that the groups span; None for groups that are not a product of axes.
+      axes: mesh axes that the groups span, or None for groups that are not a product of axes.
       kind: the kind of collective, or "" for all kinds together.
       times_low, times_high: the least and the largest number of executions; they differ where a
         conditional decides.

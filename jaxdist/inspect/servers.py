@@ -55,7 +55,7 @@ class WorkerPart:
 
 
 def worker_part(experiment: Experiment) -> WorkerPart | None:
-    """Return the worker with the largest share of the batch; None without parameter servers."""
+    """Return the worker with the largest share of the batch, or None without parameter servers."""
     if not isinstance(experiment.config.strategy, ParameterServer):
         return None
     sharded = sharded_of(experiment)

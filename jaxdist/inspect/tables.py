@@ -94,7 +94,7 @@ def _bound_notes(inspection: Inspection, unbounded: list[str]) -> list[str]:
 
 
 def bound_bytes(inspection: Inspection, row: CollectiveRow) -> float | None:
-    """Return the least bytes that a device must send along a row's axes; None if unknown."""
+    """Return the least bytes that a device must send along a row's axes, or None if unknown."""
     if row.axes == inspection.gradient_axes and inspection.gradient_bound_bytes:
         return inspection.gradient_bound_bytes
     return None

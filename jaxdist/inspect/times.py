@@ -190,7 +190,7 @@ def _schedule_notes(found: StepTime) -> list[str]:
 
 
 def times_json(inspection: Inspection) -> JsonObject | None:
-    """Convert the predicted time to plain data; None where no time is predicted."""
+    """Convert the predicted time to plain data, or return None where no time is predicted."""
     found = inspection.step_time
     if found is None:
         return None

@@ -83,7 +83,7 @@ def match(
       dims: logical dims of each parameter, by name; the dim "vocab" may be padded.
       rows: tensor and layout of each parameter, by name; rows of other parameters are left out.
       ignored: suffixes of the names of tensors that fill no parameter.
-      vocab_size: number of tokens without padding; None if no dim is padded.
+      vocab_size: number of tokens without padding, or None if no dim is padded.
       where: name of the files in messages.
 
     Raises:

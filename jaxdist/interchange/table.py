@@ -116,7 +116,7 @@ def _row(table: Table, name: str, ndim: int) -> Row:
 
 
 def renamed(name: str, pattern: str, tensor: str) -> str | None:
-    """Return the tensor of a parameter by an entry of `rename`; None if the pattern does not match.
+    """Return the tensor of a parameter by an entry of `rename`, or None if the pattern differs.
 
     >>> renamed("blocks/mlp/up", "blocks/*/*", "h.{layer}.*.*.weight")
     'h.{layer}.mlp.up.weight'

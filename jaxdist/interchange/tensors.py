@@ -15,7 +15,7 @@ class Tensor:
 
     Attributes:
       offset: position of the tensor's first byte in the file.
-      decode: function from the stored bytes of a quantized tensor to an array; None if the file
+      decode: function from the stored bytes of a quantized tensor to an array, or None if the file
         has elements of `dtype`.
       stored_bytes: number of bytes of the tensor in the file.
     """

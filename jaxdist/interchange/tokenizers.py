@@ -89,7 +89,7 @@ def from_gguf(path: Path, metadata: Mapping[str, Any]) -> str:
 
 
 def pre_of(content: Mapping[str, Any]) -> str | None:
-    """Return the name in `SPLITS` of a tokenizer.json's pattern; None for another pattern.
+    """Return the name in `SPLITS` of a tokenizer.json's pattern, or None for another pattern.
 
     A pattern with a space before the text (`add_prefix_space`) is another one: for byte pairs
     llama.cpp puts no space there, whatever the key `add_space_prefix` of a GGUF file says.

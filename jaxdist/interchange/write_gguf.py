@@ -62,7 +62,7 @@ def metadata_of(family: Family, model: GptConfig, length: int, vocab_size: int) 
 
 
 def tokenizer_metadata(folder: Path | None, config: Mapping[str, Any]) -> JsonObject:
-    """Return the tokens and merges of a tokenizer.json as metadata; empty if there is no file.
+    """Return the tokens and merges of a tokenizer.json as metadata, which is empty without a file.
 
     Raises:
       ConfigError: the tokenizer is not of byte pairs, or cuts text in an unknown way.

@@ -103,7 +103,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Commands:
-    """The engine's commands about a submitted job; () for a command that the engine lacks."""
+    """The engine's commands about a submitted job, or () for a command that the engine lacks."""
 
     status: tuple[str, ...] = ()
     logs: tuple[str, ...] = ()

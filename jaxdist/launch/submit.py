@@ -28,8 +28,8 @@ class Launched:
     Attributes:
       engine: the engine that runs the job.
       folder: the folder of the launch's files.
-      identity: the engine's name or number of the job; empty if the command lasted as long as the
-        job.
+      identity: the engine's name or number of the job, or an empty string if the command lasted as
+        long as the job.
     """
 
     engine: Engine

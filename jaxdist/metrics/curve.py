@@ -40,7 +40,7 @@ def plot_loss(
       path: the PNG to write, which is replaced atomically.
       baselines: losses by label, each drawn as a dashed horizontal line.
       title: the text above the axes.
-      loss_unit: the unit of the loss, for example "nats per token"; None where it is unknown.
+      loss_unit: the unit of the loss, for example "nats per token", or None where it is unknown.
 
     Raises:
       RunError: the picture cannot be written.

@@ -118,7 +118,7 @@ class Goodput:
 
     @property
     def kept(self) -> float:
-        """The fraction of the time not lost to failures and saves, 0 to 1; 1 for no time.
+        """The fraction of the time not lost to failures and saves, 0 to 1, or 1 for no time.
 
         The time does not include the first start, its compilation, and the end of the run. Closed
         forms predict this fraction for a run that fails.
@@ -158,7 +158,7 @@ class Goodput:
 
 
 def joined_lives(records: Iterable[Record]) -> Goodput | None:
-    """Join all lives of a run, from its records in order; None if no record has times.
+    """Join all lives of a run, from its records in order, or return None if no record has times.
 
     The time that a life spent after the step from which a later life resumed is lost work: the
     steps, and everything between them.
@@ -199,7 +199,7 @@ def _named(seconds: Seconds) -> JsonObject:
 
 
 def predicted(records: Iterable[Record]) -> float | None:
-    """Return the last predicted fraction of time kept; None if the run chose no intervals.
+    """Return the last predicted fraction of time kept, or None if the run chose no intervals.
 
     The fractions of snapshots and checkpoints are multiplied, since each applies to the time that
     the other leaves.

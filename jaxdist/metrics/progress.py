@@ -43,7 +43,7 @@ class Progress:
       units_per_step: tokens or examples in a step, over all devices; may be set later.
       console: the output; standard output when None.
       enabled: whether anything is shown; False in every process but the first.
-      efficiency: the devices' peak, for the MFU; None where it is unknown.
+      efficiency: the devices' peak, for the MFU, or None where it is unknown.
       seconds_between_lines: interval of the plain lines.
       clock: a monotonic clock in seconds; for tests.
 

@@ -91,7 +91,7 @@ def make_model(
       classes: number of the data's classes, if it has labels.
       hint: the layout of activations on the mesh.
       device: one of the devices that the model will run on; None is unknown.
-      fields: number of ids of each of the data's categorical fields; None where it has none.
+      fields: number of ids of each of the data's categorical fields, or None where it has none.
       served: whether servers hold the tables of the model.
 
     Raises:
@@ -204,7 +204,7 @@ def choose_loss(
 
 
 def default_loss(config: ModelConfig) -> LossConfig | None:
-    """Return the default loss of a model; None for the user's own model."""
+    """Return the default loss of a model, or None for the user's own model."""
     if isinstance(config, GptConfig):
         return NextTokenConfig(type="next_token")
     if isinstance(config, BertConfig) and config.head == "tokens":

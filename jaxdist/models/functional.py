@@ -64,7 +64,7 @@ class Functional:
       make: builds the module from random streams.
       params: the trainable parameters, a tree of `jax.ShapeDtypeStruct`.
       buffers: other state that is kept (batch statistics), in the same form.
-      dims: logical dims of each parameter by '/'-joined name; None where the model names none.
+      dims: logical dims of each parameter by '/'-joined name, or None where the model names none.
       scanned: names of the parameters that `scan_blocks` reads layer by layer.
       stacked: names of the parameters whose first dim counts layers, however they are read.
       frozen: names of the parameters that are not trained.

@@ -52,7 +52,7 @@ class Hint(Protocol):
         ...
 
     def axes(self, dim: str) -> tuple[str, ...]:
-        """Return the mesh axes that split a dim; () where none does."""
+        """Return the mesh axes that split a dim, or () where none does."""
         ...
 
     @property

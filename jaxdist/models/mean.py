@@ -41,7 +41,7 @@ class RootMean(NamedTuple):
 
     @staticmethod
     def value(parts: Sequence[RootMean]) -> float:
-        """Return the root of the mean over all parts, added in float64; NaN without weight."""
+        """Return the root of the mean over all parts, added in float64, or NaN without weight."""
         total, weight = (math.fsum(map(float, column)) for column in zip(*parts, strict=True))
         return math.sqrt(total / weight) if weight else math.nan
 

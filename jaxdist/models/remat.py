@@ -137,7 +137,7 @@ def _policy(remat: Remat) -> Callable[..., Any]:
 
 
 def keeps_of(remat: Remat) -> Mapping[str, Keep] | None:
-    """Return the memory that keeps each name; None where the policy goes by kind of operation.
+    """Return the memory that keeps each name, or None where the policy goes by kind of operation.
 
     >>> keeps_of("save_attention"), keeps_of("dots")
     ({'attention': 'save'}, None)

@@ -212,13 +212,13 @@ class Optimizer:
       param_dtype: dtype of the stored parameters; None keeps the model's own dtypes.
       loss_scale: rule for the factor on the loss of which the gradient is taken; None has no
         factor.
-      max_skipped: consecutive skipped steps that end a run; None where no step is ever skipped.
+      max_skipped: consecutive skipped steps that end a run, or None where no step is ever skipped.
       skips_empty: whether a step whose batch has no weight is skipped before the update.
       clock: counter of skipped steps for the schedule inside the transformation.
       rule: the optimizer's own transformation, without the wrappers of this module.
       eval_params: function of the transformation's state and the trained parameters that returns
         the parameters to evaluate; None evaluates the trained parameters.
-      place: function that builds the transformation for given shardings of the parameters; None
+      place: function that builds the transformation for given shardings of the parameters, or None
         where the transformation does not depend on the shardings.
     """
 

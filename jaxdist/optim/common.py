@@ -79,7 +79,7 @@ class OptimizerConfig(Config):
 
     @property
     def frozen_from(self) -> int | None:
-        """The step at which the second moment is frozen; None if it is never frozen."""
+        """The step at which the second moment is frozen, or None if it is never frozen."""
         return None
 
     @model_validator(mode="after")
@@ -119,8 +119,8 @@ class NamedParams:
     """A tree of parameters and the logical dims of each, by '/'-joined name.
 
     Attributes:
-      shares: shardings that the parameters have in the optimizer's update, a tree like them; None
-        if all parameters are whole.
+      shares: shardings that the parameters have in the optimizer's update, a tree like them, or
+        None if all parameters are whole.
     """
 
     params: Params

@@ -63,7 +63,7 @@ class Matrices:
 def matrices_in(
     shape: Sequence[int], dims: Sequence[str | None], *, split_heads: bool = False
 ) -> Matrices | None:
-    """Return the matrices in a tensor; None for a vector, or for a stack of the layers' vectors.
+    """Return the matrices in a tensor, or None for a vector, or for a stack of the layers' vectors.
 
     The last dim is the columns and the dims before it are the rows, including the window of a
     convolution. A dim of heads and the dim after it count as one dim, so that a projection to heads

@@ -25,7 +25,7 @@ class Owner:
 
     Attributes:
       name: '/'-joined name of the parameter.
-      dims: for each dim of the leaf, the index of the parameter's dim that it is; None for a dim
+      dims: for each dim of the leaf, the index of the parameter's dim that it is, or None for a dim
         that the parameter lacks, or that is ambiguous.
     """
 
@@ -38,7 +38,7 @@ class Owner:
         return PartitionSpec(*(None if dim is None else entries.get(dim) for dim in self.dims))
 
     def place_of(self, dim: int | None) -> int | None:
-        """Return the position in the leaf of a dim of the parameter; None if the leaf lacks it."""
+        """Return the position of a parameter's dim in the leaf, or None if the leaf lacks it."""
         return self.dims.index(dim) if dim is not None and dim in self.dims else None
 
 

@@ -118,7 +118,7 @@ def preset_options(preset: PresetName, device: Device) -> dict[str, OptionValue]
 
 
 def merged_options(options: Options, more: Options) -> dict[str, OptionValue] | None:
-    """Merge two sets of options and join their lists; None for no options, as `jax.jit` expects.
+    """Merge two sets of options and join their lists, or None for no options, as `jax.jit` expects.
 
     >>> merged_options({PASSES: "a"}, {PASSES: "b", "xla_x": True})
     {'xla_disable_hlo_passes': 'a,b', 'xla_x': True}
@@ -130,7 +130,7 @@ def merged_options(options: Options, more: Options) -> dict[str, OptionValue] | 
 
 
 def options_refusal(options: Options, device: Device) -> str | None:
-    """Return the compiler's error about the options; None if the compiler accepts them."""
+    """Return the compiler's error about the options, or None if the compiler accepts them."""
     if not options:
         return None
     shape = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
@@ -142,7 +142,7 @@ def options_refusal(options: Options, device: Device) -> str | None:
 
 
 def _told(options: Options, device: Device) -> str | None:
-    """Explain which option the compiler refuses; None if it refuses no option by itself."""
+    """Explain which option the compiler refuses by itself, or return None if it refuses none."""
     known = {name for preset in PRESETS.values() for name in preset}
     for name, value in options.items():
         problem = options_refusal({name: value}, device)

@@ -39,7 +39,7 @@ class StepInputs(NamedTuple):
     Attributes:
       params: the parameters with the shapes that the model and the optimizer see.
       stored: the parameters as devices store them, with the zeros that fill up ZeRO's shards.
-      scale: the state of the loss scale; None without a loss scale.
+      scale: the state of the loss scale, or None without a loss scale.
     """
 
     params: Params
@@ -53,7 +53,7 @@ class BatchContext:
     """The context in which gradients are computed: a batch as one array, or each device's own rows.
 
     Attributes:
-      axes: manual mesh axes that split the rows; () where XLA sees the rows as one array.
+      axes: manual mesh axes that split the rows, or () where XLA sees the rows as one array.
       statistics_over: the axes over which a BatchNorm averages its statistics itself.
       placed: function that lays out each microbatch's gradients before they are added up.
     """

@@ -38,7 +38,7 @@ class ReplicaDifference(NamedTuple):
     Attributes:
       leaf: name of the leaf in the tree.
       holders: the devices that hold a replica of the shard.
-      odd: the devices that differ from an equal majority; () if there is no such majority.
+      odd: the devices that differ from an equal majority, or () if there is no such majority.
     """
 
     leaf: str

@@ -34,7 +34,7 @@ def by_layers(
     A stack whose layers all fit in one chunk is among the other leaves.
 
     Args:
-      layers: number of layers that each leaf has along its first dim; None if it is not a stack.
+      layers: number of layers that each leaf has along its first dim, or None if it is not a stack.
       chunk_bytes: bytes of a chunk's layers, unless a single layer is larger.
       into: buffers for the stacks' results; None overwrites the stacks themselves. Results get the
         dtypes of these buffers, and may be shorter along any dim but the first.

@@ -62,7 +62,7 @@ class ParallelConfig(Config):
 
     @property
     def shards(self) -> int | None:
-        """The number of logical shards of a batch; None without deterministic mode."""
+        """The number of logical shards of a batch, or None without deterministic mode."""
         return None if self.deterministic is None else self.deterministic.shards
 
 

@@ -39,7 +39,7 @@ class ShardedParameter(Deferred):
       shard: this device's shard.
       dim: the split dim, counted from the end, and so the same in a slice of a stack of layers.
       spec: partition spec over automatic axes, with an entry for each dim, that of layers included.
-      length: length of the split dim without the zeros that fill it up; None if it divides.
+      length: length of the split dim without the zeros that fill it up, or None if it divides.
       second: the shards of all devices at this device's place in their fast networks, along a new
         leading dim; gathered instead of `shard`. None gathers `shard` over all networks.
     """

@@ -54,7 +54,7 @@ class ZeroMessages:
 
     @property
     def slow(self) -> tuple[str, ...]:
-        """The axes across the slow network; empty if there is a single network."""
+        """The axes across the slow network, or an empty tuple if there is a single network."""
         return tuple(axis for axis in self.axes if axis not in self.fast)
 
     def gather(

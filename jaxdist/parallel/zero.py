@@ -83,7 +83,7 @@ class ZeroSplit:
 
     Attributes:
       axes: mesh axes over which the state is split, slowest first.
-      dims: the split dim of each parameter, by name; None for a parameter that stays whole.
+      dims: the split dim of each parameter, by name, or None for a parameter that stays whole.
       gather_dtype: dtype of gathered parameters; None keeps their own dtype.
       prefetch: whether a layer is gathered while the previous layer computes.
       gather_codec: codec of the parameters in gathers; None sends them uncompressed.
@@ -112,7 +112,7 @@ class ZeroSplit:
         return [self.dims[name] for name, _ in flatten_with_names(tree)]
 
     def lengths_of(self, tree: PyTree) -> list[int | None]:
-        """Return the length of each leaf's split dim without zeros; None if the dim divides."""
+        """Return the length of each leaf's split dim without zeros, or None if the dim divides."""
         names = [name for name, _ in flatten_with_names(tree)]
         return [self.padded[name][0] if name in self.padded else None for name in names]
 
@@ -180,7 +180,7 @@ def plan_zero(
     parts: int | None = None,
     by_layer: bool = False,
 ) -> ZeroSplit | None:
-    """Choose the dim along which the config's stage splits each parameter; None for stage 0.
+    """Choose the dim along which the config's stage splits each parameter, or None for stage 0.
 
     Args:
       params: the parameters, or their shapes.
@@ -245,7 +245,7 @@ bfloat16 share a sublane, but a tile of bfloat16 has 8 rows too (`T(8,128)(2,1)`
 
 
 def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int) -> int | None:
-    """Choose the dim to split into `parts` among the free dims that divide; None if no dim divides.
+    """Choose the dim to split into `parts`, among the free dims, or return None if no dim divides.
 
     The order of preference follows from how XLA:TPU lays out a gathered tensor:
 

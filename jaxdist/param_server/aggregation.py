@@ -18,7 +18,7 @@ class PushTraffic:
 
     Attributes:
       root: bytes received by all servers together; each of n servers with equal shares gets 1/n.
-      aggregator: bytes received by the busiest aggregator; 0 without aggregators.
+      aggregator: bytes received by the busiest aggregator, or 0 without aggregators.
     """
 
     root: int

@@ -56,7 +56,7 @@ class Cluster(Config):
 
     @property
     def racks(self) -> tuple[tuple[int, ...], ...]:
-        """The workers of each rack; empty if all workers push to the servers directly."""
+        """The workers of each rack, or () if all workers push to the servers directly."""
         return self.aggregation.racks(range(self.workers))
 
     def rack_of(self, worker: int) -> int | None:

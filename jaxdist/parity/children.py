@@ -52,7 +52,7 @@ def answers(
       function: a function that can be imported by its name, or a partial of such a function.
       items: the arguments, one for each call.
       jobs: number of processes.
-      limit_seconds: limit on a call's CPU time, which depends little on the machine's load; None
+      limit_seconds: limit on a call's CPU time, which depends little on the machine's load, or None
         for no limit.
     """
     idle: SimpleQueue[_Child] = SimpleQueue()

@@ -141,7 +141,7 @@ T = TypeVar("T")
 
 
 def read_earlier(file: Path, parse: Callable[[JsonObject], T]) -> T | None:
-    """Return the parsed report of an interrupted run; None where there is no file.
+    """Return the parsed report of an interrupted run, or None where there is no file.
 
     Raises:
       ConfigError: the file cannot be read or parsed.

@@ -152,7 +152,7 @@ def experiment_of(sections: Mapping[str, Json], cell: Combination) -> Experiment
 
 
 def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:
-    """Return why a model computes other numbers in parts of a batch; empty if it does not.
+    """Return why a model computes other numbers in parts of a batch, or '' if it does not.
 
     Args:
       model: the model.

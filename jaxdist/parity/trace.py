@@ -71,7 +71,8 @@ class Trace:
       losses: the loss of each step.
       gradients: the gradients of the first step, by the parameter's name.
       updates: the changes of parameters and buffers over all steps, by name.
-      evaluation: the held-out loss after the last step; empty without held-out examples.
+      evaluation: the held-out loss after the last step, or an empty mapping without held-out
+        examples.
     """
 
     initial: TrainState
@@ -226,7 +227,7 @@ def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
 
     Args:
       experiment: an experiment that is `noted`.
-      initial: the state to begin with, on the host; None for the state that the experiment
+      initial: the state to begin with, on the host, or None for the state that the experiment
         initializes.
     """
     steps = FirstSteps(experiment)

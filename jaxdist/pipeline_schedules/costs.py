@@ -24,7 +24,7 @@ class Costs:
       forward: time of a FORWARD task.
       backward_input: time of an INPUT task.
       backward_weight: time of a WEIGHT task.
-      full: time of a FULL task; None for the sum of its two halves.
+      full: time of a FULL task, or None for the sum of its two halves.
       transfer: time of a message between chunk c and chunk c + 1, in either direction, where they
         are on different stages. The number of the last chunk is not used. Messages travel while
         stages work, and do not wait for each other.

@@ -60,7 +60,7 @@ def _show(number: float) -> str:
 
 
 def energy_kwh(one: Result, results: Sequence[Result], config: ExperimentConfig) -> float | None:
-    """Return the site's kWh for a billion tokens with the first plan; None if power is unknown."""
+    """Return the site's kWh per billion tokens with the first plan, or None if power is unknown."""
     power = _power_of(one.target, results, config)
     if power is None or one.refused:
         return None

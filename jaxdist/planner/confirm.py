@@ -35,7 +35,7 @@ class Confirmed:
       peak_bytes: peak memory.
       mfu: model FLOPs utilization of a single slice, with all of attention's products counted.
       sent_bytes: bytes sent, by mesh axes.
-      refusal: the reason why the compiler refuses the program; empty where it accepts.
+      refusal: the reason why the compiler refuses the program, or an empty string where it accepts.
       note: a sentence on the parts that are not from the program.
       compile_seconds: time of the compilation.
       laid_out: whether the compiler was asked only for memory, so that `seconds` is the formula's.

@@ -244,7 +244,7 @@ def plan_memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> PlanM
     Args:
       model: the model.
       plan: a valid plan.
-      ticks: the ticks of the plan's pipeline; None without a pipeline.
+      ticks: the ticks of the plan's pipeline, or None without a pipeline.
     """
     mine, work = share(model, plan), work_of(plan)
     stored = mine.shard if plan.zero == 3 else mine.whole

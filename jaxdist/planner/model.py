@@ -31,7 +31,7 @@ class PlannedParameter:
     Attributes:
       name: the parameter's name.
       shape: the shape in a single layer, without the dim of layers.
-      split: index of the dim that axis tensor splits; None for a parameter that is not split.
+      split: index of the dim that axis tensor splits, or None for a parameter that is not split.
       stacked: whether each layer has a parameter of this name.
       trained: whether the parameter has gradients and optimizer state.
     """
@@ -61,12 +61,12 @@ class Decoder:
       state_bytes: bytes of the optimizer's state per parameter.
       spared_bytes: bytes per parameter that the state of a block's matrices has less than
         `state_bytes`: Muon keeps no second moment for them.
-      newton_schulz: number of Newton-Schulz steps of Muon; 0 for other optimizers.
+      newton_schulz: number of Newton-Schulz steps of Muon, or 0 for other optimizers.
       tied: whether the head shares the embedding.
       gated: whether the MLP has a gate.
       span: number of positions that a position attends to, including itself; None: all before it.
       loss_chunks: number of pieces of the sequence whose logits are computed separately.
-      steps: number of steps of the run; None where the config gives epochs instead.
+      steps: number of steps of the run, or None where the config gives epochs instead.
       scoped: whether `parallel.xla` gives products more vector memory than libtpu's default.
       frozen: names of the parameters that are not trained.
       adapters: the parameters of low-rank adapters.
@@ -279,6 +279,6 @@ def _part(config: GptConfig, vocab_size: int, document: Document) -> dict[str, A
 
 
 def _split(dims: Dims) -> int | None:
-    """Return the index of the dim that axis tensor splits; None if there is none."""
+    """Return the index of the dim that axis tensor splits, or None if there is none."""
     found = [i for i, dim in enumerate(dims) if dim in ("heads", "kv_heads", "mlp", "vocab")]
     return found[0] if found else None

@@ -30,12 +30,12 @@ class Plan:
     Attributes:
       slices: number of slices, which divide the data axis across the slow network.
       data: size of the data axis inside the fast network.
-      stage, tensor: sizes of the axes stage and tensor; 1 where the mesh does not have the axis.
+      stage, tensor: sizes of the axes stage and tensor, or 1 where the mesh does not have the axis.
       zero: the stage of ZeRO, 0 to 3.
       scope: `all` if ZeRO splits state over both networks, `ici` for the fast network only.
       remat: a key of `KEPT`; None keeps the model's own setting.
       microbatches: number of microbatches in a step.
-      schedule: schedule of the pipeline; None without a pipeline.
+      schedule: schedule of the pipeline, or None without a pipeline.
       chunks: number of chunks of the model on each stage.
       stash: whether a stage keeps the activations of forward tasks instead of recomputing them.
       ahead: whether forward tasks run earlier than the schedule has them
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The activations that remat keeps in addition to a block's input; none if unknown."""
+        """The activations that remat keeps in addition to a block's input, if they are known."""
         return KEPT[self.remat] if self.remat else ()
 
     @property

@@ -21,8 +21,8 @@ class Result:
       target: the target.
       found: all plans of the search.
       top: the plans to print, the fastest first.
-      confirmed: figures of the compiled programs of `top`, in the same order; empty where no plan
-        is compiled.
+      confirmed: figures of the compiled programs of `top`, in the same order, or an empty tuple
+        where no plan is compiled.
       search_seconds: time of the search, without compilation.
     """
 

@@ -158,7 +158,7 @@ def seconds(
       plan: a valid plan.
       places: the layout of the plan's mesh on the torus.
       target: the chips.
-      ticks: the ticks of the plan's pipeline; None without a pipeline.
+      ticks: the ticks of the plan's pipeline, or None without a pipeline.
       rates: the constants of the formulas.
     """
     device, width = target.device, model.width

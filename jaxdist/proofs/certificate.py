@@ -48,10 +48,10 @@ class Proof:
     """The results of a proof's three parts.
 
     Attributes:
-      types: the types of the step at its full size; None if the step could not be traced.
+      types: the types of the step at its full size, or None if the step could not be traced.
       numbers: the comparisons of the plan with a single device.
       near: the comparisons of neighbours of the plan with a single device.
-      sent: the bytes of the compiled step; None if the step could not be compiled or read.
+      sent: the bytes of the compiled step, or None if the step could not be compiled or read.
       undecided: everything about which the proof makes no statement.
       seed: the seed of weights and neighbours.
       notes: sentences on the settings that the reduced size leaves out or changes.

@@ -64,7 +64,7 @@ class Compared:
     Attributes:
       plan: a name of the plan.
       quantities: the largest difference of each value over all steps.
-      undecided: the reason why the plan was not compared; empty for a plan that was.
+      undecided: the reason why the plan was not compared, or an empty string for a plan that was.
       steps: the names of the compared steps.
     """
 
@@ -85,7 +85,8 @@ class Scene:
 
     Attributes:
       name: a name of the step.
-      weights: the weights of the batch's examples, float32 `[B]`; None for a batch without weights.
+      weights: the weights of the batch's examples, float32 `[B]`, or None for a batch without
+        weights.
       reload: whether the state is saved and loaded before the step.
     """
 
@@ -274,7 +275,7 @@ def _cuts(sections: Mapping[str, Json], sizes: Mapping[str, int]) -> tuple[str, 
 
 
 def _other(sections: Mapping[str, Json], experiment: Experiment) -> str:
-    """Return why a plan's numbers may differ from a single device's; empty if they must not."""
+    """Return why a plan's numbers may differ from a single device's, or '' if they must not."""
     if sections["strategy"]["type"] == "parameter_server":
         return "strategy parameter_server: workers exchange parameters between processes"
     reduce = sections["parallel"]["reduce"] is not None

@@ -53,7 +53,7 @@ class Unasked:
       where: file and line of the operation, where the program has them.
       operation: the name of the operation for which XLA placed the collective.
       kind: the kind of collective.
-      axes: the mesh axes that the groups span; None for groups that are not a product of axes.
+      axes: the mesh axes that the groups span, or None for groups that are not a product of axes.
       sent_bytes: the bytes that a device sends.
     """
 

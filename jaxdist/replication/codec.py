@@ -18,7 +18,7 @@ from jaxdist.types import PyTree
 from jaxdist.wire.contract import Envelope, Op
 
 Update = tuple[float, np.ndarray | None]
-"""The factor of the learning rate, and the merged change; None if only the version advances."""
+"""The factor of the learning rate, and the merged change, or None if only the version advances."""
 
 
 def entry_envelopes(

@@ -30,7 +30,7 @@ class View:
       number: number of the decision; a server ignores decisions older than one that it knows.
       epoch: epoch of the leader, which grows with each takeover.
       leader: server that answers clients.
-      follower: server that has everything that the leader has acknowledged; None for none.
+      follower: server that has everything that the leader has acknowledged, or None for none.
       joining: server that the leader copies its state to, and that follows afterwards.
     """
 
@@ -41,7 +41,7 @@ class View:
     joining: int | None = None
 
     def failed(self, server: int, number: int) -> View | None:
-        """Return the view without a server; None if no server is left that has everything.
+        """Return the view without a server, or None if no server is left that has everything.
 
         Args:
           number: number of the view in which the failure was seen. A report from another view may
@@ -132,7 +132,7 @@ class Leader:
     Attributes:
       range: state of the protocol.
       index: index of the newest entry.
-      has: index of the newest entry that each server has; None if it has no copy yet.
+      has: index of the newest entry that each server has, or None if it has no copy yet.
       entries: entries that some server has not acknowledged.
       released: largest index that `safe` has had.
       deposed: whether another server leads in a newer epoch.

@@ -21,7 +21,7 @@ class Seat:
 
     Args:
       number: number of the server.
-      start: state of the protocol if the server leads from the beginning; None if it joins.
+      start: state of the protocol if the server leads from the beginning, or None if it joins.
       opens: opens a port for a service, keeps it open, and returns it.
       wire_to: returns a wire to the copies on another server's port.
       say: reports to the arbiter: the port of the copies, a takeover, a server that may follow.
@@ -104,7 +104,7 @@ class Arbiter:
 
     Attributes:
       view: current decision; None once no server is left that has everything.
-      port: port of the leader; None while a server takes over.
+      port: port of the leader, or None while a server takes over.
     """
 
     def __init__(self, range: int, leader: int, tell: Callable[[int, JsonObject], None]) -> None:

@@ -59,7 +59,7 @@ def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Eval
     """Return the hooks of a run's loop in order, and the hook that evaluates, if there is one.
 
     Args:
-      best: the best held-out loss of a resumed run so far; None for a new run.
+      best: the best held-out loss of a resumed run so far, or None for a new run.
     """
     experiment, tiers = parts.experiment, parts.tiers
     config, program, writer = experiment.config, experiment.program, parts.writer

@@ -48,7 +48,7 @@ class RunDirectory:
     """The paths of a run: resolved config, versions, metrics, checkpoints, loss curve.
 
     Attributes:
-      identity: identity of the run that writes here; None for readers.
+      identity: identity of the run that writes here, or None for readers.
     """
 
     path: Path
@@ -186,7 +186,7 @@ def _take_this(path: Path, run: Identity | None, say: Callable[[str], None]) -> 
 
 
 def _find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None:
-    """Find the directory of the run that `--resume` means; None if no run has begun.
+    """Find the directory of the run that `--resume` means, or return None if no run has begun.
 
     Args:
       exact: whether only `base` is meant.

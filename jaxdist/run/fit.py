@@ -36,7 +36,7 @@ class FitResult:
         further.
       state: last training state, which occupies device memory until it is released.
       stopped_by: reason that the run stopped before its last step: a signal, a preemption notice,
-        or the reason that a hook gave; None if the run is complete.
+        or the reason that a hook gave, or None if the run is complete.
       exit_code: exit code of `jaxdist train` for this run: 0, or 75 if the run was stopped from
         outside and continues with `resume=True`.
     """
@@ -59,7 +59,7 @@ class FitResult:
 
     @property
     def heldout(self) -> Mapping[str, float]:
-        """The means of the last evaluation, read from the run directory; empty without one."""
+        """The means of the last evaluation, as in the run directory, none without an evaluation."""
         return self._last("heldout")
 
     def records(self) -> list[JsonObject]:

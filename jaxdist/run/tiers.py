@@ -52,7 +52,7 @@ class Tiers:
     ) -> tuple[TrainState, Mapping[str, Json], str] | None:
         """Load the newest complete snapshot that is newer than all checkpoints.
 
-        Return its state, its metadata and its location; None without such a snapshot. If one
+        Return its state, its metadata and its location, or None without such a snapshot. If one
         process cannot load a snapshot, no process uses it.
 
         Args:

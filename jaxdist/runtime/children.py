@@ -28,8 +28,8 @@ class Event(NamedTuple):
 
     Attributes:
       child: the `Child` that sent the message, or ended.
-      what: the message; empty at the end.
-      code: the exit code of the child; None for a message.
+      what: the message, or an empty dict at the end.
+      code: the exit code of the child, or None for a message.
     """
 
     child: Any

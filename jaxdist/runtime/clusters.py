@@ -38,7 +38,7 @@ class Sighting:
       count: the number of processes.
       index: the number of this process.
       read: the environment variables that were read, with their values.
-      missing: a description of the missing information; empty if nothing is missing.
+      missing: a description of the missing information, or an empty string if nothing is missing.
     """
 
     scheduler: str

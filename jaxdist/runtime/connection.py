@@ -48,7 +48,7 @@ def connected(
     for this process.
 
     Args:
-      processes: the place of this process among its peers; None for a process without peers.
+      processes: the place of this process among its peers, or None for a process without peers.
       report: a function that reports an error and returns the exit code.
       seconds: the time to wait for the other processes.
       say: receives a line from time to time while processes are missing; None prints the line.
@@ -82,7 +82,7 @@ def _who(index: int, count: int) -> str:
 
 
 def _lost_peer(error: BaseException, processes: Processes) -> RunError | None:
-    """Return an error that a user understands if jax reports a lost peer; None for other errors.
+    """Return an error that a user understands if jax reports a lost peer, or None for other errors.
 
     jax reports a lost peer as the error of a collective. During the start of the devices, jax
     wraps the error of the lost connection in a `RuntimeError` ("Unable to initialize backend").

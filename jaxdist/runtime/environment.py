@@ -148,7 +148,7 @@ def prepare(*, fake_devices: int | None = None) -> None:
 
 
 def plan_tunables(environ: Mapping[str, str], libc: str) -> str | None:
-    """Return the value of GLIBC_TUNABLES for a restart; None if the restart would change nothing.
+    """Return the value of GLIBC_TUNABLES for a restart, or None if a restart changes nothing.
 
     >>> plan_tunables({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc")
     'glibc.malloc.hugetlb=0:glibc.malloc.mmap_max=0:glibc.malloc.arena_max=1:glibc.malloc.trim_threshold=2147483647'

@@ -159,7 +159,7 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code of the process; None while the process lives."""
+        """Return the exit code of the process, or None while the process lives."""
         with self._server.lock:
             if self.returncode is None:
                 # `ended` returns an exit code only once, so it is stored for all threads.

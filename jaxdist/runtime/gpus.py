@@ -48,9 +48,9 @@ class Seen:
     Attributes:
       machine: the name of the process's node.
       gpus: an identity for each visible GPU, in the order in which jax numbers the GPUs.
-      given: the number of GPUs that the scheduler gave the job on this node; None if unknown.
-      chosen: the numbers that the user set in JAX_LOCAL_DEVICE_IDS; None without any.
-      problem: the reason why the GPUs cannot be counted; empty if they were counted.
+      given: the number of GPUs that the scheduler gave the job on this node, or None if unknown.
+      chosen: the numbers that the user set in JAX_LOCAL_DEVICE_IDS, or None without any.
+      problem: the reason why the GPUs cannot be counted, or an empty string if they were counted.
     """
 
     machine: str
@@ -173,7 +173,7 @@ def _chosen(text: str | None) -> tuple[int, ...] | None:
 
 
 def gpus_given(environ: Mapping[str, str]) -> int | None:
-    """Return the number of GPUs that the scheduler gave the job on this node; None if unknown.
+    """Return the number of GPUs that the scheduler gave the job on this node, or None if unknown.
 
     >>> gpus_given({"SLURM_STEP_GPUS": "2,3", "SLURM_GPUS_ON_NODE": "8"}), gpus_given({})
     (2, None)

@@ -75,15 +75,15 @@ class Device:
     Attributes:
       name: the short name, for example "v5e".
       flops_per_second: the peak rate of dense matrix products, by dtype name.
-      memory_bytes: the memory that a program can use; None if the device uses the host's memory.
+      memory_bytes: the memory that a program can use, or None if the device uses the host's memory.
       memory_bytes_per_second: the bandwidth of the device's main memory.
       fast: the network within a slice or host (ICI, NVLink), per mesh axis; the devices of a chip
         share this network.
       slow: the network between slices or hosts (DCN, Ethernet, InfiniBand), per device.
-      clock_hz: the clock of a TPU's cores, in whose cycles libtpu estimates; None for other
+      clock_hz: the clock of a TPU's cores, in whose cycles libtpu estimates, or None for other
         devices.
       host_bytes_per_second: the bandwidth between the device's memory and the host's memory, in one
-        direction; None if it is unknown.
+        direction, or None if it is unknown.
     """
 
     name: str
@@ -219,7 +219,7 @@ _KINDS = (
 
 
 def find_device(kind: str) -> Device | None:
-    """Return the device of a short name or of a `jax.Device.device_kind`; None if it is unknown.
+    """Return the device of a short name or of a `jax.Device.device_kind`, or None if it is unknown.
 
     >>> find_device("TPU v5 lite").name, find_device("NVIDIA H100 80GB HBM3").name
     ('v5e', 'h100')

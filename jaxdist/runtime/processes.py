@@ -35,7 +35,7 @@ def find_processes(
     index: int | None = None,
     detect: bool = False,
 ) -> Processes | None:
-    """Return this process's place, from flags or else variables; None for a single process.
+    """Return this process's place, from flags or else variables, or None for a single process.
 
     >>> find_processes({}, coordinator="host:1234", count=2, index=0)
     Processes(coordinator='host:1234', count=2, index=0)
@@ -44,7 +44,7 @@ def find_processes(
 
     Args:
       environ: the environment variables.
-      coordinator, count, index: the values of the flags; None for a flag that is not given.
+      coordinator, count, index: the values of the flags, or None for a flag that is not given.
       detect: whether missing values are read from a scheduler's variables.
 
     Raises:

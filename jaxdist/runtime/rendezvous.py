@@ -42,7 +42,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     """Return a port of this machine that was free a moment ago.
 
     Args:
-      host: the address of this machine; empty for all its addresses.
+      host: the address of this machine, or an empty string for all its addresses.
     """
     with socket.socket() as probe:
         probe.bind((host, 0))

@@ -34,8 +34,8 @@ class TpuFamily:
       dims: the number of dims of the torus.
       most_chips: the number of chips of the largest slice; for v5p, this slice is less than a pod.
       example: an example of a topology.
-      ring: the length at which the ends of a dim are joined; None if cubes of 4 x 4 x 4 chips are
-        joined to rings in all dims.
+      ring: the length at which the ends of a dim are joined, or None if cubes of 4 x 4 x 4 chips
+        are joined to rings in all dims.
       chip_config: jax's name of the chip configuration.
       devices: the number of jax's devices on each chip.
     """

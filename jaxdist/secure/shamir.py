@@ -34,7 +34,7 @@ def share(secret: bytes, holders: Sequence[int], threshold: int) -> dict[int, by
 
 
 def recover(shares: Mapping[int, bytes]) -> bytes | None:
-    """Return the secret of shares by holder; None if they are too few, or of different secrets.
+    """Return the secret of shares by holder, or None if they are too few, or of different secrets.
 
     All given shares are used, so there must be exactly as many as the threshold or more.
     """

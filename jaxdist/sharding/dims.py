@@ -40,7 +40,7 @@ def resolve_dims(
 
     Args:
       shapes: shape of each parameter, by name.
-      dims: dims of each parameter from the model; None where the model names none.
+      dims: dims of each parameter from the model, or None where the model names none.
       stacked: names of the parameters whose first dim counts layers; a single layer's dims suffice.
       layout: the layout of the parameters; with None, some axis is assumed to split parameters.
 
@@ -85,7 +85,7 @@ def _first(name: str, params: Mapping[str, Any]) -> PyTree:
 
 
 def _given(own: Dims | None, pattern: Any, shape: tuple[int, ...], stacked: bool) -> Dims | None:
-    """Return a parameter's dims from the model, else from the pattern; None if both name none."""
+    """Return a parameter's dims as the model or else the pattern names them, or None."""
     if own is not None:
         return (STACKED, *own) if stacked and len(own) == len(shape) - 1 else own
     if pattern is None:

@@ -173,7 +173,7 @@ class Layout:
         return self._size(self.names_of(dim))
 
     def axes(self, dim: str) -> tuple[str, ...]:
-        """Return the mesh axes that split a dim; () where none does."""
+        """Return the mesh axes that split a dim, or () where none does."""
         return self.names_of(dim) if self.parts(dim) > 1 else ()
 
     @property
@@ -185,7 +185,7 @@ class Layout:
 
     @property
     def ring(self) -> AxisRing | None:
-        """The ring of collective matmuls; None if matmuls do not overlap with collectives."""
+        """The ring of collective matmuls, or None if matmuls do not overlap with collectives."""
         axis = self.axis_of("residual_seq") if self.collective_matmul else None
         return AxisRing(axis) if axis and mesh_axis_size(self.mesh, axis) > 1 else None
 
@@ -324,7 +324,7 @@ class Layout:
         return PartitionSpec(*(e if n % self._size(e) == 0 else None for n, e in sizes))
 
     def problem(self, name: str, shape: Sequence[int], dims: Dims, count: int = 1) -> str | None:
-        """Explain why these dims cannot lay out a tensor of this shape; None if they can.
+        """Explain why these dims cannot lay out a tensor of this shape, or return None if they can.
 
         Args:
           name: name of the parameter, or the pattern of several parameters.

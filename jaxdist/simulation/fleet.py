@@ -73,7 +73,7 @@ class Fleet:
         return [row.saves.every for row in self.tiers[0].rows]
 
     def marks(self, tier: SaveTier) -> dict[str, float]:
-        """Return the best interval in seconds by each formula; empty if saves cost no time."""
+        """Return the best interval in seconds by each formula, none if saves cost no time."""
         found = _BESTS if tier.cost else {}
         return {name: best(tier.cost, self.config.mttf) for name, best in found.items()}
 

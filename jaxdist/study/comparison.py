@@ -55,7 +55,7 @@ class VariantResult:
 
     @property
     def relative_bytes(self) -> float | None:
-        """The bytes sent, divided by the bytes that the baseline sends; None if it sends none."""
+        """The bytes sent, divided by those of the baseline, or None if the baseline sends none."""
         return self.sent_bytes / self.base_bytes if self.base_bytes else None
 
     @property
@@ -89,7 +89,7 @@ class VariantResult:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the sample standard deviation; NaN for a single value, or if a value is not finite."""
+    """Return the sample standard deviation, or NaN if it is undefined or a value is not finite."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.nan
     return statistics.stdev(values)

@@ -98,12 +98,12 @@ class StudyCell:
 
     @property
     def mean(self) -> float:
-        """Mean of the metric; NaN if any run diverged."""
+        """Mean of the metric, or NaN if any run diverged."""
         return statistics.fmean(self.values)
 
     @property
     def spread(self) -> float:
-        """Sample standard deviation of the metric; NaN for a single run, or if any run diverged."""
+        """The metric's standard deviation, or NaN for a single run, or if any run diverged."""
         if self.diverged or len(self.outcomes) < 2:
             return math.nan
         return statistics.stdev(self.values)

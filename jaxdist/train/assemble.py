@@ -45,8 +45,8 @@ def assemble(
       microbatches: number of pieces in which the batch is computed; a pipeline has the number of
         its schedule.
       exchange: exchange of gradients; None leaves it to XLA.
-      pipeline: the stages that hold the layers; None where each device has all layers.
-      outer: exchange of parameters between steps; None for no exchange.
+      pipeline: the stages that hold the layers, or None where each device has all layers.
+      outer: exchange of parameters between steps, or None for no exchange.
       options: options for the compiler.
       skips_empty: whether to skip steps whose batches have no weight; None skips them if a trace of
         the loss shows that the weight of a batch depends on its values.

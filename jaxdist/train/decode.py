@@ -41,7 +41,7 @@ class Cache(NamedTuple):
 
 
 def reason_against(model: Functional, hint: Hint) -> str | None:
-    """Return a clause that explains why a model is not decoded with a cache; None if it is."""
+    """Return a clause that explains why a model is not decoded with a cache, or None if it is."""
     module: Any = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
     if not isinstance(module, Gpt):
         return f"{type(module).__name__} is not the decoder gpt"

@@ -21,7 +21,7 @@ Without gradients, such a batch needs less memory than in training."""
 
 
 def why_in_parts(rows: int, limit: int | None, batch_size: int, devices: int) -> str | None:
-    """Return why a held-out split cannot be a single batch without padding; None if it can.
+    """Return why a held-out split cannot be a single batch without padding, or None if it can.
 
     Args:
       rows: number of examples of the split.

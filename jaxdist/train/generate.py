@@ -33,7 +33,7 @@ class Text(NamedTuple):
 
     Attributes:
       tokens: all tokens; a stop token that ended the text is the last.
-      log_probs: logarithm of each added token's probability at temperature 1; None if not asked.
+      log_probs: logarithm of each added token's probability at temperature 1, or None if not asked.
       stopped: whether a stop token ended the text.
     """
 

@@ -108,7 +108,7 @@ def views_of(
     """Return the views of a plan, in the order in which `Home.stored` applies them.
 
     Args:
-      zero: the plan of ZeRO, which fills up uneven shards; None without ZeRO.
+      zero: the plan of ZeRO, which fills up uneven shards, or None without ZeRO.
       stack: the order of the layers on a pipeline's stages, if it is not the model's; else None.
     """
     views: list[View] = []

@@ -86,8 +86,8 @@ class TrainPlan:
       rate: the learning rate that the stages determine; None leaves it to the optimizer's config.
       sizes: batch sizes of a run whose batches follow the mesh; the run's only stage has the last
         size.
-      full_steps: number of steps that the run would take with batches of the full size; 0 without
-        `sizes`.
+      full_steps: number of steps that the run would take with batches of the full size, or 0
+        without `sizes`.
     """
 
     stages: tuple[BatchPhase, ...]
@@ -267,7 +267,7 @@ def check_batch(
     """Check that the batch divides over microbatches and over the devices that split it.
 
     Args:
-      shards: number of logical shards, which split the batch in place of devices; None without
+      shards: number of logical shards, which split the batch in place of devices, or None without
         shards.
 
     Raises:

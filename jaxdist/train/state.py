@@ -21,8 +21,8 @@ class TrainState:
     Attributes:
       step: number of steps taken, int32.
       loss_scale: `jaxdist.optim.loss_scale.LossScaleState`, or None.
-      exchange: state of `jaxdist.parallel.contract.Exchange`; () if that has no state.
-      outer: state of `Outer`; () without an exchange between steps.
+      exchange: state of `jaxdist.parallel.contract.Exchange`, or () if that has no state.
+      outer: state of `Outer`, or () without an exchange between steps.
     """
 
     step: Leaf

@@ -67,7 +67,7 @@ class Program:
       exchange: exchange of gradients between devices, after which each device has the share that it
         updates.
       views: forms of the state on the devices that differ from the model's form.
-      outer: exchange between steps; None for no exchange.
+      outer: exchange between steps, or None for no exchange.
       options: options for the compiler, for all programs except `init`.
     """
 

@@ -52,8 +52,8 @@ class OptimFacts:
     """The facts about an optimizer.
 
     Attributes:
-      type: `optim.type`; empty where it does not matter.
-      momentum: decay of the first moment; 0 if the optimizer has none.
+      type: `optim.type`, or an empty string where it does not matter.
+      momentum: decay of the first moment, or 0 if the optimizer has none.
       freeze_step: the step after which a onebit optimizer keeps its second moment.
       averages: whether evaluation uses other parameters than those that are trained.
     """
@@ -70,23 +70,24 @@ class Facts:
 
     Attributes:
       mesh: size of each mesh axis; an axis over two networks is two, `data_dcn` and `data_ici`.
-      batch_axes: axes that split the batch, slowest first; empty if the mesh has no such axis.
-      reduce: the algorithm of `parallel.reduce`; None if it is not set.
+      batch_axes: axes that split the batch, slowest first, or an empty tuple if the mesh has no
+        such axis.
+      reduce: the algorithm of `parallel.reduce`, or None if it is not set.
       zero: the settings of `parallel.zero`.
       split: for each parameter that a sharding rule splits over `batch_axes`, the dim that the rule
         names.
       empty_axes: axes larger than 1 to which no rule maps anything.
-      reduce_dtype: dtype in which gradients are sent; None for their own dtype.
+      reduce_dtype: dtype in which gradients are sent, or None for their own dtype.
       local_statistics: whether batch norms use each device's own rows only.
       pipeline: settings of parallel.pipeline that differ from the default, as in a config.
       offloads: whether the model's activations are offloaded to the host's memory.
       compression: compression of gradients; None sends them uncompressed.
-      shards: number of logical shards of `parallel.deterministic`; None without it.
+      shards: number of logical shards of `parallel.deterministic`, or None without it.
       scalars: names of the values that the loss returns as scalars, not as sums with weights.
       microbatches: number of pieces in which a batch is computed, in sequence.
       workers: number of a parameter server's processes that compute a share of a batch.
       weighted: whether the data gives each example a weight.
-      evaluation: why the held-out split is not evaluated as a single batch; None if it can be.
+      evaluation: why the held-out split is not evaluated as a single batch, or None if it can be.
       strategy: `strategy.type`.
       settings: for each setting of other sections that is not off, by dotted path, its value as in
         a config.

@@ -28,7 +28,7 @@ def notices(facts: Facts, plan: SplitDims | None) -> list[str]:
 
     Args:
       facts: the facts about the config and its model.
-      plan: the splitting by ZeRO; None if it does not split.
+      plan: the splitting by ZeRO, or None if it does not split.
     """
     rest = [*_of_messages(facts), *_of_gathers(facts), *_of_mesh(facts)]
     return [*_of_stage(facts, plan), *_of_reduction(facts), *rest]

@@ -30,7 +30,7 @@ class ValidityRow:
     setting: tuple[str, ...] = ("parallel",)
 
     def problem(self, facts: Facts) -> str | None:
-        """Return the message for the user; None where the row does not apply."""
+        """Return the message for the user, or None where the row does not apply."""
         found: list[list[Feature]] = []
         for group in self.groups:
             active = [EVERY[name] for name in group if EVERY[name].active(facts)]

@@ -77,10 +77,10 @@ class Header(NamedTuple):
 
     Attributes:
       envelope: the envelope without its payload.
-      spec: required shard, dtype and length of the payload; None without a payload.
+      spec: required shard, dtype and length of the payload, or None without a payload.
       offset: offset of this frame's bytes in the payload.
       length: number of this frame's bytes.
-      slot: slot of shared memory with the bytes; None if they follow the header.
+      slot: slot of shared memory with the bytes, or None if they follow the header.
     """
 
     envelope: Envelope

@@ -19,7 +19,7 @@ class Outbox:
 
     Args:
       payloads: number of queued payloads of parameters or changes at which the peer is
-        disconnected; None for no separate limit.
+        disconnected, or None for no separate limit.
     """
 
     def __init__(self, payloads: int | None = None) -> None:

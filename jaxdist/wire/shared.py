@@ -57,7 +57,7 @@ class Direction:
     slots: np.ndarray
 
     def write(self, raw: np.ndarray) -> int | None:
-        """Copy bytes `[n]` to a free slot and return it; None if none is free or large enough."""
+        """Copy bytes `[n]` to a slot and return it, or None if no free slot is large enough."""
         if not LEAST_BYTES <= raw.size <= self.slots.shape[1]:
             return None
         free = np.flatnonzero(self.flags == 0)

@@ -32,7 +32,7 @@ def eject(
     """Return the text of a file that trains to the same losses as `jaxdist train`.
 
     Args:
-      keep: the part that may call jaxdist; None for no part.
+      keep: the part that may call jaxdist, or None for no part.
       out: file to write the text to.
 
     Raises:

@@ -110,7 +110,7 @@ def allocate(energy: jax.Array, planes: int) -> jax.Array:
 
 
 def _levels(bits: jax.Array) -> jax.Array:
-    """Return the largest code of `bits` bits with a sign, as float32; 0 for 0 bits."""
+    """Return the largest code of `bits` bits with a sign, as float32, or 0 for 0 bits."""
     return jnp.where(bits > 0, (1 << jnp.maximum(bits - 1, 0)) - 1, 0).astype(jnp.float32)
 
 

@@ -56,7 +56,7 @@ def candidate_folders(environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def find_folder(folders: Iterator[Path]) -> Path | None:
-    """Return the first folder with all four files, packed or not; None if no folder has them."""
+    """Return the first folder with all four files, packed or not, or None if no folder has them."""
     for folder in folders:
         if all(_file(folder, name).is_file() for name in SHA256):
             return folder

@@ -156,7 +156,7 @@ def is_heldout(messages: Sequence[Message], fraction: float) -> bool:
 
 
 def pack(conversations: Sequence[Conversation], *, window: int, filler: int) -> ArraySource | None:
-    """Pack conversations one after another into windows; None if no window has an answer.
+    """Pack conversations one after another into windows, or return None if no window has an answer.
 
     `tokens` is int32 [N, L + 1]. `segments`, int32 [N, L], numbers the conversation of each input
     from 1, and is 0 for filler. `answer`, float32 [N, L], is 1 where the target is of an answer.

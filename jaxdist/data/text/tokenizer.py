@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
         ...
 
     def number(self, token: str) -> int | None:
-        """Return the number of a special token, such as [MASK]; None if there is no such token."""
+        """Return the number of a special token, such as [MASK], or None if there is none."""
         ...
 
 

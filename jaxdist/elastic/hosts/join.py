@@ -53,7 +53,8 @@ def join_hosts(
       compatibility: the properties that all hosts must have in common, see
         `jaxdist.elastic.hosts.identity`.
       snapshots: the folder in memory from which the server sends parts of snapshots.
-      local: the folder on this machine's disk that has snapshots; None if there is no such folder.
+      local: the folder on this machine's disk that has snapshots, or None if there is no such
+        folder.
       wait: the wait for a leader, with its time limit.
 
     Raises:

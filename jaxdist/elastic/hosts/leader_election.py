@@ -241,7 +241,7 @@ def decode(told: Mapping[str, Any]) -> Registry:
 
 
 def registry_of(rendezvous: Rendezvous) -> Registry | None:
-    """Return the registry as a leader last wrote it, without times; None without any leader so far.
+    """Return the registry as a leader last wrote it, without times, or None before any leader.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -288,7 +288,7 @@ def decode_renewal(renew: Mapping[str, Any]) -> Renew:
 
 
 def compatibility_of(rendezvous: Rendezvous) -> tuple[str, JsonObject] | None:
-    """Return the leader's token and its compatibility; None if there is no leader.
+    """Return the leader's token and its compatibility, or None if there is no leader.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.

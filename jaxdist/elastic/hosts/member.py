@@ -35,7 +35,7 @@ class Membership:
       facts: the facts that this host publishes about itself; see `tell`.
       over: the end of the run, with keys `generation`, `code` and `words`; None during the run.
       name: the name of the rendezvous, drawn at its creation.
-      trouble: the reason why the rendezvous does not answer; None while it answers.
+      trouble: the reason why the rendezvous does not answer, or None while it answers.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Membership:
 
     @property
     def ended_before(self) -> int:
-        """The generation in which the last run of this rendezvous ended; -1 if no run has ended."""
+        """The generation in which this rendezvous's last run ended, or -1 if no run has ended."""
         return self._before
 
     def take(self) -> Generation | None:
-        """Enter the current generation, and return it; None if this host has no valid lease."""
+        """Enter the current generation, and return it, or None if this host has no valid lease."""
         with self._lock:
             assert self._working is None, "the generation before is released first"
             found = self._host.at_work(self._soon())
@@ -93,7 +93,7 @@ class Membership:
             return found
 
     def ends(self) -> str | None:
-        """Return why the processes of this host must be ended now; None while they may continue."""
+        """Return why this host's processes must be ended now, or None while they may continue."""
         with self._lock:
             if self._working is None or self._ends:
                 return self._ends or "it has no generation"
@@ -111,7 +111,7 @@ class Membership:
 
     @property
     def quarantined_seconds(self) -> float:
-        """The seconds for which this host still asks to be left out; 0 if it does not ask."""
+        """The seconds for which this host still asks to be left out, or 0 if it does not ask."""
         with self._lock:
             return max(self._host.quarantined_until - self.clock(), 0.0)
 

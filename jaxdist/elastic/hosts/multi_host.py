@@ -65,7 +65,7 @@ class MultiHost:
       seconds: the time to wait for enough hosts.
       resume: whether the first generation continues a saved run.
       before: the number of the newest generation of the run at earlier rendezvous.
-      local: returns the folder with a run's snapshots on this machine's disk; None if the config
+      local: returns the folder with a run's snapshots on this machine's disk, or None if the config
         keeps no snapshots on disk.
       clock: returns seconds, by the clock of this host alone.
     """
@@ -281,7 +281,7 @@ class MultiHost:
         return True
 
     def _local_folder(self) -> Path | None:
-        """Return the folder on this machine's disk with snapshots of the run; None without one."""
+        """Return this machine's folder of snapshots on disk of the run, or None if it has none."""
         if self._local is None:
             return None
         ended = ended_before(self.rendezvous)

@@ -175,8 +175,8 @@ class GenerationPlan:
       devices: the number of devices of all processes.
       settings: settings that replace those of the config.
       idle: the names of the hosts that wait.
-      snapshot: the host from which to fetch each file of the newest complete snapshot; empty if
-        no snapshot is complete.
+      snapshot: the host from which to fetch each file of the newest complete snapshot, or an empty
+        mapping if no snapshot is complete.
     """
 
     places: Mapping[str, tuple[int, int]]

@@ -111,7 +111,7 @@ class Preparing:
         a lost host.
 
         Returns:
-          The replica of the previous host's snapshots; None if this is the only host.
+          The replica of the previous host's snapshots, or None if this is the only host.
 
         Raises:
           RendezvousError: the messages of the other hosts cannot be read.

@@ -26,7 +26,7 @@ ID, PATH, OVER = "run/id", "run/path", "run/over"
 
 
 def ended_before(rendezvous: Rendezvous) -> int:
-    """Return the generation in which the last run of a rendezvous ended; -1 if no run has ended.
+    """Return the generation in which the last run of a rendezvous ended, or -1 if no run has ended.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -36,13 +36,13 @@ def ended_before(rendezvous: Rendezvous) -> int:
 
 
 def requested_directory(values: JsonObject) -> str | None:
-    """Return the run directory that a config requests; None if the config's file name decides."""
+    """Return the run directory that a config requests, or None if the file's name decides."""
     directory = (values.get("run") or {}).get("directory")
     return None if directory is None else str(directory)
 
 
 def known_run(rendezvous: Rendezvous, ended: int, asked: str | None) -> Identity | None:
-    """Return the run that has started at a rendezvous since the last run ended; None without one.
+    """Return the run that has started at a rendezvous since the last run ended, or None.
 
     Args:
       ended: the generation in which the last run ended.
@@ -79,7 +79,7 @@ def tell_run(rendezvous: Rendezvous, generation: int, run: Identity, asked: str 
 
 
 def finished(rendezvous: Rendezvous, values: Json) -> Identity | None:
-    """Return the finished run that this command would train again; None if there is no such run.
+    """Return the finished run that this command would train again, or None if there is no such run.
 
     The result is None if no run has ended well, if the config differs, or if the run's directory no
     longer exists.

@@ -27,7 +27,7 @@ class SnapshotReplica:
       total: the number of processes on all hosts.
 
     Attributes:
-      failure: the reason why no copies are made; None while copies are made.
+      failure: the reason why no copies are made, or None while copies are made.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class Standby:
             )
 
     def _others_at_work(self) -> int | None:
-        """Return the number of a generation that runs without this host; None if there is none."""
+        """Return the number of a generation that runs without this host, or None."""
         if self.members.trouble is not None:
             return None
         with suppress(RendezvousError):

@@ -113,7 +113,7 @@ def local_of(
 
     Args:
       base: the run directory that the config names.
-      run: the run that the other hosts train; None if it is unknown. An unknown run is the only
+      run: the run that the other hosts train, or None if it is unknown. An unknown run is the only
         run at `base`; if there are several, the first process refuses to start.
       exact: whether `base` itself is the run directory.
 

@@ -39,7 +39,7 @@ class EnergyConfig(Config):
         return Site(self.pue, self.grid)
 
     def power_of(self, device: str | None) -> Power | None:
-        """Return a device's power by the short name of `jaxdist.runtime.hardware`; None if unknown.
+        """Return the power of a device of `jaxdist.runtime.hardware`, or None if it is unknown.
 
         >>> EnergyConfig(watts=250).power_of("v5p").most, EnergyConfig().power_of("v5p")
         (250.0, None)

@@ -126,7 +126,7 @@ class Modelled:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[int] | None:
-    """Return the GPU numbers in CUDA_VISIBLE_DEVICES; None if the variable has no numbers.
+    """Return the GPU numbers in CUDA_VISIBLE_DEVICES, or None if the variable has no numbers.
 
     >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}), visible_gpus({})
     ([2, 3], None)

@@ -97,7 +97,7 @@ class Energy:
 
 
 def joined_energy(records: Iterable[Mapping[str, Json]]) -> Energy | None:
-    """Sum the energy of all lives of a run, from its records; None if no record has energy."""
+    """Return the energy of all lives of a run from its records, or None if no record has energy."""
     ours = (record for record in records if record["split"] == SPLIT)
     # A record has the energy of its life so far, so that only the last record of a life counts.
     last = [[*group][-1] for _, group in groupby(ours, key=lambda record: record["life"])]

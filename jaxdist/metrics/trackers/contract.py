@@ -21,7 +21,7 @@ class Tracked:
       name: name of the run directory.
       config: the whole config, resolved.
       versions: versions of Python and of the packages that determine a run's numbers.
-      kept: the key that `start` returned when this run was first tracked; None at first.
+      kept: the key that `start` returned when this run was first tracked, or None at first.
     """
 
     id: str

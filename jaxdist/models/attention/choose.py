@@ -50,7 +50,7 @@ def choose_kernel(name: KernelName, ask: AttentionRequest) -> str:
 
 
 def kernel_refusal(name: KernelName, ask: AttentionRequest) -> str | None:
-    """Explain why a kernel does not support a request, and which kernels do; None if it does."""
+    """Explain why a kernel does not support a request, and which kernels do, or return None."""
     reason = None if name == "auto" else KERNELS[name].fits(ask)
     if reason is None:
         return None

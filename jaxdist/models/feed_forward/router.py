@@ -24,7 +24,7 @@ class Choice(NamedTuple):
 
     Attributes:
       ids: the selected experts, int32 `[B, L, k]`; for a dropped copy, the number of experts.
-      weights: the weights of their results, float32 `[B, L, k]`; 0 for a dropped copy.
+      weights: the weights of their results, float32 `[B, L, k]`, or 0 for a dropped copy.
     """
 
     ids: jax.Array

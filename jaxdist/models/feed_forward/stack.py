@@ -25,7 +25,7 @@ class RoutedStack(Stacked):
     """A `Stacked` whose blocks may have experts: then they map `Routed` to `Routed`.
 
     Attributes:
-      experts: settings of the experts; None without experts, as in a plain `Stacked`.
+      experts: settings of the experts, or None without experts, as in a plain `Stacked`.
       deterministic: whether the model evaluates, which leaves auxiliary losses out of the loss.
     """
 
@@ -50,7 +50,7 @@ class RoutedStack(Stacked):
     def measured(
         self, tokens_BL: jax.Array, segments_BL: jax.Array | None, weight_BL: jax.Array
     ) -> tuple[jax.Array, Auxiliary | None]:
-        """Return the input of the head, and the auxiliary losses; None without experts.
+        """Return the input of the head, and the auxiliary losses, or None without experts.
 
         Args:
           weight_BL: weight of each token in the loss, which auxiliary losses are weighted by too.
@@ -64,7 +64,7 @@ class RoutedStack(Stacked):
         return x_BLD, auxiliary(statistics, weight_BL, self.experts)
 
     def settling(self) -> Settle | None:
-        """Return the function that moves the biases of routers after a step; None without any."""
+        """Return the function that moves routers' biases after a step, or None without biases."""
         if self.experts is None or not self.experts.bias_rate:
             return None
         return partial(settled, rate=self.experts.bias_rate)

@@ -33,7 +33,7 @@ class Adapter:
       name: name of the kernel.
       shape: shape of the kernel, without the dim that counts layers.
       dims: logical dims of the kernel, with the dim that counts layers.
-      layers: number of stacked layers; None without a stack.
+      layers: number of stacked layers, or None without a stack.
       inputs: number of the kernel's dims that are inputs; they come first.
       rank: rank of the product.
       scale: factor of the product.
@@ -90,7 +90,7 @@ class Adapter:
 def adapter_of(
     config: LoraConfig, name: str, shape: tuple[int, ...], dims: Dims, *, stacked: bool
 ) -> Adapter | None:
-    """Return the adapter of a parameter; None for a bias or a scale, which is not a kernel.
+    """Return the adapter of a parameter, or None for a bias or a scale, which is not a kernel.
 
     Args:
       shape, dims: shape and dims of the parameter, with the dim that counts layers.

@@ -41,8 +41,9 @@ class Form:
 
     Attributes:
       outer: the structure of the tree with a leaf in the place of each list.
-      inner: for each leaf of `outer`, the structure of a layer of the list; None for other leaves.
-      counts: for each leaf of `outer`, the number of layers in the list; 0 for other leaves.
+      inner: for each leaf of `outer`, the structure of a layer of the list, or None for other
+        leaves.
+      counts: for each leaf of `outer`, the number of layers in the list, or 0 for other leaves.
     """
 
     outer: TreeDef

@@ -171,7 +171,7 @@ class TermTable:
 
 
 def _body(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Return the jaxpr of the function that a primitive calls; None if its parameters have none."""
+    """Return the jaxpr of the function that a primitive calls, or None if it calls none."""
     found = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     if found is None:
         return None

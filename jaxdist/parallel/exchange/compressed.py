@@ -73,8 +73,8 @@ class CompressedAllReduce(Compressed, AllReduce):
     """An all-reduce by messages: every device gets the sum of all gradients.
 
     Attributes:
-      inside: the splitting of tensors over the fast network while messages cross the slow network;
-        None if messages cross all axes.
+      inside: the splitting of tensors over the fast network while messages cross the slow network,
+        or None if messages cross all axes.
     """
 
     inside: ZeroSplit | None = field(default=None, kw_only=True)

@@ -153,7 +153,7 @@ class Explicit(Base):
         )
 
     def layers_of(self, tree: PyTree, dims: Sequence[int | None]) -> list[int | None]:
-        """Return each leaf's number of layers; None without layers, or if the layers are split."""
+        """Return each leaf's number of layers, or None if it has none or the layers are split."""
         return [
             leaf.shape[0] if name in self.scanned and dim != 0 else None
             for (name, leaf), dim in zip(flatten_with_names(tree), dims, strict=True)

@@ -18,7 +18,7 @@ from jaxdist.parallel.strict.tree import settled, turns
 from jaxdist.types import PyTree
 
 Places = Sequence[int | None]
-"""The dim along which each leaf is cut; None for a leaf that all pieces share."""
+"""The dim along which each leaf is cut, or None for a leaf that all pieces share."""
 
 
 def in_pieces(

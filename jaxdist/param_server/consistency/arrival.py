@@ -222,7 +222,7 @@ def extra_clocks(
       most: largest number of extra clocks.
 
     Returns:
-      The smallest number with the shortest wait; 0 until both workers have pushed twice.
+      The smallest number with the shortest wait, or 0 until both workers have pushed twice.
 
     >>> extra_clocks({0: (2.0, 3.0), 1: (0.0, 5.5)}, reader=0, slowest=1, most=4)
     4

@@ -28,7 +28,7 @@ class Arrival:
       sequence: number of the message among the client's messages.
       clock: clock of the client's computation of the change; in rounds, the number of the round.
       version: version of the parameters that the change was computed from.
-      tokens: weight in a mean; 0 if all examples of its batch were masked.
+      tokens: weight in a mean, or 0 if all examples of its batch were masked.
       usable: whether the change contains no NaN and no infinity.
       seconds: arrival time.
     """
@@ -43,7 +43,7 @@ class Arrival:
 
     @property
     def nothing(self) -> str | None:
-        """The reason that the change does not affect the parameters; None if it does.
+        """The reason that the change does not affect the parameters, or None if it does.
 
         The client's clock advances in either case. A change with 0 tokens is 0/0 and may hold a
         NaN.
@@ -73,8 +73,8 @@ class Merge:
     """An optimizer update by a sum of weighted changes, in a fixed order, divided by `total`.
 
     Attributes:
-      parts: the changes, in the order of addition; empty if no change of a round counts, so that
-        only the version advances.
+      parts: the changes, in the order of addition, or an empty tuple if no change of a round
+        counts, so that only the version advances.
       total: divisor of the weighted sum.
       rate: factor of the learning rate.
       without: changes that are settled but not applied, for the reason in `Arrival.nothing`.
@@ -146,7 +146,7 @@ class Decision:
       clocks: clocks, version and pending changes after the updates.
       merges: due updates, in order.
       admitted: waiting members that may read the version after these updates.
-      wake: time at which an update becomes due without a further message; None for never.
+      wake: time at which an update becomes due without a further message, or None for never.
     """
 
     clocks: Clocks

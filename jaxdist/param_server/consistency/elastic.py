@@ -101,7 +101,7 @@ def alpha_limit(rate: float, workers: int | None) -> float:
 
     Args:
       rate: learning rate times curvature, at most 2.
-      workers: number of workers that exchange at once; None for exchanges one after another.
+      workers: number of workers that exchange at once, or None for exchanges one after another.
 
     >>> alpha_limit(1.0, None)
     0.6666666666666666

@@ -68,7 +68,7 @@ class Reception(ABC):
 
     Args:
       spec: required shard, dtype and length of the parameters.
-      codes: encoding of pushes; None for uncompressed pushes.
+      codes: encoding of pushes, or None for uncompressed pushes.
     """
 
     def __init__(self, spec: Spec, codes: Codes | None) -> None:

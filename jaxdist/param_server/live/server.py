@@ -39,7 +39,7 @@ class Server(Reception):
 
     Args:
       state: state of the protocol, with the initial workers as members.
-      codes: encoding of pushes; None for uncompressed pushes.
+      codes: encoding of pushes, or None for uncompressed pushes.
       due: clocks at which `reached` is called, ascending.
       reached: called with the shard at each clock in `due`.
       applied: called after each update with its version and the squared norm of its change.

@@ -41,7 +41,7 @@ class ServerShard:
     Args:
       transform: optimizer that is separable by tensor, made for `shapes(layout)`.
       flat: initial parameters.
-      state: state of the optimizer; None for a fresh state.
+      state: state of the optimizer, or None for a fresh state.
 
     Attributes:
       params: newest version of the parameters, `[layout.length]`, on the host.

@@ -19,7 +19,7 @@ class PlaceableTensor:
 
     Attributes:
       name: path in the tree, joined with '/'.
-      rows: size of the first dim; 1 for a scalar.
+      rows: size of the first dim, or 1 for a scalar.
       size_bytes: number of bytes of all elements.
       divisible: whether several servers may hold rows of the parameter; false if its update reads
         the whole parameter (LAMB, LARS).

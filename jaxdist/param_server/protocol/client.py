@@ -28,7 +28,7 @@ class ClientState:
     Attributes:
       sequence: sequence number of the next message.
       clock: clock of the next computation.
-      version: version of the client's copy of the parameters; None without a copy.
+      version: version of the client's copy of the parameters, or None without a copy.
       floor: floor of the client's copy.
       admitted: newest clock for which a pull was answered; -1 before the first answer.
       own: the first version that contains all settled changes of the client.

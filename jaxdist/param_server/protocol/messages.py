@@ -73,7 +73,7 @@ class Acknowledge:
     """A reply to a client: its push is applied or dropped, permanently.
 
     Attributes:
-      version: version that contains the push; None if it was dropped.
+      version: version that contains the push, or None if it was dropped.
     """
 
     client: int

@@ -62,7 +62,7 @@ class BatchRows:
     Attributes:
       seed: seed of initial rows.
       fetch: function that returns rows' values.
-      save: function that saves the tables of a step; None where no run is under way.
+      save: function that saves the tables of a step, or None where no run is under way.
     """
 
     form: RowForm

@@ -42,7 +42,7 @@ def pack(*arrays: np.ndarray) -> np.ndarray:
 
 
 def unpack_push(payload: np.ndarray, width: int) -> tuple[float, np.ndarray, np.ndarray] | None:
-    """Return rate, rows and gradients of a push; None where the length fits no number of rows."""
+    """Return rate, rows and gradients of a push, or None if its length fits no number of rows."""
     count, rest = divmod(payload.size - RATE_BYTES, 4 + 4 * width)
     if rest or count < 0:
         return None

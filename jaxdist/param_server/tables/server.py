@@ -95,7 +95,7 @@ class TableServer(Server):
         super()._received(peer, envelope, finite)
 
     def _problem(self, op: Op, payload: np.ndarray) -> str | None:
-        """Return why a message is refused; None if it is well formed."""
+        """Return why a message is refused, or None if it is well formed."""
         width = self.store.form.width
         if op is Op.PULL:
             if payload.size % 4:

@@ -56,7 +56,7 @@ class RowStore:
         self.touched = 0
 
     def problem(self, rows: np.ndarray) -> str | None:
-        """Return why this server cannot hold some rows; None if it can."""
+        """Return why this server cannot hold some rows, or None if it can."""
         if not len(rows):
             return None
         if int(rows.max()) >= self.form.rows:

@@ -148,7 +148,7 @@ class _Server:
     Attributes:
       versions: parameters of versions that are still needed to recompute changes.
       waiting: effects that are not executed yet.
-      reached: the shard after all changes of clocks before `due`; None until then.
+      reached: the shard after all changes of clocks before `due`, or None until then.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class Sharded:
 
     @cached_property
     def codes(self) -> tuple[Codes, ...]:
-        """The encoding of pushes to each server; () if pushes are uncompressed."""
+        """The encoding of pushes to each server, or () if pushes are uncompressed."""
         codec = self.cluster.codec
         if codec is None:
             return ()

@@ -62,8 +62,8 @@ class TrainingPlan:
 
     Attributes:
       mesh: the section `mesh`, whose axis data may span two networks.
-      data, tensor, stages: sizes of the axes data, tensor and stage; 1 for an absent axis.
-      chunks: number of chunks of the pipeline; 1 without a pipeline.
+      data, tensor, stages: sizes of the axes data, tensor and stage, or 1 for an absent axis.
+      chunks: number of chunks of the pipeline, or 1 without a pipeline.
       parallel: the section `parallel`.
       microbatches: number of microbatches.
     """
@@ -177,7 +177,7 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
 
 
 def axis_sizes(mesh: Mapping[str, Json]) -> dict[str, int]:
-    """Return the sizes of the axes of a section `mesh`; 1 for an absent axis.
+    """Return the sizes of the axes of a section `mesh`, or 1 for an absent axis.
 
     >>> axis_sizes({"data": {"dcn": 2, "ici": 3}, "tensor": 2})
     {'data': 6, 'stage': 1, 'tensor': 2}

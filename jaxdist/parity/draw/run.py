@@ -47,12 +47,12 @@ class DrawOutcome:
     Attributes:
       seed: the seed of the draw.
       verdict: "equal"; "differs"; "refused", for an error of jaxdist; "failed", for another error.
-      differences: the differences from a single device; None where nothing was trained.
+      differences: the differences from a single device, or None where nothing was trained.
       limit: the limits on the differences.
       checkpoint: "equal" or "differs" for a checkpoint that the second plan loaded, "refused" if
         the second plan cannot be built, "" if nothing was loaded.
       replicas: largest difference between replicas of a tensor after the last step, relative to the
-        tensor's largest element; None where nothing was trained.
+        tensor's largest element, or None where nothing was trained.
       reason: why the draw was refused or failed, or which tensors differ.
       seconds: time of the whole comparison.
       sections: the config that was trained.
@@ -186,7 +186,7 @@ def replicas_apart(state: PyTree) -> tuple[float, str]:
 
 
 def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
-    """Return a sentence on the tensors that a second plan did not load as saved; empty if none."""
+    """Return a sentence on the tensors that a second plan did not load as saved, or ''."""
     saved, target = writer.program, reader.program
     loaded = reloaded(saved, state, target)
     # Residuals of compression depend on the plan, and are not loaded by another.

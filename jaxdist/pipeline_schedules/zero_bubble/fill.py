@@ -29,7 +29,7 @@ class Fill:
     or that the wait is at least `patience` times as long as the weight task.
 
     Attributes:
-      rows: for each stage, its tasks; None where the order cannot be kept within the limit.
+      rows: for each stage, its tasks, or None where the order cannot be kept within the limit.
       spent: for each stage, the time between its first start and its last end.
     """
 

@@ -27,7 +27,7 @@ class Formulas(Protocol):
         ...
 
     def refusal(self, plan: Plan) -> str | None:
-        """Return why a plan is invalid; None for a valid plan.
+        """Return why a plan is invalid, or None for a valid plan.
 
         The reason does not mention the plan's numbers, so that many plans share a reason.
         """
@@ -52,7 +52,7 @@ def counts_of(batch: int, plan: Plan) -> list[int]:
 def invalid(
     zero: int, scope: str, staged: bool, split: bool, two: bool, narrow: bool
 ) -> str | None:
-    """Return the first rule in the table of validity that a kind of plan breaks; None if valid.
+    """Return the first rule in the table of validity that a kind of plan breaks, or None if valid.
 
     Args:
       zero: the stage of ZeRO.

@@ -74,7 +74,7 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
 
 
 def plan_refusal(model: Decoder, plan: Plan) -> str | None:
-    """Return why a plan is invalid; None for a valid plan."""
+    """Return why a plan is invalid, or None for a valid plan."""
     found = _indivisible(model, plan)
     if found is not None:
         return found
@@ -116,7 +116,7 @@ def _indivisible(model: Decoder, plan: Plan) -> str | None:
 
 
 def ticks_of(plan: Plan) -> Ticks | None:
-    """Return the ticks of a plan's pipeline; None without a pipeline."""
+    """Return the ticks of a plan's pipeline, or None without a pipeline."""
     if plan.schedule is None:
         return None
     activations = "stash" if plan.stash else "recompute"

@@ -45,7 +45,7 @@ class Traced:
     Attributes:
       unit: unit of data in a step, "tokens" or "examples".
       batch: number of examples in a step.
-      units_per_example: number of tokens in an example; 1 where the unit is the example.
+      units_per_example: number of tokens in an example, or 1 where the unit is the example.
       tensors: pairs of a parameter and its number of stacked layers.
       param_bytes: bytes of a parameter, on average.
       state_bytes: bytes of the optimizer's state per parameter, on average.
@@ -56,7 +56,7 @@ class Traced:
       flops: an example's FLOPs of matrix products and convolutions, without recomputation.
       step_flops: an example's FLOPs in the actual step, with recomputation.
       narrow: whether activations and the factors of products have two bytes per number.
-      steps: number of steps of the run; None where the config gives epochs instead.
+      steps: number of steps of the run, or None where the config gives epochs instead.
     """
 
     unit: str
@@ -96,7 +96,7 @@ class Traced:
 
     @property
     def cast_bytes(self) -> int:
-        """The bytes per parameter of a copy that is cast to a narrower dtype; 0 without a cast."""
+        """The bytes per parameter of a copy in a narrower dtype, or 0 without a cast."""
         return self.width if self.param_bytes > self.width else 0
 
     @property

@@ -252,7 +252,7 @@ COLLECTIVES: dict[str, Each] = {
 
 
 def named(name: str) -> Each | None:
-    """Return the rule of one of jaxdist's own collectives by its function's name; None for others.
+    """Return the rule of one of jaxdist's collectives by its function's name, or None for others.
 
     The algorithms of jaxdist send blocks that depend on the device's index, which no rule can
     follow. `tests/collectives` tests that the algorithms sum and gather. The operands of the

@@ -15,7 +15,7 @@ LIBRARIES = ("site-packages", "dist-packages", "/jaxdist/proofs/", "/jaxdist/col
 
 
 def called_by(eqn: Any) -> Any:
-    """Return the program that an equation calls, without repetition; None if it calls none."""
+    """Return the program that an equation calls, without repetition, or None if it calls none."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         called = eqn.params.get(name)
         # The program of a Pallas kernel works on references to blocks, and not on arrays.

@@ -18,7 +18,7 @@ Label = tuple[str, int, int]
 
 
 def mistake_of(ticks: Ticks) -> str:
-    """Return the first mistake in a pipeline's tables; empty if they are right."""
+    """Return the first mistake in a pipeline's tables, or an empty string if they are right."""
     return next(_Stages(ticks).mistakes(), "")
 
 

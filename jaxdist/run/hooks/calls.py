@@ -163,7 +163,7 @@ def _with_metrics(outcome: Outcome, directory: Path) -> Outcome:
 
 
 def last_of(records: Sequence[Mapping[str, Any]], split: str) -> dict[str, float]:
-    """Return the numbers of the last record of a split, by name; empty where there is no record.
+    """Return the numbers of the last record of a split, by name, or {} if there is no record.
 
     >>> last_of([{"step": 3, "split": "train", "time": 1.5, "loss": 0.5}], "train")
     {'loss': 0.5}

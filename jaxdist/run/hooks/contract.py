@@ -77,7 +77,7 @@ class Outcome:
     Attributes:
       step: number of steps that were taken, as far as this process knows.
       stopped_by: the cause of an end before the last step: a signal, a notice, or the reason that a
-        hook gave; None if the run took its last step or failed.
+        hook gave, or None if the run took its last step or failed.
       complete: whether the run took its last step, or a hook ended it.
       error: the error with which the run failed, or None.
       metrics: the last logged metrics of training.

@@ -89,7 +89,7 @@ class Guard(LoopHook):
 
     Attributes:
       names: names of the values in the step's metrics vector.
-      max_skipped: number of skipped steps in a row that ends the run; None where no step is
+      max_skipped: number of skipped steps in a row that ends the run, or None where no step is
         skipped.
       max_restores: number of times that a run may restart from its newest checkpoint because of
         such a value.
@@ -232,7 +232,7 @@ class Save(LoopHook):
     Attributes:
       save: function that saves a checkpoint, from the state, the best held-out loss so far, and the
         held-out loss of this step.
-      evaluate: hook that records the best loss; None without a held-out split.
+      evaluate: hook that records the best loss, or None without a held-out split.
     """
 
     cadence: Cadence

@@ -20,7 +20,7 @@ from jaxdist.trees import tree_size
 
 
 def efficiency_of(experiment: Experiment) -> Efficiency | None:
-    """Return the measure of MFU; None on CPU, or if the peak in the model's dtype is unknown."""
+    """Return the measure of MFU, or None on CPU, or if the peak in the model's dtype is unknown."""
     device, config = experiment.layout.mesh.local_devices[0], experiment.config
     known = find_device(device.device_kind) if device.platform != "cpu" else None
     dtype = getattr(config.model, "compute_dtype", "float32")

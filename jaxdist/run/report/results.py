@@ -19,7 +19,7 @@ def print_results(
     Args:
       means: held-out means by name, where the loss gives the names.
       baselines: held-out losses of simpler models, in nats, by name.
-      loss_unit: unit of "loss"; None if it is unknown.
+      loss_unit: unit of "loss", or None if it is unknown.
     """
     for name, value in sorted(means.items(), key=lambda item: item[0] != "loss"):
         counted = f" {loss_unit}" if name == "loss" and loss_unit is not None else ""

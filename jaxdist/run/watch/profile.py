@@ -80,7 +80,7 @@ class Profile(LoopHook):
     """A hook that traces some steps with jax's profiler, in one process of a run.
 
     Attributes:
-      folder: directory of the trace; None if another process traces.
+      folder: directory of the trace, or None if another process traces.
       say: called with the location of the trace, or the reason that no trace was written.
     """
 

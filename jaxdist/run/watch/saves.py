@@ -42,8 +42,8 @@ class Chooser:
     Attributes:
       kind: activity to which the account adds the time of the saves.
       what: description of a save in messages, such as `a checkpoint`.
-      run: run directory whose journal records the failures that the saves protect from; None if no
-        journal records them.
+      run: run directory whose journal records the failures that the saves protect from, or None if
+        no journal records them.
       mttf: mean seconds between failures, which is assumed until the journal records a failure.
       say: called with lines for the user.
       writer: writer of metrics.

@@ -16,7 +16,7 @@ class Reads:
     """A check of the age of reads, by the simulation's own count of the changes in each version.
 
     Attributes:
-      bound: the most clocks that a read may be old; None where the model has no bound.
+      bound: the most clocks that a read may be old, or None where the model has no bound.
       count: number of reads that were checked.
       largest_lead: the most clocks by which a read was behind its reader.
     """

@@ -38,7 +38,7 @@ def step_seconds(cluster: Cluster, floats: int, seconds: float) -> float:
       seconds: virtual seconds that are simulated.
 
     Returns:
-      The mean; NaN if the loss curve has fewer than two points after the warm-up.
+      The mean, or NaN if the loss curve has fewer than two points after the warm-up.
     """
     script = cluster.simulation.model_copy(update={"seconds": seconds})
     report = simulate_training(

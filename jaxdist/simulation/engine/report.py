@@ -56,13 +56,14 @@ class Report:
       dropped: number of changes that were not applied, by reason.
       received_bytes: bytes that each server received, copies included.
       sent_bytes: bytes that each server sent, lost messages included.
-      rack_received_bytes: bytes that each rack's aggregator received from workers and servers;
-        empty without racks.
+      rack_received_bytes: bytes that each rack's aggregator received from workers and servers, or
+        an empty tuple without racks.
       lost: number of lost messages.
       reads: number of reads that were checked against the model's bound.
       largest_lead: age of the oldest checked read, in clocks.
-      bound: the most clocks that a read may be old; None where the model has no bound.
-      largest_value: the largest change of a parameter that was under way; 0 without a value bound.
+      bound: the most clocks that a read may be old, or None where the model has no bound.
+      largest_value: the largest change of a parameter that was under way, or 0 without a value
+        bound.
     """
 
     params: Mapping[str, np.ndarray]
@@ -88,7 +89,7 @@ class Report:
 
     @property
     def mean_staleness(self) -> float:
-        """The mean staleness in updates; 0 where nothing was applied."""
+        """The mean staleness in updates, or 0 where nothing was applied."""
         total = sum(self.staleness.values())
         return sum(age * count for age, count in self.staleness.items()) / max(total, 1)
 

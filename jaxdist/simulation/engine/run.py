@@ -216,7 +216,7 @@ class Simulation:
         return self.encoding.size_bytes(shard.ranges, shard.arrays)
 
     def encoder(self, client: int) -> ClientEncoder | None:
-        """Return the encoder of a new client; None where pushes are not encoded."""
+        """Return the encoder of a new client, or None where pushes are not encoded."""
         return None if self.encoding is None else ClientEncoder(self.encoding, client)
 
     def _retry(self, again: Action) -> Action:

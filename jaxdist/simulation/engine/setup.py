@@ -33,7 +33,7 @@ def place_arrays(start: Arrays, cluster: Cluster, *, divisible: bool) -> Placeme
 
 
 def bound_of(model: Consistency) -> int | None:
-    """Return the most clocks that a read may be old; None where the model has no bound."""
+    """Return the most clocks that a read may be old, or None where the model has no bound."""
     match model:
         case SSP():
             return model.bound

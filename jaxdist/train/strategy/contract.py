@@ -103,5 +103,5 @@ class Strategy(Protocol):
     """The config of a strategy."""
 
     def outer(self) -> Outer | None:
-        """Return the exchange of parameters between steps; None for no exchange."""
+        """Return the exchange of parameters between steps, or None for no exchange."""
         ...

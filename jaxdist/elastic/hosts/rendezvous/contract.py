@@ -104,7 +104,7 @@ class Rendezvous(Protocol):
         ...
 
     def get(self, name: str) -> Json:
-        """Return a value; None if the value does not exist."""
+        """Return a value, or None if the value does not exist."""
         ...
 
     def names(self, kind: str) -> list[str]:

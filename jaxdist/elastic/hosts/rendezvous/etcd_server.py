@@ -79,7 +79,7 @@ class EtcdRendezvous:
         self._call("kv/put", {"key": self._key(name), "value": _coded(json.dumps(value))})
 
     def get(self, name: str) -> Json:
-        """Return a value; None if there is none."""
+        """Return a value, or None if there is none."""
         found = self._range(name)
         return json.loads(found[0][1]) if found else None
 

@@ -140,7 +140,7 @@ class FolderRendezvous:
             os.replace(staging, path)
 
     def get(self, name: str) -> Json:
-        """Return a value; None if there is none."""
+        """Return a value, or None if there is none."""
         with self._told():
             try:
                 return json.loads(self._path(name).read_text(encoding="utf-8"))
@@ -176,7 +176,7 @@ class FolderRendezvous:
 
 
 def find_problem(folder: Path) -> str | None:
-    """Return how renames in an empty directory fail to be atomic; None if they are atomic.
+    """Return how renames in an empty directory fail to be atomic, or None if they are atomic.
 
     The test costs some forty renames, while a thread reads.
     """
@@ -204,7 +204,7 @@ def _one_by_one(folder: Path) -> str | None:
 
 
 def _while_read(folder: Path) -> str | None:
-    """Return how a file that is replaced repeatedly is seen missing or torn; None if it is not."""
+    """Return how a repeatedly replaced file is seen missing or torn, or None if it never is."""
     path, seen = folder / "value", set[str]()
     whole = "x" * 4096
     path.write_text(whole)

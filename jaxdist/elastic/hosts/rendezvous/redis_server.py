@@ -94,7 +94,7 @@ class RedisRendezvous:
             self._server.hset(f"{self._prefix}:{kind}", key, json.dumps(value))
 
     def get(self, name: str) -> Json:
-        """Return a value; None if there is none."""
+        """Return a value, or None if there is none."""
         kind, _, key = name.partition("/")
         with self._told():
             found = self._server.hget(f"{self._prefix}:{kind}", key)
@@ -123,7 +123,7 @@ class RedisRendezvous:
 
 
 def find_password(environ: Mapping[str, str]) -> str | None:
-    """Return the password from the environment or the file that it names; None without either.
+    """Return the password from the environment or the file that it names, or None without either.
 
     Raises:
       ConfigError: the file cannot be read.

@@ -63,7 +63,7 @@ def run_pipeline(
       microbatches: leaves `[microbatches, ...]`, the same on all stages.
       axis: the mesh axis of the stages.
       key: random key of dropout and the like.
-      specs: partition specs over automatic axes, which sums of gradients get too; None if no
+      specs: partition specs over automatic axes, which sums of gradients get too, or None if no
         automatic axis splits parameters.
       frozen: the frozen parameters of chunks, and of embedding and head, like `chunk_params` and
         `shared`.

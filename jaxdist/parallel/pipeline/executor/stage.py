@@ -41,7 +41,7 @@ class StageState(NamedTuple):
       gradients: buffer of the gradients of chunks' outputs.
       residuals: buffer of values that forward tasks store for backward tasks; None with
         recomputation.
-      kept: buffer of values that INPUT tasks store for WEIGHT tasks; None without such tasks.
+      kept: buffer of values that INPUT tasks store for WEIGHT tasks, or None without such tasks.
       chunk_grads: sums of gradients `[chunks per stage, ...]`.
       shared_grads: sums of gradients of embedding and head, from this stage's tasks only.
       sums: sums of the head, zero except on the stage of the last chunk.

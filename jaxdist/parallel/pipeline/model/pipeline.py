@@ -294,7 +294,7 @@ class Pipeline:
 
     @cached_property
     def stack(self) -> StageStack | None:
-        """The form in which stacked layers are stored; None if they are in the model's order."""
+        """The form in which stacked layers are stored, or None if they are in the model's order."""
         placement, split = self.ticks.placement, self.layout.axis_of("layers") == AXIS
         if not split or not self.cut.even or is_in_order(placement) or -1 in on_stages(placement):
             return None

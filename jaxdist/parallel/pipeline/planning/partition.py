@@ -234,7 +234,7 @@ class _Problem:
         return self.state[high] - self.state[low] + self.live[chunk] * kept + extra
 
     def cut(self, room: np.ndarray | None) -> tuple[int, ...] | None:
-        """Return the number of layers of each chunk in the best cut; None if no cut fits."""
+        """Return the number of layers of each chunk in the best cut, or None if no cut fits."""
         slowest = self._search(room, float("inf"), np.maximum, lambda time: time)
         if slowest is None:
             return None
@@ -260,7 +260,7 @@ class _Problem:
           value: function from the times of chunks to their costs.
 
         Returns:
-          The number of layers of each chunk, and the combined cost; None if no cut fits.
+          The number of layers of each chunk, and the combined cost, or None if no cut fits.
         """
         best = np.full(self.size + 1, np.inf)
         best[0] = 0.0

@@ -155,7 +155,7 @@ def plan_chunks(
 
 
 def stages_of(mesh: Mesh) -> int:
-    """Return the number of stages of a mesh; 1 if it has no axis `stage`.
+    """Return the number of stages of a mesh, or 1 if it has no axis `stage`.
 
     Raises:
       ConfigError: the axis spans two networks.

@@ -55,7 +55,7 @@ class RunRecords:
     Attributes:
       curves: curves by (split, metric).
       others: records of time, of energy and of save intervals.
-      last_time: time of the last record, in seconds since 1970; None without records.
+      last_time: time of the last record, in seconds since 1970, or None without records.
     """
 
     curves: dict[tuple[str, str], Curve] = field(default_factory=lambda: defaultdict(Curve))

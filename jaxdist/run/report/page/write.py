@@ -32,7 +32,7 @@ def render(runs: Sequence[JsonObject], *, reload_seconds: float | None, now: flo
     """Return the HTML page of runs, given as `run_data` returns them, with their curves.
 
     Args:
-      reload_seconds: interval at which the page reloads itself; None for never.
+      reload_seconds: interval at which the page reloads itself, or None for never.
       now: current time, in seconds since 1970.
     """
     title = " and ".join(run["path"] for run in runs)
