@@ -22,7 +22,7 @@ class JaxdistError(ValueError):
 
 
 class ConfigError(JaxdistError):
-    """Problems of a configuration, all reported at once.
+    """The error for an invalid configuration, with all problems at once.
 
     Attributes:
       setting: path of the setting at fault, relative to the section that is built; an empty path
@@ -37,7 +37,7 @@ class ConfigError(JaxdistError):
         self.setting, self.more = setting, tuple(more)
 
     def below(self, *path: str) -> ConfigError:
-        """Return the same error, with all its settings below a path."""
+        """Return a copy of the error in which `path` precedes the path of each setting."""
         more = [one.below(*path) for one in self.more]
         return ConfigError(str(self), setting=(*path, *self.setting), more=more)
 
@@ -58,43 +58,43 @@ def blamed(*path: str) -> Iterator[None]:
 
 
 class MeshError(JaxdistError):
-    """A mesh that cannot be built from the available devices."""
+    """The error for a mesh that cannot be built from the available devices."""
 
 
 class ShardingError(JaxdistError):
-    """A tensor, rule or dim that cannot be laid out on the mesh."""
+    """The error for a tensor, rule or dim that cannot be laid out on the mesh."""
 
 
 class CollectiveError(JaxdistError):
-    """An invalid collective: its axis, dtype, shape or device does not fit."""
+    """The error for a collective whose axis, dtype, shape or device does not fit."""
 
 
 class CompressionError(JaxdistError):
-    """An array, codec and feedback that do not fit together."""
+    """The error for an array, codec and error feedback that do not fit together."""
 
 
 class LedgerError(JaxdistError):
-    """A program that the ledger cannot read, or a mesh that is not the program's."""
+    """The error for a program that the ledger cannot read, or that has another mesh."""
 
 
 class DataError(JaxdistError):
-    """Missing, empty or malformed training data."""
+    """The error for training data that are missing, empty or malformed."""
 
 
 class CheckpointError(JaxdistError):
-    """A checkpoint that cannot be written, found, verified or loaded."""
+    """The error for a checkpoint that cannot be written, found, verified or loaded."""
 
     exit_code = 3
 
 
 class RunError(JaxdistError):
-    """A run that cannot start or continue, because of its directory, processes or numbers."""
+    """The error for a run whose directory, processes or numbers do not let it start or continue."""
 
     exit_code = 3
 
 
 class StoppedError(RunError):
-    """A run that was stopped without a new checkpoint: the previous checkpoint is the newest."""
+    """The error for a run that stopped without a new checkpoint."""
 
     exit_code = STOPPED
 

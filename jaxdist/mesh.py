@@ -24,7 +24,7 @@ from jaxdist.errors import MeshError
 
 
 class MeshAxis(StrEnum):
-    """The axes that a mesh can have; a *dim* is a tensor's, an *axis* is a mesh's."""
+    """The axes that a mesh can have. A mesh has *axes*, and a tensor has *dims*."""
 
     DATA = "data"
     STAGE = "stage"
@@ -156,7 +156,7 @@ def _inside(sizes: Mapping[str, int | Split]) -> list[int]:
 
 
 def _with_inside(sizes: Mapping[str, int | Split], inside: Sequence[int]) -> dict[str, int | Split]:
-    """Replace the sizes inside the fast network, and keep those across the slow network."""
+    """Replace each axis's size inside the fast network; its size across the slow network stays."""
     return {
         axis: Split(dcn=size.dcn, ici=count) if isinstance(size, Split) else count
         for (axis, size), count in zip(sizes.items(), inside, strict=True)
@@ -164,7 +164,7 @@ def _with_inside(sizes: Mapping[str, int | Split], inside: Sequence[int]) -> dic
 
 
 def resolve_sizes(config: MeshConfig, device_count: int) -> dict[str, int | Split]:
-    """Return the size of each axis for `device_count` devices, which determine an axis of size -1.
+    """Return the size of each axis; an axis of size -1 takes what `device_count` leaves for it.
 
     Raises:
       MeshError: the mesh needs another number of devices; the message proposes meshes that fit.
@@ -187,7 +187,7 @@ def resolve_sizes(config: MeshConfig, device_count: int) -> dict[str, int | Spli
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """Arrange `devices` (default: all) as the mesh of `config`, all axes auto.
+    """Arrange `devices` (default: all) as the mesh of `config`, whose axes are all `Auto`.
 
     Raises:
       MeshError: the sizes do not fit the devices, a `dcn` size does not fit the hosts or slices, or
@@ -231,7 +231,7 @@ def _arranged(
 
 
 def _torus(devices: Sequence[Device]) -> tuple[int, ...]:
-    """Return the sizes of the dims of the TPU devices' torus that are larger than 1.
+    """Return the size of each dim larger than 1 of the torus that the TPU devices form.
 
     The cores of a chip count as a further dim.
     """

@@ -43,7 +43,9 @@ spread.defvjp(_spread_forward, _spread_backward)
 
 @jax.custom_vjp
 def collected(y_RD: jax.Array, places_NJ: jax.Array, index_R: jax.Array) -> jax.Array:
-    """Return the sum of the rows of y at each row's places, `[N, D]`: the transpose of `spread`.
+    """Return `[N, D]`, whose row n is the sum of the rows of y at `places_NJ[n]`.
+
+    The function is the transpose of `spread`.
 
     Args:
       index_R: the row of the result to which each row of y is added.

@@ -1,4 +1,4 @@
-"""The knobs (settings) of a configuration: their paths, their removal, and other values."""
+"""The knobs of a configuration, which are its single settings: paths, removal, other values."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class OptionEffect:
     """The effect of a single option of a preset, or of all options of a preset together.
 
     Attributes:
-      preset: name of the preset; `options` for the options in the config.
-      option: XLA's name of the option; `ALL` for all options of the preset.
+      preset: name of the preset, or `options` for options that the config itself sets.
+      option: XLA's name of the option, or `ALL` for all options of the preset together.
       value: the option's value, or None for `ALL`.
       verdict: whether the program changes, is the same, or the compiler refuses the option.
       effect: the differences in the program, or the compiler's error about the option.
@@ -68,7 +68,7 @@ def audit_options(
 
     Args:
       path: the configuration file, with `overrides` on top.
-      topology: TPUs to compile for, such as `v5e:2x4`; None is jax's devices.
+      topology: TPUs to compile for, such as `v5e:2x4`; None compiles for jax's devices.
       json_file: a file for the effects as JSON.
       console: the console for a line per option.
 

@@ -42,7 +42,7 @@ def audit(
 
     Args:
       path: the configuration file, with `overrides` on top.
-      topology: TPUs to compile for, such as `v5e:2x4`; None is jax's devices.
+      topology: TPUs to compile for, such as `v5e:2x4`; None compiles for jax's devices.
       full: compile the step without each knob, and print the change in bytes, memory and FLOPs.
       json_file: a file for the findings as JSON.
       console: the console for a line per knob.

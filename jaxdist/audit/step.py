@@ -85,12 +85,12 @@ class AuditedStep:
 
     @property
     def structure(self) -> str:
-        """The hash of the compiled step, and of large constants at all batch sizes."""
+        """The hash of the compiled step, followed by one of the constants at all batch sizes."""
         return self.inspection.program_sha256 + program_digest("", self.lowered)
 
     @property
     def options(self) -> dict[str, OptionValue]:
-        """The compiler options, which are not part of the text before compilation."""
+        """The compiler options, which the StableHLO does not show."""
         return dict(self.subject.experiment.program.options)
 
     @property
@@ -161,7 +161,7 @@ def _repeats_signature(document: Document, path: KeyPath) -> bool:
 
 
 def _is_read(step: AuditedStep, path: KeyPath) -> bool:
-    """Return whether the step changes with another value of the knob."""
+    """Return whether another value of the knob changes the step."""
     for value in knob_neighbours(value_at(step.document.values, path)):
         document = with_value(step.document, path, value)
         try:

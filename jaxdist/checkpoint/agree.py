@@ -16,7 +16,7 @@ from jaxdist.types import Json
 
 
 def broadcast_json(value: Json) -> Json:
-    """Return the value that process 0 passed (JSON types only), on every process."""
+    """Return, on every process, the value of JSON types that process 0 passed."""
     if jax.process_count() == 1:
         return value
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -27,7 +27,7 @@ def broadcast_json(value: Json) -> Json:
 
 
 def broadcast_int(value: int) -> int:
-    """Return the integer below 2**31 that process 0 passed, on every process.
+    """Return, on every process, the integer below 2**31 that process 0 passed.
 
     Unlike `broadcast_json`, whose arrays vary in length, this function compiles a single program.
     """

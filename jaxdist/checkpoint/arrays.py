@@ -63,7 +63,7 @@ def _number(index: int) -> str:
 
 
 def _pack(tree: PyTree) -> dict[str, tuple[str, jax.Array]]:
-    """Return the number and the array of each leaf by name, in the form that is stored.
+    """Return by name each leaf's number, and its array in the form that checkpoints store.
 
     Random keys become integers, and arrays without elements are left out.
     """

@@ -51,7 +51,7 @@ class Identity:
 
     @classmethod
     def of(cls, plain: JsonObject) -> Self:
-        """Rebuild the identity from the data of `plain`.
+        """Rebuild the identity from the plain data that its property `plain` returned.
 
         >>> Identity.of(Identity("a1", Path("/runs/gpt")).plain).path
         PosixPath('/runs/gpt')

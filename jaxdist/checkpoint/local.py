@@ -23,7 +23,7 @@ OWNER = "run"
 def local_folder(directory: Path, run: Identity) -> Path:
     """Return the folder of a run's snapshots.
 
-    The id in the folder's name distinguishes the run from all others, also from an earlier run with
+    The id in the folder's name distinguishes the run from all others, even from an earlier run with
     the same path.
 
     >>> local_folder(Path("/ssd"), Identity("86bcf769", Path("/runs/gpt"))).name

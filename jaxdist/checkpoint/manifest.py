@@ -123,7 +123,7 @@ def seal(
 
     Args:
       cuts, generation: see `Manifest`.
-      known: records by name of files whose digests were computed before they were written.
+      known: by name, the records of files whose digests are known from before their writing.
 
     Raises:
       OSError: a file cannot be read or the manifest cannot be written.

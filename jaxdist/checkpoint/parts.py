@@ -82,7 +82,7 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str], *, of: str) ->
     """Refuse a pattern that matches no name, and patterns that together select no name.
 
     Args:
-      of: description of the state, for the error.
+      of: description of the state, which error messages name.
 
     Raises:
       CheckpointError: there are such patterns; the message lists them and the paths that exist.

@@ -92,7 +92,7 @@ def piece_name(number: str, begin: Sequence[int]) -> str:
 
 
 def sizes(number: str, cuts: Cuts, dtype: np.dtype) -> dict[str, int]:
-    """Return the sizes in bytes of all files of an array, on every process."""
+    """Return the bytes of each file of an array by name, whichever process writes the file."""
     whole = [ends[-1] for ends in cuts]
     return {
         piece_name(number, begin): math.prod(e - b for b, e in zip(begin, end, strict=True))

@@ -343,7 +343,7 @@ class CheckpointStore:
         return layout.staging_directory(self.directory, step, generation)
 
     def _prune(self, step: int) -> None:
-        """Delete checkpoints beyond the retention, among the steps up to the committed step.
+        """Delete the checkpoints that the retention does not keep, up to the committed step.
 
         The directory holds later steps if the run was resumed from an earlier step. If the
         retention counted later steps, it could delete the step just saved.

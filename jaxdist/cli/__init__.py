@@ -73,7 +73,7 @@ def _options(
         bool, typer.Option("--quiet", help="Print errors only, on standard error.")
     ] = False,
 ) -> None:
-    """Accept the options before a command; `main` handles --quiet."""
+    """Declare the options that precede a command; `main` acts on --quiet."""
 
 
 app.command()(preparation.init)

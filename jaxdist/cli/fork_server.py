@@ -17,7 +17,7 @@ import time
 
 
 def main() -> None:
-    """Fork processes; in a forked process, train, and exit with the run's exit code."""
+    """Serve forks; a forked process trains, and exits with the run's exit code."""
     from jaxdist.runtime.forks import await_fork, hold_signals
 
     hold_signals()
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _end_with_agent() -> None:
-    """Save and stop when the agent is gone, since no restart would follow a failure."""
+    """Save and stop once the agent is gone, because nothing would restart this process."""
     from jaxdist.runtime.children import wait_for_input_end
 
     wait_for_input_end()

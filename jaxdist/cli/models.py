@@ -101,7 +101,7 @@ def adopt(
 ) -> None:
     """Write the config of the fastest plan that trains a downloaded model on a slice.
 
-    Only the model's config is read now; a run of the written config begins with its weights.
+    Only the model's config is read now; a run of the written config loads the model's weights.
     """
     from jaxdist.runtime import environment
 

@@ -170,9 +170,9 @@ def prove(
 ) -> None:
     """Show for each parameter that CONFIG's plan computes what one device would.
 
-    Checks types, numbers at a reduced size, and the bytes of the compiled step.
-    Writes the certificate that `jaxdist train --proved` asks for. Exit code 1 if
-    anything is wrong, or undecided.
+    The command checks types, numbers at a reduced size, and the bytes of the
+    compiled step, and writes the certificate that `jaxdist train --proved` needs.
+    The exit code is 1 if anything is wrong, or undecided.
     """
     extra = shared.compile_for(devices, None, overrides or [])
     shared.set_environment((config, extra), devices=8)

@@ -91,7 +91,7 @@ def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> 
 def set_environment(
     *programs: tuple[Path, list[str]], topology: str | None = None, devices: int = 0
 ) -> None:
-    """Request the largest number of fake devices of these configs, before jax is imported.
+    """Request as many fake devices as any of these configs needs, before jax is imported.
 
     Args:
       devices: number of fake devices that the command itself needs.

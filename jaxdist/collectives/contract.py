@@ -76,7 +76,7 @@ Size = int | tuple[int, ...]
 
 
 class Algorithm(Config):
-    """An algorithm for the collectives; an instance is both the choice in a config and the code."""
+    """An algorithm for the collectives; the config that chooses it also has its methods."""
 
     accumulate: Literal["float32"] | None = None
     """The dtype in which bfloat16 and float16 inputs are sent and summed, at twice the bytes; null

@@ -58,7 +58,7 @@ def predict_seconds(
 
 
 def _xla_seconds(kind: Operation, payload_bytes: float, levels: Sequence[Level]) -> float:
-    """Predict XLA's collective as the fastest of ours, since XLA does not reveal its algorithm.
+    """Predict the time of XLA's collective, whose algorithm is unknown, as that of our fastest.
 
     In shared memory XLA's devices read each other's arrays in place: there is one rendezvous, and
     each byte is read once.

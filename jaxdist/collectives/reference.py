@@ -1,12 +1,12 @@
 """The definition of the collectives: plain functions on the list of all devices' arrays.
 
-`blocks[i]` is the array of device i before the collective, element i of the result its array after
-the collective. Nothing here needs a device or an algorithm: `operations.py` is tested against these
-functions.
+`blocks[i]` is the array of device i before the collective, and element i of the result is that
+device's array after the collective. Nothing here needs a device or an algorithm: `operations.py` is
+tested against these functions.
 
-Operations that only move data (all_gather, broadcast, all_to_all) preserve the bits, also of bools
-and -0.0. A NaN on any device gives NaN in a sum, a max and a min. The algorithm decides the sign of
-a sum that is zero, and which of 0.0 and -0.0 is the max or min of both.
+Operations that only move data (all_gather, broadcast, all_to_all) preserve the bits, even those of
+bools and -0.0. A NaN on any device gives NaN in a sum, a max and a min. The algorithm decides the
+sign of a sum that is zero, and whether the max or min of 0.0 and -0.0 is 0.0 or -0.0.
 
 >>> all_reduce([np.array([1, 2]), np.array([3, 4])])
 [array([4, 6]), array([4, 6])]

@@ -44,7 +44,7 @@ def gather_leaves(
       The whole tensors.
 
     Raises:
-      CollectiveError: as for `all_gather`, or the number of dims or lengths is not that of shards.
+      CollectiveError: as for `all_gather`, or there are more or fewer dims or lengths than shards.
     """
     axis = checked(axis, "gather_leaves")
     count = axis_size(axis)
@@ -84,7 +84,7 @@ def scatter_leaves(
       This device's shards of the sums.
 
     Raises:
-      CollectiveError: as for `reduce_scatter`, or the number of dims is not that of tensors.
+      CollectiveError: as for `reduce_scatter`, or there are more or fewer dims than tensors.
     """
     axis = checked(axis, "scatter_leaves")
     size = axis_size(axis)

@@ -36,7 +36,7 @@ from jaxdist.types import JsonObject
 def import_adapters(
     folder: Path, base: Path, out: Path, overrides: Sequence[str] = (), *, console: Console
 ) -> JsonObject:
-    """Write a run directory with a base run's parameters and a folder's adapters as step 0.
+    """Write a run directory whose step 0 has a base run's parameters and a folder's adapters.
 
     Returns:
       The run, and the number of adapters.

@@ -88,6 +88,6 @@ def drill(
 
 
 def _section(values: JsonObject, name: str) -> JsonObject:
-    """Return a section of an unvalidated config; the run validates it and reports errors."""
+    """Return a section of an unvalidated config, whose errors the run itself reports."""
     found = values.get(name)
     return found if isinstance(found, dict) else {}

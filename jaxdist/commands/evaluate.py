@@ -118,7 +118,7 @@ def generate_from_run(
 ) -> list[str]:
     """Continue prompts with the run's model, and return each prompt with its continuation.
 
-    A text ends before `tokens` tokens at the end of a document, or at a token of `stops`. The JSON
+    A text ends after `tokens` tokens, at the end of a document, or at a token of `stops`. The JSON
     file also has the tokens and the logarithm of the probability of each added token.
 
     Raises:

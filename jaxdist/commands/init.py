@@ -49,7 +49,7 @@ def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
 
 
 def _command(source: Path, target: Path) -> str:
-    """Return the command in a config's first line, with the path of the written file."""
+    """Return the command in a config's first line, changed to name the written file."""
     named = source.read_text().splitlines()[0].removeprefix("# command:").strip()
     return named.replace(f"configs/{shipped_name(source)}.yaml", shlex.quote(str(target)))
 

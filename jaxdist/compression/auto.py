@@ -167,7 +167,7 @@ def explain_candidates(
     *,
     inside: bool = False,
 ) -> str:
-    """Format the candidates as a table, the fastest first, below the figures of the links.
+    """Format the speed of each link, and a table of the candidates with the fastest first.
 
     Arguments are those of `resolve`.
 

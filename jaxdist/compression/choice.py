@@ -147,7 +147,7 @@ class CodecGroup:
 
     @property
     def positions(self) -> list[int]:
-        """The positions of all leaves of the group."""
+        """The position of each leaf of the group among all leaves."""
         return [index for bucket in self.buckets for index in bucket]
 
     @property

@@ -121,9 +121,9 @@ def predict(
       grads: one device's gradients, or their shapes.
       choice, algorithm, bucket_bytes: as for `compressed_all_reduce`.
       levels: size and link of each axis over which the gradients are summed, slowest first.
-      bytes_per_second: rate of coding, see `coding_bytes_per_second`.
-      inside: whether gradients are first summed exactly over the last level, so that messages of
-        shards cross only the other levels.
+      bytes_per_second: rate of coding, such as `coding_bytes_per_second` returns.
+      inside: whether gradients are first summed exactly over the last level. Only the sum's shards
+        are then encoded, and cross the other levels.
 
     Raises:
       CompressionError: see `compressed_all_reduce`.

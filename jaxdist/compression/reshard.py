@@ -1,9 +1,9 @@
 """Conversion of the state of a compressed all-reduce to another number of devices.
 
 Residuals are errors of a sum, so their sum over the old senders is divided equally between the new
-senders. EF21's estimates, whose sum is the receivers' view, are divided likewise. State of the
-shards of a sum is concatenated and split into the new number of shards. State that is equal on all
-devices is copied to the new devices.
+senders. EF21's estimates, whose sum is the receivers' view, are divided likewise. State that
+belongs to the shards of a sum is concatenated and split into the new number of shards. State that
+is equal on all devices is copied to the new devices.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def child_type(annotation: Annotation, key: Any) -> Annotation | None:
 
 
 def choices(annotation: Annotation) -> list[Annotation]:
-    """List the literal values of `annotation`, through unions and enums."""
+    """List the literal values of `annotation`, including those of its unions and enums."""
     found: list[Json] = []
     for arm in arms(annotation):
         bare, _ = split_annotation(arm)

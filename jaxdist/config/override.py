@@ -12,7 +12,8 @@ def apply_override(root: Node, text: str, origin: Origin | None = None) -> Node:
 
     The value is YAML: `model.layers=12`, `eval=null`, `mesh={data: 4, tensor: 2}`. An item of a
     list is addressed by its index: `data.files.0=a.txt`. Missing sections on the path are created;
-    an empty value means null. `origin` is the origin of the text, if it is not an override.
+    an empty value means null. `origin` is where the text comes from; by default, the text is an
+    override.
 
     Raises:
       ConfigError: no `=`, an empty key, a path through a scalar or past the end of a list, or a

@@ -31,7 +31,7 @@ def with_places(problems: Sequence[Problem], schema: Annotation, values: Json) -
 
 
 def _is_lost(problem: Problem) -> bool:
-    """Return whether a key is unknown and its own section has no similar key."""
+    """Return whether a key is unknown, and no key of its section is similar."""
     return problem.unknown and "did you mean" not in problem.message
 
 
@@ -57,7 +57,7 @@ def _with_place(problem: Problem, by_key: Mapping[str, Sequence[KeyPath]]) -> Pr
 
 
 def _settings(schema: Annotation, value: Json, path: KeyPath) -> Iterator[KeyPath]:
-    """Yield the paths of all settings, through the alternatives that the values choose."""
+    """Yield the paths of all settings, among alternative sections only those of the chosen one."""
     chosen = value.get(TAG) if isinstance(value, dict) else None
     tagged = tags(schema)
     for arm in arms(schema):

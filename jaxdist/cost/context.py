@@ -1,4 +1,4 @@
-"""Attention over a sequence that several devices share: ways, bytes, and the order of positions.
+"""Attention over a sequence that several devices share: methods, bytes, order of positions.
 
 The C devices of mesh axis `context` form R rings of U devices each: U devices exchange pieces of
 the sequence for heads (Ulysses, Jacobs et al. 2023, arXiv 2309.14509), and among the R groups keys
@@ -51,7 +51,7 @@ class SequenceSplit:
         return "ring" if self.rotates else "gather"
 
     def describe(self) -> str:
-        """Format the way, with the number of devices that exchange heads where it is a choice."""
+        """Format the method, and for `ring_ulysses` the number of devices that exchange heads."""
         return f"ring_ulysses of {self.swapped}" if self.way == "ring_ulysses" else self.way
 
 
@@ -97,7 +97,7 @@ class ContextNeeds:
     def hops(self, split: SequenceSplit) -> int:
         """Return the number of times that keys and values move to the next group.
 
-        A window ends the way of the keys early, if positions are in their own order.
+        With a window, keys need not reach all groups if each group has contiguous positions.
         """
         most = split.groups - 1
         if self.window is None or not self.causal or split.order != "contiguous":
@@ -119,7 +119,7 @@ class ContextNeeds:
         return exchanged + moved, exchanged + moved + hops * keys * 4
 
     def why_not(self, split: SequenceSplit) -> str | None:
-        """Explain why these heads do not fit a way, or return None if they do."""
+        """Explain why these heads do not fit a split, or return None if they do."""
         if self.heads % split.swapped or self.kv_heads % split.swapped:
             most = max(n for n in _divisors(split.size) if self.kv_heads % n == 0)
             return (
@@ -134,7 +134,7 @@ def _divisors(size: int) -> Iterator[int]:
 
 
 def splits_of(way: Way | Literal["auto"], axes: tuple[str, ...], size: int) -> list[SequenceSplit]:
-    """Return the splits that a named way, or any way, allows."""
+    """Return the splits that a method allows, or for "auto" those of all methods."""
     ring = SequenceSplit(axes, size, rotates=True)
     mixed = [replace(ring, swapped=n) for n in _divisors(size) if 1 < n < size]
     found: dict[str, list[SequenceSplit]] = {
@@ -181,6 +181,6 @@ def near_lengths(length: int, parts: int) -> str:
 
 
 def near_parts(length: int, parts: int) -> str:
-    """Name the numbers of parts next to `parts` that divide `length`."""
+    """Name the divisors of `length` that are nearest to `parts`."""
     fitting = sorted(_divisors(length), key=lambda n: abs(math.log2(n / parts)))[:2]
     return " or ".join(map(str, sorted(fitting)))

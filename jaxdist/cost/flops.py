@@ -18,7 +18,7 @@ def jaxpr_flops(jaxpr: Jaxpr | ClosedJaxpr, *, elementwise: bool = False) -> flo
 
     Args:
       jaxpr: the program.
-      elementwise: whether each element of the results of other operations counts as a FLOP.
+      elementwise: whether other operations count one FLOP for each element of their results.
 
     >>> import jax
     >>> jaxpr_flops(jax.make_jaxpr(lambda a, b: a @ b)(*[np.ones((4, 4))] * 2))

@@ -1,8 +1,8 @@
 """The work and speed of kernels for which the TPU compiler gives no estimate.
 
-Of a Pallas kernel, libtpu prints only the schedule: for each core, the bundles (VLIW instructions,
-one per cycle) of the kernel's loop over blocks. An iteration takes at least as many cycles as it
-has bundles, and at least as many as its products take in the matrix units. `python -m
+For a Pallas kernel, libtpu prints only the schedule: for each core, the bundles (VLIW instructions,
+one per cycle) of the kernel's loop over blocks. An iteration takes at least one cycle for each of
+its bundles, and at least the cycles of its products in the matrix units. `python -m
 benchmarks.tpu.splash` compiles the kernels alone and prints the larger number, from which the
 efficiencies below are derived. Waits for memory are left out, since the operands of an iteration
 are fetched during the previous iteration.

@@ -38,7 +38,7 @@ def shares(family: str, *, scoped: bool = True) -> Shares | None:
 def product_share(
     family: str, contracted: int, columns: int, *, scoped: bool = True
 ) -> float | None:
-    """Return the fraction of the peak of a product with many rows, interpolated in the table.
+    """Return the fraction of the peak that a product with many rows reaches, from the table.
 
     Sizes outside the table are clamped to its edge. Between entries, the fraction is linear in the
     logarithms of both sizes.
@@ -47,7 +47,7 @@ def product_share(
       family: family of the chip.
       contracted: size of the contracted dim.
       columns: number of columns of the result.
-      scoped: whether the product has the vector memory of the preset `default`.
+      scoped: whether the product may use the vector memory that the preset `default` grants.
 
     >>> product_share("h100", 8192, 8192) is None
     True

@@ -94,7 +94,7 @@ def _backend(facts: MachineFacts) -> Check:
 
 
 def _accelerator(facts: MachineFacts) -> Iterator[Check]:
-    """Check whether jax runs on the CPU without a request, although there is a GPU."""
+    """Check whether jax runs on the CPU by default, although there is a GPU."""
     wants_cpu = facts.planned.get("JAX_PLATFORMS", "").lower() == "cpu"
     if facts.nvidia_driver and facts.backend.platform == "cpu" and not wants_cpu:
         yield Check(

@@ -86,18 +86,18 @@ class Striker(Recorder):
         self._ready = False
 
     def begun(self) -> None:
-        """Record, as `Recorder` does, that a generation takes steps; allow the next failure."""
+        """Record that a generation takes steps, as `Recorder` does, and allow the next failure."""
         super().begun()
         # Failures wait for the end of a recovery, because `planned_share` assumes so.
         self._ready = True
 
     def lost(self, run_folder: RunFolder, process: int, how: str, processes: range) -> None:
-        """Record a failure, as `Recorder` does; allow no other failure until the next steps."""
+        """Record a failure, as `Recorder` does, and allow no other before new steps."""
         super().lost(run_folder, process, how, processes)
         self._ready = False
 
     def look(self, run_folder: RunFolder, statuses: Sequence[Status]) -> None:
-        """Check the processes, as `Recorder` does; inject a failure if its step is done."""
+        """Check the processes, as `Recorder` does, and inject the next failure at its step."""
         super().look(run_folder, statuses)
         if not (self._ready and self.left):
             return

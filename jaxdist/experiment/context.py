@@ -18,7 +18,7 @@ from jaxdist.sharding.context import with_split
 def with_context(
     config: ExperimentConfig, layout: Layout, batch: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[Layout, tuple[str, ...]]:
-    """Return the layout with the way to share sequences, and the reason for it.
+    """Return the layout with the split of its sequences, and the reason for that split.
 
     Args:
       batch: shapes of a batch.

@@ -46,12 +46,12 @@ class Experiment:
     """An experiment whose parts are built and checked, before anything is computed.
 
     Attributes:
-      program: step and evaluation at train.batch_size; all stages share its state.
+      program: step and evaluation at train.batch_size; all stages have a state of the same form.
       loader: training batches of train.batch_size.
       stages: the stages of a run; most runs have a single stage, with `program` and `loader`.
       explained: a line for each derived value.
       notices: a sentence for each setting that has no effect in this experiment.
-      rows: rows of batches, where servers hold the tables of the model.
+      rows: reader of the table rows that a batch needs, if servers hold the model's tables.
     """
 
     config: ExperimentConfig
@@ -91,7 +91,7 @@ class Experiment:
 
     @property
     def units_per_example(self) -> int:
-        """The number of tokens in an example, or 1."""
+        """The number of tokens in an example, or 1 where an example has no tokens."""
         if self.unit != "tokens":
             return 1
         batch = self.program.batch
@@ -109,7 +109,7 @@ def build(
     """Build everything that a config names, on all devices or on the given devices.
 
     Args:
-      sizes: batch sizes of a resumed run, see `jaxdist.train.plan.plan_stages`.
+      sizes: batch sizes of a resumed run, as `jaxdist.train.plan.plan_stages` describes them.
 
     Raises:
       ConfigError: a part cannot be built, or parts do not fit together.

@@ -15,7 +15,7 @@ from jaxdist.trees import flatten_with_names
 
 
 def trained_part(config: PartConfig, model: Functional) -> Functional:
-    """Return the model with the parameters that the config freezes, and its adapters.
+    """Return the model with the adapters of the config, or with the config's frozen parameters.
 
     Raises:
       ConfigError: a pattern matches no parameter, or no parameter is left to train.

@@ -186,7 +186,7 @@ def _what_is_trained(
     at: At,
     own: Own,
 ) -> tuple[Functional, Mapping[str, Dims], Loss]:
-    """Return the model with its stacks, the dims of each of its parameters, and the loss."""
+    """Return the model, whose stacks of layers are known, its parameters' dims, and the loss."""
     with at("model"):
         model = build_model(config, dataset, batch, layout)
     with at("loss"):

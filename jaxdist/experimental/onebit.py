@@ -1,4 +1,4 @@
-"""1-bit Adam, and the common part of optimizers for momentum that is sent compressed.
+"""1-bit Adam, and what optimizers share whose momentum is sent in compressed form.
 
 The second moment is frozen before messages become lossy, because errors of messages would corrupt
 it. The optimizers do not communicate. The gradients must represent the same momentum on all

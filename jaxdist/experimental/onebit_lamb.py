@@ -109,7 +109,7 @@ class OnebitLambRule:
 
 
 class RunningNorms(NamedTuple):
-    """The running values of the layers of a parameter; `OnebitLambState` describes both."""
+    """The coefficient and the factor of each layer of a parameter, see `OnebitLambState`."""
 
     coefficient: jax.Array
     factor: jax.Array
@@ -156,10 +156,10 @@ def onebit_lamb(
 ) -> optax.GradientTransformationExtraArgs:
     """Build 1-bit LAMB (Li et al., arXiv 2104.06069, algorithm 1), without bias correction.
 
-    After `rule.freeze_step` steps of LAMB, the trust ratio of a layer is its running mean over
-    those steps times the largest quotient, over the layer's elements, of the roots of the frozen
-    and the fresh second moment. An element whose gradient was zero in all of those steps never
-    moves: see `jaxdist.experimental.onebit.frozen_direction`.
+    In the first `rule.freeze_step` steps, LAMB keeps a running mean of each layer's trust ratio.
+    Afterwards the ratio is that mean times a factor: the largest quotient, over the layer's
+    elements, of the roots of the frozen and the fresh second moment. An element whose gradient was
+    zero in all of those steps never moves: see `jaxdist.experimental.onebit.frozen_direction`.
 
     The state holds three float32 numbers for each element. Inside `jax.shard_map` the norms of all
     parameters share an all-reduce, and each parameter whose layers are split needs another.

@@ -97,7 +97,7 @@ def choose_interval(cost: float, step_seconds: float, failures: Failures) -> Int
 
 
 def interval(steps: int, cost: float, step_seconds: float, failures: Failures) -> Interval:
-    """Return the interval with a given number of steps, and its predicted share of kept work."""
+    """Return the interval of `steps` steps, with the share of time that it is predicted to keep."""
     work = steps * step_seconds
     predicted = intervals.goodput(work, cost, failures.mttf, failures.recovery)
     return Interval(steps, work, cost, failures, predicted)

@@ -46,7 +46,7 @@ class Entry:
     """The instruction's jax operation (`op_name`), or an empty string where XLA names none."""
     basis: Basis
     axes: tuple[str, ...] | None
-    """Mesh axes of a collective, None for groups that are no product of axes, () for other work."""
+    """Mesh axes of a collective, None if no axes multiply to its groups, () for other entries."""
     what: str
     """The kind of collective, the assumption behind `seconds`, or the operation."""
     times: float

@@ -157,7 +157,7 @@ class MeshLayout:
         return math.prod(self.axes[axis] for axis in axes)
 
     def group_axes(self, groups: Groups) -> tuple[str, ...] | None:
-        """Return the axes whose product is exactly every group, or None if there are no such axes.
+        """Return the axes along which the groups extend, or None unless the groups fill these axes.
 
         >>> MeshLayout({"data": 2, "tensor": 2}, (0, 1, 2, 3)).group_axes(((0, 2), (1, 3)))
         ('data',)

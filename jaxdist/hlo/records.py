@@ -32,7 +32,7 @@ class Collective:
     """The bytes of the full, unscattered tensor: the result of an all-gather, otherwise the
     operands."""
     axes: tuple[str, ...] | None
-    """Mesh axes that the groups span, in mesh order, or None if they are no product of axes."""
+    """Mesh axes that the groups span, in mesh order, or None if no axes multiply to them."""
     group_size: int
     """The number of devices in a group; for a permute, the product of the sizes of `axes`."""
     groups: tuple[tuple[int, ...], ...]
@@ -58,7 +58,7 @@ class Collective:
 
     @property
     def times(self) -> str:
-        """The number of executions as text, a range in a conditional."""
+        """The number of executions as text, which is a range for a collective in a conditional."""
         if not self.bounded:
             return f"{self.times_low:,} or more"
         if self.times_low == self.times_high:

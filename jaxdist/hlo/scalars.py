@@ -35,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Holds:
-    """A condition that first fails in iteration `turn`; unknown if `turn` is beyond `until`."""
+    """A condition that first fails in iteration `turn`, if `turn` is not beyond `until`."""
 
     turn: float
     until: float = math.inf

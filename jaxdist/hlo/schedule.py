@@ -57,7 +57,7 @@ def collective_kind(instruction: Instruction) -> CollectiveKind | None:
 def collective_in(
     computation: Computation, module: Module
 ) -> tuple[Instruction, Computation] | None:
-    """Return the first collective of a computation or of its custom calls, or None without one.
+    """Return the first collective of a computation or of its custom calls, if there is any.
 
     The result is a pair of the collective and the computation that contains it.
     """

@@ -8,8 +8,8 @@ the end of the first; the other iterations are assumed to be the same.
 
 In a loop of ticks (`jaxdist.hlo.lockstep`) every tick is simulated once for each choice of branches
 that some group of devices takes in it. The groups begin each tick together, so that a tick lasts as
-long as the longest group's work. Entries of instructions have the mean over groups; the entry of
-the loop is the mean group's wait for longer groups.
+long as the longest group's work. The entry of an instruction has the mean over groups, and the
+entry of the loop has the time that groups wait for longer groups, on average.
 
 Every second of the result belongs to an instruction: `Entry.waited_seconds` of all entries add up
 to the total.
@@ -163,7 +163,7 @@ class _Run:
             self._compute(instruction)
 
     def _launched(self, update: Instruction) -> Instruction | None:
-        """Return the asynchronous start that an update lets run, or None for other instructions."""
+        """Return the asynchronous start whose operation an update starts, or None."""
         if update.opcode != "async-update":
             return None
         start = self.body.by_name[update.operands[0]]

@@ -51,14 +51,15 @@ class Inspection:
       ledger: the ledger of the compiled program.
       program_sha256: digest of the program without names and order; equal for equal programs.
       model_flops: FLOPs of the whole step, without recomputation: see `jaxdist.experiment.flops`.
-      update_flops: FLOPs of the optimizer's update in a step; only an optimizer that multiplies
-        matrices, such as Muon, has any.
+      update_flops: FLOPs of the optimizer's update in a step, which are 0 unless the optimizer
+        multiplies matrices, as Muon does.
       gradient_axes: mesh axes that share the batch.
       gradient_bound_bytes: the least bytes that a device must send along `gradient_axes`.
-      bound_notes: the assumption of `gradient_bound_bytes`, and the settings that send more.
+      bound_notes: the assumption behind `gradient_bound_bytes`, and the settings whose runs send
+        more bytes.
       step_time: the predicted time, where the compiler writes estimates (on TPUs); otherwise None.
       masked_flops: the part of `model_flops` in products that attention's mask discards.
-      tokens: number of tokens in a step, or of examples.
+      tokens: number of tokens in a step, or of examples where an example has no tokens.
       estimate_seconds: time to read the program and predict its time.
       arguments: bytes of each kind of argument.
       worker: with parameter servers, the worker whose step was compiled, or None for a whole step.

@@ -39,7 +39,7 @@ def inspect(
 
     Args:
       path: the configuration file, with `overrides` on top.
-      topology: TPUs to compile for, such as `v5e:2x4`; None is jax's devices.
+      topology: TPUs to compile for, such as `v5e:2x4`; None compiles for jax's devices.
       other: the file of a second step, with `overrides` and then `changes` on top; by default
         `path`.
       changes: settings of the second step. Without `changes` and `other`, nothing is compared.

@@ -43,7 +43,7 @@ class WorkerPart:
       program: the worker's program.
       share: the worker's fraction of the batch, the largest of all workers.
       compiled: the function of the worker's step.
-      state: shapes of the program's state; without the optimizer's if the servers keep it.
+      state: shapes of the program's state, which excludes optimizer state that the servers keep.
       servers: the cost of each server.
     """
 

@@ -1,4 +1,4 @@
-"""The output of the predicted time of a step: tables, plain data and a picture."""
+"""The output of a step's predicted time, as tables, plain data and a picture."""
 
 from __future__ import annotations
 

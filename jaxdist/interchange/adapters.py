@@ -84,7 +84,7 @@ def settings_of(files: Files, rows: Mapping[str, Row]) -> JsonObject:
 
     Raises:
       ConfigError: the adapters have modules that the base model does not have.
-      DataError: the folder's settings lack the rank or alpha, or have a text for a number.
+      DataError: the folder's settings lack the rank or alpha, or have a string for a number.
     """
     own = {_module(row, None): name for name, row in rows.items()}
     found, unknown = set[str](), list[str]()
@@ -228,7 +228,7 @@ def _file_shape(adapter: Adapter, end: str) -> tuple[int, int]:
 
 
 def _first_in(adapter: Adapter, row: Row) -> bool:
-    """Return whether a module's tensor has its inputs first, as transformers' Conv1D has them."""
+    """Return whether the first dim of a tensor is the input, as in transformers' Conv1D."""
     layout = Layout(row.layout, row.part)
     inputs = [name for dim in layout.own[: adapter.inputs] for name in dim]
     return list(layout.file[0]) == inputs

@@ -1,9 +1,8 @@
 """Families of published models: tables that match names and layouts of tensors with our models.
 
 Letters of layouts: V vocabulary, D embed, H heads, K kv_heads, d head_dim, F mlp, P positions, E
-experts.
-`{layer}` in a name is the number of a layer, which our parameters count in their first dim, and
-`{expert}` the number of an expert, which they count in the next.
+experts. `{layer}` in a name is the number of a layer, which is an index of our parameter's first
+dim, and `{expert}` is the number of an expert, an index of the next dim.
 """
 
 from __future__ import annotations
@@ -220,7 +219,7 @@ def _written_rotary(options: JsonObject) -> JsonObject:
 
 
 def _window(config: Mapping[str, Any]) -> JsonObject:
-    """Return the window, in which `gpt` counts the positions before a position, but not itself."""
+    """Return the window; unlike config.json, `gpt` does not count the position itself."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     kinds = set(config.get("layer_types") or ())
     if not kinds and window is not None and "max_window_layers" in config:
@@ -427,7 +426,7 @@ def family_of(config: Mapping[str, Any], *, where: str) -> Family:
 
 
 def architecture(config: GptConfig) -> JsonObject:
-    """Return the options that choose the function that a model computes, with derived widths."""
+    """Return the options that determine which function a model computes, with derived widths."""
     options = config.model_dump(mode="json", exclude={"type", *RUN_ONLY})
     derived = {
         "kv_heads": config.kv_heads or config.heads,

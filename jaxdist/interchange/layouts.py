@@ -74,7 +74,7 @@ class Layout:
 
     @cached_property
     def own(self) -> Side:
-        """The dims of our parameter."""
+        """The dims of jaxdist's own parameter, which the tensor fills."""
         left, arrow, right = self.text.partition("->")
         return _parsed(right if arrow else left)
 

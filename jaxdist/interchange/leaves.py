@@ -29,9 +29,9 @@ class Leaf:
     Attributes:
       shape: shape of the parameter; larger than `filled` where the vocabulary is padded with zeros.
       filled: the shape that the tensors fill.
-      tensors: the parameter's tensor, or those of each layer, or of each expert of each layer.
+      tensors: the parameter's tensor, or a tensor for each layer, or for each expert of each layer.
       stacked: whether the parameter's first dim counts layers.
-      by_expert: whether the dim after it counts experts, each of which has a tensor.
+      by_expert: whether the dim that follows counts experts, each of which has its own tensor.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A table in YAML that fills a model of one's own from files, checked leaf by leaf.
+"""A YAML table that says which tensors fill a user's model, and that is checked leaf by leaf.
 
 The file has a single section:
 

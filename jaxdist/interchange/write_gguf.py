@@ -65,7 +65,8 @@ def tokenizer_metadata(folder: Path | None, config: Mapping[str, Any]) -> JsonOb
     """Return the tokens and merges of a tokenizer.json as metadata, which is empty without a file.
 
     Raises:
-      ConfigError: the tokenizer is not of byte pairs, or cuts text in an unknown way.
+      ConfigError: the tokenizer is not a byte-pair tokenizer, or its rule for splitting text has no
+        name in GGUF.
     """
     if folder is None or not (folder / TOKENIZER).is_file():
         return {}

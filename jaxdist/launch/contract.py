@@ -63,7 +63,7 @@ class Job:
 
     @property
     def count(self) -> int:
-        """The number of all processes."""
+        """The number of processes on all nodes together."""
         return self.nodes * self.processes
 
     def train(self, *options: str, program: tuple[str, ...] = ("jaxdist",)) -> list[str]:
@@ -103,7 +103,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Commands:
-    """The engine's commands about a submitted job, or () for a command that the engine lacks."""
+    """The engine's commands about a submitted job; a command that the engine lacks is ()."""
 
     status: tuple[str, ...] = ()
     logs: tuple[str, ...] = ()

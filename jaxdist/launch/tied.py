@@ -19,7 +19,7 @@ from jaxdist.runtime.children import wait_for_input_end
 
 
 def main(command: list[str]) -> int:
-    """Run a command and return its exit code; 128 plus the number of the signal that ended it."""
+    """Run a command and return its exit code, which is 128 + N if signal N ended the command."""
     # The command gets its own session, so that `killpg` reaches everything that it starts.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 

@@ -50,7 +50,7 @@ class Account:
 
     Args:
       kind: the kind of the time outside of all intervals, until `switch` changes it.
-      begun: the clock's value at the beginning of the account; None is now.
+      begun: the clock's value at the beginning of the account; None begins the account now.
       clock: a monotonic clock in nanoseconds.
       tell: function that is called with the new kind at each change.
 
@@ -101,7 +101,7 @@ class Account:
 
     @contextmanager
     def within(self, kind: Activity) -> Iterator[None]:
-        """Return a context manager whose block is an interval."""
+        """Count the time inside the `with` block as `kind`."""
         self.enter(kind)
         try:
             yield

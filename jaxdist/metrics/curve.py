@@ -148,7 +148,7 @@ def _draw_train(axes: Axes, steps: np.ndarray, values: np.ndarray) -> list[float
 
 
 def _draw_broken(axes: Axes, steps: np.ndarray) -> None:
-    """Mark the steps whose train loss is not finite along the bottom."""
+    """Draw, at the bottom, a mark for each step whose train loss is not finite."""
     if len(steps):
         axes.plot(
             steps,

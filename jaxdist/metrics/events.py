@@ -19,7 +19,7 @@ class EventFile:
     """A file of events in `directory`, flushed every ten seconds and at the end.
 
     Args:
-      resume_step: step after which TensorBoard drops events, in a resumed run; None is a new run.
+      resume_step: step after which TensorBoard drops events of a resumed run; None for a new run.
 
     Every method may raise an OSError.
     """

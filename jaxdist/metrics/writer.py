@@ -99,7 +99,7 @@ class MetricsWriter(Records):
     Args:
       directory: the run directory; created if missing.
       resume_step: the step of the checkpoint from which a run resumes (0 when it starts over),
-        after which records are dropped; None is a new run.
+        after which records are dropped; None begins a new run.
       admit: function that is called before each record; it raises if this process may not write.
       tell: function that is called with the step, the split and the values of a written record.
 

@@ -88,7 +88,7 @@ class BertConfig(PartConfig):
         return self
 
     def block(self) -> GptConfig:
-        """Return the config of the attention and the MLP, which are those of `gpt`."""
+        """Return the config of the attention and the MLP, which BERT shares with `gpt`."""
         return GptConfig.model_construct(
             type="gpt",
             layers=self.layers,
@@ -239,7 +239,7 @@ class BertEncoder(Stacked):
         segments_BL: jax.Array | None = None,
         kinds_BL: jax.Array | None = None,
     ) -> tuple[jax.Array | None]:
-        """Return the document of each position, for attention; None is a single document."""
+        """Return the document of each position for attention, or None for a single document."""
         del tokens_BL, kinds_BL
         return (segments_BL if self.config.isolate_documents else None,)
 

@@ -2,8 +2,9 @@
 
 XLA:TPU fuses element-wise work and reductions into the kernel of a neighbouring matrix product. In
 a decoder's block such a fusion costs more than it saves: by libtpu's own estimates a product fused
-with a norm or a gate takes up to 1.4 times as long, more than two separate kernels (`jaxdist bench
-tpu`). A fence is an identity whose two sides are computed by different kernels.
+with a norm or a gate takes up to 1.4 times as long as alone, which is longer than two separate
+kernels (`jaxdist bench tpu`). A fence is an identity whose two sides are computed by different
+kernels.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ class Attention(nnx.Module):
         segments_BL: jax.Array | None,
         positions_BL: jax.Array | None = None,
     ) -> jax.Array:
-        """Attend within x `[B, L, D]`; segments number the documents, and None is one document."""
+        """Attend within x `[B, L, D]`; segments number the documents (by default a single one)."""
         q_BLHd, k_BLKd, v_BLKd = (
             self.hint(self._project(x_BLD, name), "batch", "seq", heads, "head_dim")
             for name, heads in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads"))
@@ -426,7 +426,7 @@ class Gpt(RoutedStack):
         *,
         at_BL: jax.Array | None = None,
     ) -> jax.Array:
-        """Embed tokens `[B, L]`, at learned positions `at_BL` (None is 0..L-1), as `[B, L, D]`."""
+        """Embed tokens `[B, L]`, at learned positions `at_BL` or else 0..L-1, as `[B, L, D]`."""
         del segments_BL
         with jax.named_scope("embed"):
             x_BLD = self.embedding[...][tokens_BL].astype(jnp.dtype(self.config.compute_dtype))
@@ -445,7 +445,7 @@ class Gpt(RoutedStack):
         segments_BL: jax.Array | None = None,
         positions_BL: jax.Array | None = None,
     ) -> tuple[jax.Array | None, ...]:
-        """Return documents, for attention, and positions; None is a single document, in order."""
+        """Return documents and positions, each None for a single document in order."""
         del tokens_BL
         return segments_BL if self.config.isolate_documents else None, positions_BL
 

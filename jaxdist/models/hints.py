@@ -80,7 +80,7 @@ class Hint(Protocol):
         array.
 
         Args:
-          axes: the mesh axes whose blocks the function sees; None is all.
+          axes: the mesh axes whose blocks the function sees; None for all axes.
         """
         ...
 
@@ -99,7 +99,7 @@ class Hint(Protocol):
           compute: function of tokens `[T, D]`, numbers of experts and their weights `[T, k]`, and
             the kernels of some experts, whose numbers begin at 0; larger numbers belong to others.
           kernels: pairs of dims, the first of which counts experts, and a kernel.
-          capacity: the largest number of tokens of a sequence for an expert; None is all.
+          capacity: the largest number of tokens of a sequence for an expert; None sets no limit.
         """
         ...
 

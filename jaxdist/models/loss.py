@@ -95,7 +95,7 @@ def training_sums(sums: Sums) -> Sums:
 
 
 Needs = Mapping[str, tuple[str, ...] | None]
-"""Dims of each field of an example that a loss reads, by name; None is any number of dims."""
+"""Dims of each field of an example that a loss reads, by name; None allows any number of dims."""
 
 
 class NextTokenConfig(Config):

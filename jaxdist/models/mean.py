@@ -61,7 +61,7 @@ class Ranking(NamedTuple):
 
     @staticmethod
     def value(parts: Sequence[Ranking]) -> float:
-        """Return the area under the ROC curve of all parts together, see `auc`."""
+        """Return the area under the ROC curve of all parts together, as `auc` computes it."""
         return auc(*(np.concatenate([np.ravel(x) for x in xs]) for xs in zip(*parts, strict=True)))
 
 

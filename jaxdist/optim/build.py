@@ -324,7 +324,7 @@ def plan_rate(
 
 
 def _explain_cut(warmup: int, total_steps: int) -> tuple[str, ...]:
-    """Explain in a line that a run ends within its warm-up; yield nothing for a longer run."""
+    """Return a line on a run that ends within its warm-up, and nothing for a longer run."""
     if warmup <= total_steps:
         return ()
     return (

@@ -105,7 +105,7 @@ class OptimizerConfig(Config):
 def decay_mask(params: Params, dims: Mapping[str, Dims]) -> Masks:
     """Return a tree that is True for each tensor with two or more dims other than "layers".
 
-    Matrices therefore decay, while biases and norm scales do not, also where the parameters of all
+    Matrices therefore decay, while biases and norm scales do not, even where the parameters of all
     layers are stacked for a scan.
     """
     flags = [

@@ -89,7 +89,7 @@ def _divides(leaf: jax.Array, sharding: NamedSharding) -> bool:
 
 
 def total_square(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> jax.Array:
-    """Add up the squares of all elements; `specs` add the shards of other devices to the sum."""
+    """Add up the squares of all elements; with `specs`, also those of shards on other devices."""
     # Squares of float16 values above 255 overflow, so each value is widened before it is squared.
     squares = [jnp.sum(_wide_square(x)) for x in leaves]
     axes = _all_axes(specs)
@@ -179,7 +179,7 @@ memory)."""
 
 
 def _stay(update: jax.ShapeDtypeStruct, grad: jax.Array) -> jax.Array:
-    """Return an update of -0.0, which changes nothing: x + -0.0 is x to the bit, also for -0.0."""
+    """Return an update of -0.0, which changes nothing: x + -0.0 is x to the bit, even for -0.0."""
     still = jnp.full(update.shape, -0.0, update.dtype)
     # The choice has no effect on the value, but makes it vary over the gradients' manual axes: both
     # branches of a `lax.cond` must vary over the same axes.

@@ -153,7 +153,7 @@ class ZeroSplit:
         return jnp.pad(leaf, more)
 
     def cut_one(self, leaf: jax.Array, owner: Owner) -> jax.Array:
-        """Cut off the zeros of `fill_one`."""
+        """Cut off the zeros that `fill_one` appends."""
         dim = self._padded_dim(owner)
         if dim is None:
             return leaf

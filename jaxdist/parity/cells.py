@@ -109,7 +109,7 @@ class Combination:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """Return the names of the sums whose terms are added in another order: see `cuts_of`."""
+        """Return the names in `cuts_of` of sums whose order of addition the plan changes."""
         return cuts_of(
             tensor="tensor" in self.mesh,
             sequence=self.sequence == "split",

@@ -50,8 +50,8 @@ def parity(
     """Compare combinations with a single device, and print a line for each, and the verdict.
 
     Args:
-      path: a config whose model and data are used; None is a small language model.
-      overrides: settings on top of the config.
+      path: a config whose model and data are used; None uses a small language model.
+      overrides: settings that override those of the config.
       full: compare the combinations of a full run, not only enough to cover every pair of settings.
       jobs: number of processes, each of which compares one combination at a time.
       json_file: a file for the results as JSON, updated after each combination.

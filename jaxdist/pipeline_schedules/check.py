@@ -196,7 +196,7 @@ def _chain(
 def live_microbatches(schedule: Schedule, chunk: int) -> list[tuple[Task, frozenset[int]]]:
     """Return, after each task of a chunk, the microbatches whose activations are live.
 
-    The result is empty for a schedule without backward tasks, which keeps none.
+    The result is empty for a schedule without backward tasks, which keeps no activations.
     """
     tasks = [t for t in schedule.tasks(schedule.placement[chunk]) if t.chunk == chunk]
     if all(task.kind is TaskKind.FORWARD for task in tasks):

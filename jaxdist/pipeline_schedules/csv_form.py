@@ -2,7 +2,7 @@
 
 A cell is chunk, kind, microbatch, as `0F0`, `1I3`, `1W3` or `2B5` (FORWARD, INPUT, WEIGHT, FULL);
 an empty cell is a unit of waiting. `(0F4;7B1)OVERLAP_F_B`, two tasks that run together, is read as
-the two in sequence. Cells for communication (`1SEND_F0`, `1RECV_B0`, `0UNSHARD`, `0RESHARD`,
+one task after the other. Cells for communication (`1SEND_F0`, `1RECV_B0`, `0UNSHARD`, `0RESHARD`,
 `0REDUCE_GRAD`, and `WAIT_` before any of these) are ignored: messages follow from the tasks.
 torch's own order of 1F1B numbers the forwards of its last stage from 1 and its backwards from 0;
 such a chunk is read as if both began at 0.

@@ -76,7 +76,7 @@ class _Writer:
         return tuple(self.tasks)
 
     def _drain(self, after: int) -> None:
-        """Write the backward tasks of the last microbatches; split those of the second half."""
+        """Write the backward tasks of the last microbatches, the second half of them split."""
         left = 2 * (self.stage + 1)
         for number in range(left):
             self._back(self.down if number % 2 else self.up, split=number > self.stage)

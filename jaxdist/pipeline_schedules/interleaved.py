@@ -31,8 +31,8 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     """Return 1F1B over `chunks` chunks per stage, `stages` microbatches at a time (depth first).
 
     If F and B are the times of a stage, the bubble is (stages - 1) (F + B) / chunks. The first
-    stage keeps stages (1 + (stages - 1) / (stages chunks)) activations, or all where there are
-    fewer. The source is Narayanan et al., arXiv 2104.04473 section 2.2.
+    stage keeps stages (1 + (stages - 1) / (stages chunks)) activations, but no more than there are
+    microbatches. The source is Narayanan et al., arXiv 2104.04473 section 2.2.
 
     Raises:
       ConfigError: fewer than 2 chunks, or microbatches that are not a multiple of the stages.

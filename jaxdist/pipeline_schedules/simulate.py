@@ -67,7 +67,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The time in which the busiest stage waits, per step: the period less its work."""
+        """The time that the busiest stage waits in a step: the period less that stage's work."""
         return self.period - max(self.busy, default=0)
 
     @property

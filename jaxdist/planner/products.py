@@ -65,8 +65,8 @@ def mean_share(
 def peak_of(target: Target, *, narrow: bool) -> float:
     """Return the peak FLOPs per second for products of two-byte numbers, or of float32.
 
-    A device without a figure for float32 has that of bfloat16: by default, TPUs round float32
-    factors to bfloat16.
+    A device without a figure for float32 uses its figure for bfloat16: by default, TPUs round
+    float32 factors to bfloat16.
     """
     found = target.device.flops_per_second
     return found["bfloat16"] if narrow else found.get("float32", found["bfloat16"])

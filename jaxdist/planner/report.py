@@ -221,7 +221,7 @@ def _plans(result: Result, first: int) -> Table:
 
 
 def _said(known: Confirmed) -> list[str]:
-    """Return the compiler's figures for a plan, the cells of the table's last columns."""
+    """Return the compiler's figures for a plan, which fill the last columns of the table."""
     said = [] if known.laid_out else ["refused" if known.refusal else show_seconds(known.seconds)]
     if known.refusal:
         return [*said, "" if said else "refused"]

@@ -40,7 +40,7 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """The seconds of the first plan's step, by its compiled program if any; else infinite."""
+        """The seconds of the first plan's step, compiled if possible, or infinity if refused."""
         if not self.top or self.refused:
             return math.inf
         return self.confirmed[0].seconds if self.confirmed else self.top[0].seconds.total

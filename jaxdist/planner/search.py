@@ -135,7 +135,7 @@ def judge_plan(model: Model, plan: Plan, places: Places, target: Target) -> Judg
 
 
 def formulas_of(model: Model) -> Formulas:
-    """Return the formulas for a model's plans."""
+    """Return the formulas for a model's plans: those of decoders, or those of a traced step."""
     return TracedFormulas(model) if isinstance(model, Traced) else DecoderFormulas(model)
 
 

@@ -35,8 +35,8 @@ class _Rates:
       attention: fraction of the peak that attention's kernels reach on devices without a table.
       passes: number of times that the activations of a block pass through memory in the forward
         pass.
-      elements: bytes of activations per FLOP of the peak that the vector unit processes, a bound
-        on elementwise operations where memory is faster.
+      elements: bytes of activations that the vector unit processes in the time of a FLOP at the
+        peak. They bound elementwise operations where memory is faster.
       update: bytes through memory for the update of each parameter, besides those of parameters,
         gradients and the optimizer's state.
     """
@@ -362,7 +362,7 @@ def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> 
 
 
 def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> tuple[float, float]:
-    """Return a step's waits that do not recur for each microbatch: fast network, slow network."""
+    """Return the seconds that a step waits once, for the fast network and for the slow network."""
     mine = share(model, plan)
     sum_bytes = 2 if plan.bfloat16_reduction else model.param_bytes
     dims = places.dims[1]

@@ -236,7 +236,7 @@ class Reference:
         return self._known[rows, shards]
 
     def compare(self, plan: str, sections: JsonObject) -> tuple[Compared, Any]:
-        """Compare a plan for the same model, optimizer and batch with a single device.
+        """Compare a plan with a single device; both have the same model, optimizer and batch.
 
         The result is a pair of the comparison and the plan's `Steps`, which are None for a plan
         that was not compared.

@@ -80,8 +80,8 @@ class Sent:
       placed: bytes of the same collectives in the compiled program, by axes.
       summed: bytes of the sums and gathers that XLA placed by itself, by axes.
       unasked: all other collectives of the compiled program.
-      missing: sentences on collectives that are asked for or owed, and that the compiled program
-        lacks or sends too little in.
+      missing: a sentence for each collective that the code asks for or owes, and that the compiled
+        program lacks, or in which it sends too few bytes.
     """
 
     asked: Mapping[str, float]

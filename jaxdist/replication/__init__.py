@@ -1,1 +1,1 @@
-"""The replication of ranges of parameters: copies on other servers, which take over."""
+"""The replication of parameter ranges: if a server fails, a server with a copy takes over."""

@@ -76,11 +76,11 @@ class View:
 
 @dataclass(frozen=True)
 class Entry:
-    """A step of the leader, as a follower takes it over.
+    """A step of the leader, in the form in which followers repeat the step.
 
     Attributes:
       index: number of the entry; all entries of all epochs are in one order.
-      state: state of the protocol after the step, see `portable`.
+      state: state of the protocol after the step, in the form of `portable`.
       updates: updates of the parameters, in order; their arrays travel with the entry.
       whole: whether the entry carries all arrays in place of updates, for a server that joins.
     """
@@ -132,9 +132,9 @@ class Leader:
     Attributes:
       range: state of the protocol.
       index: index of the newest entry.
-      has: index of the newest entry that each server has, or None if it has no copy yet.
+      has: index of the newest entry that each server has, or None for a server without a copy.
       entries: entries that some server has not acknowledged.
-      released: largest index that `safe` has had.
+      released: the largest value that `safe` has had so far.
       deposed: whether another server leads in a newer epoch.
     """
 
@@ -192,7 +192,7 @@ class Leader:
         return replace(found, entries=tuple(e for e in self.entries if e.index > least))._noted()
 
     def viewed(self, view: View, server: int) -> Leader:
-        """Return the leader after a decision of the arbiter, of which `server` is this server."""
+        """Return the leader after a decision of the arbiter; `server` is this server's number."""
         if view.number <= self.view.number:
             return self
         if (view.epoch, view.leader) != (self.view.epoch, server):

@@ -17,14 +17,15 @@ from jaxdist.wire.contract import Service, Wire
 
 
 class Seat:
-    """A range on a server: a `CopyService`, and from the day that it leads a `ReplicatedServer`.
+    """A range on a server: a `CopyService`, and a `ReplicatedServer` once this server leads.
 
     Args:
       number: number of the server.
       start: state of the protocol if the server leads from the beginning, or None if it joins.
       opens: opens a port for a service, keeps it open, and returns it.
       wire_to: returns a wire to the copies on another server's port.
-      say: reports to the arbiter: the port of the copies, a takeover, a server that may follow.
+      say: sends the arbiter a report: the port of the copies, a takeover, or a server that may now
+        follow.
       more: further arguments of the server.
     """
 
@@ -65,13 +66,13 @@ class Seat:
             self._lead(self.copies.takes_over(view))
 
     def admit(self, client: int) -> None:
-        """Allow a new client to join, also if this server leads only later."""
+        """Allow a new client to join, even if this server becomes the leader only later."""
         self._admitted.append(client)
         if self.server is not None:
             self.server.admit(client)
 
     def leave(self, client: int) -> None:
-        """Remove a client permanently, also if this server leads only later."""
+        """Remove a client permanently, even if this server becomes the leader only later."""
         self._gone.append(client)
         if self.server is not None:
             self.server.leave(client)

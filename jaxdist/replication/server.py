@@ -1,4 +1,4 @@
-"""A server that leads a range: replies wait until the followers have what they report."""
+"""A server that leads a range: a reply waits until the followers have what the reply reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ReplicatedServer(Server):
     Args:
       number: number of this server.
       leader: state of the replication.
-      synced: called with the number of a server, once it may follow, and that of the view.
+      synced: called with the numbers of a server and of the view, once that server may follow.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ def save(
     """Save a state under its own step; see `CheckpointStore.save`.
 
     Args:
-      parts: patterns of the parts to save, see `jaxdist.checkpoint.parts`; None saves all.
+      parts: patterns of the parts to save (`jaxdist.checkpoint.parts`); None saves all.
     """
     saved, shapes = program.home.to_files(state), program.own_shapes
     if parts is not None:
@@ -183,7 +183,8 @@ def _finished(
     """Convert a state from the form of checkpoints to the form of devices.
 
     Args:
-      remake: function from the loaded state of the exchange to its new state; None leaves it.
+      remake: function from the loaded state of the exchange to its new state; None keeps the loaded
+        state.
       begins: whether the state of the strategy starts again from the parameters.
       skips: conversion of the optimizer's state to the form of the program.
     """

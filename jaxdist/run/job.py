@@ -91,9 +91,9 @@ class RunJob:
 
     Attributes:
       resume: whether the run continues from its newest checkpoint.
-      begun: value of `time.perf_counter_ns` at which the first account of time begins; None begins
-        it at the first preparation.
-      profiled: the steps to trace in the first of these lives; None traces nothing.
+      begun: value of `time.perf_counter_ns` at which the first account of time begins; by default
+        the account begins at the first preparation.
+      profiled: the steps to trace in the first life of this process; None traces nothing.
       devices: devices for strategies that do not choose devices; None uses all.
       lives: the lives of the run in this process that have ended, one for each preparation.
     """
@@ -114,7 +114,7 @@ class RunJob:
     def prepared(self, devices: Sequence[Device] | None = None) -> Iterator[Prepared]:
         """Build the run on the given devices, or its own; its files are open within the context.
 
-        The method may be called again after the context has ended, also with other devices: the run
+        The method may be called again after the context has ended, even with other devices: the run
         then continues from its newest checkpoint, or begins again if there is no checkpoint.
 
         Raises:

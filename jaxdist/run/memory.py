@@ -1,4 +1,4 @@
-"""Checks that a run fits in memory before it starts, and an error where memory is exhausted."""
+"""Checks before a run that its state fits in memory, and an error for exhausted memory."""
 
 from __future__ import annotations
 

@@ -94,15 +94,15 @@ def train(
     """Train a config in this process, which has already joined the other processes, if any.
 
     Args:
-      source: config file or its content, see `jaxdist.experiment.load`.
+      source: config file or its content, as for `jaxdist.experiment.load`.
       hooks: hooks that are called before those that the config names.
       devices: devices to use; None uses all.
       resume: whether to continue the run of this config from its newest complete checkpoint.
       identity: identity of the run to take; None takes a new run or, with `resume`, the run that
         has begun under the config's name.
       profile: steps to trace into the run directory, as `parse_profile` parses them.
-      begun: `time.perf_counter_ns` at which the account of the run's time begins; None is now. A
-        process with no other work passes `jaxdist.runtime.lifetime.begun`.
+      begun: `time.perf_counter_ns` at which the account of the run's time begins; None begins it
+        now. A process with no other work passes `jaxdist.runtime.lifetime.begun`.
       console: console of process 0; other processes print nothing.
 
     Raises:

@@ -169,7 +169,7 @@ def restart_with_huge_pages() -> None:
     """Restart this process with a tuned malloc; return only if nothing needs to change.
 
     Call this function at a program's entry point, before anything else. The user's own settings
-    win.
+    take precedence.
     """
     planned = plan_tunables(os.environ, platform.libc_ver()[0])
     if planned is not None and sys.platform == "linux":

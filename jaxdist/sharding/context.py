@@ -20,14 +20,14 @@ from jaxdist.sharding.layout import Layout, ShardingConfig
 def with_split(
     layout: Layout, config: ShardingConfig, needs: ContextNeeds, *, reorders: bool
 ) -> tuple[Layout, tuple[str, ...]]:
-    """Return the layout with the way to share sequences, and the reason for it.
+    """Return the layout with the split of its sequences, and the reason for that split.
 
     Args:
-      needs: the attention of a device, if it had whole sequences.
+      needs: the attention of a device that would have whole sequences.
       reorders: whether a training batch may be in another order.
 
     Raises:
-      ConfigError: the devices do not divide the sequence, or the heads do not fit the way.
+      ConfigError: the devices do not divide the sequence, or the heads do not fit the split.
     """
     given = layout.split
     if given is None:

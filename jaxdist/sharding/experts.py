@@ -43,7 +43,7 @@ class Place:
 
     @property
     def size(self) -> int:
-        """The number of devices."""
+        """The number of devices that exchange tokens."""
         return lax.axis_size(self.axes)
 
     @property
@@ -211,7 +211,7 @@ def most_sent(tokens: int, rows: int, capacity: int | None, experts: int) -> int
 
     Args:
       rows: number of sequences of a device.
-      capacity: the largest number of tokens of a sequence for an expert; None is all.
+      capacity: the largest number of tokens of a sequence for an expert; None sets no limit.
       experts: number of experts of a device.
     """
     return tokens if capacity is None else min(tokens, rows * capacity * experts)

@@ -130,7 +130,8 @@ class Auto(Algorithm):
 
         Args:
           sizes: the size of each axis by name, slowest first.
-          kind: the device, as a short name or a `device_kind`; `device` overrides it.
+          kind: the device, as a short name or a `device_kind`; the setting `device` takes
+            precedence.
 
         Raises:
           CollectiveError: a link is neither configured nor known for the device.

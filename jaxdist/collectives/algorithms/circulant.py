@@ -121,8 +121,8 @@ def traffic(kind: Operation, payload_bytes: float, size: int) -> Traffic:
 def _reduce_steps(size: int) -> int:
     """Return the length of the longest chain of messages that wait for each other.
 
-    The chain is shorter than the number of rounds if the blocks that some round sends have not
-    changed in the round before.
+    A round need not wait for the round before it if that round did not change the blocks to send.
+    The chain is then shorter than the number of rounds.
 
     >>> [_reduce_steps(size) for size in (2, 3, 4, 5, 6, 7, 8)]
     [1, 1, 2, 2, 2, 3, 3]

@@ -21,11 +21,11 @@ class Ring(Algorithm):
     """Collectives in steps between neighbours, for any number N of devices with S bytes each.
 
     In one direction, reduce-scatter and all-gather take N-1 steps and (N-1)/N S bytes each, an
-    all-reduce 2 (N-1) steps and 2 (N-1)/N S bytes. In two directions, the sums of a block approach
-    its device from both sides at once, and the result leaves it to both sides at once: the same
-    bytes in about half the steps (floor(N/2) each), about half of the bytes on each link. Broadcast
-    and reduce pass the whole array along, chunk after chunk. An all-to-all sends each block
-    straight to its device, as N-1 messages that do not wait for each other.
+    all-reduce 2 (N-1) steps and 2 (N-1)/N S bytes. In two directions, partial sums travel to a
+    block's device from both sides at once, and its result leaves to both sides at once. A device
+    sends the same bytes in about half the steps (floor(N/2) each), with about half of the bytes on
+    each link. Broadcast and reduce pass the whole array along, chunk after chunk. An all-to-all
+    sends each block straight to its device, as N-1 messages that do not wait for each other.
 
     The order of summation for the block of device d, in one direction, is x[d+1] + x[d+2] + ... +
     x[d], from left to right, indices modulo N. In two directions, with r = floor(N/2) and l =

@@ -36,8 +36,8 @@ def eject(
       out: file to write the text to.
 
     Raises:
-      ConfigError: settings are not supported, all in one message; or `out` exists or cannot be
-        written. Errors of `load` and `build` are passed on.
+      ConfigError: a setting is not supported, and one message lists all of them; or `out` exists or
+        cannot be written. Errors of `load` and `build` are passed on.
     """
     document, config = load(path, overrides)
     check_ejectable(config, keeps_data=keep is Keep.DATA)

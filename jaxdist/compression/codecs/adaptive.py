@@ -91,7 +91,7 @@ class Adaptive(Codec):
 
 
 def allocate(energy: jax.Array, planes: int) -> jax.Array:
-    """Return each block's number of bits, int32 [blocks]: 0 or 2 to 8, at most `planes` in all.
+    """Return each block's number of bits, int32 [blocks], 0 or 2 to 8, with a sum up to `planes`.
 
     Args:
       energy: sum of squares of each block, float32 [blocks].

@@ -14,7 +14,7 @@ from jaxdist.types import Leaf
 
 
 class RandomK(LinearCodec):
-    """A codec that sends one of every c = 1 / fraction neighbours, drawn at random in every round.
+    """A codec that sends a random one of each c = 1 / fraction elements in every round.
 
     All devices draw the same positions from the round's key, so that no position is sent and
     messages can be summed (Stich et al., arXiv 1809.07599, section 2, drawn by strata). With

@@ -1,11 +1,11 @@
 """The contract of error feedback: a memory of each sender, and a view of each receiver.
 
 In each round the sender computes `x` from its gradient and its memory (`correct`), encodes it,
-decodes its own message, and updates its memory (`settle`). A receiver computes the value that
-replaces the gradient from the decoded message and its view (`receive`). Where messages do not carry
-the gradient itself, all devices keep a common state of the results: `carried` computes the value to
-send from that state and a gradient, and `conclude` computes the value that replaces the gradient
-from a result.
+decodes its own message, and updates its memory (`settle`). From the decoded message and its view, a
+receiver computes the value that replaces the gradient (`receive`). Where messages carry something
+other than the gradient, such as momentum, all devices keep equal copies of a state: `carried`
+computes the value to send from that state and a gradient, and `conclude` computes the value that
+replaces the gradient from a result.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _SHOWN = 5
 
 
 class Place(NamedTuple):
-    """The place of an image's bytes: a file, or a part of a tar; length -1 is the file's rest."""
+    """The location of an image's bytes: a file, or a part of a tar; length -1 is up to its end."""
 
     path: str
     start: int = 0
@@ -48,7 +48,7 @@ class EncodedImages:
     """A source of images that are decoded when they are read.
 
     Attributes:
-      places: the place of each image's bytes.
+      places: the location of each image's bytes.
       labels: int32 [N].
       size: side of the square to which images are scaled and cropped; None keeps their own size,
         which must then be the same for all.

@@ -1,4 +1,4 @@
-"""Clicks of any number on any number of ids, with the power law of real ids, by seed and index."""
+"""Generated clicks: any number of them, on any number of ids, which follow a power law."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of text files as columns of values, with the line's number in each error."""
+"""A reader of text files as columns of values, whose errors name the file and the line."""
 
 from __future__ import annotations
 

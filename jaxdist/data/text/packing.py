@@ -12,7 +12,7 @@ from jaxdist.data.source import Example, take_one
 
 
 def pack_lengths(lengths: Sequence[int], window: int) -> list[list[int]]:
-    """Choose the pieces of each window: the longest first, each where it leaves least room.
+    """Place the pieces, the longest first, into the windows that they fill most.
 
     This is best fit decreasing, which needs at most 11/9 of the least number of windows (Johnson
     et al. 1974, SIAM J. Comput. 3).

@@ -95,7 +95,7 @@ class PreferencesConfig(Config):
 
 
 def read_pairs(files: Sequence[str]) -> Iterator[tuple[str, Pair]]:
-    """Yield each pair of files with its place, FILE:LINE, which error messages name.
+    """Read files, and yield each pair with its place, FILE:LINE, which error messages name.
 
     Raises:
       DataError: a file that cannot be read, a line that is not JSON, or no pair of answers.

@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A tokenizer in which a byte is its own token, and 256 ends a document; it needs no training.
+    """A tokenizer without training: each byte is its own token, and token 256 ends a document.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.encode([b"hi"])
@@ -189,7 +189,7 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, out: Path) -> BpeToke
 
     Args:
       documents: UTF-8 text.
-      vocab_size: number of tokens to learn, at least 256, the bytes; little text gives fewer.
+      vocab_size: number of tokens, of which 256 are the single bytes. Little text gives fewer.
       out: the file to write.
 
     Raises:

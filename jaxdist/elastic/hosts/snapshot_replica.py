@@ -69,7 +69,7 @@ class SnapshotReplica:
 
     @contextmanager
     def _wanted(self) -> Iterator[bool]:
-        """Return whether copies are still wanted; the answer holds until the context exits."""
+        """Yield whether copies are still wanted; the answer holds inside the `with` block."""
         with self._keeping:
             yield not self._closed.is_set()
 

@@ -80,7 +80,7 @@ class Slow:
 
 
 def find_slow(found: Sequence[Flight]) -> list[Slow]:
-    """Return the slow processes, each by the first of the three measures that shows it.
+    """Return the slow processes, each with the first of three measures that finds the process.
 
     The result is empty for fewer than two processes, or fewer than `LEAST_STEPS` steps that all
     processes have finished.

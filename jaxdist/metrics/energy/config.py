@@ -1,4 +1,4 @@
-"""The section `energy` of a config."""
+"""The section `energy` of a config: the meter, and the figures for electricity and carbon."""
 
 from __future__ import annotations
 

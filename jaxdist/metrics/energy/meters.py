@@ -69,7 +69,7 @@ class Nvml:
     """The energy counters of this host's GPUs, in millijoules, updated about every 100 ms.
 
     Args:
-      visible: numbers of the GPUs to use; None is all.
+      visible: numbers of the GPUs to measure; None measures all.
 
     Raises:
       RunError: nvidia-ml-py is not installed, there is no driver, or the GPUs have no counter.

@@ -67,7 +67,7 @@ class WandbConfig(PackagedConfig):
 
 
 class TrackioConfig(PackagedConfig):
-    """Trackio, with its database in the directory of the variable TRACKIO_DIR."""
+    """Trackio, whose database is in the directory that the variable TRACKIO_DIR names."""
 
     package = "trackio"
     type: Literal["trackio"]

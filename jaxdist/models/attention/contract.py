@@ -29,7 +29,7 @@ class AttentionRequest:
       heads: number of query heads, over all devices.
       kv_heads: number of key and value heads, each shared by heads / kv_heads query heads.
       window: number of positions before itself that a query sees (and, if not causal, after
-        itself); None is all.
+        itself); None sets no limit.
       segments: whether a query sees only its own document.
       length: length of a sequence; None is unknown.
       head_parts, kv_head_parts, seq_parts: number of devices over which each of these dims is
@@ -62,7 +62,7 @@ class Kernel(Protocol):
 
     @property
     def platform(self) -> str | None:
-        """Platform that the kernel is written for; None is all platforms."""
+        """Platform that the kernel is written for, or None for a kernel of all platforms."""
         ...
 
     def fits(self, ask: AttentionRequest) -> str | None:
@@ -88,7 +88,7 @@ class Kernel(Protocol):
         Args:
           q_BLHd, k_BLKd, v_BLKd: queries, keys, values of one dtype; head h reads keys h // (H /
             K).
-          segments_BL: document of each position, int32; None is one document.
+          segments_BL: document of each position, int32; None for a single document.
           window, causal: see `AttentionRequest`.
           hint: the layout of q, k and v on the mesh.
         """

@@ -56,7 +56,7 @@ class Groups:
         return lax.all_to_all(x, self.split.axes, axis_index_groups=members, **given)
 
     def whole(self, segments_Bl: jax.Array | None) -> jax.Array | None:
-        """Gather the documents of a group's piece of the sequence."""
+        """Gather the document numbers of the piece of the sequence that a device's group shares."""
         if segments_Bl is None or self.split.swapped == 1:
             return segments_Bl
         given: dict[str, Any] = {"axis": 1, "tiled": True, "axis_index_groups": self._members()}
@@ -268,7 +268,7 @@ class _Home:
         return [jnp.asarray(sum(each)) for each in zip(self.own, *home, strict=True)]
 
     def _scattered(self) -> list[jax.Array]:
-        """Send the sums for each group's keys to that group, and add them up there."""
+        """Send each group the sums for its own keys, and add up the sums that arrive."""
         R, own = self.groups.split.groups, self.groups.own()
         found = []
         for n, zeros in enumerate(self.zeros):

@@ -77,7 +77,7 @@ class ExpertsConfig(Config):
         return 0.0 if self.bias_rate else BALANCE
 
     def capacity(self, length: int) -> int | None:
-        """Return the tokens of a sequence of `length` that an expert takes; None is all.
+        """Return the most tokens of a sequence of `length` for an expert; None sets no limit.
 
         >>> ExpertsConfig(count=4, top_k=2, capacity_factor=1.25).capacity(10)
         7

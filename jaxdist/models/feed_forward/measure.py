@@ -25,8 +25,9 @@ class Auxiliary(NamedTuple):
     """The auxiliary losses of routers, and their metrics.
 
     Attributes:
-      penalty: total of the weighted auxiliary losses, with the weight of the loss.
-      sums: means over tokens, and the load.
+      penalty: sum of the auxiliary losses, each times its coefficient, on the scale of the loss's
+        total.
+      sums: the metrics: means over tokens, and the load of each expert.
     """
 
     penalty: jax.Array

@@ -42,7 +42,7 @@ class Experts:
         """Return the weighted sum of the results of each token's experts, `[T, D]`.
 
         Args:
-          ids_Tk: numbers of experts; the number of kernels, or more, is an expert elsewhere.
+          ids_Tk: numbers of experts. An expert whose number is E or more is on another device.
           kernels: gate (if any) and up `[E, D, F]`, and down `[E, F, D]`.
         """
         *into, down_EFD = kernels

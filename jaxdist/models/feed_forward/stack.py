@@ -26,7 +26,7 @@ class RoutedStack(Stacked):
 
     Attributes:
       experts: settings of the experts, or None without experts, as in a plain `Stacked`.
-      deterministic: whether the model evaluates, which leaves auxiliary losses out of the loss.
+      deterministic: whether the model evaluates; the loss then excludes auxiliary losses.
     """
 
     experts: ExpertsConfig | None = None

@@ -158,7 +158,7 @@ class Vit(Stacked):
         return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)
 
     def operands(self, image: jax.Array) -> tuple[None]:
-        """Return the documents of positions, for attention: None, for an image is a single one."""
+        """Return the operands of attention: no documents, because an image is a single document."""
         del image
         return (None,)
 

@@ -56,7 +56,7 @@ class MfConfig(RecommenderConfig):
 
 
 class Mf(nnx.Module):
-    """A bias, and rows of factors that end with a bias of their own."""
+    """Matrix factorisation with a global bias; each row has factors, and the bias of its id."""
 
     def __init__(
         self,

@@ -109,7 +109,7 @@ def _gathered(zero: ZeroSplit, like: Grads, exchange: Explicit, shards: Grads) -
 
 @dataclass(frozen=True)
 class CompressedScatter(Compressed, Scatter):
-    """A reduce-scatter by messages: every device gets its shard of the sum (ZeRO 1)."""
+    """A reduce-scatter of compressed messages: a device gets its shard of the sum (ZeRO 1)."""
 
     def gradients(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree

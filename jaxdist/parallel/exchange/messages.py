@@ -65,7 +65,7 @@ class Messages:
         return jax.tree.map(lambda _: NamedSharding(self.mesh, self.spec), state)
 
     def reshard(self, saved: PyTree, state: PyTree) -> PyTree:
-        """Reshard the state by `jaxdist.compression.reshard`, also for other message axes."""
+        """Reshard the state by `jaxdist.compression.reshard`, even if the message axes differ."""
         sizes = dict(self.mesh.shape)
         return reshard(saved, state, [sizes[name] for name in sizes], self._places)
 

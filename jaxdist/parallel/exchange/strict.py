@@ -297,7 +297,7 @@ class Strict(Explicit):
         *,
         stacked: bool = True,
     ) -> PyTree:
-        """Apply `function` to each device's stacked blocks or shards, manual on all axes."""
+        """Apply `function` to each device's stacked blocks or shards, in a `shard_map`."""
         if stacked:
             specs = jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
         else:

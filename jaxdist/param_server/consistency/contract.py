@@ -21,12 +21,12 @@ is added directly; or a change of parameters, whose negative is the outer optimi
 
 @dataclass(frozen=True)
 class Arrival:
-    """A change that has arrived, after all earlier changes of its client.
+    """A change that has arrived at a server, in the order in which its client sent changes.
 
     Attributes:
       client: the client that sent the change.
       sequence: number of the message among the client's messages.
-      clock: clock of the client's computation of the change; in rounds, the number of the round.
+      clock: clock at which the client computed the change; in rounds, the number of the round.
       version: version of the parameters that the change was computed from.
       tokens: weight in a mean, or 0 if all examples of its batch were masked.
       usable: whether the change contains no NaN and no infinity.

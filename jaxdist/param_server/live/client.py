@@ -100,7 +100,7 @@ class Client:
 
     @property
     def clock(self) -> int:
-        """Clock of the worker's next computation."""
+        """The clock at which the worker computes next."""
         return min(link.state.clock for link in self._links)
 
     @property

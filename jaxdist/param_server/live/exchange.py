@@ -1,4 +1,4 @@
-"""A client's sessions with servers: reopened when they end, with unanswered messages sent again."""
+"""A client's sessions with servers; a new session sends unanswered messages again."""
 
 from __future__ import annotations
 

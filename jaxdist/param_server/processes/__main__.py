@@ -80,7 +80,7 @@ class ServerProcess:
         parent.say("listening", ports=[self.rpc.port])
 
     def order(self, what: JsonObject) -> None:
-        """Follow an order of the supervisor."""
+        """Let a worker join or leave, or stop at a clock, as the supervisor orders."""
         match what:
             case {"leave": int(client)}:
                 self.server.leave(client)
@@ -156,7 +156,7 @@ class WorkerProcess:
         self.worker = Worker(*given, self._measure, self._tell)
 
     def order(self, what: JsonObject) -> None:
-        """Follow an order of the supervisor."""
+        """Stop at the clock that the supervisor orders."""
         match what:
             case {"stop": int(clock)}:
                 self.worker.stop = clock

@@ -71,7 +71,7 @@ def listening(service: Service, sharded: Sharded, setup: JsonObject, place: int)
       place: index of the port among all ports of the run.
 
     Raises:
-      WireError: the port cannot be opened, see `RpcServer`.
+      WireError: the port cannot be opened, as in `RpcServer`.
     """
     processes = sharded.cluster.processes
     return RpcServer(

@@ -134,7 +134,7 @@ def receive(model: Consistency, state: RangeState, message: Message, now: float 
 def resume(
     model: Consistency, state: RangeState, client: int, sequence: int, now: float = 0.0
 ) -> Step:
-    """Continue with a member whose messages before a sequence have all had their final replies."""
+    """Continue with a member that has the final replies to all messages before `sequence`."""
     if client not in state.clocks.clocks:
         return Step(state)
     inbox = state.inboxes[client].settled_before(sequence)

@@ -39,7 +39,7 @@ class TableShard:
         self.square = 0.0
 
     def read(self, client: int, version: int) -> None:
-        """Return nothing: an answer has the rows of its pull, see `TableServer`."""
+        """Return nothing, because an answer has only the rows of its pull, as in `TableServer`."""
 
     def forget(self, client: int) -> None:
         """Forget nothing: no version of a row is kept for a worker."""

@@ -79,7 +79,7 @@ class ClockReports:
         spent[1] += report["waited_seconds"]
 
     def applied(self, server: int, report: JsonObject) -> None:
-        """Record a server's report: squared norms of changes by version, floor and counters."""
+        """Record a server's report: floor, counters, and the changes' squared norms by version."""
         self._squares[server] |= {int(version): square for version, square in report["squares"]}
         self._stats[server] = report["stats"]
         self._floors[server] = report["stats"]["floor"]

@@ -48,7 +48,7 @@ class Supervisor:
     Args:
       prepared: the prepared run.
       token: the file with the token that the run's processes share.
-      module: the Python module whose process forks those of the run, see `jaxdist.runtime.forks`.
+      module: the Python module whose process forks the run's processes (`jaxdist.runtime.forks`).
       config: the config file from which each process builds the run.
     """
 

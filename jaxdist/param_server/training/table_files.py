@@ -63,10 +63,10 @@ def write_tables(
 
 
 def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield row numbers and values of each server that saved a step, whatever their number now.
+    """Yield row numbers and values from each server that saved a step, however many run now.
 
     Args:
-      about: what the rows must be.
+      about: description of the tables, which the files must match.
 
     Raises:
       CheckpointError: tables of this step are missing, damaged, or of another form.

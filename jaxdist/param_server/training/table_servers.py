@@ -96,7 +96,7 @@ def with_tables(
     """Start the servers, and yield the run with steps that pull from them and push to them.
 
     Args:
-      module: the Python module whose process forks the servers, see `jaxdist.runtime.forks`.
+      module: the Python module whose process forks the servers (`jaxdist.runtime.forks`).
       checkpoints: folder of the run's checkpoints, with which tables are deleted.
 
     Raises:

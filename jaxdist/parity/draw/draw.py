@@ -276,7 +276,7 @@ def _zero_and_reduce(random: Random, mesh: Mapping[str, Json]) -> tuple[Sections
 
 
 def _with_messages(random: Random, plan: TrainingPlan) -> TrainingPlan:
-    """Return the plan, in some draws with `parallel.compression` by a lossless codec."""
+    """Return the plan, to which some draws add `parallel.compression` with a lossless codec."""
     if random.random() < 0.6:
         return plan
     codec = random.choice(LOSSLESS)
@@ -317,7 +317,7 @@ def _options(random: Random, kind: str) -> Sections:
 
 
 def _schedule(random: Random, stages: int) -> tuple[Sections, int, int]:
-    """Draw a schedule and a number of microbatches that it accepts; return its chunks too."""
+    """Draw a schedule, and microbatches that it accepts; return both, and the number of chunks."""
     kind = random.choice([*SCHEDULES])
     settings: Sections = {"type": kind}
     if "chunks" in SCHEDULES[kind].model_fields:

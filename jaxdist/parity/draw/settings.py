@@ -124,7 +124,7 @@ def _lookahead(random: Random, config: Sections) -> Sections | None:
 
 
 def _skip_spikes(random: Random, config: Sections) -> Sections | None:
-    """Skip steps whose gradient is larger than that of the step before, about every other step."""
+    """Skip each step with a larger gradient than the step before, about half of all steps."""
     spikes = {"factor": 1.0001, "window": 1}
     optim = {name: value for name, value in config["optim"].items() if name != "skip_nonfinite"}
     return {"optim": {**optim, "skip_spikes": spikes}}
@@ -304,7 +304,7 @@ def _gather_dtype(random: Random, config: Sections) -> Sections | None:
 def _experts(random: Random, config: Sections) -> Sections | None:
     """Draw experts of a gpt that computes in full precision, whose scores no rounding reorders.
 
-    An axis of stages, which does not go with experts, becomes an axis of experts.
+    An axis of stages, which does not combine with experts, becomes an axis of experts.
     """
     model, stages, train = config["model"], _stages(config), config["train"]
     if model["type"] != "gpt" or in_half_precision(config) or EXPERTS % stages:

@@ -23,8 +23,9 @@ def draw_text(timeline: Timeline, columns: int = 80, *, colour: bool = False) ->
 
     If the picture fits the columns, each task shows its kind and microbatch, and its chunk where
     stages have several. Otherwise each character is a unit of time: F, B, I or W, or a dot where
-    the stage waits. Text beyond the columns is cut off, and the line below the picture says so.
-    Times without a common unit are drawn to scale: a character shows the task in its middle.
+    the stage waits. Text beyond the columns is cut off, and the line below the picture mentions it.
+    Times without a common unit are drawn to scale: a character shows the task that runs at the
+    middle of the character's time.
 
     Args:
       columns: width of the terminal, at least 40.
@@ -71,7 +72,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def _unit(timeline: Timeline) -> float:
-    """Return the largest time that divides all starts and ends, or 0 if a time is no integer."""
+    """Return the largest time that divides all starts and ends, or 0 if a time is fractional."""
     times = {time for row in timeline.spans for span in row for time in span[:2]}
     if any(time != int(time) for time in times):
         return 0.0

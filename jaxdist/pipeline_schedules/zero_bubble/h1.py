@@ -52,8 +52,8 @@ class ZBH2(Config):
 def zb_h2(stages: int, microbatches: int) -> Schedule:
     """Return a schedule whose forward passes begin so early that a started stage never waits.
 
-    The bubble is (stages - 1) (F + I - 2 W), and 0 if F, I and W are equal. Every stage keeps
-    2 stages - 1 activations. Stage i begins and ends a step i forward passes after the first stage
+    The bubble is (stages - 1) (F + I - 2 W), and 0 if F, I and W are equal. Every stage keeps (2
+    stages) - 1 activations. Stage i begins and ends a step i forward passes after the first stage
     (see `Timeline.period`).
 
     Raises:

@@ -72,7 +72,7 @@ class _Block(NamedTuple):
     Attributes:
       hops: time from a stage to the next, for each of four tasks: F of the first chunk, F of the
         second, I of the second, I of the first.
-      turns: time between one of these four tasks and the next, on the stage where both meet.
+      turns: time between one of these four tasks and the next, on the stage that runs both.
     """
 
     hops: tuple[int, int, int, int]

@@ -189,7 +189,7 @@ class TracedFormulas:
         return (shard if plan.zero else whole) * each + sums
 
     def _waits(self, plan: Plan, places: Places, target: Target) -> tuple[float, float]:
-        """Return the waits inside the fast network, and across the slow network.
+        """Return the seconds that a step waits for the fast network, and for the slow network.
 
         Without ZeRO, XLA reduces the summed gradients of all microbatches once. With ZeRO, the
         gradients of each microbatch are reduce-scattered. ZeRO 1 and 2 gather parameters once per

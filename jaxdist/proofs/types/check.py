@@ -131,8 +131,8 @@ def _region(
 def _leaf(jaxpr: Any, var: Any, out_names: Sequence[str]) -> str:
     """Return the name of the output that a result of `shard_map` becomes, or '' if there is none.
 
-    Only arrays with the same number of elements are followed, and scalars into the array in which
-    they are stacked. A scalar such as the norm of all gradients would lead to every output.
+    Only arrays with the same number of elements are followed, and a scalar only into the array that
+    it is stacked into. A scalar such as the norm of all gradients would lead to every output.
     """
     size, reached = var.aval.size, {var}
     names = []

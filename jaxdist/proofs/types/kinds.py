@@ -220,13 +220,13 @@ class Value:
         return replace(self, kind=kind)
 
     def moved(self, to: Mapping[int, int]) -> Value:
-        """Return a value with other numbers of its dims, as `moved` does for its kind."""
+        """Return the value with its dims renumbered, as the function `moved` does for a kind."""
         constant = frozenset(to[dim] for dim in self.constant if dim in to)
         return Value(moved(self.kind, to), constant)
 
 
 def moved(kind: Kind, to: Mapping[int, int]) -> Kind:
-    """Return a kind with other numbers of its dims.
+    """Return a kind with its dims renumbered.
 
     Args:
       kind: the kind.

@@ -245,7 +245,7 @@ def _in_a_row(dim: int, sizes: Sequence[int], values: Sequence[k.Value]) -> k.Va
 
 
 def same_dims(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
-    """Return the kinds of a padded, sliced, split or reversed array, which keeps its kind."""
+    """Return the kinds of the results of padding, slicing, splitting or reversing an array."""
     kinds = [value.kind for value in values]
     if isinstance(kinds[0], k.Joined):
         pads = eqn.primitive.name == "pad"

@@ -23,13 +23,13 @@ def mistake_of(ticks: Ticks) -> str:
 
 
 class _Stages:
-    """The labels of the values in the buffers of all stages, from tick to tick."""
+    """A simulation that labels the value in each buffer of each stage, tick after tick."""
 
     def __init__(self, ticks: Ticks) -> None:
         self.ticks, self.held, self.done = ticks, dict[tuple[str, int, int], Label](), Counter()
 
     def mistakes(self) -> Iterator[str]:
-        """Yield a sentence for each task that reads another value, and for each that is missing."""
+        """Yield a sentence for each task that reads a wrong value, and for each missing task."""
         for tick in range(self.ticks.ticks):
             sent: dict[tuple[str, int], Label] = {}
             for stage in range(self.ticks.stages):

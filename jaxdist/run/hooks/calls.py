@@ -68,7 +68,7 @@ class HookCalls:
             self._call("start")
 
     def step(self, step: int, metrics: StepMetrics) -> None:
-        """Call `step` of the hooks."""
+        """Call `step` of each hook after a step."""
         self._step = step
         self._call("step", step, metrics)
 
@@ -80,7 +80,7 @@ class HookCalls:
             self._call("save", moment.step, step_directory(checkpoints, moment.step))
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Call `record` of the hooks."""
+        """Call `record` of each hook that receives records."""
         self._call("record", step, split, values)
 
     @contextmanager

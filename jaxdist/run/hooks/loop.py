@@ -258,7 +258,7 @@ class Snapshot(LoopHook):
     """A hook that copies the state when due, unless an earlier hook saved it more durably.
 
     Attributes:
-      lasts: whether the copies are on a disk, so that only a checkpoint makes a copy unnecessary.
+      lasts: whether the copies are on a disk. Only a checkpoint then makes a copy unnecessary.
     """
 
     cadence: Cadence

@@ -1,4 +1,4 @@
-"""A rendezvous on etcd: its transactions swap the token, over its HTTP gateway for JSON.
+"""A rendezvous on etcd, whose transactions over HTTP swap the hosts' token atomically.
 
 The cluster may have several members, of which a majority must live: etcd is linearizable, so a swap
 that it acknowledged is never lost. Each value is a key below `/jaxdist/NAME/`. Nothing expires: the

@@ -1,4 +1,4 @@
-"""Residuals: the values that a forward pass stores for its backward pass, as arrays for a buffer.
+"""Residuals: the arrays that a forward pass stores in a buffer for its backward pass.
 
 `jax.vjp` keeps more values than must be stored for every microbatch. Only values that depend on the
 chunk's input are stored. The backward pass still has the parameters and random keys, and recomputes

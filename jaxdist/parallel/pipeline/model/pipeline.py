@@ -245,7 +245,7 @@ class Pipeline:
         return self._apart(*own), self._apart(*frozen)
 
     def _apart(self, tree: PyTree, like: PyTree) -> Apart:
-        """Split a tree with the structure of `like` into leaves of stacked layers and the rest."""
+        """Split a tree, with the structure of `like`, into leaves of stacked layers and others."""
         apart: Apart = ([], [])
         leaves = jax.tree.structure(like).flatten_up_to(tree)
         for (name, _), leaf in zip(flatten_with_names(like), leaves, strict=True):

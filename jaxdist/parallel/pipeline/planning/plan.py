@@ -166,7 +166,7 @@ def stages_of(mesh: Mesh) -> int:
 
 
 def _cut(config: PipelineConfig, costs: LayerCosts, schedule: Schedule) -> tuple[Partition, str]:
-    """Return the cut into chunks with its costs, and whether it was balanced or given."""
+    """Return the cut into chunks with its costs, and how it was found: balanced or given."""
     best = partition(costs, schedule.placement)
     if config.layers is None:
         return best, "balanced"

@@ -101,7 +101,7 @@ def assign(
 
 
 def _steps_of_b(jaxpr: Jaxpr, in_b: Sequence[bool]) -> dict[int, Step]:
-    """Return the steps that the results of B need, by the position of their equations."""
+    """Return the steps that the results of half B need, by the position of each step's equation."""
     needed = _made(jaxpr, in_b)
     steps: dict[int, Step] = {}
     for i, equation in reversed([*enumerate(jaxpr.eqns)]):
@@ -113,7 +113,7 @@ def _steps_of_b(jaxpr: Jaxpr, in_b: Sequence[bool]) -> dict[int, Step]:
 
 
 def _made(jaxpr: Jaxpr, results: Sequence[bool]) -> set[Var]:
-    """Return the variables among the chosen results, some of which may be constants."""
+    """Return the variables among the chosen results, without those that are constants."""
     pairs = zip(jaxpr.outvars, results, strict=True)
     return {var for var, own in pairs if own and not isinstance(var, Constant)}
 
