@@ -28,7 +28,7 @@ from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.client import Client
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.replication.decision import View
+from jaxdist.replication.decision import RangeView
 from jaxdist.replication.seat import Arbiter, Seat
 from jaxdist.runtime.environment import python_module
 from jaxdist.types import JsonObject
@@ -244,7 +244,7 @@ def main(number: int, leads: int, length: int) -> None:
         own.admit(client)
     for line in sys.stdin:
         order = json.loads(line)
-        own.view(View(*order["view"]), dict(map(tuple, order["ports"])))
+        own.view(RangeView(*order["view"]), dict(map(tuple, order["ports"])))
 
 
 if __name__ == "__main__":

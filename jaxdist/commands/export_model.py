@@ -14,7 +14,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.interchange.families import family_of
 from jaxdist.interchange.source import CONFIG, SOURCE
 from jaxdist.interchange.write import DTYPES, config_of, pieces_of, write_directory
-from jaxdist.interchange.write_gguf import gguf_rows, metadata_of, tokenizer_metadata, write_file
+from jaxdist.interchange.write_gguf import gguf_rows, metadata_of, tokenizer_metadata, write_gguf
 from jaxdist.models.gpt import GptConfig
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import JsonObject, Params
@@ -70,7 +70,7 @@ def export_model(
         length = int(str(config.get("max_position_embeddings") or 0))
         metadata = metadata_of(family, model, length, vocab_size)
         metadata |= tokenizer_metadata(folder, config)
-        write_file(out, metadata, tensors, value, dtype=held)
+        write_gguf(out, metadata, tensors, value, dtype=held)
     else:
         write_directory(out, config, tensors, value, dtype=held, folder=folder)
     console.print(f"model  {family.name}, {len(tensors):,} tensors of {held}", soft_wrap=True)

@@ -12,7 +12,7 @@ from jaxdist.experiment.config import ExperimentConfig
 from jaxdist.models.bert import BertConfig
 from jaxdist.models.gpt import GptConfig
 from jaxdist.sharding import Layout, ShardingConfig
-from jaxdist.sharding.context import with_split
+from jaxdist.sharding.context import share_sequences
 
 
 def with_context(
@@ -44,7 +44,7 @@ def with_context(
     )
     own_loss = config.loss is None or config.loss.type == "next_token"
     reorders = isinstance(model, GptConfig) and own_loss
-    return with_split(layout, config.sharding, needs, reorders=reorders)
+    return share_sequences(layout, config.sharding, needs, reorders=reorders)
 
 
 def context_notices(config: ShardingConfig, layout: Layout) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from jaxdist.models.build import default_loss
 from jaxdist.models.mean import scalars_in
 from jaxdist.models.recommend.rows import seed_of
 from jaxdist.models.recommend.tables import RecommenderConfig
-from jaxdist.param_server.tables.batch import BatchRows, RowsLoader
+from jaxdist.param_server.tables.batch import RowsLoader, TableRows
 from jaxdist.sharding import Layout, make_layout
 from jaxdist.train import replicas as replica_check
 from jaxdist.train.parts import check_parts
@@ -64,7 +64,7 @@ class Experiment:
     stages: tuple[TrainStage, ...]
     explained: tuple[str, ...]
     notices: tuple[str, ...] = ()
-    rows: BatchRows | None = None
+    rows: TableRows | None = None
 
     @property
     def unit(self) -> str:
@@ -179,7 +179,7 @@ def build(
     )
 
 
-def batch_rows(config: ExperimentConfig, dataset: Dataset, layout: Layout) -> BatchRows | None:
+def batch_rows(config: ExperimentConfig, dataset: Dataset, layout: Layout) -> TableRows | None:
     """Return the rows of batches if servers hold the tables of the model, else None.
 
     Raises:
@@ -192,7 +192,7 @@ def batch_rows(config: ExperimentConfig, dataset: Dataset, layout: Layout) -> Ba
             f"strategy.type hybrid puts the tables of a model onto servers, and model.type "
             f"{config.model.type} has none: take mf or dlrm, or strategy.type parameter_server"
         )
-    return BatchRows(config.model.form(dataset.fields), layout)
+    return TableRows(config.model.form(dataset.fields), layout)
 
 
 def _explain_placement(config: ExperimentConfig, program: Program) -> Sequence[str]:

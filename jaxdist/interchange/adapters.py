@@ -16,7 +16,7 @@ from jaxdist.config.files import read_json
 from jaxdist.errors import ConfigError, DataError
 from jaxdist.interchange import safetensors
 from jaxdist.interchange.families import Row
-from jaxdist.interchange.layouts import Layout
+from jaxdist.interchange.layouts import WeightLayout
 from jaxdist.interchange.leaves import names_of
 from jaxdist.interchange.tensors import Tensor
 from jaxdist.models.tuning.lora import Adapter
@@ -229,7 +229,7 @@ def _file_shape(adapter: Adapter, end: str) -> tuple[int, int]:
 
 def _first_in(adapter: Adapter, row: Row) -> bool:
     """Return whether the first dim of a tensor is the input, as in transformers' Conv1D."""
-    layout = Layout(row.layout, row.part)
+    layout = WeightLayout(row.layout, row.part)
     inputs = [name for dim in layout.own[: adapter.inputs] for name in dim]
     return list(layout.file[0]) == inputs
 

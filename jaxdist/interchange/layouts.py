@@ -46,10 +46,10 @@ def _parsed(text: str) -> Side:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """A layout, parsed from text; a text without an arrow has the same dims on both sides.
 
-    >>> Layout("(H d) D -> D H d").read(np.zeros((6, 5)), (5, 2, 3)).shape
+    >>> WeightLayout("(H d) D -> D H d").read(np.zeros((6, 5)), (5, 2, 3)).shape
     (5, 2, 3)
 
     Raises:

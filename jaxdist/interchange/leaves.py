@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxdist.errors import ConfigError
 from jaxdist.interchange.families import Row
-from jaxdist.interchange.layouts import Layout
+from jaxdist.interchange.layouts import WeightLayout
 from jaxdist.interchange.tensors import Tensor
 from jaxdist.mesh import Device
 from jaxdist.trees import flatten_with_names
@@ -39,7 +39,7 @@ class Leaf:
     filled: tuple[int, ...]
     dtype: np.dtype
     tensors: tuple[Tensor, ...]
-    layout: Layout
+    layout: WeightLayout
     stacked: bool
     by_expert: bool = False
 
@@ -100,7 +100,7 @@ def match(
             filled[i] = vocab_size if dim == "vocab" and vocab_size is not None else filled[i]
         by_expert, layered = EXPERT in row.tensor, name in stacked
         own = tuple(filled[layered + by_expert :])
-        layout = Layout(row.layout, row.part)
+        layout = WeightLayout(row.layout, row.part)
         names = names_of(
             row.tensor, filled[0] if layered else None, filled[layered] if by_expert else None
         )
@@ -145,7 +145,7 @@ def names_of(pattern: str, layers: int | None, experts: int | None = None) -> li
 
 
 def _problem(
-    name: str, tensor: str, found: Tensor | None, layout: Layout, own: tuple[int, ...]
+    name: str, tensor: str, found: Tensor | None, layout: WeightLayout, own: tuple[int, ...]
 ) -> str | None:
     try:
         wanted = layout.file_shape(own)

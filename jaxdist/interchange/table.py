@@ -24,7 +24,7 @@ from pydantic import Field, field_validator
 from jaxdist.config import Config, read, validate
 from jaxdist.errors import ConfigError
 from jaxdist.interchange.families import Row
-from jaxdist.interchange.layouts import Layout
+from jaxdist.interchange.layouts import WeightLayout
 from jaxdist.interchange.leaves import Leaf, match
 from jaxdist.interchange.tensors import Tensor
 from jaxdist.models.functional import Functional
@@ -53,7 +53,7 @@ class Table(Config):
     def _check_layouts(cls, found: dict[str, str | tuple[int, ...]]) -> dict[str, object]:
         for name, how in found.items():
             if isinstance(how, str):
-                Layout(how)
+                WeightLayout(how)
             elif sorted(how) != list(range(len(how))):
                 raise ValueError(f"{name}: {list(how)} is not an order of the dims from 0")
         return dict(found)

@@ -15,7 +15,7 @@ from jaxdist.config.files import read_json
 from jaxdist.errors import ConfigError, DataError, RunError
 from jaxdist.interchange import safetensors
 from jaxdist.interchange.families import Row, architecture, families_of, family_of
-from jaxdist.interchange.layouts import Layout
+from jaxdist.interchange.layouts import WeightLayout
 from jaxdist.interchange.leaves import EXPERT, names_of
 from jaxdist.interchange.source import BESIDES, CONFIG, INDEX, SINGLE
 from jaxdist.models.gpt import GptConfig
@@ -31,7 +31,7 @@ DTYPES: Mapping[str, np.dtype] = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A parameter, or a layer of it, or an expert of that, as a part of a tensor.
 
     Attributes:
@@ -41,7 +41,7 @@ class Piece:
     name: str
     layer: int | None
     shape: tuple[int, ...]
-    layout: Layout
+    layout: WeightLayout
     expert: int | None = None
 
     def held(self, value: np.ndarray) -> np.ndarray:
@@ -56,13 +56,13 @@ Value = Callable[[str, int | None], np.ndarray]
 
 def pieces_of(
     shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str], rows: Mapping[str, Row]
-) -> dict[str, list[Piece]]:
+) -> dict[str, list[TensorPiece]]:
     """Return the parameters that make up each tensor of a file, by the tensor's name.
 
     Args:
       shapes: shape of each parameter, without padding.
     """
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[TensorPiece]] = {}
     for name, shape in shapes.items():
         row = rows[name]
         layers = shape[0] if name in stacked else None
@@ -71,12 +71,12 @@ def pieces_of(
         for i, tensor in enumerate(names_of(row.tensor, layers, experts)):
             layer, expert = divmod(i, experts) if experts else (i, None)
             given = (None if layers is None else layer, shape[outer:])
-            piece = Piece(name, *given, Layout(row.layout, row.part), expert)
+            piece = TensorPiece(name, *given, WeightLayout(row.layout, row.part), expert)
             found.setdefault(tensor, []).append(piece)
     return found
 
 
-def assembled(pieces: Sequence[Piece], value: Value, dtype: np.dtype) -> np.ndarray:
+def assembled(pieces: Sequence[TensorPiece], value: Value, dtype: np.dtype) -> np.ndarray:
     """Put a tensor together from its parameters."""
     out = np.empty(pieces[0].layout.file_shape(pieces[0].shape), dtype)
     for piece in pieces:
@@ -112,7 +112,7 @@ def config_of(model: GptConfig, vocab_size: int, folder: Path | None, length: in
 def write_directory(
     out: Path,
     config: JsonObject,
-    tensors: Mapping[str, Sequence[Piece]],
+    tensors: Mapping[str, Sequence[TensorPiece]],
     value: Value,
     *,
     dtype: str,

@@ -16,7 +16,7 @@ from jaxdist.interchange.families import LLAMA_ROWS, Family, Row
 from jaxdist.interchange.gguf_files import ALIGNMENT, FLOATS, MAGIC, rows
 from jaxdist.interchange.source import TOKENIZER
 from jaxdist.interchange.tokenizers import pre_of
-from jaxdist.interchange.write import DTYPES, Piece, Value, assembled
+from jaxdist.interchange.write import DTYPES, TensorPiece, Value, assembled
 from jaxdist.models.gpt import GptConfig
 from jaxdist.types import JsonObject
 
@@ -100,10 +100,10 @@ def tokenizer_metadata(folder: Path | None, config: Mapping[str, Any]) -> JsonOb
     return found
 
 
-def write_file(
+def write_gguf(
     out: Path,
     metadata: JsonObject,
-    tensors: Mapping[str, Sequence[Piece]],
+    tensors: Mapping[str, Sequence[TensorPiece]],
     value: Value,
     *,
     dtype: str,

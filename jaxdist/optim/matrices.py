@@ -267,7 +267,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class MatrixExchange:
     """The plan by which devices divide the work of an update rule for whole matrices.
 
     Attributes:
@@ -326,7 +326,7 @@ def plan_matrices(
     specs: Sequence[PartitionSpec],
     mesh: Mesh | None,
     cost: Callable[[tuple[int, int]], float],
-) -> Exchange:
+) -> MatrixExchange:
     """Plan the owner of every matrix.
 
     In each group of tensors, all devices own the same number of matrices, as many as the number of
@@ -357,7 +357,7 @@ def plan_matrices(
         left = group.count % group.devices
         done.append(Group(group.members, group.held, tuple(last) if left else ()))
     axes = frozenset(axis for one in held for entry in one.entries for axis in entry)
-    return Exchange(mesh, axes, tuple(_spec(one) for one in held), held, tuple(done))
+    return MatrixExchange(mesh, axes, tuple(_spec(one) for one in held), held, tuple(done))
 
 
 def held_of(of: Matrices, spec: PartitionSpec, mesh: Mesh | None) -> Held:

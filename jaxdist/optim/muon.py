@@ -19,7 +19,7 @@ from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError, did_you_mean
 from jaxdist.optim.common import Beta, NamedParams, OptimizerConfig, decay_mask
 from jaxdist.optim.layers import StepCount, wide_zeros
-from jaxdist.optim.matrices import Exchange, Matrices, matrices_in, plan_matrices
+from jaxdist.optim.matrices import Matrices, MatrixExchange, matrices_in, plan_matrices
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Masks, OptState, Params, PyTree, Updates
 
@@ -90,7 +90,7 @@ class Orthogonalized:
     """
 
     matrices: Mapping[str, Matrices]
-    exchange: Exchange
+    exchange: MatrixExchange
     momentum: float
     nesterov: bool
     steps: int
@@ -188,7 +188,7 @@ class MuonConfig(OptimizerConfig):
                 found[name] = of
         return found
 
-    def exchange(self, tree: NamedParams) -> Exchange:
+    def exchange(self, tree: NamedParams) -> MatrixExchange:
         """Return the exchange of the matrices between the devices that hold parts of them."""
         found = self.matrices(tree)
         cost = partial(newton_schulz_flops, steps=self.ns_steps)

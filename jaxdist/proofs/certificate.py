@@ -16,7 +16,7 @@ from jaxdist.mesh import resolve_sizes
 from jaxdist.metrics.report import PACKAGES, plain, write_json
 from jaxdist.proofs.numbers import Compared
 from jaxdist.proofs.sent import Sent
-from jaxdist.proofs.table import table
+from jaxdist.proofs.table import proof_lines
 from jaxdist.proofs.types.check import Typed
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.hooks.contract import Hook, Run
@@ -70,7 +70,7 @@ class Proof:
     leaves: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(table(self))
+        return "\n".join(proof_lines(self))
 
     @property
     def doubted(self) -> bool:

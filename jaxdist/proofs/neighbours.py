@@ -27,7 +27,7 @@ def neighbours(sections: JsonObject, seed: int) -> Iterator[tuple[str, JsonObjec
         changed = {name: value for name, value in other.items() if value != own[name]}
         if len(changed) == CHANGED:
             shown = ", ".join(f"{name} {value}" for name, value in changed.items())
-            yield shown, planned(sections, cell)
+            yield shown, with_combination(sections, cell)
 
 
 def settings_of(sections: Mapping[str, Json]) -> dict[str, Json]:
@@ -63,7 +63,7 @@ def _settings(cell: Combination) -> dict[str, Json]:
     }
 
 
-def planned(sections: JsonObject, cell: Combination) -> JsonObject:
+def with_combination(sections: JsonObject, cell: Combination) -> JsonObject:
     """Return sections of a config in which the plan's settings are those of a combination."""
     model, rules = dict(sections["model"]), dict(sections["sharding"]["rules"])
     if "remat" in model:

@@ -14,7 +14,7 @@ NAMED = 44
 """The width of the column of names."""
 
 
-def table(proof: Proof) -> Iterator[str]:
+def proof_lines(proof: Proof) -> Iterator[str]:
     """Yield a line for each parameter and value, then for everything that is wrong or undecided."""
     leaves = proof.leaves
     yield f"{'parameter':<{NAMED}} {'types':<10} {'gradient':>9} {'update':>9}"

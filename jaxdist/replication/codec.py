@@ -13,7 +13,7 @@ from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.protocol.inbox import Inbox
 from jaxdist.param_server.protocol.messages import Acknowledge, Refuse
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.replication.decision import Copied, Entry
+from jaxdist.replication.decision import Copied, LogEntry
 from jaxdist.types import PyTree
 from jaxdist.wire.contract import Envelope, Op
 
@@ -22,7 +22,7 @@ Update = tuple[float, np.ndarray | None]
 
 
 def entry_envelopes(
-    entry: Entry, server: int, tensor: int, updates: Sequence[Update]
+    entry: LogEntry, server: int, tensor: int, updates: Sequence[Update]
 ) -> Iterator[Envelope]:
     """Return the envelopes of an entry: those of its changes, then that of its state."""
     given: dict[str, Any] = {
@@ -42,7 +42,7 @@ def entry_envelopes(
 
 
 def snapshot_envelopes(
-    entry: Entry, server: int, tensor: int, arrays: PyTree
+    entry: LogEntry, server: int, tensor: int, arrays: PyTree
 ) -> Iterator[Envelope]:
     """Return the envelopes of an entry with all arrays: the raw leaves, then the state."""
     given: dict[str, Any] = {
@@ -57,11 +57,11 @@ def snapshot_envelopes(
     yield Envelope(Op.ENTRY, **given, flag=True, payload=_bytes(json.dumps(told).encode()))
 
 
-def to_entry(envelope: Envelope) -> tuple[Entry, list[tuple[float, bool]]]:
+def to_entry(envelope: Envelope) -> tuple[LogEntry, list[tuple[float, bool]]]:
     """Return an entry, and for each update its rate and whether it has a change."""
     told: Any = json.loads(envelope.text)
     state = _state(told["state"])
-    entry = Entry(envelope.epoch, envelope.sequence, state, whole=envelope.flag)
+    entry = LogEntry(envelope.epoch, envelope.sequence, state, whole=envelope.flag)
     return entry, [(rate, has) for rate, has in told["updates"]]
 
 

@@ -23,7 +23,7 @@ from jaxdist.param_server.protocol.server import RangeState, Step, range_in_epoc
 
 
 @dataclass(frozen=True)
-class View:
+class RangeView:
     """The arbiter's decision on the servers of a range.
 
     Attributes:
@@ -40,34 +40,34 @@ class View:
     follower: int | None = None
     joining: int | None = None
 
-    def failed(self, server: int, number: int) -> View | None:
+    def failed(self, server: int, number: int) -> RangeView | None:
         """Return the view without a server, or None if no server is left that has everything.
 
         Args:
           number: number of the view in which the failure was seen. A report from another view may
             be of a server that has come back since, and changes nothing.
 
-        >>> View(0, 0, leader=1, follower=2).failed(1, number=0)
-        View(number=1, epoch=1, leader=2, follower=None, joining=None)
+        >>> RangeView(0, 0, leader=1, follower=2).failed(1, number=0)
+        RangeView(number=1, epoch=1, leader=2, follower=None, joining=None)
         """
         if number != self.number or server not in (self.leader, self.follower, self.joining):
             return self
         if server == self.leader:
             if self.follower is None:
                 return None
-            return View(self.number + 1, self.epoch + 1, self.follower)
+            return RangeView(self.number + 1, self.epoch + 1, self.follower)
         follower = None if server == self.follower else self.follower
         joining = None if server == self.joining else self.joining
         return replace(self, number=self.number + 1, follower=follower, joining=joining)
 
-    def joined_by(self, server: int) -> View:
+    def joined_by(self, server: int) -> RangeView:
         """Return the view with a server that begins to follow, if a follower is missing."""
         taken = self.follower is not None or self.joining is not None
         if taken or server == self.leader:
             return self
         return replace(self, number=self.number + 1, joining=server)
 
-    def synced(self, server: int, number: int) -> View:
+    def synced(self, server: int, number: int) -> RangeView:
         """Return the view after the leader's report that the joining server has everything."""
         if number != self.number or server != self.joining:
             return self
@@ -75,7 +75,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LogEntry:
     """A step of the leader, in the form in which followers repeat the step.
 
     Attributes:
@@ -138,11 +138,11 @@ class Leader:
       deposed: whether another server leads in a newer epoch.
     """
 
-    view: View
+    view: RangeView
     range: RangeState
     index: int = 0
     has: Mapping[int, int | None] = field(default_factory=dict)
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[LogEntry, ...] = ()
     released: int = 0
     deposed: bool = False
 
@@ -172,12 +172,12 @@ class Leader:
             # Without followers the index counts all the same, since a server that joins needs it.
             return found if same else replace(found, index=self.index + 1)._noted()
         updates = tuple(one for one in step.effects if isinstance(one, Apply))
-        entry = Entry(self.view.epoch, self.index + 1, portable(after), updates)
+        entry = LogEntry(self.view.epoch, self.index + 1, portable(after), updates)
         return replace(found, index=entry.index, entries=(*self.entries, entry))._noted()
 
-    def snapshot(self) -> Entry:
+    def snapshot(self) -> LogEntry:
         """Return an entry with all arrays, for the joining server."""
-        return Entry(self.view.epoch, self.index, portable(self.range), whole=True)
+        return LogEntry(self.view.epoch, self.index, portable(self.range), whole=True)
 
     def copied(self, reply: Copied) -> Leader:
         """Return the leader after a follower's reply, which may release replies to clients."""
@@ -191,7 +191,7 @@ class Leader:
         least = min(at or 0 for at in has.values())
         return replace(found, entries=tuple(e for e in self.entries if e.index > least))._noted()
 
-    def viewed(self, view: View, server: int) -> Leader:
+    def viewed(self, view: RangeView, server: int) -> Leader:
         """Return the leader after a decision of the arbiter; `server` is this server's number."""
         if view.number <= self.view.number:
             return self
@@ -220,7 +220,7 @@ class Follower:
     index: int = -1
     range: RangeState | None = None
 
-    def follow(self, entry: Entry) -> tuple[Follower, bool]:
+    def follow(self, entry: LogEntry) -> tuple[Follower, bool]:
         """Return the follower after an entry, and whether it takes the entry's arrays.
 
         The answer to the leader is `copied`, whether the entry is taken, repeated or refused.
@@ -238,7 +238,7 @@ class Follower:
         """The answer to the leader."""
         return Copied(self.epoch, self.server, self.index)
 
-    def takes_over(self, view: View) -> Leader:
+    def takes_over(self, view: RangeView) -> Leader:
         """Return the leader of a new view, which has all that was acknowledged before."""
         assert self.range is not None, "a server without a copy cannot lead"
         assert view.epoch > self.range.epoch, f"epoch {view.epoch} after {self.range.epoch}"
@@ -246,7 +246,7 @@ class Follower:
         return Leader(view, state, self.index, released=self.index)
 
 
-def begin_leader(view: View, state: RangeState) -> Leader:
+def begin_leader(view: RangeView, state: RangeState) -> Leader:
     """Return the first leader of a range, whose follower began with the same state and arrays."""
     has: dict[int, int | None] = {} if view.follower is None else {view.follower: 0}
     return Leader(view, state, has=has)

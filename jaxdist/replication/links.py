@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.replication import codec
-from jaxdist.replication.decision import Copied, Follower, Leader, View
+from jaxdist.replication.decision import Copied, Follower, Leader, RangeView
 from jaxdist.wire.contract import Envelope, Op, Peer, Session, Spec, Wire, WireError
 from jaxdist.wire.frames import FrameError
 
@@ -119,7 +119,7 @@ class CopyService:
                 self.shard.move(next(given), rate)
             self._moved(version, self.shard.square if has else 0.0)
 
-    def takes_over(self, view: View) -> Leader:
+    def takes_over(self, view: RangeView) -> Leader:
         """Return the leader of a new view; entries of the earlier leader are refused."""
         with self._lock:
             leader = self.follower.takes_over(view)

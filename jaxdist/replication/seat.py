@@ -9,7 +9,7 @@ from typing import Any
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.replication.decision import Leader, View
+from jaxdist.replication.decision import Leader, RangeView
 from jaxdist.replication.links import CopyService
 from jaxdist.replication.server import ReplicatedServer
 from jaxdist.types import JsonObject
@@ -48,12 +48,12 @@ class Seat:
         self.copies = CopyService(number, shard)
         self.server: ReplicatedServer | None = None
         if start is not None:
-            self._lead(Leader(View(0, 0, number), start))
+            self._lead(Leader(RangeView(0, 0, number), start))
         else:
             port = opens(self.copies)
             say({"event": "copies", "range": self.range, "server": number, "port": port})
 
-    def view(self, view: View, ports: Mapping[int, int]) -> None:
+    def view(self, view: RangeView, ports: Mapping[int, int]) -> None:
         """Follow a decision of the arbiter.
 
         Args:
@@ -110,7 +110,7 @@ class Arbiter:
 
     def __init__(self, range: int, leader: int, tell: Callable[[int, JsonObject], None]) -> None:
         self.range, self._tell = range, tell
-        self.view: View | None = View(0, 0, leader)
+        self.view: RangeView | None = RangeView(0, 0, leader)
         self.port: int | None = None
         self._copies: dict[int, int] = {}
 
@@ -147,7 +147,7 @@ class Arbiter:
             if self.view is not None:
                 self._decide(self.view.joined_by(other))
 
-    def _decide(self, view: View | None) -> None:
+    def _decide(self, view: RangeView | None) -> None:
         before, self.view = self.view, view
         if view is None or view is before:
             return

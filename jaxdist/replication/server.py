@@ -16,7 +16,7 @@ from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Apply, Message, Reply
 from jaxdist.replication import codec
 from jaxdist.replication.codec import Update
-from jaxdist.replication.decision import Copied, Leader, View
+from jaxdist.replication.decision import Copied, Leader, RangeView
 from jaxdist.replication.links import CopyLink
 from jaxdist.wire.contract import Wire
 
@@ -47,7 +47,7 @@ class ReplicatedServer(Server):
         self._told: tuple[int, int] | None = None
         super().__init__(shard, model, leader.range, **more)
 
-    def viewed(self, view: View, wires: Mapping[int, Wire]) -> None:
+    def viewed(self, view: RangeView, wires: Mapping[int, Wire]) -> None:
         """Follow a decision of the arbiter.
 
         Args:

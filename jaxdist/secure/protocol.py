@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxdist.errors import ConfigError
 from jaxdist.secure.masks import SecureError, add_mask, agreed_key, check_installed
-from jaxdist.secure.shamir import SHARE_BYTES, recover, share
+from jaxdist.secure.shamir import SHARE_BYTES, recover_secret, share_secret
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class SecureClient:
         if len({one.mask for one in roster.values()}) < len(roster):
             raise SecureError("two clients of the roster have the same key: one of them is forged")
         self._roster = dict(roster)
-        of_key = share(self._mask.private_bytes_raw(), [*roster], self.threshold)
-        of_own = share(self._own, [*roster], self.threshold)
+        of_key = share_secret(self._mask.private_bytes_raw(), [*roster], self.threshold)
+        of_own = share_secret(self._own, [*roster], self.threshold)
         return {
             holder: self._cipher(holder, self.number, of_key[holder] + of_own[holder], True)
             for holder in roster
@@ -213,7 +213,7 @@ class SecureSum:
         _check_enough(revealed, self.threshold, "have revealed their shares")
         found = self._total.copy()
         for client in self.roster:
-            secret = recover(dict(_shares_of(client, revealed, self.threshold)))
+            secret = recover_secret(dict(_shares_of(client, revealed, self.threshold)))
             if secret is None:
                 raise SecureError(f"the shares of client {client} do not fit together")
             if client in self.arrived:

@@ -14,10 +14,11 @@ PRIME = 2**521 - 1
 SECRET_BYTES, SHARE_BYTES = 32, 66
 
 
-def share(secret: bytes, holders: Sequence[int], threshold: int) -> dict[int, bytes]:
+def share_secret(secret: bytes, holders: Sequence[int], threshold: int) -> dict[int, bytes]:
     """Split a secret among holders; any `threshold` of their shares recover it.
 
-    >>> recover(dict(list(share(bytes(range(32)), range(5), 3).items())[2:])) == bytes(range(32))
+    >>> secret = bytes(range(32))
+    >>> recover_secret(dict(list(share_secret(secret, range(5), 3).items())[2:])) == secret
     True
     """
     assert len(secret) == SECRET_BYTES
@@ -33,7 +34,7 @@ def share(secret: bytes, holders: Sequence[int], threshold: int) -> dict[int, by
     return found
 
 
-def recover(shares: Mapping[int, bytes]) -> bytes | None:
+def recover_secret(shares: Mapping[int, bytes]) -> bytes | None:
     """Return the secret of shares by holder, or None if they are too few, or of different secrets.
 
     All given shares are used, so there must be exactly as many as the threshold or more.

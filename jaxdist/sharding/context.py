@@ -17,7 +17,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.sharding.layout import Layout, ShardingConfig
 
 
-def with_split(
+def share_sequences(
     layout: Layout, config: ShardingConfig, needs: ContextNeeds, *, reorders: bool
 ) -> tuple[Layout, tuple[str, ...]]:
     """Return the layout with the split of its sequences, and the reason for that split.

@@ -71,7 +71,7 @@ class TokenExchange(Protocol):
         ...
 
 
-class Ring:
+class RingExchange:
     """All-gather of all tokens, and reduce-scatter of the results."""
 
     def __call__(
@@ -178,7 +178,7 @@ class _Sent:
 
 EXCHANGES: Mapping[ExchangeName, TokenExchange] = {
     "padded": Padded(),
-    "ring": Ring(),
+    "ring": RingExchange(),
     "ragged": Ragged(),
 }
 

@@ -78,9 +78,9 @@ class VariantResult:
             "name": self.variant.name,
             "overrides": list(self.variant.overrides),
             "loss": _finite(statistics.fmean(self.losses)),
-            "spread": _finite(spread(self.losses)),
+            "spread": _finite(deviation(self.losses)),
             "change": _finite(statistics.fmean(self.changes)),
-            "change_spread": _finite(spread(self.changes)),
+            "change_spread": _finite(deviation(self.changes)),
             "sent_bytes": self.sent_bytes,
             "relative_bytes": self.relative_bytes,
             "diverged": self.diverged,
@@ -88,7 +88,7 @@ class VariantResult:
         }
 
 
-def spread(values: Sequence[float]) -> float:
+def deviation(values: Sequence[float]) -> float:
     """Return the sample standard deviation, or NaN if it is undefined or a value is not finite."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.nan
@@ -106,14 +106,14 @@ def loss_shown(row: VariantResult) -> str:
         return "-"
     mean = statistics.fmean(row.losses)
     places = 3 if mean >= 1 else 4
-    return _shown(f"{mean:.{places}f}", spread(row.losses), places)
+    return _shown(f"{mean:.{places}f}", deviation(row.losses), places)
 
 
 def _change_shown(row: VariantResult) -> str:
     if row.outcomes == row.base or math.isnan(row.changes[0]):
         return ""
     percent = [100 * change for change in row.changes]
-    return _shown(f"{statistics.fmean(percent):+.1f}", spread(percent), 1)
+    return _shown(f"{statistics.fmean(percent):+.1f}", deviation(percent), 1)
 
 
 def _shown(mean: str, spread: float, places: int) -> str:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from jaxdist.elastic.hosts.leader_election import (
     LeaderElection,
     compatibility_of,
-    decode,
     decode_answer,
-    encode,
+    decode_registry,
     encode_answer,
+    encode_registry,
     encode_renewal,
 )
 from jaxdist.elastic.hosts.rendezvous.contract import NOBODY, RendezvousError, Token
@@ -224,7 +224,7 @@ def test_who_stays_away_is_followed_and_reads_back_where_generations_are():
 
 def test_who_asks_to_be_left_out_is_known_to_the_next_leader():
     known = Registry(alive={"a": 0.0, "b": 0.0}, quarantined=frozenset({"b"}))
-    assert decode(encode(known)) == known
+    assert decode_registry(encode_registry(known)) == known
 
 
 def test_a_leader_that_resigns_is_followed_at_once():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxdist.elastic.hosts.leader_election import encode
+from jaxdist.elastic.hosts.leader_election import encode_registry
 from jaxdist.elastic.hosts.messages import HostMessages
 from jaxdist.elastic.hosts.rendezvous.contract import RendezvousError
 from jaxdist.elastic.hosts.standby import Standby
@@ -37,7 +37,7 @@ class Play:
         return ["3"]
 
     def get(self, name: str) -> Any:
-        return {"registry": encode(self.registry)}
+        return {"registry": encode_registry(self.registry)}
 
     def work(self, *members: str) -> None:
         self.registry = Registry(generation=Generation(7, members), granted=True)

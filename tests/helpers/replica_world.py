@@ -14,10 +14,10 @@ from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Acknowledge, Answer, Apply, Publish, Refuse
 from jaxdist.replication.decision import (
     Copied,
-    Entry,
     Follower,
     Leader,
-    View,
+    LogEntry,
+    RangeView,
     begin_follower,
     begin_leader,
 )
@@ -43,7 +43,7 @@ class World:
     def __init__(self, model, seed, workers=3, steps=4, faults=True):
         self.rng, self.model, self.steps = random.Random(seed), model, steps
         self.faults, self.now = faults, 0.0
-        self.view = View(0, 0, leader=0, follower=1)
+        self.view = RangeView(0, 0, leader=0, follower=1)
         start = protocol.begin(workers)
         for client in range(workers):
             start = protocol.join(model, start, client).state
@@ -100,13 +100,13 @@ class World:
 
     def serve(self, node, source, message):
         role = node.role
-        if isinstance(message, View):
+        if isinstance(message, RangeView):
             self.viewed(node, message)
         elif isinstance(message, Copied):
             if isinstance(role, Leader):
                 node.role = role.copied(message)
                 self.release(node)
-        elif isinstance(message[0], Entry):
+        elif isinstance(message[0], LogEntry):
             self.follow(node, source, *message)
         elif isinstance(role, Leader) and not role.deposed:
             client, epoch, thing = message
@@ -185,7 +185,7 @@ class World:
     def hear(self, client, source, message):
         if client not in self.clients:
             return
-        if isinstance(message, View):
+        if isinstance(message, RangeView):
             if message.epoch > self.views[client].epoch:
                 self.views[client] = message
                 self.clients[client] = worker.client_in_epoch(self.clients[client], message.epoch)

@@ -13,11 +13,11 @@ from jaxdist.commands.import_model import import_model
 from jaxdist.errors import ConfigError, DataError, JaxdistError
 from jaxdist.interchange.families import architecture, family_of
 from jaxdist.interchange.gguf_files import NAMES, read, rows
-from jaxdist.interchange.layouts import Layout
+from jaxdist.interchange.layouts import WeightLayout
 from jaxdist.interchange.source import leaves_of, open_source
 from jaxdist.interchange.tokenizers import SPLITS
 from jaxdist.interchange.write import assembled, pieces_of
-from jaxdist.interchange.write_gguf import gguf_rows, tokenizer_metadata, write_file
+from jaxdist.interchange.write_gguf import gguf_rows, tokenizer_metadata, write_gguf
 from jaxdist.models.functional import functional
 from jaxdist.models.gpt import GptConfig
 from jaxdist.trees import flatten_with_names
@@ -57,7 +57,7 @@ def quantized(array, kind):
     return raw.tobytes(), (q * wide + low).reshape(array.shape)
 
 
-def write_gguf(path, name, kind):
+def drawn_file(path, name, kind):
     """A drawn model as a GGUF file; returns each parameter as the file's types have it."""
     config = CONFIGS[name]
     family = family_of(config, where=name)
@@ -105,7 +105,7 @@ def write_gguf(path, name, kind):
 )
 def test_a_gguf_file_is_the_model_that_was_written(name, kind, tmp_path):
     """Heads of architecture llama, whose pairs are side by side in the file, are ours again."""
-    right, config = write_gguf(tmp_path / "m.gguf", name, kind)
+    right, config = drawn_file(tmp_path / "m.gguf", name, kind)
     source = open_source(tmp_path / "m.gguf")
     found = GptConfig.model_validate(source.family.model(source.config))
     assert architecture(found) == architecture(config)
@@ -124,8 +124,8 @@ def test_pairs_side_by_side_are_not_our_halves(tmp_path):
     family, name = family_of(CONFIGS["llama"], where=""), "blocks/attention/query"
     theirs = np.arange(2 * 6 * 5).reshape(12, 5)
     converted = theirs.reshape(2, 2, 3, 5).swapaxes(1, 2).reshape(12, 5)
-    read = Layout(rows(family, {})[name].layout).read(converted, (5, 2, 6))
-    right = Layout(family.rows[name].layout).read(theirs, (5, 2, 6))
+    read = WeightLayout(rows(family, {})[name].layout).read(converted, (5, 2, 6))
+    right = WeightLayout(family.rows[name].layout).read(theirs, (5, 2, 6))
     np.testing.assert_array_equal(read, right)
     assert set(NAMES) >= set(family.rows)
 
@@ -161,7 +161,7 @@ def test_what_a_gguf_file_cannot_name_is_refused():
 
 def test_damaged_files_are_one_message_each(tmp_path):
     file = tmp_path / "m.gguf"
-    write_gguf(file, "llama", "F32")
+    drawn_file(file, "llama", "F32")
     raw = file.read_bytes()
     at = raw.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 16
     cases = [
@@ -194,7 +194,7 @@ def write_tokenizer(folder, *before, prefix=False):
 
 def test_a_tokenizer_without_merges_has_an_array_of_texts(tmp_path):
     write_tokenizer(tmp_path)
-    write_file(
+    write_gguf(
         tmp_path / "m.gguf",
         tokenizer_metadata(tmp_path, {"vocab_size": 2}),
         {},

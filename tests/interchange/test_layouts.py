@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxdist.errors import ConfigError
-from jaxdist.interchange.layouts import Layout
+from jaxdist.interchange.layouts import WeightLayout
 
 CASES = [
     ("V D", (7, 4), (7, 4), lambda x: x),
@@ -23,7 +23,7 @@ CASES = [
 
 @pytest.mark.parametrize(("text", "file", "own", "right"), CASES, ids=[c[0] for c in CASES])
 def test_reading_is_the_expression_and_filling_inverts_it(text, file, own, right):
-    array, layout = np.arange(np.prod(file)).reshape(file), Layout(text)
+    array, layout = np.arange(np.prod(file)).reshape(file), WeightLayout(text)
     assert layout.file_shape(own) == file
     found = layout.read(array, own)
     np.testing.assert_array_equal(found, right(array))
@@ -34,7 +34,7 @@ def test_reading_is_the_expression_and_filling_inverts_it(text, file, own, right
 
 def test_a_part_is_cut_out_of_a_joined_tensor():
     array = np.arange(5 * 18).reshape(5, 18)
-    parts = [Layout("D (3 H d) -> D H d", i) for i in range(3)]
+    parts = [WeightLayout("D (3 H d) -> D H d", i) for i in range(3)]
     back = np.zeros_like(array)
     for i, layout in enumerate(parts):
         found = layout.read(array, (5, 2, 3))
@@ -45,17 +45,17 @@ def test_a_part_is_cut_out_of_a_joined_tensor():
 
 def test_reading_takes_no_copy():
     array = np.zeros((6, 5))
-    assert np.shares_memory(Layout("(H d) D -> D H d").read(array, (5, 2, 3)), array)
+    assert np.shares_memory(WeightLayout("(H d) D -> D H d").read(array, (5, 2, 3)), array)
 
 
 @pytest.mark.parametrize("text", ["(H d", "H) d", "H d -> H", "H H", "H -> H d", "2 3 H -> H"])
 def test_text_that_is_no_layout_is_refused(text):
     with pytest.raises(ValueError, match=r"parenthesis|the same dims"):
-        Layout(text)
+        WeightLayout(text)
 
 
 def test_parameters_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match=r"has 2 dims, but the parameter has shape \(4,\)"):
-        Layout("H d").file_shape((4,))
+        WeightLayout("H d").file_shape((4,))
     with pytest.raises(ConfigError, match=r"does not divide a parameter of shape \(5,\)"):
-        Layout("(h 2) -> (2 h)").file_shape((5,))
+        WeightLayout("(h 2) -> (2 h)").file_shape((5,))

@@ -13,7 +13,7 @@ from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.inbox import Inbox
 from jaxdist.param_server.protocol.messages import Pull, Push, Stamp
 from jaxdist.replication import decision as replica
-from jaxdist.replication.decision import Copied, Leader, View, portable
+from jaxdist.replication.decision import Copied, Leader, RangeView, portable
 
 MODELS = {
     "bsp": BSP(),
@@ -100,16 +100,16 @@ def test_what_is_broken_shows(broken, name, monkeypatch):
 
 
 def test_reports_of_an_earlier_view_change_nothing():
-    view = View(4, 1, leader=2, follower=3)
+    view = RangeView(4, 1, leader=2, follower=3)
     assert view.failed(2, number=3) is view.failed(7, number=4) is view
     assert view.joined_by(5) is view
     alone = view.failed(3, number=4)
-    assert alone == View(5, 1, leader=2)
+    assert alone == RangeView(5, 1, leader=2)
     assert alone.failed(2, number=5) is None
     joining = alone.joined_by(8)
     assert (joining.synced(8, number=5), joining.synced(3, number=6)) == (joining, joining)
-    assert joining.synced(8, number=6) == View(7, 1, leader=2, follower=8)
-    assert joining.failed(8, number=6) == View(7, 1, leader=2)
+    assert joining.synced(8, number=6) == RangeView(7, 1, leader=2, follower=8)
+    assert joining.failed(8, number=6) == RangeView(7, 1, leader=2)
 
 
 def test_a_round_that_is_open_is_left_to_the_next_leader():
@@ -127,8 +127,8 @@ def test_a_round_that_is_open_is_left_to_the_next_leader():
 def test_a_server_that_joins_follows_once_it_has_what_was_answered_in_the_meantime():
     """Until its first answer nothing waits for it, so that replies overtake its copy."""
     world = World(Asynchronous(), 0, workers=1, faults=False)
-    leader = Leader(View(0, 0, leader=0), world.nodes[0].role.range)
-    leader = leader.viewed(View(1, 0, leader=0, joining=5), 0)
+    leader = Leader(RangeView(0, 0, leader=0), world.nodes[0].role.range)
+    leader = leader.viewed(RangeView(1, 0, leader=0, joining=5), 0)
     copied = leader.snapshot().index
     for message in Pull(Stamp(0, 0, 0)), Push(Stamp(0, 0, 1), 0, 0), Push(Stamp(0, 0, 2), 1, 0):
         leader = leader.stepped(protocol.receive(world.model, leader.range, message))

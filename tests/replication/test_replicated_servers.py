@@ -25,7 +25,7 @@ from jaxdist.param_server.live.client import Client, Timeouts
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.replication.decision import View
+from jaxdist.replication.decision import RangeView
 from jaxdist.replication.seat import Arbiter, Seat
 from jaxdist.wire.contract import Wire, WireError
 from jaxdist.wire.frames import spec_for
@@ -102,7 +102,7 @@ class Threads:
                     client.move(0, self.wire(what["port"]), what["epoch"])
 
     def tell(self, server, order):
-        view, ports = View(*order["view"]), dict(order["ports"])
+        view, ports = RangeView(*order["view"]), dict(order["ports"])
         seat = self.seats[server]
         self.orders.submit(seat.view, view, ports)  # in order, as lines of a pipe
 

@@ -10,7 +10,7 @@ import pytest
 from jaxdist.errors import ConfigError
 from jaxdist.secure.masks import SecureError, add_mask, decode, encode
 from jaxdist.secure.protocol import SecureClient, SecureSum, threshold
-from jaxdist.secure.shamir import recover, share
+from jaxdist.secure.shamir import recover_secret, share_secret
 
 pytest.importorskip("cryptography", reason="the extra secure is not installed")
 LENGTH = 50_000
@@ -149,9 +149,9 @@ def test_too_many_dropouts_are_refused(clients, dropouts):
 
 def test_fewer_shares_than_the_threshold_recover_nothing():
     secret = bytes(range(32))
-    shares = share(secret, range(9), 5)
-    assert recover(dict([*shares.items()][4:])) == secret
-    assert recover(dict([*shares.items()][5:])) is None
+    shares = share_secret(secret, range(9), 5)
+    assert recover_secret(dict([*shares.items()][4:])) == secret
+    assert recover_secret(dict([*shares.items()][5:])) is None
 
 
 def test_the_missing_package_is_named(monkeypatch):

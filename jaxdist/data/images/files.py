@@ -27,7 +27,7 @@ HELDOUT = ("val", "valid", "validation", "test", "heldout")
 _SHOWN = 5
 
 
-class Place(NamedTuple):
+class ImagePlace(NamedTuple):
     """The location of an image's bytes: a file, or a part of a tar; length -1 is up to its end."""
 
     path: str
@@ -54,7 +54,7 @@ class EncodedImages:
         which must then be the same for all.
     """
 
-    places: Sequence[Place]
+    places: Sequence[ImagePlace]
     labels: np.ndarray
     size: int | None
 
@@ -92,7 +92,7 @@ def _decoders() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="decode")
 
 
-def decode_image(place: Place, size: int | None) -> np.ndarray:
+def decode_image(place: ImagePlace, size: int | None) -> np.ndarray:
     """Decode a JPEG or PNG to uint8 [H, W, 3].
 
     Args:
@@ -124,7 +124,7 @@ def decode_image(place: Place, size: int | None) -> np.ndarray:
 class Listing(NamedTuple):
     """The images of a split, with the name of each image's class."""
 
-    places: Sequence[Place]
+    places: Sequence[ImagePlace]
     names: Sequence[str]
 
 
@@ -223,7 +223,7 @@ def _folder(folder: Path) -> Listing:
             for root, _, files in sorted(os.walk(child, followlinks=True)):
                 for file in sorted(files):
                     if file.lower().endswith(SUFFIXES):
-                        places.append(Place(f"{root}/{file}"))
+                        places.append(ImagePlace(f"{root}/{file}"))
                         names.append(child.name)
     if not places:
         raise DataError(
@@ -250,9 +250,9 @@ def _tars(folder: Path) -> Mapping[str, Listing]:
     return found
 
 
-def _tar(path: Path) -> list[tuple[Place, str]]:
+def _tar(path: Path) -> list[tuple[ImagePlace, str]]:
     """List the images in a tar, with their labels, by a single pass over its headers."""
-    places: dict[str, Place] = {}
+    places: dict[str, ImagePlace] = {}
     labels: dict[str, str] = {}
     try:
         with tarfile.open(path, "r:") as tar:
@@ -261,7 +261,7 @@ def _tar(path: Path) -> list[tuple[Place, str]]:
                 if not member.isfile() or not dot:
                     continue
                 if f".{suffix.lower()}" in SUFFIXES:
-                    places[stem] = Place(str(path), member.offset_data, member.size)
+                    places[stem] = ImagePlace(str(path), member.offset_data, member.size)
                 elif suffix == "cls":
                     content = tar.extractfile(member)
                     labels[stem] = content.read().decode().strip() if content else ""

@@ -20,7 +20,7 @@ ANSWERS = "assistant"
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A piece of a conversation as text, and whether the piece is an answer."""
 
     text: str
@@ -80,7 +80,7 @@ class ChatTemplate:
         except (self._failed, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise DataError(f"the tokenizer's chat template rejects it: {error}") from error
 
-    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message]) -> list[TextPiece]:
         """Return a conversation in pieces: answers, with the tokens that end them, and the rest.
 
         Raises:
@@ -99,7 +99,7 @@ class ChatTemplate:
                     "when later messages follow: split the conversation into rows with one "
                     "answer each"
                 )
-            found += [Piece(asked[len(done) :], False), Piece(whole[len(asked) :], True)]
+            found += [TextPiece(asked[len(done) :], False), TextPiece(whole[len(asked) :], True)]
             done = whole
         return found
 

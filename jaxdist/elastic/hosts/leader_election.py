@@ -132,7 +132,7 @@ class LeaderElection:
         told = self.rendezvous.get(f"term/{max(terms)}") if terms else None
         if told is None:
             return Registry(generation=Generation(self.before))
-        return decode(told["registry"]).restarted(self.config, self.clock())
+        return decode_registry(told["registry"]).restarted(self.config, self.clock())
 
     def collect(self) -> None:
         """Read the requests of all hosts, and compute the answers."""
@@ -169,7 +169,7 @@ class LeaderElection:
         """
         term = self.term
         assert term is not None
-        told = encode(term.registry)
+        told = encode_registry(term.registry)
         if told != term.saved or not term.begun:
             number = term.token.term
             # The write comes before the swap, because a leader that takes the token later must read
@@ -211,10 +211,10 @@ class LeaderElection:
                 self.rendezvous.drop(f"term/{name}")
 
 
-def encode(registry: Registry) -> JsonObject:
+def encode_registry(registry: Registry) -> JsonObject:
     """Return the registry as JSON, without times, which only the leader's clock can interpret.
 
-    >>> decode(encode(Registry())) == Registry()
+    >>> decode_registry(encode_registry(Registry())) == Registry()
     True
     """
     return {
@@ -228,7 +228,7 @@ def encode(registry: Registry) -> JsonObject:
     }
 
 
-def decode(told: Mapping[str, Any]) -> Registry:
+def decode_registry(told: Mapping[str, Any]) -> Registry:
     """Return the registry that `encode` wrote, without times, which `Registry.restarted` sets."""
     return Registry(
         alive=dict.fromkeys(told["alive"], 0.0),
@@ -248,7 +248,7 @@ def registry_of(rendezvous: Rendezvous) -> Registry | None:
     """
     terms = rendezvous.names("term")
     told = rendezvous.get(f"term/{max(map(int, terms))}") if terms else None
-    return None if told is None else decode(told["registry"])
+    return None if told is None else decode_registry(told["registry"])
 
 
 def encode_answer(message: Grant | Stop) -> JsonObject:

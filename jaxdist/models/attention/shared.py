@@ -23,7 +23,7 @@ from jaxdist.cost.context import SequenceSplit
 from jaxdist.models.attention.blockwise import MOST
 from jaxdist.models.attention.contract import KEPT
 from jaxdist.models.attention.softmax import Grads, Queries, RunningSoftmax
-from jaxdist.models.attention.visits import Pieces, Visit
+from jaxdist.models.attention.visits import BlockPairs, Pieces
 
 Keys = tuple[jax.Array, jax.Array, jax.Array | None]
 """A piece of keys, values and documents, in blocks."""
@@ -163,7 +163,7 @@ def _forward(
         source, (k, v, theirs) = source.after(t)
 
         def see(
-            rows: RunningSoftmax, visit: Visit, k: Any = k, v: Any = v, theirs: Any = theirs
+            rows: RunningSoftmax, visit: BlockPairs, k: Any = k, v: Any = v, theirs: Any = theirs
         ) -> RunningSoftmax:
             scores = _scores(pieces, visit, q, k, own, theirs)
             return rows.seeing(visit.i, scores, v[visit.j])
@@ -176,19 +176,19 @@ def _forward(
 
 
 def _scores(
-    pieces: Pieces, visit: Visit, q: jax.Array, k: jax.Array, own: Any, theirs: Any
+    pieces: Pieces, visit: BlockPairs, q: jax.Array, k: jax.Array, own: Any, theirs: Any
 ) -> jax.Array:
     documents = None if own is None else (own[visit.i], theirs[visit.j])
     return pieces.scores(q[visit.i], k[visit.j], visit, documents)
 
 
 def _visited(
-    pieces: Pieces, groups: Groups, t: int, carry: Any, see: Callable[[Any, Visit], Any]
+    pieces: Pieces, groups: Groups, t: int, carry: Any, see: Callable[[Any, BlockPairs], Any]
 ) -> Any:
     """Apply `see` to each pair of blocks that is visited after t hops."""
     for visit in pieces.visits(t, groups.own()):
 
-        def all_pairs(carry: Any, visit: Visit = visit) -> Any:
+        def all_pairs(carry: Any, visit: BlockPairs = visit) -> Any:
             pairs = visit._replace(live=None)
             return lax.scan(lambda rows, pair: (see(rows, pair), None), carry, pairs)[0]
 
@@ -214,7 +214,9 @@ def _backward(
     for t in pieces.hops():
         source, (k, v, theirs) = source.after(t)
 
-        def see(grads: Grads, visit: Visit, k: Any = k, v: Any = v, theirs: Any = theirs) -> Grads:
+        def see(
+            grads: Grads, visit: BlockPairs, k: Any = k, v: Any = v, theirs: Any = theirs
+        ) -> Grads:
             scores = _scores(pieces, visit, q, k, own, theirs)
             found = queries.grads(visit.i, scores, k[visit.j], v[visit.j])
             dq, dk, dv = grads

@@ -24,7 +24,7 @@ LEAST = 64
 """The least size of a block for which a chunk of the sequence is not padded to whole blocks."""
 
 
-class Visit(NamedTuple):
+class BlockPairs(NamedTuple):
     """Pairs of blocks, each of which a group's queries see where `live` holds.
 
     Attributes:
@@ -92,22 +92,22 @@ class Pieces:
             t for t in range(self.groups) if self.visits(t, jnp.int32(self.groups - 1)) or not t
         ]
 
-    def visits(self, t: int, group: jax.Array) -> list[Visit]:
+    def visits(self, t: int, group: jax.Array) -> list[BlockPairs]:
         """Return what `group` visits after t hops; the shapes do not depend on the group."""
         return {"contiguous": self._contiguous, "zigzag": self._zigzag, "striped": self._striped}[
             self.order
         ](t, group)
 
-    def _contiguous(self, t: int, group: jax.Array) -> list[Visit]:
+    def _contiguous(self, t: int, group: jax.Array) -> list[BlockPairs]:
         ahead = (t - self.groups) * self.chunk  # The keys came round the ring, from later groups.
         near = self._seen(t * self.chunk, None if t == 0 else group >= t)
         return [*near, *(() if self.causal or t == 0 else self._seen(ahead, group < t))]
 
-    def _seen(self, offset: int, live: jax.Array | None) -> Iterator[Visit]:
+    def _seen(self, offset: int, live: jax.Array | None) -> Iterator[BlockPairs]:
         """Visit the blocks that are seen of keys that lie `offset` before the queries."""
         i, j = self._pairs(lambda i, j: self._sees(offset + (i - j) * self.size))
         if i.size:
-            yield Visit(
+            yield BlockPairs(
                 jnp.asarray(i), jnp.asarray(j), jnp.asarray(offset + (i - j) * self.size), live
             )
 
@@ -124,13 +124,13 @@ class Pieces:
         )
         return found[:, 0], found[:, 1]
 
-    def _striped(self, t: int, group: jax.Array) -> list[Visit]:
+    def _striped(self, t: int, group: jax.Array) -> list[BlockPairs]:
         i, j = self._pairs(lambda i, j: j <= i)
         offset = jnp.where(group >= t, t, t - self.groups)
         distance = jnp.asarray((i - j) * self.size * self.stride) + offset
-        return [Visit(jnp.asarray(i), jnp.asarray(j), distance)]
+        return [BlockPairs(jnp.asarray(i), jnp.asarray(j), distance)]
 
-    def _zigzag(self, t: int, group: jax.Array) -> list[Visit]:
+    def _zigzag(self, t: int, group: jax.Array) -> list[BlockPairs]:
         """Visit the same number of blocks for each group, with chunks g and 2R - 1 - g."""
         R, m = self.groups, self.blocks
         i, j = self._pairs(lambda i, j: True)
@@ -138,7 +138,7 @@ class Pieces:
         source = (group - t) % R
         # The later chunk of queries is behind the earlier chunk of all keys.
         found = [
-            Visit(
+            BlockPairs(
                 jnp.asarray(m + i),
                 jnp.asarray(j),
                 (2 * R - 1 - group - source) * self.chunk + within,
@@ -147,16 +147,17 @@ class Pieces:
         if t == 0:
             i, j = self._pairs(lambda i, j: j <= i)
             within = jnp.asarray((i - j) * self.size)
-            return [Visit(jnp.asarray(i + n), jnp.asarray(j + n), within) for n in (0, m)] + found
+            both = (BlockPairs(jnp.asarray(i + n), jnp.asarray(j + n), within) for n in (0, m))
+            return [*both, *found]
         # Of keys of an earlier group both chunks of queries see the first, of those of a later
         # group the second chunk of queries sees both.
         earlier = group >= t
         step = jnp.where(earlier, 0, m)
         distance = jnp.where(earlier, t, R - t) * self.chunk + within
-        return [*found, Visit(jnp.asarray(i) + step, jnp.asarray(j) + step, distance)]
+        return [*found, BlockPairs(jnp.asarray(i) + step, jnp.asarray(j) + step, distance)]
 
     def scores(
-        self, q: Array, k: Array, visit: Visit, segments: tuple[Array, Array] | None
+        self, q: Array, k: Array, visit: BlockPairs, segments: tuple[Array, Array] | None
     ) -> Array:
         """Score queries `[B, K, G S, d]` of a block with keys `[B, K, S, d]`, in float32.
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxdist.models.feed_forward.config import ExpertsConfig
 from jaxdist.models.feed_forward.products import Product, choose_product
-from jaxdist.models.feed_forward.router import Choice, Statistics, route
+from jaxdist.models.feed_forward.router import ExpertChoice, Statistics, route
 from jaxdist.models.feed_forward.swiglu import ACTIVATIONS, GATED, Mlp, MlpSettings, SwiGLU
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint
 from jaxdist.models.layers import param
@@ -142,7 +142,7 @@ class Mixture(nnx.Module):
             y_BLD = y_BLD + shared_BLD
         return y_BLD, statistics.add(sums_BS, load_BE)
 
-    def _mixed(self, x_BLD: jax.Array, choice: Choice) -> jax.Array:
+    def _mixed(self, x_BLD: jax.Array, choice: ExpertChoice) -> jax.Array:
         """Return the weighted sum of the results of each token's experts."""
         into = [self.gate[...], self.up[...]] if self.gated else [self.up[...]]
         kernels = {INTO: into, OUT: [self.down[...]]}

@@ -19,7 +19,7 @@ SUMS = ("balance_loss", "z_loss", "router_entropy", "dropped_tokens")
 """The names of the columns of `Statistics.sums`."""
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """The experts of each token.
 
     Attributes:
@@ -57,7 +57,7 @@ class Statistics(NamedTuple):
 
 def route(
     logits_BLE: jax.Array, bias_E: jax.Array, weight_BL: jax.Array, config: ExpertsConfig
-) -> tuple[Choice, jax.Array, jax.Array]:
+) -> tuple[ExpertChoice, jax.Array, jax.Array]:
     """Select the experts of each token; return also its `sums_BS` and `load_BE`.
 
     Ties go to the expert with the smaller number. Capacity is that of each sequence, and drops its
@@ -96,7 +96,7 @@ def route(
         (-(share_BLE * jnp.log(share_BLE + 1e-20)).sum(-1) * weight_BL).sum(1),
         (dropped_BL * weight_BL).sum(1),
     )
-    return Choice(ids_BLk, weights_BLk), jnp.stack(sums, -1), load_BE
+    return ExpertChoice(ids_BLk, weights_BLk), jnp.stack(sums, -1), load_BE
 
 
 def _balance(load_BE: jax.Array, share_BLE: jax.Array, weight_BL: jax.Array) -> jax.Array:

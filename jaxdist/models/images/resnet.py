@@ -108,7 +108,7 @@ def _norm(config: ResnetConfig, channels: int, rngs: nnx.Rngs, *, scale: float =
     return norm
 
 
-class Block(nnx.Module):
+class ResidualBlock(nnx.Module):
     """A residual block of two 3x3 convolutions, or of 1x1, 3x3 and 1x1 (a bottleneck)."""
 
     def __init__(
@@ -168,7 +168,7 @@ class Resnet(nnx.Module):
             for i in range(count):
                 stride = 2 if stage and i == 0 else 1
                 channels = config.width * 2**stage
-                blocks.append(Block(config, channels_in, channels, stride, rngs, hint))
+                blocks.append(ResidualBlock(config, channels_in, channels, stride, rngs, hint))
                 channels_in = channels * config.expansion
         self.blocks = nnx.List(blocks)
         self.output = Linear((channels_in, classes), ("channels_in", "classes"), rngs)

@@ -60,11 +60,13 @@ class Dlrm(nnx.Module):
         served: bool,
     ):
         self.tables = Tables(config.form(fields), rngs, hint=hint, served=served)
-        self.bottom = Tower([dense, *config.bottom, config.width], rngs, hint) if dense else None
+        self.bottom = (
+            DenseTower([dense, *config.bottom, config.width], rngs, hint) if dense else None
+        )
         vectors = len(fields) + bool(dense)
         first = config.width * (1 if dense else len(fields))
         pairs = vectors * (vectors - 1) // 2
-        self.top = Tower([first + pairs, *config.top, 1], rngs, hint)
+        self.top = DenseTower([first + pairs, *config.top, 1], rngs, hint)
         self.bias = nnx.Param(jnp.full((1,), config.start, jnp.float32), dims=("classes",))
         self.penalty = config.penalty
 
@@ -86,7 +88,7 @@ class Dlrm(nnx.Module):
         return Scored(score, penalty_of(rows_BFD, self.penalty))
 
 
-class Tower(nnx.Module):
+class DenseTower(nnx.Module):
     """Linear layers with ReLU between them, in pairs for tensor parallelism."""
 
     def __init__(self, sizes: Sequence[int], rngs: nnx.Rngs, hint: Hint):

@@ -56,7 +56,7 @@ class Touched:
 
 
 @dataclass
-class BatchRows:
+class TableRows:
     """The rows of batches, fetched from servers in training or from files in evaluation.
 
     Attributes:
@@ -127,7 +127,7 @@ class BatchRows:
 class RowsLoader:
     """A loader of held-out batches with the rows of their ids."""
 
-    def __init__(self, loader: Any, rows: BatchRows):
+    def __init__(self, loader: Any, rows: TableRows):
         self._loader, self._rows = loader, rows
 
     def __getattr__(self, name: str) -> Any:

@@ -16,7 +16,7 @@ from jaxdist.param_server.protocol import client as protocol
 from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Answer, Reply
 from jaxdist.param_server.tables.messages import pack
-from jaxdist.param_server.tables.store import owners
+from jaxdist.param_server.tables.store import servers_of
 from jaxdist.wire.contract import Wire
 
 
@@ -79,7 +79,7 @@ class TableClient:
         Raises:
           RunError: the deadline passed, or a server refused a message or has died.
         """
-        owner = owners(rows, len(self._links))
+        owner = servers_of(rows, len(self._links))
         with self._changed:
             for link in self._links:
                 mine = pack(rows[owner == link.server])
@@ -101,7 +101,7 @@ class TableClient:
         Raises:
           RunError: too many pushes were not acknowledged until the deadline.
         """
-        owner = owners(rows, len(self._links))
+        owner = servers_of(rows, len(self._links))
         usable = bool(np.isfinite(grads).all())
         with self._changed:
             self._wait(lambda: all(link.state.room for link in self._links), "room for a push")

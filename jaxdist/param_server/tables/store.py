@@ -18,7 +18,7 @@ def _reserved(shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype, prod(shape)).reshape(shape)
 
 
-def owners(rows: np.ndarray, servers: int) -> np.ndarray:
+def servers_of(rows: np.ndarray, servers: int) -> np.ndarray:
     """Return the server of each row; neighbours, such as the rows of a small table, are spread."""
     return rows % np.uint32(servers)
 
@@ -61,7 +61,7 @@ class RowStore:
             return None
         if int(rows.max()) >= self.form.rows:
             return f"row {rows.max()} of tables with {self.form.rows} rows"
-        if (owners(rows, self._servers) != self._server).any():
+        if (servers_of(rows, self._servers) != self._server).any():
             return "a row of another server: both sides need the same number of servers"
         return None
 
@@ -105,7 +105,7 @@ class RowStore:
 
     def load(self, rows: np.ndarray, values: np.ndarray) -> None:
         """Take those of saved rows that this server owns."""
-        mine = owners(rows, self._servers) == self._server
+        mine = servers_of(rows, self._servers) == self._server
         self._values[self._found(rows[mine])] = values[mine]
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxdist.models.recommend.tables import PULLED
-from jaxdist.param_server.tables.batch import BatchRows
+from jaxdist.param_server.tables.batch import TableRows
 from jaxdist.param_server.tables.client import TableClient
 from jaxdist.param_server.tables.optimizer import RowOptimizer
 from jaxdist.param_server.tables.store import RowStore
@@ -35,7 +35,7 @@ class TableProgram:
     """
 
     program: Program
-    rows: BatchRows
+    rows: TableRows
     client: TableClient
     rate: float | None
     processes: int
@@ -70,7 +70,7 @@ class TableProgram:
         return state, values
 
 
-def about_tables(rows: BatchRows, optimizer: RowOptimizer) -> JsonObject:
+def about_tables(rows: TableRows, optimizer: RowOptimizer) -> JsonObject:
     """Return what the rows of a run are, by which their files are checked."""
     settings = optimizer.model_dump(mode="json")
     form = {**dataclasses.asdict(rows.form), "fields": dict(rows.form.fields)}
@@ -78,7 +78,7 @@ def about_tables(rows: BatchRows, optimizer: RowOptimizer) -> JsonObject:
     return {"form": form, "seed": rows.seed, "optimizer": state}
 
 
-def saved_rows(run: Path, step: int, rows: BatchRows, optimizer: RowOptimizer) -> RowStore:
+def saved_rows(run: Path, step: int, rows: TableRows, optimizer: RowOptimizer) -> RowStore:
     """Return the tables that were saved at a step, read by this process alone.
 
     Raises:

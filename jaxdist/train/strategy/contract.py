@@ -16,7 +16,7 @@ from jaxdist.data.loader import Loader
 from jaxdist.metrics.account import Account
 from jaxdist.optim.build import Optimizer
 from jaxdist.optim.common import OptimizerConfig
-from jaxdist.param_server.tables.batch import BatchRows
+from jaxdist.param_server.tables.batch import TableRows
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.loop import Hooks
 from jaxdist.train.plan import TrainConfig
@@ -78,7 +78,7 @@ class Prepared:
     note: Callable[[str], None] = print
     record: Callable[[int, Mapping[str, float]], None] = lambda step, values: None
     account: Account = field(default_factory=Account)
-    rows: BatchRows | None = None
+    rows: TableRows | None = None
 
 
 @dataclass(frozen=True)
