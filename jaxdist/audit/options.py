@@ -67,7 +67,7 @@ def audit_options(
     the program that is compiled without any options.
 
     Args:
-      path: the configuration file, with `overrides` on top.
+      path: the configuration file, to which `overrides` are applied.
       topology: TPUs to compile for, such as `v5e:2x4`; None compiles for jax's devices.
       json_file: a file for the effects as JSON.
       console: the console for a line per option.

@@ -41,7 +41,7 @@ def audit(
     excludes differences that the compiler optimizes away.
 
     Args:
-      path: the configuration file, with `overrides` on top.
+      path: the configuration file, to which `overrides` are applied.
       topology: TPUs to compile for, such as `v5e:2x4`; None compiles for jax's devices.
       full: compile the step without each knob, and print the change in bytes, memory and FLOPs.
       json_file: a file for the findings as JSON.

@@ -157,7 +157,7 @@ def restore_as(
     advice = (
         "start again without --resume in a new run directory, or restore the files from a copy"
         if step is None
-        else f"leave the step out to take the newest complete checkpoint of {steps}"
+        else f"leave the step out to use the newest complete checkpoint of {steps}"
     )
     raise CheckpointError(
         f"no checkpoint in {directory} can be trusted:\n  " + "\n  ".join(refused) + f"\n{advice}"

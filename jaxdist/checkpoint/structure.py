@@ -99,7 +99,7 @@ def check_structure(saved: dict[str, LeafRecord], target: PyTree, *, where: str)
     rest = len(lines) - _LISTED_PATHS
     listed = lines[:_LISTED_PATHS] + ([f"and {rest} more"] if rest > 0 else [])
     raise CheckpointError(
-        f"{where} holds another model or optimizer than those configured; of {len(saved)} "
+        f"{where} holds a model or optimizer that differs from the configured one: of {len(saved)} "
         f"saved and {len(named_leaves(target))} wanted arrays {len(lines)} do not fit:\n  "
         + "\n  ".join(listed)
         + "\nresume with the configuration that the run was started with, or start a new run "

@@ -330,7 +330,7 @@ def _inspected(config: Path) -> JsonObject:
 
     count, code = shared.devices_of(config.parent), foreign_code(read(config).values)
     if code:
-        raise ConfigError(f"the step is not compiled here, for its config {code[0]}")
+        raise ConfigError(f"the report compiles no step whose config runs your code: it {code[0]}")
     if count is None:
         raise ConfigError(
             "the mesh of its config leaves the size of an axis open (-1): give --devices N"

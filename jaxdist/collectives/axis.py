@@ -89,7 +89,7 @@ def checked(axis: object, operation: str) -> Axis:
     if not all(isinstance(name, str) for name in found):
         raise CollectiveError(f"{where}: an axis is a name or a tuple of names")
     if len(set(found)) < len(found):
-        raise CollectiveError(f"{where} names an axis twice: each axis once, slowest first")
+        raise CollectiveError(f"{where} names an axis twice: name each axis once, slowest first")
     for name in found:
         _check_bound(name, where)
     return found[0] if len(found) == 1 else found

@@ -107,7 +107,7 @@ def gathered_size(size: object, total: int, axis: Axis, operation: str) -> int:
     index = total if size is None else _index(size, f"{operation} over {axis!r}: size")
     if not 0 <= index <= total:
         raise CollectiveError(
-            f"{operation} over {axis!r}: size {index} is out of range, {total} were gathered"
+            f"{operation} over {axis!r}: size {index} is out of range: the gathered dim has {total}"
         )
     return index
 

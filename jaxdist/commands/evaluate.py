@@ -174,6 +174,6 @@ def _stop(tokenizer: Tokenizer, text: str) -> int:
     if len(spelled) != 1:
         raise RunError(
             f"--stop {text!r} is {len(spelled)} tokens of this run's tokenizer, and a text ends at "
-            "a single token: give one, such as <|im_end|> or a line break"
+            "a single token: give a single token, such as <|im_end|> or a line break"
         )
     return spelled[0]

@@ -39,7 +39,9 @@ def replay(run: Path, console: Console, json_file: Path | None = None) -> bool:
       CheckpointError: the state at the start no longer exists.
     """
     if not RunDirectory(run).occupied or not os.path.isdir(run / "order"):
-        raise RunError(f"{run} is not a run with strategy.type parameter_server: it has no order/")
+        raise RunError(
+            f"{run} is not a run with strategy.type parameter_server: it has no folder order/"
+        )
     for text in foreign_code(read(RunDirectory(run).config).values):
         console.print(f"code   {text}", soft_wrap=True, markup=False)
     experiment, sharded = sharded_run(RunDirectory(run).config)

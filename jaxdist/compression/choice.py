@@ -211,6 +211,7 @@ def _group(
         other = next(codec for codec in codecs if codec.exchange == "scatter")
         raise CompressionError(
             f"{described(shaped[0], mine[0])} in stages with {other!r}, which encodes flat shards: "
-            "give both stages codecs that sum (whole, randomk, lowrank), or choose one of them"
+            "use codecs in all stages whose messages can be summed (whole, randomk, lowrank), or "
+            "use a single codec"
         )
     return group

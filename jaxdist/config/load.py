@@ -137,7 +137,7 @@ def _replaced(node: Node | None, values: dict[str, Node], included: bool) -> fro
 def _read_bytes(file: Path, place: str, most: int) -> bytes:
     name = _display(file)
     if "\0" in str(file):
-        raise ConfigError(f"{place}{name!r}: a file name holds no null character")
+        raise ConfigError(f"{place}{name!r}: the file name contains a null character")
     try:
         if file.exists() and not file.is_file():
             kind = "a directory" if file.is_dir() else "not a regular file"

@@ -45,13 +45,15 @@ def _usable(path: Path) -> Path:
     """Refuse a path that no file system accepts."""
     text = str(path)
     if "\0" in text:
-        raise ValueError("a path holds no null character")
+        raise ValueError("the path contains a null character")
     for part in path.parts:
         size = len(os.fsencode(part))
         if size > MOST_NAME_BYTES:
-            raise ValueError(f"a name of {size} bytes in it; at most {MOST_NAME_BYTES} are allowed")
+            raise ValueError(
+                f"a name in the path has {size} bytes; at most {MOST_NAME_BYTES} are allowed"
+            )
     if len(os.fsencode(text)) > MOST_PATH_BYTES:
-        raise ValueError(f"a path has at most {MOST_PATH_BYTES} bytes")
+        raise ValueError(f"the path has more than {MOST_PATH_BYTES} bytes")
     return path
 
 

@@ -213,6 +213,6 @@ def _check_alike(first: HostBatch, row: HostBatch, index: int) -> None:
     for name, value in row.items():
         if (value.shape, value.dtype) != (first[name].shape, first[name].dtype):
             raise DataError(
-                f"data: {name!r} of example {index} is {value.dtype} {value.shape}, of example 0 "
-                f"{first[name].dtype} {first[name].shape}; pad or crop examples to one shape"
+                f"data: {name!r} of example {index} is {value.dtype} {value.shape}, and of example "
+                f"0 {first[name].dtype} {first[name].shape}; pad or crop examples to one shape"
             )

@@ -63,7 +63,7 @@ class Hosts(Protocol):
         """Wait for the next generation that includes this machine.
 
         Args:
-          folder: this machine's folder in memory, see `jaxdist.heartbeat.run_folder`.
+          folder: this machine's folder in memory (`jaxdist.heartbeat.run_folder`).
           stopped: returns True when the wait has to end.
 
         Returns:

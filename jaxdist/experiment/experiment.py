@@ -190,7 +190,7 @@ def batch_rows(config: ExperimentConfig, dataset: Dataset, layout: Layout) -> Ta
     if not isinstance(config.model, RecommenderConfig) or dataset.fields is None:
         raise ConfigError(
             f"strategy.type hybrid puts the tables of a model onto servers, and model.type "
-            f"{config.model.type} has none: take mf or dlrm, or strategy.type parameter_server"
+            f"{config.model.type} has none: use mf or dlrm, or strategy.type parameter_server"
         )
     return TableRows(config.model.form(dataset.fields), layout)
 

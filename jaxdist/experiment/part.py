@@ -27,7 +27,7 @@ def trained_part(config: PartConfig, model: Functional) -> Functional:
     if frozen and len(frozen) == len(names):
         raise ConfigError(
             f"all {len(names)} parameters match {', '.join(config.freeze)}, so that nothing is "
-            "left to train: name fewer",
+            "left to train: use narrower patterns",
             setting=("freeze",),
         )
     return replace(model, frozen=frozen)

@@ -139,7 +139,7 @@ def check_freeze_step(freeze_step: int) -> None:
     if freeze_step < 1:
         raise ConfigError(
             f"freeze_step = {freeze_step}: must be at least 1, or there is no second moment to "
-            "divide by; take some hundreds of steps"
+            "divide by; use some hundreds of steps"
         )
 
 

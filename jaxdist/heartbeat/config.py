@@ -33,7 +33,7 @@ class MembershipConfig(Config):
     def _check(self) -> MembershipConfig:
         if self.min_hosts > self.max_hosts:
             raise ValueError(
-                f"min_hosts {self.min_hosts} is above max_hosts {self.max_hosts}: lower it"
+                f"min_hosts {self.min_hosts} is above max_hosts {self.max_hosts}: lower min_hosts"
             )
         return self
 

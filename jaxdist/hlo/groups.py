@@ -106,7 +106,7 @@ def written_groups(attributes: str, everyone: int) -> Groups:
         array = evaluate_iota(found[1])
     elif "replica_groups=" in attributes:
         start = attributes.index("replica_groups=")
-        raise LedgerError(f"{attributes[start : start + 80]!r} is in no known spelling of groups")
+        raise LedgerError(f"{attributes[start : start + 80]!r}: the form of the groups is unknown")
     else:
         return (tuple(range(everyone)),)
     return tuple(map(tuple, array.tolist()))

@@ -133,7 +133,7 @@ def open_subject(
     """Build the experiment of a config.
 
     Args:
-      path: the configuration file, with `overrides` on top.
+      path: the configuration file, to which `overrides` are applied.
       devices: the devices to compile for; None takes the config's number of fake devices, or all
         devices of jax.
 

@@ -38,10 +38,10 @@ def inspect(
     """Compile a train step and print its cost; with a second step, print the differences.
 
     Args:
-      path: the configuration file, with `overrides` on top.
+      path: the configuration file, to which `overrides` are applied.
       topology: TPUs to compile for, such as `v5e:2x4`; None compiles for jax's devices.
-      other: the file of a second step, with `overrides` and then `changes` on top; by default
-        `path`.
+      other: the file of a second step, by default `path`, to which `overrides` and then `changes`
+        are applied.
       changes: settings of the second step. Without `changes` and `other`, nothing is compared.
       json_file: a file for the same facts as JSON.
       plot: a directory for a picture of the predicted step; only for TPUs and a single program.

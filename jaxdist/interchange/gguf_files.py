@@ -132,7 +132,7 @@ class Gguf:
         except KeyError as error:
             raise DataError(
                 f"{self.path}: a GGUF file of {name!r} without {error}, which a language model "
-                "needs; take a file of its weights"
+                "needs; use a file with the model's weights"
             ) from error
         tied = "output.weight" not in self.tensors
         ids = {
@@ -305,7 +305,7 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
     if kind not in QUANTIZED:
         known = ", ".join([*map(str, FLOATS.values()), *(q[0] for q in QUANTIZED.values())])
         raise DataError(
-            f"{path}: {name!r} has the unknown quantization number {kind} (known: {known}); take "
+            f"{path}: {name!r} has the unknown quantization number {kind} (known: {known}); use "
             "a file of F16, BF16 or Q8_0"
         )
     quantization, block, block_bytes = QUANTIZED[kind]
@@ -352,7 +352,7 @@ def _by_package(path: Path, kind: int, name: str, raw: np.ndarray) -> np.ndarray
     except ImportError as error:
         raise DataError(
             f"{path} has tensors of {name}, which the package gguf decodes: pip install "
-            "'jaxdist[gguf]', or take a file of F16, BF16 or Q8_0"
+            "'jaxdist[gguf]', or use a file of F16, BF16 or Q8_0"
         ) from error
     return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(kind))
 

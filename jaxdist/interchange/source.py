@@ -199,7 +199,7 @@ def _files(path: Path) -> list[Path]:
     if pickled:
         raise DataError(
             f"{path} has its tensors in {pickled[0]}, a pickle. Reading a pickle can run any "
-            "code, so that jaxdist never does: download the model's safetensors, or convert the "
-            "file where you trust it (save_pretrained(DIR) of transformers)"
+            "code, so jaxdist never reads pickles: download the model's safetensors, or convert "
+            "the file where you trust it (save_pretrained(DIR) of transformers)"
         )
     raise DataError(f"{path} has no safetensors: download {SINGLE} too")

@@ -29,7 +29,7 @@ class Mpi(Engine):
     def check(self, job: Job) -> None:
         if self.hosts and len(self.hosts) != job.nodes:
             raise ConfigError(
-                f"hosts: {len(self.hosts)} names for --nodes {job.nodes}: give one for each"
+                f"hosts: {len(self.hosts)} names for --nodes {job.nodes}: give a name for each node"
             )
 
     def render(self, job: Job) -> Rendered:

@@ -90,7 +90,7 @@ def make_model(
       vocab_size: size of the data's vocabulary, if it has tokens.
       classes: number of the data's classes, if it has labels.
       hint: the layout of activations on the mesh.
-      device: one of the devices that the model will run on; None is unknown.
+      device: one of the devices that the model will run on, or None if they are unknown.
       fields: number of ids of each of the data's categorical fields, or None where it has none.
       served: whether servers hold the tables of the model.
 

@@ -125,7 +125,7 @@ class Functional:
         *,
         statistics_over: tuple[str, ...] = (),
     ) -> nnx.Module:
-        """Build the module with these values; random layers draw from `key` (None is key 0).
+        """Build the module with these values; random layers draw from `key` (by default key 0).
 
         A `Deferred` parameter is gathered here, unless `scan_blocks` reads it: `scan_blocks`
         gathers it layer by layer.

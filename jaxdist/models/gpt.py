@@ -136,15 +136,17 @@ class GptConfig(PartConfig):
             raise ValueError("experts have no biases, and biases is all: use attention")
         if isinstance(self.remat, tuple) and experts.every > 1:
             raise ValueError(
-                "a list of remat has an entry for each block, and model.experts.every "
-                f"{experts.every} computes as many together: use one policy"
+                f"model.experts.every {experts.every} computes {experts.every} blocks together, "
+                "but a list of remat has a policy for each block: use a single policy"
             )
 
     @field_validator("attention", mode="before")
     @classmethod
     def _check_kernel(cls, name: Any) -> Any:
         if name == "xla":
-            raise ValueError("the kernel that XLA makes is called plain")
+            raise ValueError(
+                "the name of the kernel that XLA compiles is plain: set attention: plain"
+            )
         return name
 
     @property
@@ -178,8 +180,8 @@ class GptConfig(PartConfig):
         """Build the module for a vocabulary of `vocab_size` tokens.
 
         Args:
-          platform: platform of the devices, as jax names it; None is unknown.
-          length: length of the sequences; None is unknown.
+          platform: platform of the devices, as jax names it, or None if it is unknown.
+          length: length of the sequences, or None if it is unknown.
           family: short name of the devices, such as v5e; empty is unknown.
 
         Raises:

@@ -84,7 +84,7 @@ def as_sums(result: PyTree, batch: Batch, *, training: bool = False) -> Sums:
         sums = training_sums(sums)
     if "loss" not in sums:
         raise RunError(
-            f"the loss returned {sorted(sums)}, without the key 'loss', which is minimised: add it"
+            f"the loss returned {sorted(sums)}, without the value to minimise: add the key 'loss'"
         )
     return sums
 

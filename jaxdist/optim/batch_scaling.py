@@ -121,8 +121,9 @@ def scale(
     warmup = f"{steps} of {total_steps} steps ({100 * steps / total_steps:.4g}%) = {source}"
     if steps >= total_steps:
         raise ConfigError(
-            f"scale_from: the warm-up fills the run: {warmup}, rule {config.rule}; shorten it at "
-            f"batch {config.batch_size}, train longer, or use a smaller batch than {batch_size}"
+            f"scale_from: the warm-up fills the run: {warmup}, rule {config.rule}; shorten the "
+            f"warm-up at batch {config.batch_size}, train longer, or use a "
+            f"smaller batch than {batch_size}"
         )
     return ScaledRates(Derived(rate, why), Derived(steps, f"{warmup}, rule {config.rule}"))
 

@@ -261,8 +261,8 @@ class Optimizer:
             if "required keyword-only argument" not in str(error):
                 raise
             raise ConfigError(
-                f"optim: {error}; a step passes to the update the gradients, state, parameters, "
-                "grad_norm and value (the mean loss), and computes the loss once. Take a rule "
+                f"optim: {error}; a step computes the loss once, and passes to the update only the "
+                "gradients, state, parameters, grad_norm and value (the mean loss). Use a rule "
                 "that needs no more (optax.lbfgs without its line search: linesearch=None)"
             ) from error
 

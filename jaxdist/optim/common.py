@@ -92,7 +92,7 @@ class OptimizerConfig(Config):
         if self.scale_from is not None and self.scale_from.warmup and self.schedule.warmup_steps:
             raise ValueError(
                 f"the warm-up is given twice: optim.schedule.warmup_steps "
-                f"{self.schedule.warmup_steps} and {self.scale_from.warmup}; drop one"
+                f"{self.schedule.warmup_steps} and {self.scale_from.warmup}; drop either"
             )
         if self.max_skipped is not None and not self.skips:
             raise ValueError(

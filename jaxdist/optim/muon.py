@@ -214,7 +214,7 @@ class MuonConfig(OptimizerConfig):
         if not found:
             raise ConfigError(
                 "muon has no matrix to update: all parameters are vectors, embeddings or heads, "
-                "or in optim.adamw.params; take {type: adamw}"
+                "or in optim.adamw.params; use {type: adamw}"
             )
         shown = [
             f"{name} ({of.count} of {of.size[0]} x {of.size[1]})" for name, of in found.items()

@@ -200,6 +200,6 @@ def _check_narrow(params: Params, narrow: jnp.dtype) -> None:
     wrong = {str(p.dtype) for p in jax.tree.leaves(params)} - {str(narrow)}
     if wrong:
         raise ConfigError(
-            f"master_weights: params are {', '.join(sorted(wrong))}, the copies of dtype={narrow}; "
-            f"give the model {narrow} parameters, or master_weights their dtype"
+            f"master_weights: dtype={narrow}, but params are {', '.join(sorted(wrong))}; give the "
+            f"model {narrow} parameters, or master_weights the dtype of the parameters"
         )

@@ -297,9 +297,9 @@ def skip_spikes(
       ConfigError: a factor that is not above 1 or not finite; a window under 1.
     """
     if not 1 < factor < float("inf"):
-        raise ConfigError(f"skip_spikes: factor {factor} must be finite and above 1, say 4")
+        raise ConfigError(f"skip_spikes: factor {factor} must be finite and above 1, such as 4")
     if window < 1:
-        raise ConfigError(f"skip_spikes: window {window} must be at least 1 step, say 100")
+        raise ConfigError(f"skip_spikes: window {window} must be at least 1 step, such as 100")
 
     def rule(grads: Grads, seen: NormMean) -> tuple[jax.Array, NormMean]:
         norm = global_norm(grads, specs)

@@ -71,7 +71,7 @@ class ZeroConfig(Config):
     def _same_each_time(cls, codec: GatherCodec | None) -> GatherCodec | None:
         if codec is not None and codec.unbiased:
             raise ValueError(
-                "rounding stochastic: both passes must see the same parameters; take nearest, "
+                "rounding stochastic: both passes must see the same parameters; use nearest, "
                 "which is sound since each device keeps its shard exactly"
             )
         return codec

@@ -80,7 +80,7 @@ class Racks(Config):
             raise ConfigError(
                 f"strategy.aggregation.size {self.size} puts all {workers} workers in one rack, "
                 "whose aggregator would carry the load of the servers: give at most "
-                f"{workers - 1}, or type direct",
+                f"{workers - 1}, or set type direct",
                 setting=("size",),
             )
 

@@ -247,7 +247,7 @@ def _check_slots(schedule: Schedule, slots: int | Sequence[int]) -> None:
                 stage = schedule.placement[chunk]
                 raise ConfigError(
                     f"schedule {schedule.name}: stage {stage}, place "
-                    f"{places(schedule.rows[stage])[task]}: {task} overwrites microbatch "
-                    f"{lost[0]} of chunk {chunk}, still needed, in slot {task.microbatch % size} "
-                    f"of {size}: give chunk {chunk} {ring_sizes(schedule)[chunk]} slots"
+                    f"{places(schedule.rows[stage])[task]}: {task} overwrites slot "
+                    f"{task.microbatch % size} of {size}, where microbatch {lost[0]} of chunk "
+                    f"{chunk} is still needed: the chunk needs {ring_sizes(schedule)[chunk]} slots"
                 )

@@ -62,7 +62,7 @@ def confirm(
     """Compile a plan, which takes minutes on a core.
 
     Args:
-      path: the configuration file, with `overrides` on top.
+      path: the configuration file, to which `overrides` are applied.
       plan: the plan to compile.
       target: the chips to compile for.
       slow_seconds: time of the slow network's traffic, by formula.
@@ -91,7 +91,7 @@ def lay_out(
     """Ask the compiler only for the memory of a plan, which takes seconds on a core.
 
     Args:
-      path: the configuration file, with `overrides` on top.
+      path: the configuration file, to which `overrides` are applied.
       plan: the plan to compile.
       target: the chips to compile for.
       seconds: time of a step, by formula.

@@ -34,7 +34,7 @@ def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_by
     """Return the bytes of a config's train step on each device.
 
     Args:
-      path: the configuration file, with `overrides` on top.
+      path: the configuration file, to which `overrides` are applied.
       topology: a TPU slice.
       limit_bytes: the memory of a device. For a larger program the compilation is run to its end,
         since the compiler then refuses it with a message.

@@ -191,17 +191,17 @@ def check_plannable(config: ExperimentConfig, document: Document) -> None:
         with at_setting(document, "parallel", name):
             if getattr(config.parallel, name) is not None:
                 raise ConfigError(
-                    "the planner does not search with it: leave it out to see plans, and set it "
-                    "again in the config that --write makes"
+                    "the planner does not search with this setting: leave the setting out to see "
+                    "plans, and add it to the config that --write makes"
                 )
     for name in ("freeze", "lora"):
         with at_setting(document, "model", name):
             if getattr(config.model, name) and not isinstance(config.model, GptConfig):
                 raise ConfigError(
                     "plans of other models than gpt are ranked by the memory and time of training "
-                    "all parameters. Leave it out to see plans (they are upper bounds), and set it "
-                    "again in the config that --write makes; `jaxdist inspect` has the memory of "
-                    "the part that is trained"
+                    "all parameters. Leave the setting out to see plans (they are upper "
+                    "bounds), and add it to the config that --write makes; `jaxdist inspect` has "
+                    "the memory of the part that is trained"
                 )
     with at_setting(document, "strategy", "type"):
         if config.strategy.type != "synchronous":
@@ -219,7 +219,7 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
     with at_setting(document, "data"):
         dataset = config.data.build()
         if dataset.vocab_size is None:
-            raise ConfigError("a language model is planned for data of tokens")
+            raise ConfigError("a language model is planned only for data with tokens")
         # An example has one token more than the window, for targets shifted by one position.
         window = dataset.train[0]["tokens"].shape[0] - 1
     with at_setting(document, "optim", "type"):

@@ -73,7 +73,7 @@ def plan(
     """Search plans for each target, compile them if asked, print and write the results.
 
     Args:
-      path: the configuration file, with `overrides` on top.
+      path: the configuration file, to which `overrides` are applied.
       asked: the options of the command.
       console: the console for the tables.
 

@@ -158,7 +158,7 @@ def parse_target(text: str, slices: int = 1) -> Target:
     if several:
         text, slices = several[2], int(several[1])
         if not slices:
-            raise MeshError(f"0 x {text}: give 1 or more of it")
+            raise MeshError(f"0 x {text}: give 1 or more slices")
     found = _GPU.fullmatch(text)
     if found and found[1] in _GPU_NAMES:
         hosts, each = int(found[2]) * slices, int(found[3])

@@ -187,7 +187,7 @@ def current(config_file: Path, overrides: Sequence[str], devices: int) -> Kept:
     """Check that a config's certificate proves the training at hand, and return a `Kept` for it.
 
     Args:
-      config_file: the configuration file, with `overrides` on top.
+      config_file: the configuration file, to which `overrides` are applied.
       devices: number of devices of all processes.
 
     Raises:

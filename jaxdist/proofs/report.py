@@ -30,7 +30,7 @@ def prove(
     """Prove that a config's plan computes what one device would, and print and write the results.
 
     Args:
-      path: the configuration file, with `overrides` on top.
+      path: the configuration file, to which `overrides` are applied.
       near: number of neighbours to compare.
       seed: seed of weights and neighbours.
       json_file: a second file for the certificate, in addition to that which `train --proved`

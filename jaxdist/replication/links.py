@@ -91,7 +91,7 @@ class CopyService:
             return self._spec
         if envelope.op in (Op.ENTRY, Op.WHOLE):
             return Spec(self._spec.tensor, np.dtype(np.uint8), MOST_BYTES)
-        raise FrameError(f"{envelope.op.name} is not a leader's to send", envelope)
+        raise FrameError(f"a leader may not send {envelope.op.name}", envelope)
 
     def receive(self, peer: Peer, envelope: Envelope) -> None:
         with self._lock:

@@ -1,1 +1,1 @@
-"""Secure aggregation: a server learns the sum of its clients' vectors, of which it sees none."""
+"""Secure aggregation: a server learns the sum of its clients' vectors, but no single vector."""

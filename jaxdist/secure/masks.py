@@ -18,7 +18,7 @@ CHUNK_WORDS = 2**15
 
 
 class SecureError(RunError):
-    """A round of secure aggregation cannot be completed."""
+    """The error for a round of secure aggregation that cannot be completed."""
 
 
 def check_installed() -> None:
@@ -36,7 +36,7 @@ def check_installed() -> None:
 
 
 def encode(x: np.ndarray, clients: int, weight: float = 1.0) -> np.ndarray:
-    """Return weight x in fixed point, rounded to the nearest, as integers modulo 2^64.
+    """Return `weight * x`, rounded to fixed point, as integers modulo 2^64.
 
     Args:
       clients: number of vectors in the sum, which must not wrap around.

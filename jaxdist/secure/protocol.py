@@ -4,14 +4,14 @@ Bonawitz et al., "Practical secure aggregation for federated learning on user-he
 1611.04482), section 4, against servers that follow the protocol and look at all that they receive.
 Every round has fresh keys.
 
-1. Each client u sends two public keys (`SecureClient.keys`); the server passes the roster on.
-2. u shares the private key of its pairwise masks, and the key of a mask of its own, among the
-   roster, encrypted for each holder (`shares`).
-3. u sends its vector plus both kinds of masks (`masked`): y = x + PRG(b_u) + sum over v of
-   PRG(s_uv), with the sign of u - v, modulo 2^64. The pairwise masks cancel in the sum.
-4. The server says whose vectors it has. Each client reveals its shares (`reveal`): of b_v for a v
-   whose vector arrived, of the private key for a v that dropped out, and never both of one v.
-   A vector that arrives late thus stays masked.
+1. Each client u sends two public keys (`SecureClient.keys`); the server passes the roster on. 2. u
+shares the private key of its pairwise masks, and the key of a mask of its own, among the roster,
+encrypted for each holder (`shares`). 3. u sends its vector plus both kinds of masks (`masked`): y =
+x + PRG(b_u) + sum over v of PRG(s_uv), with the sign of u - v, modulo 2^64. The pairwise masks
+cancel in the sum. 4. The server says whose vectors it has. For each client v, every client reveals
+one of its two shares (`reveal`): the share of b_v if v's vector arrived, or the share of v's
+private key if v dropped out. It never reveals both for the same v. A vector that arrives late thus
+stays masked.
 
 With n clients and at most d dropouts, n - d shares recover a secret, and one client fewer cannot
 complete the round.
@@ -43,8 +43,8 @@ def threshold(clients: int, dropouts: int) -> int:
     """Return the number of clients that must complete a round.
 
     Raises:
-      ConfigError: so few clients could also unmask one of them, or are not the majority without
-        which a server could ask two halves for both secrets of a client.
+      ConfigError: the number is below 2, so that a sum would reveal a vector, or is not a majority,
+        so that a server could ask two groups for the two secrets of a client.
 
     >>> threshold(10, 3)
     7
@@ -96,7 +96,9 @@ class SecureClient:
         """
         _check_enough(roster, self.threshold, "are on the roster of the round")
         if roster.get(self.number) != self.keys:
-            raise SecureError(f"the roster lacks client {self.number}, or has other keys for it")
+            raise SecureError(
+                f"the roster lacks client {self.number}, or has wrong keys for the client"
+            )
         if len({one.mask for one in roster.values()}) < len(roster):
             raise SecureError("two clients of the roster have the same key: one of them is forged")
         self._roster = dict(roster)
@@ -111,9 +113,9 @@ class SecureClient:
         """Return a vector plus its masks, uniformly distributed to all who lack the masks' keys.
 
         Args:
-          vector: integers modulo 2^64 `[n]`, see `jaxdist.secure.masks.encode`.
-          received: encrypted shares for this client by sender; only these clients are masked with,
-            as the secrets of others could not be recovered.
+          vector: integers modulo 2^64 `[n]`, as `jaxdist.secure.masks.encode` returns them.
+          received: encrypted shares for this client, by sender. Pairwise masks are added for these
+            senders only, because the secrets of other clients could not be recovered.
 
         Raises:
           SecureError: the shares of too few clients have arrived, or shares were changed.
@@ -140,7 +142,7 @@ class SecureClient:
           arrived: clients whose vectors the server has.
 
         Raises:
-          SecureError: the server has too few vectors, or asks a second time for other clients.
+          SecureError: the server has too few vectors, or asked for other clients' shares before.
         """
         asked = frozenset(arrived), frozenset(self._received) - frozenset(arrived)
         _check_enough(asked[0], self.threshold, "have sent their vectors")

@@ -45,7 +45,7 @@ def share_sequences(
     if not splits:
         raise ConfigError(
             f"sharding.context {config.context} needs groups of several devices, and mesh.context "
-            f"is {given.size}: use ring or ulysses, or a size that is a product",
+            f"is {given.size}: use ring or ulysses, or a size such as 4 or 6",
             setting=("sharding", "context"),
         )
     ordered = [replace(one, order=_order(config, one, needs, reorders=reorders)) for one in splits]

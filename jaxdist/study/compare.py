@@ -145,7 +145,7 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
             if override.partition("=")[0].strip() == "seed":
                 raise ConfigError(
                     f"variant {trial.variant!r} sets the seed, which a study varies itself: leave "
-                    "it out, and use --seeds"
+                    "the seed out, and use --seeds"
                 )
         return (*own, f"seed={trial.seed}")
 

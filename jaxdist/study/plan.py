@@ -71,7 +71,8 @@ class StudyCell:
     """The result of an optimizer at a batch size, with one run per seed.
 
     Attributes:
-      tuned: whether a search found the learning rate at this batch size; else the rule scaled it.
+      tuned: whether a search at this batch size found the learning rate; otherwise the rule scaled
+        the best rate of the base batch size.
     """
 
     optimizer: str
@@ -153,7 +154,7 @@ def parse_optimizers(text: str) -> dict[str, Contender]:
 
 
 def run_plan(plan: StudyPlan, run: Runner) -> Iterator[tuple[StudyCell, ...]]:
-    """Run the plan; yield for each batch size and optimizer its cells: by the rule, then tuned.
+    """Run the plan; yield the cells of each batch size and optimizer: the rule's, then the tuned.
 
     The rule scales the best learning rate at the base batch. At other batch sizes, the search
     starts from the scaled rate.

@@ -106,7 +106,7 @@ class CachedAttention:
 
     @property
     def ask(self) -> AttentionRequest:
-        """The request common to all calls."""
+        """The attention that all calls compute, as the kernel's contract describes it."""
         return self.inner.ask
 
     def __call__(

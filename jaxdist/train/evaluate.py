@@ -61,7 +61,7 @@ def _check_scalars(parts: Sequence[Sums], rows: int) -> None:
 def evaluate(
     program: Program, params: Params, buffers: Buffers, batches: Iterable[Batch]
 ) -> dict[str, float]:
-    """Compute the means of a loss over all rows with weight; a mean without weight is NaN.
+    """Compute the weighted means of a loss over all rows; a mean whose weights are 0 is NaN.
 
     Args:
       params: trained parameters, as the program stores them.

@@ -78,10 +78,10 @@ def generate(
     log_probs: bool = False,
     cached: bool = True,
 ) -> list[Text]:
-    """Continue each prompt by at most `count` tokens, of which each sees `window` before it.
+    """Continue each prompt by at most `count` tokens; each sees the `window` tokens before it.
 
-    The log-probabilities are those of the forward pass of training, in its shapes: after the loop,
-    it runs once on the texts. They equal those of training to the bit.
+    After the loop, the forward pass of training runs once on the texts, in the shapes of training.
+    The log-probabilities therefore equal those of training to the bit.
 
     Args:
       params: trained parameters, as the program stores them.

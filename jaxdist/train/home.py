@@ -151,7 +151,7 @@ class Home:
         return self._params(self.views, params)
 
     def to_step(self, state: TrainState) -> TrainState:
-        """Convert a state from the devices' form to that in which model and optimizer compute."""
+        """Convert a state from the devices' form to the form in which steps use it."""
         return self._use(self._not_in_steps, state)
 
     def from_step(self, state: TrainState) -> TrainState:

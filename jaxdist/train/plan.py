@@ -74,7 +74,7 @@ class TrainConfig(Config):
         return max(1, nearest(self.epochs * examples))
 
     def microbatches_of(self, batch_size: int) -> int:
-        """Return the number of microbatches of a batch, no larger than those of batch_size."""
+        """Return the number of microbatches of a batch, which are no larger than the config's."""
         return math.ceil(batch_size * self.microbatches / self.batch_size)
 
 
@@ -127,7 +127,7 @@ def plan_stages(train: TrainConfig, examples: int | None, sizes: Sizes = ()) -> 
     """Plan the stages of a run.
 
     Args:
-      examples: size of the training split; None is allowed where `needs_examples` is false.
+      examples: size of the training split, which may be None where `needs_examples` is false.
       sizes: all batch sizes so far of a resumed run whose batches follow the mesh, with the present
         size as the last; otherwise ().
 

@@ -1,4 +1,4 @@
-"""The rows about sequences that several devices share."""
+"""The rows of the table of validity on sequences that several devices share."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ CONTEXT: tuple[ValidityRow, ...] = (
     ValidityRow(
         (("mesh.context",), ("a model without attention",)),
         "its devices would share sequences, which this model does not have, or splits by itself",
-        "take mesh.context away",
+        "remove mesh.context",
         ("mesh", "context"),
     ),
     ValidityRow(
         (("mesh.context",), ("sharding.collective_matmul",)),
         "pieces of the sequence go round one axis, and two axes split it",
-        "set sharding.collective_matmul: false, or take mesh.context away",
+        "set sharding.collective_matmul: false, or remove mesh.context",
         ("sharding", "collective_matmul"),
     ),
     ValidityRow(
@@ -32,13 +32,13 @@ CONTEXT: tuple[ValidityRow, ...] = (
     ValidityRow(
         (("mesh.context",), ("model.experts",)),
         "routers would measure a piece of each sequence, whose loads are not added up yet",
-        "take mesh.context away, and split the batch over mesh.data and mesh.expert",
+        "remove mesh.context, and split the batch over mesh.data and mesh.expert",
         ("mesh", "context"),
     ),
     ValidityRow(
         (("mesh.context",), ("stage (a pipeline)",)),
         "what moves among the devices that share a sequence would wait for those of other stages",
-        "take mesh.stage or mesh.context away",
+        "remove mesh.stage or mesh.context",
         ("mesh", "context"),
     ),
     ValidityRow(

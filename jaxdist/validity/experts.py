@@ -1,4 +1,4 @@
-"""Rows on mixtures of experts."""
+"""The rows of the table of validity on mixtures of experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXPERTS: tuple[ValidityRow, ...] = (
     ValidityRow(
         (_EXPERTS, ("stage (a pipeline)",)),
         "stages pass on activations alone, and routers measure for the loss of the last stage",
-        "take mesh.stage away, and split experts over mesh.expert",
+        "remove mesh.stage, and split experts over mesh.expert",
         _SETTING,
     ),
     ValidityRow(
@@ -24,7 +24,7 @@ EXPERTS: tuple[ValidityRow, ...] = (
         (("mesh axis expert",), ("deterministic: strict",)),
         "an expert multiplies the tokens of several logical shards at once, in an order that "
         "depends on their devices",
-        "take mesh.expert away, or set parallel.deterministic: null",
+        "remove mesh.expert, or set parallel.deterministic: null",
         ("parallel", "deterministic"),
     ),
 )

@@ -89,8 +89,7 @@ class Facts:
       weighted: whether the data gives each example a weight.
       evaluation: why the held-out split is not evaluated as a single batch, or None if it can be.
       strategy: `strategy.type`.
-      settings: for each setting of other sections that is not off, by dotted path, its value as in
-        a config.
+      settings: by dotted path, the value of each setting of other sections that is not off.
       optim: the facts about the optimizer.
       buffers: names of the arrays other than parameters that the model's forward pass changes.
     """

@@ -1,4 +1,4 @@
-"""Rows on tables that are on servers next to synchronous training."""
+"""The rows of the table of validity on synchronous training with a model's tables on servers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ HYBRIDS: tuple[ValidityRow, ...] = (
     _refused(
         "stage (a pipeline)",
         "rows are pulled for a model whose layers all devices have",
-        "take mesh.stage away",
+        "remove mesh.stage",
         "mesh",
     ),
     _refused(
         "a mesh axis besides data and tensor",
         "rows are divided over the axis of the batch",
-        "take the axis away",
+        "remove the axis",
         "mesh",
     ),
     _refused(
@@ -63,7 +63,7 @@ HYBRIDS: tuple[ValidityRow, ...] = (
     _refused(
         "an optimizer that evaluates other parameters",
         "tables are evaluated unchanged, and the other parameters would be an average",
-        "take another optimizer",
+        "use another optimizer",
         "optim",
     ),
 )

@@ -1,4 +1,4 @@
-"""Rows on compressed gradients with optimizers, and on batches that change their size."""
+"""The rows of the table of validity on compressed gradients, and on batches of changing size."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MESSAGES: tuple[ValidityRow, ...] = (
             "a layer's gradients are summed by shards in the backward pass, in the same way in "
             "every step"
         ),
-        "take cast, quantize with rounding nearest, or adaptive, or set parallel.zero.stage: 1",
+        "use cast, quantize with rounding nearest, or adaptive, or set parallel.zero.stage: 1",
         ("parallel", "compression"),
     ),
     ValidityRow(

@@ -1,4 +1,4 @@
-"""Rows on parameter servers, on Muon, and on the slow weights of Lookahead."""
+"""The rows of the table of validity on parameter servers, Muon and Lookahead's slow weights."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SERVERS: tuple[ValidityRow, ...] = (
         "leave it out",
     ),
     _refused(
-        "optim.clip_norm", _NORM, "set null, or take lamb or lars, whose norms are of one tensor"
+        "optim.clip_norm", _NORM, "set null, or use lamb or lars, whose norms are of one tensor"
     ),
     _refused(
         "optim.skip_spikes",
@@ -83,25 +83,25 @@ SERVERS: tuple[ValidityRow, ...] = (
     ValidityRow(
         (("optim: onebit",), SERVER),
         "it compresses what devices of one mesh exchange",
-        "take adamw or lamb, and strategy.codec: {type: sign}",
+        "use adamw or lamb, and strategy.codec: {type: sign}",
         ("optim", "type"),
     ),
     ValidityRow(
         (("optim: muon",), SERVER),
         "which parameters are matrices depends on their names, and a server's rule has only dims",
-        "take adamw, lamb or lars, or strategy.type: synchronous",
+        "use adamw, lamb or lars, or strategy.type: synchronous",
         ("optim", "type"),
     ),
     ValidityRow(
         (("optim: muon",), ("deterministic: strict",)),
         "the products of its matrices would have other bits on another number of devices",
-        "take adamw, sgd, lamb or lars, or set parallel.deterministic: null",
+        "use adamw, sgd, lamb or lars, or set parallel.deterministic: null",
         ("optim", "type"),
     ),
     ValidityRow(
         (("an optimizer that evaluates other parameters",), SERVER),
         "workers evaluate the parameters that they train",
-        "take another optimizer, or strategy.type: synchronous",
+        "use another optimizer, or strategy.type: synchronous",
         ("optim",),
     ),
     ValidityRow(
@@ -113,7 +113,7 @@ SERVERS: tuple[ValidityRow, ...] = (
     ValidityRow(
         (("state of the model besides parameters",), SERVER),
         "each worker would change it for itself",
-        "take a model without running statistics (layer norms in the place of batch norms), or "
+        "use a model without running statistics (layer norms in the place of batch norms), or "
         "strategy.type: synchronous",
         ("model",),
     ),

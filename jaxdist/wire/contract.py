@@ -86,7 +86,7 @@ class Envelope:
 
     Attributes:
       epoch, client, sequence: fields of `jaxdist.param_server.protocol.messages.Stamp`.
-      clock, version, floor, tokens: fields of the messages that have them, or 0 in others.
+      clock, version, floor, tokens: fields of the message, or 0 for fields that its kind lacks.
       flag: for a push, whether it is usable; for an acknowledgement, whether the push was applied.
       payload: elements `[n]`, or the bytes of a text; immutable once received.
     """

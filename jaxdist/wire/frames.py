@@ -80,7 +80,7 @@ class Header(NamedTuple):
       spec: required shard, dtype and length of the payload, or None without a payload.
       offset: offset of this frame's bytes in the payload.
       length: number of this frame's bytes.
-      slot: slot of shared memory with the bytes, or None if they follow the header.
+      slot: slot of shared memory that has the bytes, or None if the bytes follow the header.
     """
 
     envelope: Envelope

@@ -43,7 +43,7 @@ class LocalWire:
     spec_of: Callable[[Envelope], Spec | None]
 
     def open(self, hear: Hear, ended: Callable[[str], None]) -> Session:
-        """Open a session, see `jaxdist.wire.contract.Wire.open`."""
+        """Open a session, as `jaxdist.wire.contract.Wire.open` describes."""
         return _LocalSession(self, hear, ended)
 
 

@@ -200,7 +200,7 @@ class RpcWire:
     shared_bytes: int = 0
 
     def open(self, hear: Hear, ended: Callable[[str], None]) -> Session:
-        """Open a session, see `jaxdist.wire.contract.Wire.open`."""
+        """Open a session, as `jaxdist.wire.contract.Wire.open` describes."""
         return _RpcSession(self, hear, ended)
 
 

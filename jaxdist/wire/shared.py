@@ -82,8 +82,8 @@ class Shared:
     """The shared memory of one session.
 
     Attributes:
-      place: location of the memory for other processes of this user, as text; only on the worker
-        that created it.
+      place: path of the memory for other processes of this user; empty except on the worker that
+        created the memory.
       to_server, to_worker: the directions of the session.
     """
 

@@ -75,7 +75,7 @@ REFUSED = {
     ),
     "gathered size": (
         lambda x: all_gather(x, "data", size=25),
-        "size 25 is out of range, 24 were gathered",
+        "size 25 is out of range: the gathered dim has 24",
     ),
     "one level": (
         lambda x: all_reduce(x, "data", algorithm=Hierarchical()),

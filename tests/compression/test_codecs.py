@@ -280,7 +280,10 @@ def test_bytes_over_float32(codec, most):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TopK(fraction=0.0), "a fraction of 0 of .* more than 0 and at most 1, say 0.01"),
+        (
+            lambda: TopK(fraction=0.0),
+            "a fraction of 0 of .* more than 0 and at most 1, such as 0.01",
+        ),
         (lambda: TopK(fraction=1.5), "a fraction of 1.5 of .* more than 0 and at most 1"),
         (lambda: RandomK(fraction=-1.0), "a fraction of -1 of .* more than 0 and at most 1"),
         (lambda: Quantize(bits=3), "3 bits are out of range: 8 or 4"),
@@ -302,7 +305,7 @@ def test_settings_out_of_range_are_refused(make, message):
     [
         (Sign(), (5,), "int32", r"sign of int32\[5\]: codecs take floating-point arrays"),
         (TopK(), (0, 3), "float32", r"topk of float32\[0,3\]|topk of float32\[0, 3\]: there is no"),
-        (LowRank(rank=5), (9, 4), "float32", "rank 5 is above that of a 9 x 4 matrix: take 4 or"),
+        (LowRank(rank=5), (9, 4), "float32", "rank 5 is above that of a 9 x 4 matrix: set 4 or"),
         (
             LowRank(stacked_dims=1),
             (9, 4),

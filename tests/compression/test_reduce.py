@@ -319,7 +319,7 @@ def test_the_program_for_a_tpu_sends_as_few():
                 )
             ),
             CLASSIC,
-            "encodes flat shards: give both stages codecs",
+            "encodes flat shards: use codecs in all stages",
         ),
     ],
 )

@@ -187,7 +187,7 @@ def test_what_is_no_file_is_refused(folder: Path):
     os.mkfifo("fifo.yaml")
     refused("fifo.yaml is not a regular file", "fifo.yaml")
     refused("cannot be read: File name too long", "a" * 300)
-    refused("'a\\x00b': a file name holds no null character", "a\0b")
+    refused("'a\\x00b': the file name contains a null character", "a\0b")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")

@@ -14,10 +14,10 @@ class Place(Config):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("runs/a\0b", "a path holds no null character"),
-        ("runs/" + "x" * 300, "a name of 300 bytes in it; at most 255 are allowed"),
-        ("é" * 128, "a name of 256 bytes"),
-        ("runs/" + "/".join(["x" * 200] * 25), "a path has at most 4095 bytes"),
+        ("runs/a\0b", "the path contains a null character"),
+        ("runs/" + "x" * 300, "a name in the path has 300 bytes; at most 255 are allowed"),
+        ("é" * 128, "a name in the path has 256 bytes"),
+        ("runs/" + "/".join(["x" * 200] * 25), "the path has more than 4095 bytes"),
     ],
 )
 def test_a_path_that_cannot_be_is_refused_with_its_place(path, words):

@@ -147,7 +147,7 @@ def test_broken_files_are_named_and_left_out_only_on_request(tmp_path: Path) -> 
         ("npz", "cannot be read as npz"),
         ("npz pickled", "cannot be read as npz"),
         ("npz names", "holds a, expected x_train"),
-        ("npz half", "has no labels of the split train"),
+        ("npz half", "has no labels for the split train"),
         ("npz dtype", "are float64, expected uint8"),
         ("npz labels", "labels are float64 from 0.0, expected integers"),
     ],

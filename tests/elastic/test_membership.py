@@ -363,5 +363,5 @@ def test_a_deposed_host_is_told_by_its_token():
 
 
 def test_more_hosts_at_least_than_at_most():
-    with pytest.raises(ConfigError, match="min_hosts 4 is above max_hosts 3: lower it"):
+    with pytest.raises(ConfigError, match="min_hosts 4 is above max_hosts 3: lower min_hosts"):
         validate(Document({"min_hosts": 4, "max_hosts": 3}), MembershipConfig)

@@ -123,7 +123,7 @@ def test_settings_without_effect_are_reported():
         ({"context": 4}, {"model__attention": "plain"},
          r"context auto exchanges heads among 4 devices"),
         ({"context": 2, "stage": 2}, {"train__microbatches": 2, "model__layers": 2},
-         r"context of 2 with mesh .*: what moves .*; take mesh\.stage or mesh\.context away"),
+         r"context of 2 with mesh .*: what moves .*; remove mesh\.stage or mesh\.context"),
         ({"context": 2, "tensor": 2}, {"sharding__collective_matmul": True,
                                        "sharding__rules": {"residual_seq": "tensor"}},
          r"mesh\.context of 2 with sharding\.collective_matmul true: .*collective_matmul: false"),
@@ -141,5 +141,7 @@ def test_a_model_without_sequences_is_refused():
         **BASE, "mesh": {"context": 2}, "model": {"type": "mlp", "hidden": [8]},
         "data": {"type": "synthetic", "kind": "images"},
     }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"context of 2 with model\.type mlp: .* take mesh\.con"):
+    with pytest.raises(
+        ConfigError, match=r"context of 2 with model\.type mlp: .* remove mesh\.con"
+    ):
         build(validate(Document(sections), ExperimentConfig), devices=jax.devices()[:2])

@@ -75,7 +75,7 @@ def test_patterns_that_match_nothing_name_the_nearest_parameter():
 
 
 def test_something_must_be_left_to_train():
-    with pytest.raises(ConfigError, match="nothing is left to train: name fewer"):
+    with pytest.raises(ConfigError, match="nothing is left to train: use narrower patterns"):
         built({"freeze": ["*"]})
 
 

@@ -118,7 +118,7 @@ def damaged(kind, folder, model):
 BAD = {
     "no config": r"is not a model: it has no config.json",
     "no json": r"config.json cannot be read: .*download it again",
-    "pickle": r"pytorch_model.bin, a pickle. .*jaxdist never does: download the model's",
+    "pickle": r"pytorch_model.bin, a pickle. .*jaxdist never reads pickles: download the model's",
     "no weights": r"has no safetensors: download model.safetensors too",
     "truncated": r"is truncated: it has [\d,]+ bytes of [\d,]+; download it again",
     "longer": r"is longer than its header says: it has",

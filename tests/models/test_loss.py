@@ -103,7 +103,10 @@ def test_bare_means_weigh_the_rows():
     [
         (jnp.ones(3), r"\(3,\) for 'loss'"),
         ("text", r"str  for 'loss'"),
-        ({"accuracy": jnp.float32(1)}, r"\['accuracy'\], without the key 'loss'"),
+        (
+            {"accuracy": jnp.float32(1)},
+            r"\['accuracy'\], without the value to minimise: add the key 'loss'",
+        ),
         (None, r"NoneType"),
     ],
 )

@@ -286,7 +286,7 @@ def test_max_pool_by_hand():
             {"attention": "cudnn"},
             r"cudnn needs compute_dtype: bfloat16, here it is float32; use au",
         ),
-        ({"attention": "xla"}, r"the kernel that XLA makes is called plain"),
+        ({"attention": "xla"}, r"the name of the kernel that XLA compiles is plain"),
     ],
 )
 def test_sizes_that_do_not_fit(changes, message):

@@ -266,5 +266,5 @@ def test_missing_and_wide_params():
     state = tx.init(params)
     with pytest.raises(ConfigError, match="needs params, given None"):
         tx.update(params, state)
-    with pytest.raises(ConfigError, match="params are float32, the copies of dtype=bfloat16"):
+    with pytest.raises(ConfigError, match="dtype=bfloat16, but params are float32"):
         tx.update(params, state, params)

@@ -357,10 +357,10 @@ def test_reads_that_save_no_question_are_told_of():
     sgd = SgdConfig(type="sgd", momentum=0.0)
     (lazy,) = consistency_notices(SSP(reads="lazy"), sgd, 2)
     assert "type ssp with reads lazy reads after each change" in lazy
-    assert "result. Take each_clock, or ahead" in lazy
+    assert "result. Use each_clock, or ahead" in lazy
     (eager,) = consistency_notices(AdaptiveSSP(reads="eager"), sgd, 2)
     assert "type adaptive with reads eager" in eager
-    assert "the copies that servers send besides are not used. Take each_clock" in eager
+    assert "the copies that servers send besides are not used. Use each_clock" in eager
     assert consistency_notices(SSP(reads="ahead"), sgd, 2) == ()
 
 

@@ -188,7 +188,7 @@ def test_what_a_server_refuses_ends_the_rack():
     with Racked(BSP(), 4, 2, count=1) as racked:
         racked.root.servers[0].leave(0)
         until(lambda: racked.failed)
-        reason = "client 0 has left: take a number that was never used"
+        reason = "client 0 has left: use a number that was never used"
         assert racked.failed[0] == f"server 0 refused a message: {reason}"
 
 

@@ -187,7 +187,7 @@ def test_who_leaves_is_not_waited_for_and_who_joins_pulls():
 
 @pytest.mark.parametrize(
     ("number", "reason"),
-    [(1, "client 1 has left: take a number that was never used"), (7, "client 7 is not expected")],
+    [(1, "client 1 has left: use a number that was never used"), (7, "client 7 is not expected")],
 )
 def test_numbers_that_are_no_member_s_are_refused(number, reason):
     with Servers(BSP(), 2, count=1, rpc=True) as servers:

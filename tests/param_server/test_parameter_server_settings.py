@@ -81,7 +81,7 @@ REFUSED = {
     "racks": (
         {"aggregation": {"type": "racks", "size": 4}},
         {},
-        r"strategy.aggregation.size = 4 .* at most 3, or type direct",
+        r"strategy.aggregation.size = 4 .* at most 3, or set type direct",
     ),
     "speeds": (
         {"simulation": {"step_seconds": [0.1, 0.2]}},

@@ -540,5 +540,5 @@ def test_a_number_that_was_used_is_refused():
     for before in state, gone:
         after, (refusal,) = server.join(model, before, 1)
         assert after == before
-        assert "take a number that was never used" in refusal.reason
+        assert "use a number that was never used" in refusal.reason
     assert server.leave(model, gone, 1) == (gone, ())

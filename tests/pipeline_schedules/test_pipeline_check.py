@@ -105,7 +105,9 @@ def test_ring_buffers(build):
         if size == 1:
             continue
         short = [n - (c == chunk) for c, n in enumerate(sizes)]
-        message = rf"stage {chunk}, place \d+: {chunk}F\d overwrites microbatch \d of chunk {chunk}"
+        message = (
+            rf"stage {chunk}, place \d+: {chunk}F\d overwrites slot \d of \d, where microbatch "
+        )
         with pytest.raises(ConfigError, match=message):
             check_schedule(made, slots=short)
 
@@ -113,8 +115,8 @@ def test_ring_buffers(build):
 def test_slots_of_a_violation():
     with pytest.raises(
         ConfigError,
-        match=r"stage 0, place 3: 0F3 overwrites microbatch 0 of chunk 0, still needed, in slot 0 "
-        r"of 3: give chunk 0 4 slots",
+        match=r"stage 0, place 3: 0F3 overwrites slot 0 of 3, where microbatch 0 of chunk 0 is "
+        r"still needed: the chunk needs 4 slots",
     ):
         check_schedule(gpipe(2, 4), slots=3)
     check_schedule(forward_only((0, 1), 4), slots=1)

@@ -129,7 +129,7 @@ def test_gpus_are_planned_by_formula_and_that_is_said(jaxdist: Jaxdist) -> None:
         (["--on", "v5e:2x4", "optim.type=lars"], "optim.type"),
         (
             ["--on", "v5e:2x4", "parallel={deterministic: {type: strict, shards: 8}}"],
-            "the planner does not search with it",
+            "the planner does not search with this setting",
         ),
         (["--on", "v5e:2x4", "model.freeze=[nothing]"], "nothing"),
         (["--on", "v5e:2x4", "--write", "no/such/best.yaml"], "No such file"),

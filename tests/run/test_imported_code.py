@@ -164,7 +164,10 @@ WRONG = [
     ({**model("Model"), "loss": None}, "an imported model needs a loss"),
     (loss("loss_not_reduced"), "the loss returned DynamicJaxprTracer (64, 10) for 'loss'"),
     (loss("loss_nothing"), "the loss returned NoneType"),
-    (loss("loss_misnamed"), "the loss returned ['nll'], without the key 'loss'"),
+    (
+        loss("loss_misnamed"),
+        "the loss returned ['nll'], without the value to minimise: add the key 'loss'",
+    ),
     (loss("loss", args={"beta": 1}), "got an unexpected keyword argument 'beta'"),
     ({"loss": {"type": "import", "path": "mime:loss"}}, "there is no module 'mime'"),
     ({"loss": {"type": "import", "path": "mine.loss"}}, "expected 'package.module:name'"),
@@ -172,7 +175,7 @@ WRONG = [
     (optimizer("optimizer", args={"beta": 1}), "got an unexpected keyword argument 'beta'"),
     (
         {"optim": LBFGS},
-        "'value_fn'; a step passes to the update the gradients, state, parameters, grad_norm",
+        "'value_fn'; a step computes the loss once, and passes to the update only the",
     ),
     (data("data_number"), "'mine:data_number' gave a int, expected an object with __len__"),
     (

@@ -129,7 +129,7 @@ def test_what_was_changed_on_its_way_is_refused():
         found.server.total(reveals)
     roster = dict(found.server.roster)
     other = SecureClient(0, 2)
-    with pytest.raises(SecureError, match="has other keys for it"):
+    with pytest.raises(SecureError, match="has wrong keys for the client"):
         other.shares(roster)
     with pytest.raises(SecureError, match="two clients of the roster have the same key"):
         found.clients[0].shares({**roster, 2: roster[1]})

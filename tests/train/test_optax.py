@@ -282,6 +282,7 @@ def test_what_one_plan_saved_another_loads(optimizer, tmp_path, devices):
 def test_what_a_step_does_not_give_is_named(devices):
     program = program_of(taking_extra(optax.lbfgs(1e-2)), {"data": 1})
     with pytest.raises(
-        ConfigError, match="'value_fn'; a step passes to the update the gradients, state"
+        ConfigError,
+        match="'value_fn'; a step computes the loss once, and passes to the update only",
     ):
         jax.eval_shape(program.train, program.state_shapes, program.batch)

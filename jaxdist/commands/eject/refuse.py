@@ -116,7 +116,7 @@ def check_built(experiment: Experiment) -> None:
     if zero is not None and zero.padded:
         raise ConfigError(
             f"eject: {', '.join(zero.padded)} would need padding to divide over the devices "
-            "(parallel.zero); take a number of devices that divides, or a larger "
+            "(parallel.zero); use a number of devices that divides its size, or a larger "
             "parallel.zero.whole_below"
         )
     layers = getattr(config.model, "layers", 1)

@@ -65,7 +65,7 @@ class LowRank(LinearCodec):
         if self.rank > min(rows, columns):
             raise CompressionError(
                 f"{described(self, like, name)}: rank {self.rank} is above that of a {rows} x "
-                f"{columns} matrix: take {min(rows, columns)} or less, or keep the array whole "
+                f"{columns} matrix: set {min(rows, columns)} or less, or keep the array whole "
                 "with a rule"
             )
 

@@ -39,7 +39,7 @@ class Feedback(Config):
             why = "scales up the elements that it sends, so that the error fed back would grow"
         raise CompressionError(
             f"{getattr(self, 'type', type(self).__name__)} feedback on {codec!r}, which {why}; "
-            "leave the feedback out (error_feedback: false; in code NoFeedback()), or take a "
+            "leave the feedback out (error_feedback: false; in code NoFeedback()), or use a "
             "biased codec (rounding: nearest, scaled: false)"
         )
 

@@ -129,7 +129,7 @@ def _npz_split(arrays: Mapping[str, np.ndarray], split: str, path: Path) -> Labe
             found[field] = arrays[name]
     if len(found) == 1:
         lacks = "labels" if "image" in found else "images"
-        raise DataError(f"data.directory: {path} has no {lacks} of the split {split}")
+        raise DataError(f"data.directory: {path} has no {lacks} for the split {split}")
     if not found:
         return None
     image, label = found["image"], found["label"]

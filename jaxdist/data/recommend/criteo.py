@@ -69,8 +69,8 @@ def read_clicks(path: Path, key: str, hash_size: int) -> ArraySource:
     for number, values in lines_of(read_file(path, f"data.{key}"), str(path)):
         if len(values) != COLUMNS:
             raise DataError(
-                f"data: {path}, line {number} has {len(values)} values, expected {COLUMNS} by "
-                f"tabs: a label, {COUNTS} counts and {IDS} ids"
+                f"data: {path}, line {number} has {len(values)} values, expected {COLUMNS} "
+                f"between tabs: a label, {COUNTS} counts and {IDS} ids"
             )
         if values[0] not in ("0", "1"):
             raise DataError(

@@ -72,7 +72,7 @@ class MovieLensConfig(Config):
         if self.spare > self.folds - 2:
             raise ValueError(f"spare {self.spare} of {self.folds} folds leaves nothing to train on")
         if len(set(self.fields)) < len(self.fields):
-            raise ValueError(f"fields names one twice: {', '.join(self.fields)}")
+            raise ValueError(f"fields names a field twice: {', '.join(self.fields)}")
         return self
 
     def build(self) -> Dataset:

@@ -71,8 +71,8 @@ class ChatConfig(Config):
             if fraction and source is None:
                 raise DataError(
                     f"data: none of the {sum(map(len, splits))} conversations is left to {kind}: "
-                    f"give more, change data.heldout_fraction ({self.heldout_fraction}), or raise "
-                    f"data.window ({self.window}), within which an answer must begin"
+                    f"add conversations, change data.heldout_fraction ({self.heldout_fraction}), "
+                    f"or raise data.window ({self.window}), within which an answer must begin"
                 )
         train, heldout = examples
         assert train is not None

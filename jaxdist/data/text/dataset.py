@@ -96,8 +96,8 @@ class TextConfig(Config):
             )
         if self.packing == "documents" and self.masking is None:
             raise ValueError(
-                "packing documents is for hidden tokens (masking): the token after the end of a "
-                "document is in no window; drop data.packing, or set data.masking: {}"
+                "packing documents works only with hidden tokens (masking): no window has the "
+                "token after the end of a document; drop data.packing, or set data.masking: {}"
             )
         return self
 

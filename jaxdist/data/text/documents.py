@@ -72,7 +72,7 @@ def matching(patterns: Sequence[str]) -> list[TextFile]:
             if path.suffix not in SUFFIXES:
                 raise DataError(
                     f"data.files: {path} (from {pattern!r}) has the suffix {path.suffix!r}, "
-                    f"expected one of {', '.join(SUFFIXES)}; name the files more narrowly"
+                    f"expected one of {', '.join(SUFFIXES)}; use a narrower pattern"
                 )
             name = path.relative_to(root).as_posix()
             # Two globs may match the same file, also by a link; such a file counts once.

@@ -200,8 +200,8 @@ def _check_classes(names: Sequence[str], counts: Sequence[Counter[str]], fractio
         absent = [name for name in names if not own[name]]
         if absent:
             raise DataError(
-                f"data: the {split} split has no document of the class {', '.join(absent)}: give "
-                f"more, or change data.heldout_fraction ({fraction})"
+                f"data: the {split} split has no document of the class {', '.join(absent)}: add "
+                f"documents, or change data.heldout_fraction ({fraction})"
             )
 
 

@@ -34,9 +34,7 @@ class MaskingConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> MaskingConfig:
         if self.masked + self.random > 1:
-            raise ValueError(
-                f"masked {self.masked} and random {self.random} exceed the whole together"
-            )
+            raise ValueError(f"masked {self.masked} and random {self.random} add up to more than 1")
         return self
 
     def predicted(self, window: int) -> int:

@@ -75,7 +75,7 @@ class PreferencesConfig(Config):
         ):
             if wanted and not split:
                 raise DataError(
-                    f"data: none of the {count} pairs is left to {kind}: give more, change "
+                    f"data: none of the {count} pairs is left to {kind}: add pairs, change "
                     f"data.heldout_fraction ({self.heldout_fraction}), or raise data.window "
                     f"({self.window}), within which both answers must begin"
                 )

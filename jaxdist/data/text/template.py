@@ -78,7 +78,9 @@ class ChatTemplate:
             return self._template.render(**given)
         # Expressions in a template raise the errors that Python raises for them.
         except (self._failed, TypeError, ValueError, KeyError, ArithmeticError) as error:
-            raise DataError(f"the tokenizer's chat template rejects it: {error}") from error
+            raise DataError(
+                f"the tokenizer's chat template rejects the conversation: {error}"
+            ) from error
 
     def pieces(self, messages: Sequence[Message]) -> list[TextPiece]:
         """Return a conversation in pieces: answers, with the tokens that end them, and the rest.
@@ -121,8 +123,9 @@ def _template(folder: Path) -> tuple[Mapping[str, Any], str]:
         text = named.get("default")
     if not isinstance(text, str):
         raise DataError(
-            f"data.tokenizer: {folder} has no chat template, neither {TEMPLATE} nor in {CONFIG}: "
-            "take the tokenizer of a model that was trained on conversations, or write one"
+            f"data.tokenizer: {folder} has no chat template, neither in {TEMPLATE} nor in "
+            f"{CONFIG}: use the tokenizer of a model that was trained on conversations, or "
+            "write a template"
         )
     return settings, text
 

@@ -73,7 +73,7 @@ class BpeTokenizer:
 
     Args:
       end_of_document: a token of the file that ends a document in place of the added token.
-      vocab_size: number of tokens of the model; None is the number of the file's.
+      vocab_size: number of tokens of the model; None uses the number of the file's tokens.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ LIST = "*"
 
 
 class CopyError(RunError):
-    """A part of a snapshot could not be fetched."""
+    """The error for a part of a snapshot that could not be fetched."""
 
 
 class CopyServer:

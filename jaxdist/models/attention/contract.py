@@ -24,14 +24,14 @@ class AttentionRequest:
     """A request for attention, which a kernel may or may not support.
 
     Attributes:
-      platform: platform of the devices, as jax names it: cpu, gpu or tpu; None is unknown.
+      platform: platform of the devices, as jax names it: cpu, gpu or tpu; None if it is unknown.
       dtype: dtype of the operands: float32 or bfloat16.
       heads: number of query heads, over all devices.
       kv_heads: number of key and value heads, each shared by heads / kv_heads query heads.
       window: number of positions before itself that a query sees (and, if not causal, after
         itself); None sets no limit.
       segments: whether a query sees only its own document.
-      length: length of a sequence; None is unknown.
+      length: length of a sequence, or None if it is unknown.
       head_parts, kv_head_parts, seq_parts: number of devices over which each of these dims is
         split.
       family: short name of the devices, such as v5e; empty is unknown.

@@ -53,7 +53,7 @@ class ResnetConfig(PartConfig):
     @model_validator(mode="after")
     def _check(self) -> ResnetConfig:
         if (self.depth is None) == (self.blocks is None):
-            raise ValueError("give depth (18, 34 or 50) or blocks (a list of counts), one of them")
+            raise ValueError("give either depth (18, 34 or 50) or blocks (a list of counts)")
         if self.norm == "group" and self.width % self.groups:
             near = max(n for n in range(1, min(self.groups, self.width) + 1) if self.width % n == 0)
             raise ValueError(f"groups {self.groups} must divide width {self.width}: use {near}")

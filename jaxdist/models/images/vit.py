@@ -98,7 +98,7 @@ class VitConfig(PartConfig):
         """Build the module for images of `shape` (height, width, channels).
 
         Args:
-          platform: platform of the devices, as jax names it; None is unknown.
+          platform: platform of the devices, as jax names it, or None if it is unknown.
           family: short name of the devices, such as v5e; empty is unknown.
 
         Raises:

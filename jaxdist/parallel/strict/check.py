@@ -104,7 +104,7 @@ def check_update(transform: optax.GradientTransformationExtraArgs, params: Param
     if found is not None:
         raise ConfigError(
             f"strict with parallel.zero: the update has {found}, which combines elements of "
-            "several devices in an order that depends on the device count. Take an element-wise "
+            "several devices in an order that depends on the device count. Use an element-wise "
             "optimizer (adamw, sgd; clip_norm and skip_nonfinite are fine), or "
             "parallel.zero.stage: 0"
         )

@@ -28,15 +28,15 @@ def _of_moments(model: OnArrival, optim: OptimizerConfig, workers: int) -> Itera
         yield (
             f"consistency type {kind} with optim.momentum {optim.momentum:g}: late gradients act "
             f"as momentum themselves, about {1 - 1 / workers:.3g} with {workers} workers (arXiv "
-            "1605.09774). The optimizer's own momentum comes on top, and decays once an update, "
-            f"to {own:.3g} in a clock of all workers. Lower optim.momentum, or take bsp"
+            "1605.09774). The optimizer's own momentum is added to it, and decays once an update, "
+            f"to {own:.3g} in a clock of all workers. Lower optim.momentum, or use bsp"
         )
     if isinstance(optim, AdamWConfig | LambConfig):
         yield (
             f"consistency type {kind} with optim.type {optim.type}: its moments mix gradients of "
             f"older and newer parameters, and decay {workers} times in a clock of all workers. "
             "Adam suffers more from staleness than SGD does (Dai et al., arXiv 1810.03264): "
-            "take sgd without momentum, a small bound, or bsp"
+            "use sgd without momentum, a small bound, or bsp"
         )
 
 
@@ -47,5 +47,5 @@ def _of_reads(model: OnArrival) -> Iterator[str]:
         yield (
             f"consistency type {getattr(model, 'type', '')} with reads {how} reads after each "
             "change, as reads each_clock does, since only the server's optimizer can compute "
-            f"the result{more}. Take each_clock, or ahead, which does not wait for answers"
+            f"the result{more}. Use each_clock, or ahead, which does not wait for answers"
         )

@@ -120,7 +120,7 @@ class Reception(ABC):
             raise FrameError(f"a worker may not send {envelope.op.name}", envelope)
         if envelope.tensor != self._spec.tensor:
             raise FrameError(
-                f"tensor {envelope.tensor} is not here: this is {self._spec.tensor}", envelope
+                f"this server has tensor {self._spec.tensor}, not {envelope.tensor}", envelope
             )
         if envelope.op is Op.PUSH:
             self._check_push(envelope)
@@ -138,7 +138,7 @@ class Reception(ABC):
             raise FrameError(f"client {envelope.client} is not a member: join first", envelope)
         size = self._spec.size_bytes
         if waiting * size > max(WAITING_BYTES, 4 * size):
-            raise FrameError(f"{waiting} pushes of client {envelope.client} wait already", envelope)
+            raise FrameError(f"client {envelope.client} has {waiting} waiting pushes", envelope)
 
     def receive(self, peer: Peer, envelope: Envelope) -> None:
         # Decoding and the check take long, and do not need the lock.
@@ -179,7 +179,7 @@ class Reception(ABC):
             reason = f"client {client} is not expected: the supervisor gives out numbers"
             return self._refuse(peer, envelope, reason)
         elif client not in self._range.clocks.clocks:
-            reason = f"client {client} has left: take a number that was never used"
+            reason = f"client {client} has left: use a number that was never used"
             return self._refuse(peer, envelope, reason)
         # A client may return before the server has noticed the end of its earlier session.
         before = self._peers.get(client)

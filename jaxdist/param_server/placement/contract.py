@@ -108,7 +108,9 @@ class PlacementRule(Config):
         """
         ranges, numbers = cut_ranges(tensors, self.range_bytes), tuple(sorted(servers))
         if not numbers or len(set(numbers)) < len(numbers):
-            raise ConfigError(f"placement: servers {list(servers)}: give at least one, each once")
+            raise ConfigError(
+                f"placement: servers {list(servers)}: name at least one server, none twice"
+            )
         if len(ranges) < len(numbers):
             raise ConfigError(
                 f"placement: {len(numbers)} servers, but {len(tensors)} parameters make only "

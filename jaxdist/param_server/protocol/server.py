@@ -75,7 +75,7 @@ def begin(team: int, *, epoch: int = 0, version: int = 0) -> RangeState:
 def join(model: Consistency, state: RangeState, client: int, now: float = 0.0) -> Step:
     """Add a member, which must pull first; a number that was ever used is refused."""
     if client in state.inboxes:
-        reason = f"client {client} was a member before: take a number that was never used"
+        reason = f"client {client} was a member before: use a number that was never used"
         return Step(state, (Refuse(client, 0, reason, state.epoch),))
     inboxes = {**state.inboxes, client: Inbox()}
     return _decided(model, replace(state, clocks=state.clocks.joined(client), inboxes=inboxes), now)

@@ -235,8 +235,8 @@ class Supervisor:
         self.team.deaths[slot] += 1
         if self.team.deaths[slot] >= self.cluster.processes.deaths:
             raise RunError(
-                f"{child} ended ({how_ended(code)}), the {self.team.deaths[slot]}. time in a row "
-                f"without a step: {child.last_words()}"
+                f"{child} ended ({how_ended(code)}). It is the last of {self.team.deaths[slot]} "
+                f"processes in its place that ended without a step: {child.last_words()}"
             )
         # Servers refuse a number that was ever used, so late messages of the dead worker are lost.
         client = max(self.team.slots) + 1

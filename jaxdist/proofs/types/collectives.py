@@ -189,7 +189,7 @@ def parted(at: Context, eqn: Any, values: Sequence[k.Value]) -> k.Kind:
         dim for dim, start in enumerate(kinds[1:]) if isinstance(start, k.Part)
     }  # fmt: skip
     if not indexed and any(isinstance(kind, UNLIKE) for kind in kinds):
-        return at.undecided(eqn, f"{name} of entries of a stack and other shards")
+        return at.undecided(eqn, f"{name} of a stack's entries together with other shards")
     if k.TALLY not in kinds:
         return k.PART
     # A term that is whole would be added once by each device, unless the device alone has chosen

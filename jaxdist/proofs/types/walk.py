@@ -160,7 +160,9 @@ class Pass:
         return [
             value
             if fits(value.kind, var.aval)
-            else k.Value(self.undecided(eqn, f"{name} of arrays of unlike kinds joined in one"))
+            else k.Value(
+                self.undecided(eqn, f"{name} of one array that joins arrays of different kinds")
+            )
             for value, var in zip(found, eqn.outvars, strict=True)
         ]
 

@@ -40,7 +40,7 @@ class Values:
     """The quantity that a value bound limits: the sum of all changes that are under way.
 
     Attributes:
-      largest: the largest change that any examined sum would make to a parameter by plain SGD.
+      largest: the largest change that plain SGD would make to a parameter with any of the sums.
     """
 
     def __init__(self, cluster: Cluster, learning_rate: float) -> None:

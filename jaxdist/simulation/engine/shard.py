@@ -41,8 +41,8 @@ class Served:
     Attributes:
       staleness: number of changes for each staleness.
       dropped: number of dropped changes by reason.
-      floors: for each version a clock; the version contains all changes of all members from
-        earlier clocks, by a count of applied changes that is independent of the protocol.
+      floors: for each version, the clock before which it contains all changes of all members. The
+        clock comes from a count of applied changes, not from the protocol under test.
     """
 
     staleness: Counter[int]

@@ -62,11 +62,12 @@ class Prepared:
       hooks: the work between steps.
       enter: function to call with a stage before its first step.
       optim: config of the program's optimizer.
-      directory: directory of the run; a process that reads its config builds the same program.
+      directory: directory of the run. A process that reads the config there builds the same
+        program.
       note: prints a line for the user.
       record: records the counts of servers and workers at a step.
       account: account of this process's time, in which hooks already count their own time.
-      rows: rows of batches, where servers hold the tables of the model.
+      rows: reader of the table rows that a batch needs, if servers hold the model's tables.
     """
 
     state: TrainState

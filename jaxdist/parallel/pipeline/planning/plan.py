@@ -161,7 +161,7 @@ def stages_of(mesh: Mesh) -> int:
       ConfigError: the axis spans two networks.
     """
     if mesh_axis_size(mesh, AXIS) > 1 and AXIS not in mesh.shape:
-        raise ConfigError("mesh.stage has two networks, but stages form one axis: give it one size")
+        raise ConfigError("mesh.stage spans two networks, which stages cannot: give a single size")
     return mesh_axis_size(mesh, AXIS)
 
 
