@@ -74,7 +74,7 @@ class TrainConfig(Config):
         return max(1, nearest(self.epochs * examples))
 
     def microbatches_of(self, batch_size: int) -> int:
-        """Return the number of microbatches of a batch, which are no larger than the config's."""
+        """Return the number of microbatches of a batch, none larger than those of the config."""
         return math.ceil(batch_size * self.microbatches / self.batch_size)
 
 
