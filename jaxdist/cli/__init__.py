@@ -33,7 +33,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(no_args_is_help=True, help="Show configurations.")
+config_app = typer.Typer(
+    no_args_is_help=True, help="Show a resolved configuration, or the schema of all settings."
+)
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
 pipeline_app = typer.Typer(no_args_is_help=True, help="Show and check pipeline schedules.")
 study_app = typer.Typer(

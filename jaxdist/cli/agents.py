@@ -22,8 +22,12 @@ def agent(
             help="Rendezvous of hosts: a shared directory, redis://HOST:PORT or etcd://HOST:PORT."
         ),
     ],
-    least: Annotated[int, typer.Option("--min", min=1, help="Fewest hosts to start with.")] = 1,
-    most: Annotated[int, typer.Option("--max", min=1, help="Most hosts; further hosts wait.")] = 64,
+    least: Annotated[
+        int, typer.Option("--min", min=1, help="Smallest number of hosts to start with.")
+    ] = 1,
+    most: Annotated[
+        int, typer.Option("--max", min=1, help="Largest number of hosts; further hosts wait.")
+    ] = 64,
     processes: Annotated[
         int, typer.Option("--processes-per-host", min=1, help="Number of processes on this host.")
     ] = 1,

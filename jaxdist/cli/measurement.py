@@ -56,7 +56,7 @@ def bench(
     torch: Annotated[
         str | None,
         typer.Option(
-            help="compression --lab, elastic, models: a Python with torch, if this one lacks it."
+            help="compression --lab, elastic, models: a Python that has torch, if this one lacks it."
         ),
     ] = None,
     ray: Annotated[
@@ -68,14 +68,14 @@ def bench(
     ] = None,
     scoreboard: Annotated[
         str | None,
-        typer.Option(help="elastic: injected faults, all or some rows: all, R08=20,R29."),
+        typer.Option(help="elastic: rows of injected faults: all, or a list such as R08=20,R29."),
     ] = None,
     programs: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="plan: number of plans to lay out, seconds each, six compiled; 0: formulas only. "
-            "prove: number of right plans.",
+            help="plan: number of plans whose memory the compiler computes; 0 uses formulas only. "
+            "prove: number of correct plans.",
         ),
     ] = None,
     maxtext: Annotated[
@@ -84,7 +84,7 @@ def bench(
     ] = None,
     weights: Weights = None,
     plot: Annotated[
-        Path | None, typer.Option(help="collectives, zero: draw into this directory.")
+        Path | None, typer.Option(help="collectives, zero: draw the figures into this directory.")
     ] = None,
     record: Annotated[
         Path | None, typer.Option(help="Append the ratios to DIR/NAME.jsonl.")

@@ -30,7 +30,8 @@ def show(
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the schedule into this file.")] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write a trace for ui.perfetto.dev, 1 ms a unit.")
+        Path | None,
+        typer.Option(help="Write a trace for ui.perfetto.dev, with 1 ms for a unit of time."),
     ] = None,
     csv: Annotated[
         Path | None,

@@ -34,22 +34,25 @@ def plan(
         Path | None, typer.Option(help="Write CONFIG with the fastest plan to this file.")
     ] = None,
     explain: Annotated[
-        int | None, typer.Option(min=1, help="Where time and memory of this plan go.")
+        int | None,
+        typer.Option(min=1, help="Print how the plan with this number spends time and memory."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw what --explain says into this directory.")
     ] = None,
     compile_top: Annotated[
         bool,
-        typer.Option("--compile", help="Compile the printed plans; takes minutes each; TPUs only."),
+        typer.Option(
+            "--compile", help="Compile each printed plan, which takes minutes; only for TPUs."
+        ),
     ] = False,
     memory: Annotated[
         bool,
         typer.Option(
             "--memory",
             help=(
-                "Ask the compiler for the memory of the printed plans; takes seconds each; TPUs "
-                "only."
+                "Ask the compiler for the memory of each printed plan, which takes seconds; only "
+                "for TPUs."
             ),
         ),
     ] = False,

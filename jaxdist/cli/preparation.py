@@ -39,7 +39,10 @@ def show(
 
 def init(
     name: Annotated[
-        str | None, typer.Argument(help="gpt/quickstart, a kind such as gpt, or none for all.")
+        str | None,
+        typer.Argument(
+            help="A config such as gpt/quickstart, or a kind such as gpt; all by default."
+        ),
     ] = None,
     *,
     to: Annotated[Path, typer.Option(help="The folder to write them into.")] = Path("configs"),
@@ -56,9 +59,12 @@ def eject(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
     *,
-    out: Annotated[Path | None, typer.Option(help="The file to write; none prints it.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write; by default the text is printed.")
+    ] = None,
     keep: Annotated[
-        Literal["data"] | None, typer.Option(help="What the file still imports from jaxdist.")
+        Literal["data"] | None,
+        typer.Option(help="The part of the training that the file imports from jaxdist."),
     ] = None,
     devices: shared.Devices = None,
     json_file: shared.JsonFile = None,

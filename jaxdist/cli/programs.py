@@ -27,7 +27,7 @@ def inspect(
     ] = None,
     diff_set: Annotated[
         list[str] | None,
-        typer.Option(help="Print the differences made by this setting; may be repeated."),
+        typer.Option(help="Print the differences that this setting makes; may be repeated."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the predicted step (TPUs) into this directory.")
@@ -61,12 +61,15 @@ def audit(
     full: Annotated[
         bool,
         typer.Option(
-            "--full", help="Print each setting's change in bytes, memory, FLOPs; compiles for each."
+            "--full",
+            help="Print each setting's change in bytes, memory, FLOPs; compiles each step.",
         ),
     ] = False,
     options: Annotated[
         bool,
-        typer.Option("--options", help="Instead, print the effect of each compiler option."),
+        typer.Option(
+            "--options", help="Print the effect of each compiler option in place of the settings'."
+        ),
     ] = False,
     json_file: shared.JsonFile = None,
 ) -> None:
@@ -92,7 +95,7 @@ def audit(
 
 def parity(
     config: Annotated[
-        Path | None, typer.Argument(help="YAML file; none compares a small language model.")
+        Path | None, typer.Argument(help="YAML file; by default a small language model.")
     ] = None,
     overrides: shared.Overrides = None,
     *,
@@ -108,10 +111,11 @@ def parity(
         bool, typer.Option("--resume", help="Skip the results that the file of --json has already.")
     ] = False,
     draw: Annotated[
-        int | None, typer.Option(min=1, help="Instead, compare this many configs drawn at random.")
+        int | None,
+        typer.Option(min=1, help="Compare this number of random configs in place of CONFIG."),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the first draw; later draws count up.")
+        int, typer.Option(min=0, help="Seed of the first draw; each later draw adds 1.")
     ] = 0,
 ) -> None:
     """Check that plans train CONFIG's model like a single device; exit code 1 if any differs.
@@ -162,10 +166,12 @@ def prove(
         int,
         typer.Option(
             min=0,
-            help="Number of plans like CONFIG's, with three settings changed, to compare too.",
+            help="Number of further plans to compare: CONFIG's with three settings changed.",
         ),
     ] = 2,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and of those plans.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the weights and of the further plans.")
+    ] = 0,
     json_file: shared.JsonFile = None,
 ) -> None:
     """Show for each parameter that CONFIG's plan computes what one device would.

@@ -270,7 +270,7 @@ def report(
     json_file: shared.JsonFile = None,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write one page instead: curves, time, memory, bytes, schedule, energy."),
+        typer.Option(help="Write an HTML page: curves, time, memory, bytes, schedule, energy."),
     ] = None,
     live: Annotated[
         bool, typer.Option("--live", help="--html: rewrite the page until the runs have ended.")
@@ -345,9 +345,11 @@ def generate(
     *,
     prompts: Annotated[
         list[str],
-        typer.Option("--prompt", help="Text to continue; given again, texts of one batch."),
+        typer.Option("--prompt", help="Text to continue; repeat the option for a batch of texts."),
     ],
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add to each text.")] = 256,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Largest number of tokens to add to each text.")
+    ] = 256,
     temperature: Annotated[
         float, typer.Option(min=0, help="0 always takes the likeliest token.")
     ] = 0.8,
@@ -357,7 +359,9 @@ def generate(
     top_p: Annotated[
         float,
         typer.Option(
-            min=0, max=1, help="Choose among the fewest tokens whose probabilities add up to this."
+            min=0,
+            max=1,
+            help="Choose among the fewest tokens whose probabilities add up to this value.",
         ),
     ] = 1.0,
     stops: Annotated[
