@@ -55,9 +55,7 @@ def bench(
     ] = False,
     torch: Annotated[
         str | None,
-        typer.Option(
-            help="compression --lab, elastic, models: a Python that has torch, if this one lacks it."
-        ),
+        typer.Option(help="compression --lab, elastic, models: another Python, which has torch."),
     ] = None,
     ray: Annotated[
         str | None, typer.Option(help="param-server: a Python with ray, jax and numpy.")

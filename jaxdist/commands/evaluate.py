@@ -33,7 +33,7 @@ from jaxdist.trees import flatten_with_names
 def open_run(
     run: Path, overrides: Sequence[str], *, step: int | None, console: Console
 ) -> tuple[Experiment, Restored]:
-    """Open a run directory; return its experiment and its newest checkpoint, or that of `step`.
+    """Open a run directory; return its experiment, and its newest checkpoint or step `step`.
 
     Raises:
       RunError: there is no run in the directory.

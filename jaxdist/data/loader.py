@@ -155,7 +155,7 @@ class Loader:
         return positions % len(self._source)
 
     def batches(self, start_step: int = 0) -> Batches:
-        """Iterate over training batches from `start_step` on, without an end.
+        """Iterate without end over training batches, beginning with that of `start_step`.
 
         Raises:
           DataError: batches that this machine's memory cannot hold.

@@ -25,7 +25,7 @@ class Assignment:
       coordinator: HOST:PORT at which the processes connect, or None if there is only one process.
       resume: whether to continue from the saved state of a run.
       run: the run to train, or None if the processes find the run by the user's command.
-      extra: settings that override those of the config.
+      extra: settings that override the config.
       fence: the name that all generations of the run share, see `RunFolder.fence`, or None if no
         other generation can be running.
     """

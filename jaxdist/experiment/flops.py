@@ -1,4 +1,4 @@
-"""The FLOPs of a model's step, whatever the plan."""
+"""The FLOPs of a model's step, which do not depend on the plan."""
 
 from __future__ import annotations
 

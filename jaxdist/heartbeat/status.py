@@ -1,6 +1,6 @@
 """The status of each process of a run, in shared memory that the agent reads without messages.
 
-A thread sends heartbeats, whatever the main thread does. A process that is stopped (SIGSTOP, a
+A thread sends heartbeats independently of the main thread. A process that is stopped (SIGSTOP, a
 swapped-out machine) falls silent; a process that waits in a collective does not. Besides the
 current phase, the memory holds a ring buffer of the main thread's last phases: a flight record,
 which outlives the process.

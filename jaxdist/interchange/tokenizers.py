@@ -92,7 +92,7 @@ def pre_of(content: Mapping[str, Any]) -> str | None:
     """Return the name in `SPLITS` of a tokenizer.json's pattern, or None for another pattern.
 
     A pattern with a space before the text (`add_prefix_space`) is another one: for byte pairs
-    llama.cpp puts no space there, whatever the key `add_space_prefix` of a GGUF file says.
+    llama.cpp puts no space there, for any value of the key `add_space_prefix` of a GGUF file.
     """
     given = content.get("pre_tokenizer") or {}
     steps = given.get("pretokenizers", [given])

@@ -43,7 +43,7 @@ class Job:
 
     Attributes:
       config: the config file, relative to `folder`.
-      overrides: settings that override those of the config.
+      overrides: settings that override the config.
       name: the name of the job in messages and in the engine's lists.
       module: the module of the command `jaxdist`, for an engine whose nodes run the module with
         their own interpreter. The layers forbid this package to import the module, so the command

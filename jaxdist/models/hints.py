@@ -64,7 +64,7 @@ class Hint(Protocol):
     def split(self) -> SequenceSplit | None:
         """The way in which devices that share a sequence compute its attention; None shares none.
 
-        Its order is that of batches with `positions`; others are in their own order.
+        The order applies to batches with `positions`; other batches are in the order of the text.
         """
         ...
 
@@ -111,7 +111,7 @@ class NoHint:
     def __call__(
         self, x: jax.Array, *dims: str | None, was: tuple[str | None, ...] | None = None
     ) -> jax.Array:
-        """Return x, whatever its dims."""
+        """Return x unchanged, for any dims."""
         return x
 
     def parts(self, dim: str) -> int:

@@ -25,7 +25,7 @@ class Mean(NamedTuple):
 
 
 class OpaqueMean(Mean):
-    """A mean that a loss returned as a scalar; its weight is that of all rows of the batch.
+    """A mean that a loss returned as a scalar; its weight is the weight of all rows of the batch.
 
     Only the loss knows its divisor, so the mean must never be added to the mean of other rows.
     """

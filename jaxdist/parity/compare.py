@@ -51,7 +51,7 @@ def parity(
 
     Args:
       path: a config whose model and data are used; None uses a small language model.
-      overrides: settings that override those of the config.
+      overrides: settings that override the config.
       full: compare the combinations of a full run, not only enough to cover every pair of settings.
       jobs: number of processes, each of which compares one combination at a time.
       json_file: a file for the results as JSON, updated after each combination.
@@ -107,7 +107,7 @@ def _earlier(file: Path, empty: Mapping[str, Json]) -> list[ParityResult]:
         includes the losses on a single device, which differ between models of the same name.
 
     Raises:
-      ConfigError: the file is not a report, or is that of another run.
+      ConfigError: the file is not a report, or is a report of another run.
     """
 
     def parse(report: JsonObject) -> tuple[list[ParityResult], JsonObject]:

@@ -101,7 +101,7 @@ def results_to_json(
       subject: the config's name.
       results: the results until now.
       planned: number of combinations of the whole run.
-      full: whether the run is that of option `--full`.
+      full: whether the run has the option `--full`.
       losses: the loss of each step on a single device.
     """
     return {

@@ -45,7 +45,7 @@ def adopt(
       path: a directory with config.json, or a GGUF file.
       on: the slice, such as `v5e:16x16`.
       out: the file for the config.
-      overrides: settings that override those of the adopted config, such as `train.steps=100`.
+      overrides: settings that override the adopted config, such as `train.steps=100`.
       top: number of plans to rank.
       compiled: whether to rank plans by their compiled programs, instead of by formulas.
       console: the console for the tables and the best plan.

@@ -184,7 +184,7 @@ class Kept(Hook):
 
 
 def current(config_file: Path, overrides: Sequence[str], devices: int) -> Kept:
-    """Check that a config's certificate proves the training at hand, and return a `Kept` for it.
+    """Check that a config's certificate proves the present training, and return a `Kept` for it.
 
     Args:
       config_file: the configuration file, to which `overrides` are applied.

@@ -27,7 +27,7 @@ EPS = 1e-3
 
 
 def small(size: int, parts: int, least: int) -> int:
-    """Return the smallest size from `least` on that has the same remainder modulo `parts`.
+    """Return the smallest size that is at least `least` and keeps the remainder modulo `parts`.
 
     A size that is smaller than `least` does not change.
 

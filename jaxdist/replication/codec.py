@@ -24,7 +24,7 @@ Update = tuple[float, np.ndarray | None]
 def entry_envelopes(
     entry: LogEntry, server: int, tensor: int, updates: Sequence[Update]
 ) -> Iterator[Envelope]:
-    """Return the envelopes of an entry: those of its changes, then that of its state."""
+    """Return the envelopes of an entry: one for each of its changes, then one for its state."""
     given: dict[str, Any] = {
         "epoch": entry.epoch,
         "client": server,

@@ -52,7 +52,7 @@ def restore(
     step: int | None = None,
     say: Callable[[str], None] = print,
 ) -> Restored:
-    """Restore the newest complete checkpoint (or that of `step`) in the form of `program`.
+    """Restore the newest complete checkpoint, or step `step`, in the form of `program`.
 
     Args:
       say: called with a line about each part of the checkpoint that is not used.

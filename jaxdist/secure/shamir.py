@@ -2,7 +2,7 @@
 
 Shamir, "How to share a secret" (Communications of the ACM 22, 1979). A secret is the value at 0 of
 a random polynomial of degree threshold - 1, and the share of holder h is its value at h + 1. Any
-`threshold` shares determine the secret, and fewer are uniformly distributed whatever it is.
+`threshold` shares determine the secret, and fewer are uniformly distributed for every secret.
 """
 
 from __future__ import annotations

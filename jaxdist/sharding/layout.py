@@ -202,8 +202,8 @@ class Layout:
             backward pass moves x back. Nothing is constrained if both layouts are equal.
 
         Raises:
-          ShardingError: the number of dims is not that of x, or a dim other than the batch does not
-            divide.
+          ShardingError: x has more or fewer dims than are named, or a dim other than the batch does
+            not divide.
         """
         if len(dims) != x.ndim:
             shown = f"activation {x.shape} has {x.ndim} dims"

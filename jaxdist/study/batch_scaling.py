@@ -88,7 +88,7 @@ def batch_scaling(
     Finished runs are stored next to the output (or under runs/), and the same command reuses them.
 
     Args:
-      overrides: settings of all runs, which override those of the study.
+      overrides: settings of all runs, which override the study's settings.
       json_file, plot: output file, and output directory of the plot.
 
     Raises:

@@ -69,7 +69,7 @@ def compare_variants(
     command reuses them.
 
     Args:
-      overrides: settings of all variants, which override those of the study.
+      overrides: settings of all variants, which override the study's settings.
       variants: additional variants, as texts for `jaxdist.study.variants.parse_variants`.
       json_file, plot: output file, and output directory of the plot.
 

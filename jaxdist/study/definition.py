@@ -36,7 +36,7 @@ class _Study(Config):
     config: FilePath
     """Config to train, relative to the study's file."""
     set: Settings = Field(default_factory=dict)
-    """Settings of every run that override those of the config, by dotted key."""
+    """Settings of every run that override the config, by dotted key."""
     seeds: Count = 3
     """Number of runs, each with another seed, from which each number in the table is computed."""
 

@@ -114,7 +114,7 @@ def parse_batches(text: str) -> tuple[int, ...]:
     """Parse batch sizes, and return them in ascending order.
 
     Raises:
-      ConfigError: there is no size or a duplicate, or a size is not a whole number from 1 on.
+      ConfigError: there is no size or a duplicate, or a size is not a positive whole number.
 
     >>> parse_batches("256, 64")
     (64, 256)

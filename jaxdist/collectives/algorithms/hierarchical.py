@@ -39,8 +39,8 @@ class Hierarchical(Algorithm):
     an all-reduce of S/g bytes across, and an all-gather of S bytes inside. The slow network carries
     S/g bytes per device; steps and bytes are the sums over both levels (`phases`).
 
-    The order of summation is that of `inside` over the fast axis, then that of `across` over these
-    sums.
+    Terms are summed in the order of `inside` over the fast axis, then in the order of `across` over
+    these sums.
     """
 
     type: Literal["hierarchical"] = "hierarchical"

@@ -125,7 +125,7 @@ class Mixture(nnx.Module):
 
         Args:
           weight_BL: weight of each token in the loss, which the statistics are weighted by.
-          statistics: those of the layers before.
+          statistics: the statistics of the layers before.
         """
         shared_BLD = self.shared(x_BLD) if self.experts.shared else None
         x_BLD = self.hint(x_BLD, *WITHIN, was=RESIDUAL)

@@ -31,7 +31,7 @@ class Product(Protocol):
         ...
 
     def block(self, rows: int, experts: int) -> int:
-        """Return the number that counts must be multiples of; `rows` is that of all."""
+        """Return the number that counts must be multiples of; `rows` is the number of all rows."""
         ...
 
 

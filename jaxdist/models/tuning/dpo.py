@@ -20,7 +20,8 @@ from jaxdist.models.mean import Mean, Sums
 class DpoConfig(Config):
     """The loss of a preferred answer against another: -log sigmoid(beta (margin - margin_ref)).
 
-    The margins are those of the answers' log-probabilities by the model and by the reference.
+    The margin is the difference of the two answers' log-probabilities by the model, and margin_ref
+    is their difference by the reference.
     """
 
     needs: ClassVar[dict[str, tuple[str, ...] | None]] = {

@@ -87,7 +87,7 @@ class _Comparison:
         return [flag for form in self.forms for flag in form.stacked]
 
     def symbols(self, layer: int) -> list[Term]:
-        """Return a term for each leaf of the arguments; the term of a stack is that of a layer."""
+        """Return a term for each leaf of the arguments; a stack has the term of a single layer."""
         return [
             self.terms.symbol((at, layer if flag else None)) for at, flag in enumerate(self.stacked)
         ]

@@ -73,7 +73,7 @@ class HeadOnly(StandIn):
 
 @dataclass(frozen=True)
 class Output(StandIn):
-    """An object that returns a model's output, with whatever arguments a loss calls it."""
+    """An object that returns a model's output for any arguments with which a loss calls it."""
 
     x: jax.Array
 

@@ -34,9 +34,9 @@ class Rounds(Consistency):
 class BSP(Rounds):
     """Bulk-synchronous parallel: the mean of a round's gradients, weighted by tokens, is one step.
 
-    Gradients are added in the order of the workers' numbers, whatever their order of arrival, so
-    the result equals synchronous SGD to the bit. With backups, the first gradients of a round count
-    and the others are dropped (Chen et al., "Revisiting distributed synchronous SGD", arXiv
+    Gradients are added in the order of the workers' numbers, not in their order of arrival, so the
+    result equals synchronous SGD to the bit. With backups, the first gradients of a round count and
+    the others are dropped (Chen et al., "Revisiting distributed synchronous SGD", arXiv
     1604.00981).
     """
 

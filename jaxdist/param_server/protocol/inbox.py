@@ -1,4 +1,4 @@
-"""Delivery of each message of a client once and in order, whatever the network does."""
+"""Delivery of each message of a client once and in order, over an unreliable network."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checks of a run with parameter servers: sizes, shares of a batch, and imported optimizers.
 
-Settings that do not combine, whatever their values, are refused by `jaxdist.validity.servers`.
+`jaxdist.validity.servers` refuses settings that do not combine for any of their values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of rules: for each primitive, the kinds of its results from those of its operands."""
+"""The table of rules, which derive the kinds of a primitive's results from its operands' kinds."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def by_default(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
 
 
 def label_of(eqn: Any) -> str:
-    """Return the name in `RULES` of an operation: that of its primitive or of the called kernel.
+    """Return the name of an operation in `RULES`, which is its primitive's or its kernel's name.
 
-    The name of a Pallas kernel is `pallas_call:NAME`, that of foreign code `ffi_call:TARGET`.
+    A Pallas kernel is named `pallas_call:NAME`, and foreign code `ffi_call:TARGET`.
     """
     name = eqn.primitive.name
     kernel = eqn.params.get("name_and_src_info", eqn.params.get("name"))

@@ -31,7 +31,7 @@ class Pass:
       axis: the name of the axis.
       size: the number of devices along the axis.
       scheduled: the axes along which devices send values of their own by tables that were checked.
-      chosen: whether the code at hand is in a branch that only some devices take.
+      chosen: whether the present code is in a branch that only some devices take.
       begun: the kind and rank of each sum whose first mark was passed.
       findings: place and message of each error, in order.
     """

@@ -34,7 +34,8 @@ def begin_with(
     """Return an initial state with a bit-equal part of another run's state, and that part's step.
 
     The rest of the state is that of a new run with these parameters: moments are zero, and master
-    weights are copies of the parameters. The run begins at step 0, whatever the step of the part.
+    weights are copies of the parameters. The run begins at step 0, independently of the
+    checkpoint's step.
 
     Raises:
       CheckpointError: there is no such run or checkpoint, or its part is missing or does not fit.
@@ -88,7 +89,7 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
 def holds_parameters_only(directory: RunDirectory, step: int | None = None) -> bool:
     """Return whether a run's newest checkpoint, or that of `step`, has parameters and buffers only.
 
-    Such a checkpoint is that of an imported model.
+    An imported model has such a checkpoint.
     """
     manifests = valid_manifests(directory.checkpoints) if directory.checkpoints.is_dir() else []
     found = [m for m in manifests if step in (None, m.step)]

@@ -2,7 +2,8 @@
 
 The cluster may have several members, of which a majority must live: etcd is linearizable, so a swap
 that it acknowledged is never lost. Each value is a key below `/jaxdist/NAME/`. Nothing expires: the
-hosts' own leases and leader election depend on swaps of the token alone, whatever the rendezvous.
+hosts' own leases and leader election depend on swaps of the token alone, for every kind of
+rendezvous.
 """
 
 from __future__ import annotations

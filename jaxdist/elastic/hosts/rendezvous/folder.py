@@ -91,7 +91,7 @@ class FolderRendezvous:
         )
 
     def secret(self) -> bytes:
-        """Return the content of a file that only its owner can read, whatever the folder's mode.
+        """Return the content of a file that only its owner can read, even in an open folder.
 
         The token cannot be the secret: it is a file name, visible to everyone who may list the
         folder.

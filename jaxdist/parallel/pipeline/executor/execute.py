@@ -62,7 +62,7 @@ def run_pipeline(
       shared: parameters of embedding and head, the same on all stages.
       microbatches: leaves `[microbatches, ...]`, the same on all stages.
       axis: the mesh axis of the stages.
-      key: random key of dropout and the like.
+      key: random key of dropout and other random layers.
       specs: partition specs over automatic axes, which sums of gradients get too, or None if no
         automatic axis splits parameters.
       frozen: the frozen parameters of chunks, and of embedding and head, like `chunk_params` and

@@ -23,7 +23,8 @@ class Visit(NamedTuple):
     Attributes:
       rows: the microbatch, with all of its rows on every stage.
       chunk: index of the chunk in the model, int32 scalar.
-      key: random key for dropout and the like, different for every visit, or None in evaluation.
+      key: random key for random layers such as dropout, different for every visit, or None in
+        evaluation.
       frozen: the frozen parameters of the chunk, and those of embedding and head.
     """
 

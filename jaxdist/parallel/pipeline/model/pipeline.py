@@ -76,7 +76,7 @@ class Pipeline:
 
     @property
     def microbatches(self) -> int:
-        """The number of microbatches of the schedule, whatever the size of a batch."""
+        """The number of microbatches of the schedule, for batches of any size."""
         return self.ticks.microbatches
 
     def resized(self, microbatches: int) -> Pipeline:

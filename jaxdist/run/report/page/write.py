@@ -48,7 +48,7 @@ def render(runs: Sequence[JsonObject], *, reload_seconds: float | None, now: flo
 
 
 def _embedded(data: JsonObject) -> str:
-    """Return JSON that cannot close its HTML element, whatever text a config contains.
+    """Return JSON that cannot close its HTML element, for any text in a config.
 
     >>> _embedded({"name": "</script><b>"})
     '{"name":"\\\\u003c/script\\\\u003e\\\\u003cb\\\\u003e"}'
