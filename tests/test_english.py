@@ -38,6 +38,10 @@ WORDS = (
     r"(?<!there )(?<!There )\b(is|are) no (?!longer|such)",
     r"\b(the|newest|first|last|other|own|old|new|next|same|earlier|later|better|best) one\b(?!-)",
     r"(?<!of )\bones\b",
+    r"; None (for|if|where|without|until|while|in|on|is)\b",
+    r"; empty (for|if|where|without|when)\b",
+    r", see ``",
+    r"\b(mostly|also (if|when|where))\b",
 )
 WORD = re.compile("|".join(WORDS), re.IGNORECASE)
 

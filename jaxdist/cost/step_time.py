@@ -45,7 +45,8 @@ class StepTime:
       schedule: the pipeline's schedule whose ticks are timed, or an empty string if no ticks are
         timed.
       unmatched: the reason why the schedule's ticks were not found in the program, so that every
-        tick takes its most expensive branches; empty if they were found, or without a pipeline.
+        tick takes its most expensive branches. It is empty if the ticks were found, and without a
+        pipeline.
     """
 
     seconds: float

@@ -57,8 +57,8 @@ class Agent:
 
     Args:
       say: prints a line for the user.
-      fork_module: the module of the fork server, see `jaxdist.runtime.forks`. The layers forbid
-        this package to import the module, so the command passes its name.
+      fork_module: the module of the fork server (`jaxdist.runtime.forks`). The layers forbid this
+        package to import the module, so the command passes its name.
       hosts: the hosts of the run; None means this machine alone.
       record: builds the recorder that observes all generations, from the journal and `say`.
     """

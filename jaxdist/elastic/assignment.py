@@ -26,8 +26,8 @@ class Assignment:
       resume: whether to continue from the saved state of a run.
       run: the run to train, or None if the processes find the run by the user's command.
       extra: settings that override the config.
-      fence: the name that all generations of the run share, see `RunFolder.fence`, or None if no
-        other generation can be running.
+      fence: the name that all generations of the run share (`RunFolder.fence`), or None if no other
+        generation can be running.
     """
 
     generation: int

@@ -109,7 +109,7 @@ class OnebitLambRule:
 
 
 class RunningNorms(NamedTuple):
-    """The coefficient and the factor of each layer of a parameter, see `OnebitLambState`."""
+    """The coefficient and the factor of each layer of a parameter, as in `OnebitLambState`."""
 
     coefficient: jax.Array
     factor: jax.Array

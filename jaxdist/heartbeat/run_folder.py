@@ -31,8 +31,8 @@ class RunFolder:
       folder: the folder, which all generations of an agent share.
       generation: the number of the generation, which starts at 1.
       fence: the name that all generations of a run on several hosts share, because a process of an
-        older generation may still be alive and must not write; None on a single host, where no
-        such process can exist.
+        older generation may still be alive and must not write. On a single host, where no such
+        process can exist, it is None.
     """
 
     folder: Path

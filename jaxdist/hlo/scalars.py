@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TuplePath = tuple[int, ...]
-"""Indices into nested tuples; empty for a value that is not a tuple."""
+"""Indices into nested tuples. A value that is not a tuple has none."""
 
 _DTYPE = re.compile(r"(pred|([su])(\d+))\[\]")
 _SHIFT_LEFT_MOST = 64

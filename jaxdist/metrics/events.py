@@ -19,7 +19,7 @@ class EventFile:
     """A file of events in `directory`, flushed every ten seconds and at the end.
 
     Args:
-      resume_step: step after which TensorBoard drops events of a resumed run; None for a new run.
+      resume_step: step after which TensorBoard drops events of a resumed run, or None.
 
     Every method may raise an OSError.
     """

@@ -80,7 +80,7 @@ class Hint(Protocol):
         array.
 
         Args:
-          axes: the mesh axes whose blocks the function sees; None for all axes.
+          axes: the mesh axes whose blocks the function sees, or None for all axes.
         """
         ...
 

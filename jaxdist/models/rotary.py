@@ -74,7 +74,7 @@ def rotate(
       scaling: change of the frequencies for longer sequences.
       by_product: whether to swap the halves by a product with a permutation, which is exact in
         bfloat16. On a TPU each half of a head fills half a tile, which is slow to cut and to join.
-      at: positions int32 `[B, L]`, and a number of positions that exceeds them; None for 0..L-1.
+      at: positions int32 `[B, L]`, and a number that exceeds them, or None for 0..L-1.
     """
     length, half = at[1] if at else x_BLHd.shape[1], x_BLHd.shape[-1] // 2
     # Angles are constants unless they are too many: XLA would recompute an expression for each row

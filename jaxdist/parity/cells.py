@@ -94,7 +94,7 @@ class Combination:
       sequence: "split" if the tensor axis splits the sequence between layers, otherwise "whole".
       schedule: a key of `SCHEDULES`, or None where the mesh has no axis stage.
       activations: whether a pipeline's backward pass recomputes activations or reads them from a
-        stash; None where the mesh has no axis stage.
+        stash, or None where the mesh has no axis stage.
     """
 
     mesh: str

@@ -44,7 +44,7 @@ def print_explained(
 
 
 def remedies(one: Judged, model: Model) -> list[str]:
-    """Return sentences on the changes that would make a plan fit; none for a plan that fits."""
+    """Return sentences on the changes that would make a plan fit, if the plan does not fit."""
     if one.fits:
         return []
     over = one.memory.total - (1 - SPARE) * one.limit_bytes

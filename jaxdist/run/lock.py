@@ -206,7 +206,7 @@ def _is_deposed(holder: dict[str, Any]) -> bool:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Return whether the flock was acquired; None if the disk does not support flocks."""
+    """Return whether the flock was acquired, or None if the disk does not support flocks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

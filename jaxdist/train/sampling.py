@@ -17,7 +17,7 @@ class Sampling:
 
     Attributes:
       temperature: 0 always takes the most likely token.
-      top_k: number of most likely tokens to choose among; None for all tokens.
+      top_k: number of most likely tokens to choose among, or None for all tokens.
       top_p: choose among the fewest tokens whose probabilities add up to this number.
       seed: seed of the choices; a text does not depend on the other texts of its batch.
     """

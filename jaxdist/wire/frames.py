@@ -22,7 +22,7 @@ Every frame repeats the header of its envelope, so that each can be checked alon
         72      8  floor
         80      8  tokens, a float64
         88      4  crc32c of all bytes before it, and of the bytes after it
-        92         the bytes; none if they are in a slot (`jaxdist.wire.shared`)
+        92         the bytes, unless they are in a slot (`jaxdist.wire.shared`)
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class Blocks:
       count: number of blocks.
       size: positions of a block.
       window: as in `AttentionRequest`.
-      both_ways: number of positions that are not padding, if queries also see later positions; None
-        for causal attention.
+      both_ways: number of positions that are not padding, if queries also see later positions, or
+        None for causal attention.
     """
 
     count: int

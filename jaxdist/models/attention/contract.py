@@ -24,7 +24,7 @@ class AttentionRequest:
     """A request for attention, which a kernel may or may not support.
 
     Attributes:
-      platform: platform of the devices, as jax names it: cpu, gpu or tpu; None if it is unknown.
+      platform: platform of the devices, as jax names it: cpu, gpu, tpu, or None if it is unknown.
       dtype: dtype of the operands: float32 or bfloat16.
       heads: number of query heads, over all devices.
       kv_heads: number of key and value heads, each shared by heads / kv_heads query heads.
@@ -88,7 +88,7 @@ class Kernel(Protocol):
         Args:
           q_BLHd, k_BLKd, v_BLKd: queries, keys, values of one dtype; head h reads keys h // (H /
             K).
-          segments_BL: document of each position, int32; None for a single document.
+          segments_BL: document of each position, int32, or None for a single document.
           window, causal: see `AttentionRequest`.
           hint: the layout of q, k and v on the mesh.
         """

@@ -30,7 +30,7 @@ class BlockPairs(NamedTuple):
     Attributes:
       i, j: block of queries, block of keys, int32 `[pairs]`.
       distance: number of positions from the first of block j to the first of block i.
-      live: whether this group sees any of the pairs; None if it always does.
+      live: whether this group sees any of the pairs, or None if it always does.
     """
 
     i: jax.Array

@@ -84,7 +84,7 @@ class RowStore:
         return slots - 1
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Return the values, float32 `[N, D]`, of rows (uint32 `[N]`); none is created for it."""
+        """Return the values, float32 `[N, D]`, of rows (uint32 `[N]`), without creating any row."""
         slots = self._slots[rows // np.uint32(self._servers)]
         found = self._values[slots - 1, : self.form.width]
         new = slots == 0

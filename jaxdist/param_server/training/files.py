@@ -1,6 +1,6 @@
 """Checkpoints of shards, which each server writes when all changes before a clock are applied.
 
-RUN/shards/server_0/step_00000500/     the checkpoint of clock 500, see `jaxdist.checkpoint.layout`
+RUN/shards/server_0/step_00000500/     the checkpoint of clock 500 (`jaxdist.checkpoint.layout`)
     arrays/000000.bin ...              the leaves in order, raw
     metadata.json                      floor and version
     manifest.json                      shapes, dtypes, sizes and digests

@@ -37,7 +37,7 @@ class ProfiledSteps:
         if first < start + 2:
             raise ConfigError(
                 f"--profile begins at step {first}, but this process's first step is {start + 1}, "
-                f"which is mostly compilation: begin at step {start + 2} or later"
+                f"most of which is compilation: begin at step {start + 2} or later"
             )
         if last > total:
             raise ConfigError(

@@ -26,7 +26,7 @@ class RackNode:
       client: the rack's number as a client of the servers; a rack that lost all of its workers gets
         a new number.
       workers: numbers of the rack's workers.
-      states: the protocol's state for each server; empty without workers.
+      states: the protocol's state for each server, if the rack has workers.
     """
 
     def __init__(self, place: int, workers: tuple[int, ...], run: Simulation) -> None:

@@ -57,9 +57,9 @@ class Partition:
       cap_bytes: for each stage, the available bytes; None does not limit them.
       even_seconds: the slowest chunk's time if all chunks had equally many layers, or as nearly as
         possible.
-      exact: whether the search proved that no cut within the memory is faster. False if chunks that
-        share a stage had to be given equal parts of its memory; None if the cut was given, not
-        searched.
+      exact: whether the search proved that no cut within the memory is faster. It is False if
+        chunks that share a stage had to be given equal parts of its memory, and None if the cut was
+        given and not searched.
     """
 
     placement: tuple[int, ...]
