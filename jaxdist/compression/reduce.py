@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jaxdist.collectives.axis import Axis, axis_size, checked, rank
 from jaxdist.collectives.bucket import BUCKET_BYTES, pack, unpack
 from jaxdist.collectives.contract import Algorithm
-from jaxdist.collectives.marks import begins, ends
 from jaxdist.collectives.operations import XLA
 from jaxdist.compression.choice import Choice, CodecGroup, plan_groups
 from jaxdist.compression.contract import CodecState, first_round
@@ -38,6 +37,7 @@ from jaxdist.compression.feedback.classic import CLASSIC
 from jaxdist.compression.feedback.contract import Feedback
 from jaxdist.compression.sender import array_is_finite, select_tree
 from jaxdist.errors import CompressionError
+from jaxdist.hlo.source.marks import begins, ends
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Grads, Leaf, PyTree
 

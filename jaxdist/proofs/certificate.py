@@ -52,7 +52,7 @@ class Proof:
       numbers: the comparisons of the plan with a single device.
       near: the comparisons of neighbours of the plan with a single device.
       sent: the bytes of the compiled step, or None if the step could not be compiled or read.
-      undecided: everything about which the proof makes no statement.
+      others: what is undecided for other reasons than those that types and numbers state.
       seed: the seed of weights and neighbours.
       notes: sentences on the settings that the reduced size leaves out or changes.
       reduced: the sections of the config at the reduced size.
@@ -63,7 +63,7 @@ class Proof:
     numbers: tuple[Compared, ...]
     near: tuple[Compared, ...] = ()
     sent: Sent | None = None
-    undecided: tuple[Undecided, ...] = ()
+    others: tuple[Undecided, ...] = ()
     seed: int = 0
     notes: tuple[str, ...] = ()
     reduced: JsonObject = field(default_factory=dict)
@@ -71,6 +71,16 @@ class Proof:
 
     def __str__(self) -> str:
         return "\n".join(proof_lines(self))
+
+    @property
+    def undecided(self) -> tuple[Undecided, ...]:
+        """Everything about which the proof makes no statement."""
+        typed = self.types.undecided if self.types else {}
+        return (
+            *(Undecided("types", leaf, "; ".join(why)) for leaf, why in typed.items()),
+            *(Undecided("numbers", n.plan, n.undecided) for n in self.numbers if n.undecided),
+            *self.others,
+        )
 
     @property
     def doubted(self) -> bool:
@@ -81,15 +91,18 @@ class Proof:
         size.
         """
         decided = not any(one.part == "numbers" for one in self.undecided)
-        equal = not any(one.wrong for one in (*self.numbers, *self.near))
-        return decided and equal and bool(self.numbers)
+        return decided and not self.differs and bool(self.numbers)
+
+    @property
+    def differs(self) -> bool:
+        """Whether any number differs from that of a single device."""
+        return any(one.wrong for one in (*self.numbers, *self.near))
 
     @property
     def wrong(self) -> bool:
         """Whether any part of the proof found a difference from a single device."""
         found = self.types is not None and bool(self.types.findings) and not self.doubted
-        compared = any(one.wrong for one in (*self.numbers, *self.near))
-        return found or compared or (self.sent is not None and bool(self.sent.missing))
+        return found or self.differs or (self.sent is not None and bool(self.sent.missing))
 
     @property
     def verdict(self) -> str:
@@ -106,14 +119,12 @@ def to_json(proof: Proof, identity: JsonObject, name: str) -> JsonObject:
       identity: the result of `identity_of`.
       name: the name of the config.
     """
-    typed = proof.types
-    types = None if typed is None else {**asdict(typed), "proved": typed.proved}
-    sent = None if proof.sent is None else asdict(proof.sent)
+    typed, sent = proof.types, proof.sent
     return {
         "verdict": proof.verdict,
         "config": name,
         **identity,
-        "types": types,
+        "types": typed and {**asdict(typed), "proved": typed.proved},
         "numbers": {
             "seed": proof.seed,
             "reduced": proof.reduced,
@@ -121,7 +132,7 @@ def to_json(proof: Proof, identity: JsonObject, name: str) -> JsonObject:
             "plans": [_compared(one) for one in proof.numbers],
             "neighbours": [_compared(one) for one in proof.near],
         },
-        "bytes": sent,
+        "bytes": sent and asdict(sent),
         "undecided": [asdict(one) for one in proof.undecided],
     }
 
@@ -131,22 +142,26 @@ def _compared(one: Compared) -> JsonObject:
     return {**asdict(one), "quantities": quantities}
 
 
-def identity_of(config: ExperimentConfig, devices: int) -> JsonObject:
-    """Return the facts for which a certificate is valid: a config's digest, mesh, and versions."""
-    values = config.model_dump(mode="json")
-    kept = {name: value for name, value in values.items() if name not in ELSEWHERE}
-    # Sorted, so that the digest does not depend on the order of settings.
-    text = json.dumps(kept, sort_keys=True)
+def identity(text: str, mesh: JsonObject) -> JsonObject:
+    """Return the facts for which a certificate is valid: digest of a text, mesh, and versions."""
     return {
         "digest": hashlib.sha256(text.encode()).hexdigest(),
-        "mesh": {
-            axis: size if isinstance(size, int) else size.model_dump(mode="json")
-            for axis, size in resolve_sizes(
-                config.mesh, config.mesh.fake_devices or devices
-            ).items()
-        },
+        "mesh": mesh,
         "versions": environment.versions(PACKAGES),
     }
+
+
+def identity_of(config: ExperimentConfig, devices: int) -> JsonObject:
+    """Return the facts for which a certificate of a config is valid."""
+    values = config.model_dump(mode="json")
+    kept = {name: value for name, value in values.items() if name not in ELSEWHERE}
+    sizes = resolve_sizes(config.mesh, config.mesh.fake_devices or devices)
+    mesh = {
+        axis: size if isinstance(size, int) else size.model_dump(mode="json")
+        for axis, size in sizes.items()
+    }
+    # Sorted, so that the digest does not depend on the order of settings.
+    return identity(json.dumps(kept, sort_keys=True), mesh)
 
 
 def path_of(config: ExperimentConfig, document: Document) -> Path:
@@ -195,10 +210,8 @@ def current(config_file: Path, overrides: Sequence[str], devices: int) -> Kept:
         its verdict is not "proved".
     """
     document, config = load(config_file, overrides)
-    path, command = (
-        path_of(config, document),
-        " ".join(["jaxdist prove", str(config_file), *overrides]),
-    )
+    path = path_of(config, document)
+    command = " ".join(["jaxdist prove", str(config_file), *overrides])
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

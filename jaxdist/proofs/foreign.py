@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxdist.errors import JaxdistError, RunError
-from jaxdist.metrics.report import PACKAGES, write_json
+from jaxdist.metrics.report import write_json
 from jaxdist.parity.draw.run import replicas_apart
 from jaxdist.parity.trace import FULL, NUDGES, Trace, limit_of, nudged_tree
-from jaxdist.proofs.certificate import Proof, Undecided, to_json
+from jaxdist.proofs.certificate import Proof, Undecided, identity, to_json
 from jaxdist.proofs.numbers import Compared, Scene, scenes, worst_of
 from jaxdist.proofs.sent import Sent, compare
 from jaxdist.proofs.types.check import check_types
 from jaxdist.proofs.types.jaxprs import regions_of
-from jaxdist.runtime import environment
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import PyTree
 
@@ -68,29 +66,22 @@ def prove(
     """
     closed, names = _traced(step, mesh, state, batch)
     typed = check_types(closed, names)
-    undecided = [Undecided("types", leaf, "; ".join(why)) for leaf, why in typed.undecided.items()]
-    jitted = _jitted(step)
-    runner = _Runner(mesh, state, batch, weight, seed)
-    found = runner.compare(jitted, one_device and _jitted(one_device))
-    if found.undecided:
-        undecided.append(Undecided("numbers", found.plan, found.undecided))
-    elif one_device is None:
-        undecided.append(Undecided("numbers", "the scale", UNKNOWN_SCALE))
+    jitted, whole = _jitted(step), one_device and _jitted(one_device)
+    found = _Runner(mesh, state, batch, weight, seed).compare(jitted, whole)
+    others: list[Undecided] = []
+    if not found.undecided and one_device is None:
+        others.append(Undecided("numbers", "the scale", UNKNOWN_SCALE))
     sent: Sent | None = None
     try:
         sent = compare(closed, jitted.lower(state, batch).compile(), mesh, state)
     except JaxdistError as error:
-        undecided.append(Undecided("bytes", "the step", str(error)))
+        others.append(Undecided("bytes", "the step", str(error)))
     leaves = tuple(name for name, _ in flatten_with_names(state))
-    proof = Proof(typed, (found,), (), sent, tuple(undecided), seed, leaves=leaves)
+    proof = Proof(typed, (found,), (), sent, tuple(others), seed, leaves=leaves)
     if json_file is not None:
-        identity = {
-            "digest": hashlib.sha256(str(closed).encode()).hexdigest(),
-            "mesh": dict(mesh.shape),
-            "versions": environment.versions(PACKAGES),
-        }
         name = str(getattr(step, "__name__", step))
-        write_json(Path(json_file), to_json(proof, identity, name), what="certificate")
+        valid = identity(str(closed), dict(mesh.shape))
+        write_json(Path(json_file), to_json(proof, valid, name), what="certificate")
     return proof
 
 
@@ -120,8 +111,10 @@ def _traced(step: Step, mesh: Mesh, state: PyTree, batch: PyTree) -> tuple[Any, 
     for (name, old), new in zip(flatten_with_names(state), jax.tree.leaves(out[0]), strict=True):
         if np.shape(old) != new.shape:
             raise RunError(f"prove: {name} is {np.shape(old)}, but the step returns {new.shape}")
-    used = _meshes(closed.jaxpr)
-    if not used and mesh.size > 1 and not _spread(mesh, (state, batch)):
+    used = [dict(region.params["mesh"].shape) for region in regions_of(closed.jaxpr)]
+    devices = {*mesh.devices.flat}
+    given = [leaf for leaf in jax.tree.leaves((state, batch)) if isinstance(leaf, jax.Array)]
+    if not used and mesh.size > 1 and all(one.sharding.device_set != devices for one in given):
         raise RunError(
             f"prove: neither state nor batch is on the {mesh.size} devices of the mesh, so that "
             "the step would run on one: place them as training does (jax.device_put with a "
@@ -135,17 +128,6 @@ def _traced(step: Step, mesh: Mesh, state: PyTree, batch: PyTree) -> tuple[Any, 
             )
     outputs = [f"outputs/{name}" for name, _ in flatten_with_names(out[1])]
     return closed, [*(f"state/{name}" for name, _ in flatten_with_names(out[0])), *outputs]
-
-
-def _spread(mesh: Mesh, tree: PyTree) -> bool:
-    """Return whether any array of a tree is on all devices of a mesh."""
-    devices = set(mesh.devices.flat)
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    return any(leaf.sharding.device_set == devices for leaf in leaves)
-
-
-def _meshes(jaxpr: Any) -> list[dict[str, int]]:
-    return [dict(region.params["mesh"].shape) for region in regions_of(jaxpr)]
 
 
 @dataclass(frozen=True)
@@ -163,14 +145,11 @@ class _Runner:
         batches = self._batches()
         if isinstance(batches, str):
             return Compared("the given batch", undecided=batches)
-        plan = "one device" if one_device else "rows in another order"
-        if one_device is None:
+        whole, reference, theirs = one_device is not None, one_device or step, batches
+        if not whole:
             order = np.random.default_rng(self.seed).permutation(self._rows)
-            other = [(name, self._ordered(host, order)) for name, host in batches]
-            reference, theirs = step, other
-        else:
-            reference, theirs = one_device, batches
-        whole = one_device is not None
+            theirs = [(name, _ordered(host, order)) for name, host in batches]
+        plan = "one device" if whole else "rows in another order"
         host = jax.tree.map(_host, self.state)
         try:
             found = self._run(step, host, batches, alone=False)
@@ -192,8 +171,8 @@ class _Runner:
     def _batches(self) -> list[tuple[str, PyTree]] | str:
         """Return a name and a batch for each step; as text the reason why there can be none."""
         host = jax.tree.map(_host, self.batch)
-        named = dict(flatten_with_names(host))
-        if any(np.ndim(leaf) == 0 or len(leaf) != self._rows for leaf in named.values()):
+        named, rows = dict(flatten_with_names(host)), self._rows
+        if any(np.ndim(leaf) == 0 or len(leaf) != rows for leaf in named.values()):
             return "the arrays of the batch differ in their leading dim"
         taken = [Scene(name) for name in ("first step", "second step", "third step")]
         if self.weight is not None:
@@ -202,30 +181,20 @@ class _Runner:
                     f"prove: the batch has no {self.weight!r}; choose weight from {sorted(named)}"
                 )
             # The rows of a batch need not divide over all devices of the mesh.
-            shards = next(n for n in range(self.mesh.size, 0, -1) if self._rows % n == 0)
-            given = {"weighted": True, "skips": False, "seed": self.seed}
-            taken = [*taken[:1], *scenes(self._rows, shards, **given)]
+            shards = next(n for n in range(self.mesh.size, 0, -1) if rows % n == 0)
+            unequal = scenes(rows, shards, weighted=True, skips=False, seed=self.seed)
+            taken = [*taken[:1], *unequal]
         random = np.random.default_rng(self.seed)
         found = []
         for index, scene in enumerate(taken):
-            rows = random.permutation(self._rows) if index else np.arange(self._rows)
-            batch = self._ordered(host, rows)
+            order = random.permutation(rows) if index else np.arange(rows)
+            leaves, tree = jax.tree.flatten(_ordered(host, order))
             if scene.weights is not None:
-                batch = self._weighted(batch, scene.weights)
-            found.append((scene.name, batch))
+                at = [*named].index(str(self.weight))
+                wide = scene.weights.reshape(-1, *(1,) * (leaves[at].ndim - 1))
+                leaves[at] = np.broadcast_to(wide, leaves[at].shape).astype(leaves[at].dtype)
+            found.append((scene.name, jax.tree.unflatten(tree, leaves)))
         return found
-
-    def _weighted(self, batch: PyTree, weights: np.ndarray) -> PyTree:
-        leaves, tree = jax.tree.flatten(batch)
-        names = [name for name, _ in flatten_with_names(batch)]
-        at = names.index(str(self.weight))
-        leaves[at] = np.broadcast_to(
-            weights.reshape(-1, *(1,) * (leaves[at].ndim - 1)), leaves[at].shape
-        ).astype(leaves[at].dtype)
-        return jax.tree.unflatten(tree, leaves)
-
-    def _ordered(self, batch: PyTree, order: np.ndarray) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf[order], batch)
 
     def _run(
         self, step: Step, begun: PyTree, batches: Sequence[tuple[str, PyTree]], *, alone: bool
@@ -242,7 +211,8 @@ class _Runner:
         for _, batch in batches:
             state, outputs = step(state, _like(batch, self.batch, alone=alone))
             after, values = _numbers(state), _numbers(outputs)
-            apart, leaf = (0.0, "") if alone else replicas_apart(_floats(state))
+            held = {n: x for n, x in flatten_with_names(state) if not (alone or _is_key(x))}
+            apart, leaf = replicas_apart(held)
             extra = {f"replicas of {leaf}": np.asarray(apart)} if apart else {}
             updates = {name: after[name] - before[name] for name in after}
             traces.append(Trace(begun, np.zeros(0), {}, updates, {**values, **extra}))
@@ -250,11 +220,16 @@ class _Runner:
         return traces
 
 
+def _ordered(batch: PyTree, order: np.ndarray) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[order], batch)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
+
+
 def _host(leaf: Any) -> Any:
-    # Arrays of random keys cannot become numpy arrays.
-    if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
-        return leaf
-    return np.array(leaf)
+    return leaf if _is_key(leaf) else np.array(leaf)  # keys cannot become numpy arrays
 
 
 def _like(tree: PyTree, given: PyTree, *, alone: bool) -> PyTree:
@@ -270,18 +245,9 @@ def _like(tree: PyTree, given: PyTree, *, alone: bool) -> PyTree:
     return jax.tree.map(placed, tree, given)
 
 
-def _floats(tree: PyTree) -> Mapping[str, Any]:
-    return {
-        name: leaf
-        for name, leaf in flatten_with_names(tree)
-        if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    }
-
-
 def _numbers(tree: PyTree) -> dict[str, np.ndarray]:
     """Return the leaves of a tree on the host in float64, and the data of random keys, by name."""
-    found = {}
-    for name, leaf in flatten_with_names(tree):
-        key = jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
-        found[name] = np.asarray(jax.random.key_data(leaf) if key else leaf, np.float64)
-    return found
+    return {
+        name: np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf, np.float64)
+        for name, leaf in flatten_with_names(tree)
+    }

@@ -23,43 +23,28 @@ def neighbours(sections: JsonObject, seed: int) -> Iterator[tuple[str, JsonObjec
     cells = list(possible_cells(remats_of(sections)))
     Random(seed).shuffle(cells)
     for cell in cells:
-        other = _settings(cell)
-        changed = {name: value for name, value in other.items() if value != own[name]}
+        changed = [f"{name} {value}" for name, value in vars(cell).items() if value != own[name]]
         if len(changed) == CHANGED:
-            shown = ", ".join(f"{name} {value}" for name, value in changed.items())
-            yield shown, with_combination(sections, cell)
+            yield ", ".join(changed), with_combination(sections, cell)
 
 
 def settings_of(sections: Mapping[str, Json]) -> dict[str, Json]:
     """Return the settings of a config in the form of a `Combination`, as far as possible."""
-    parallel, mesh = sections["parallel"], dict(sections["mesh"])
+    parallel, mesh, train = sections["parallel"], dict(sections["mesh"]), sections["train"]
     mesh.pop("fake_devices", None)
-    zero, pipeline = parallel["zero"], parallel.get("pipeline")
+    zero, pipeline = parallel["zero"], parallel.get("pipeline") or {}
     remat = sections["model"].get("remat")
-    kinds = {name: kind for name, kind in REMATS.items() if kind == remat}
+    kind = next((name for name, kind in REMATS.items() if kind == remat), "none")
     return {
         "mesh": next((name for name, sizes in MESHES.items() if sizes == mesh), str(mesh)),
-        "ZeRO": (zero["stage"], zero["scope"] if zero["stage"] else "all"),
+        "stage": zero["stage"],
+        "scope": zero["scope"] if zero["stage"] else "all",
         "reduce": parallel["reduce"] and parallel["reduce"]["type"],
-        "microbatches": sections["train"]["microbatches"],
-        "remat": next(iter(kinds), "some" if isinstance(remat, list) else "none"),
+        "microbatches": train["microbatches"],
+        "remat": "some" if isinstance(remat, list) else kind,
         "sequence": "split" if "residual_seq" in sections["sharding"]["rules"] else "whole",
-        "pipeline": None
-        if mesh.get("stage", 1) == 1
-        else (pipeline["schedule"]["type"], pipeline["activations"]),
-    }
-
-
-def _settings(cell: Combination) -> dict[str, Json]:
-    schedule = None if cell.schedule is None else (cell.schedule, cell.activations)
-    return {
-        "mesh": cell.mesh,
-        "ZeRO": (cell.stage, cell.scope),
-        "reduce": cell.reduce,
-        "microbatches": cell.microbatches,
-        "remat": cell.remat,
-        "sequence": cell.sequence,
-        "pipeline": schedule,
+        "schedule": pipeline.get("schedule", {}).get("type") if mesh.get("stage") else None,
+        "activations": pipeline.get("activations") if mesh.get("stage") else None,
     }
 
 

@@ -11,20 +11,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
-from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.experiment import Experiment
 from jaxdist.models.mean import scalars_in
 from jaxdist.parity import trace
 from jaxdist.parity.cells import cuts_of
-from jaxdist.parity.draw.draw import axis_sizes, single_device
+from jaxdist.parity.draw.draw import single_device
 from jaxdist.parity.draw.foreign import WEIGHTS
-from jaxdist.parity.draw.run import reloaded, replicas_apart
+from jaxdist.parity.draw.run import built, reloaded, replicas_apart
 from jaxdist.parity.run import inexact
 from jaxdist.parity.trace import NUDGES, Differences, Trace
 from jaxdist.proofs.data import with_weights
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
+from jaxdist.train.step import Program
 from jaxdist.types import Json, JsonObject
 
 PLAIN = ("first step", "second step", "resumed step")
@@ -180,15 +180,12 @@ class Steps:
         apart, leaf = replicas_apart(state)
         extra = {f"replicas of {leaf}": np.asarray(apart)} if apart else {}
         traces[-1] = replace(traces[-1], evaluation={**traces[-1].evaluation, **extra})
-        return [*traces, Trace(initial, np.zeros(0), {}, {}, self._evaluated(state))]
-
-    def _evaluated(self, state: TrainState) -> dict[str, np.ndarray]:
-        program, heldout = self.experiment.program, self.experiment.heldout
-        if heldout is None:
-            return {}
-        with heldout.evaluation_batches() as batches:
-            means = evaluate(program, program.evaluated(state), state.buffers, batches)
-        return {f"evaluation {name}": np.asarray(value) for name, value in means.items()}
+        means: Mapping[str, Any] = {}
+        if self.experiment.heldout is not None:
+            with self.experiment.heldout.evaluation_batches() as batches:
+                means = evaluate(program, program.evaluated(state), state.buffers, batches)
+        evaluation = {f"evaluation {name}": np.asarray(value) for name, value in means.items()}
+        return [*traces, Trace(initial, np.zeros(0), {}, {}, evaluation)]
 
 
 @dataclass
@@ -243,44 +240,42 @@ class Reference:
         """
         try:
             steps = Steps(built(self._data(sections)))
-            program = self.steps.experiment.program
+            reason = _other(sections, self.steps.experiment.program, weighted=self.weighted)
         except JaxdistError as error:
             return Compared(plan, undecided=" ".join(str(error).split())), None
-        other = _other(sections, steps.experiment)
-        if other:
-            return Compared(plan, undecided=other), None
-        if self.weighted and scalars_in(program.measured):
-            reason = "the loss returns a scalar, which does not say its weight"
+        if reason:
             return Compared(plan, undecided=reason), None
-        sizes = axis_sizes(sections["mesh"])
-        optim = sections["optim"]
-        rows = sections["train"]["batch_size"]
+        mesh, optim, rows = sections["mesh"], sections["optim"], sections["train"]["batch_size"]
+        sizes = {axis: _size(size) for axis, size in mesh.items()}
+        shards = sizes.get("data", 1) * sizes.get("expert", 1)
         skips = bool(optim.get("skip_nonfinite") or optim.get("loss_scale"))
-        given = {"weighted": self.weighted, "skips": skips, "seed": self.seed}
-        taken = scenes(rows, sizes["data"], **given)
-        expected, moved = self._expected(rows, sizes["data"], taken)
+        taken = scenes(rows, shards, weighted=self.weighted, skips=skips, seed=self.seed)
+        expected, moved = self._expected(rows, shards, taken)
         found = steps.run(self.initial, taken, reload=True)
         names = [*(scene.name for scene in taken), "evaluation"]
-        limit = trace.limit_of(_cuts(sections, sizes), steps.experiment.units_per_step)
+        split = "residual_seq" in sections["sharding"]["rules"] or sizes.get("context", 1) > 1
+        cuts = cuts_of(
+            tensor=max(sizes.get("tensor", 1), sizes.get("expert", 1)) > 1,
+            sequence=split,
+            microbatches=sections["train"]["microbatches"] > 1,
+        )
+        limit = trace.limit_of(cuts, steps.experiment.units_per_step)
         worst = worst_of(names, found, expected, moved, limit)
         return Compared(plan, worst, steps=tuple(names)), steps
 
 
-def _cuts(sections: Mapping[str, Json], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    return cuts_of(
-        tensor=sizes["tensor"] > 1,
-        sequence="residual_seq" in sections["sharding"]["rules"],
-        microbatches=sections["train"]["microbatches"] > 1,
-    )
+def _size(size: Json) -> int:
+    return math.prod(size.values()) if isinstance(size, dict) else size
 
 
-def _other(sections: Mapping[str, Json], experiment: Experiment) -> str:
+def _other(sections: Mapping[str, Json], program: Program, *, weighted: bool) -> str:
     """Return why a plan's numbers may differ from a single device's, or '' if they must not."""
     if sections["strategy"]["type"] == "parameter_server":
         return "strategy parameter_server: workers exchange parameters between processes"
-    reduce = sections["parallel"]["reduce"] is not None
-    microbatches = sections["train"]["microbatches"]
-    return inexact(experiment.program.model, reduce=reduce, microbatches=microbatches)
+    if weighted and scalars_in(program.measured):
+        return "the loss returns a scalar, which does not say its weight"
+    reduce, microbatches = sections["parallel"]["reduce"], sections["train"]["microbatches"]
+    return inexact(program.model, reduce=reduce is not None, microbatches=microbatches)
 
 
 def worst_of(
@@ -318,9 +313,3 @@ def worst_of(
 def _number(off: float) -> float:
     # `worst_of` would not keep a NaN as the largest difference, since NaN > x is false.
     return math.inf if math.isnan(off) else off
-
-
-def built(sections: Mapping[str, Json]) -> Experiment:
-    """Build the `noted` experiment of a config's sections, on the config's fake devices."""
-    config = validate(Document(dict(sections)), ExperimentConfig)
-    return trace.noted(build(config, devices=jax.devices()[: config.mesh.fake_devices]))

@@ -100,10 +100,7 @@ def _mesh(sizes: Mapping[str, int]) -> JsonObject:
     for axis, size in sizes.items():
         # An axis over two networks is two axes of the mesh, `data_dcn` and `data_ici`.
         name, _, network = axis.partition("_")
-        if network:
-            found[name] = {**found.get(name, {}), network: size}
-        else:
-            found[name] = size
+        found[name] = {**found.get(name, {}), network: size} if network else size
     return found
 
 
@@ -116,11 +113,8 @@ def _train(experiment: Experiment, whole: JsonObject, sizes: Mapping[str, int]) 
     stages = sizes.get("stage", 1)
     most = max(2 * stages, 4)
     pieces = small(config.train.microbatches, stages, most)
-    axis = layout.axis_of("batch")
-    split = math.prod(
-        size for name, size in layout.mesh.shape.items() if axis and name.startswith(axis)
-    )
-    now = math.prod(size for name, size in sizes.items() if axis and name.startswith(axis))
+    axes = layout.names_of("batch")
+    split, now = (math.prod(mesh[axis] for axis in axes) for mesh in (layout.mesh.shape, sizes))
     rows = max(1, config.train.batch_size // (split * config.train.microbatches))
     unit = math.lcm(now, config.parallel.shards or 1) * pieces
     return {"steps": STEPS, "batch_size": unit * small(rows, 2, 2), "microbatches": pieces}
@@ -140,12 +134,16 @@ def _model(experiment: Experiment, model: Json, parts: int) -> JsonObject:
     few = small(kv_heads, parts, 2)
     group = small(heads // kv_heads, 2, 2)
     head = small(model["head_size"] or model["embed"] // heads, 2, 4)
-    found = {**model, "heads": few * group, "kv_heads": few, "attention": "plain"}
+    # Devices that share a sequence attend block by block.
+    kernel = "blockwise" if experiment.layout.split is not None else "plain"
+    found = {**model, "heads": few * group, "kv_heads": few, "attention": kernel}
     found["embed"] = few * group * head
     if model["head_size"]:
         found |= {"head_size": head, "embed": small(model["embed"], parts, 16)}
     if model["mlp"]:
         found["mlp"] = small(model["mlp"], parts, 8)
+    if (experts := model.get("experts")) and experts.get("mlp"):
+        found["experts"] = {**experts, "mlp": small(experts["mlp"], parts, 8)}
     found["vocab_multiple"] = small(model["vocab_multiple"], parts, parts)
     found["layers"] = _layers(experiment, model)
     found["scan_unroll"] = min(model["scan_unroll"], found["layers"])

@@ -8,11 +8,9 @@ collective moves values to another layout, which the code did not ask for.
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 import jax
@@ -20,25 +18,21 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxdist.hlo import Ledger, ledger, program_text
 from jaxdist.hlo.collective import SENT
-from jaxdist.hlo.parse import Module, parse
+from jaxdist.hlo.parse import parse
 from jaxdist.hlo.records import Collective, CollectiveKind
+from jaxdist.hlo.source.lines import Lines
 from jaxdist.mesh import entry_names
 from jaxdist.proofs.types.jaxprs import LIBRARIES, line_of, sub_programs
 
+_ASKING: Mapping[CollectiveKind, str] = {
+    "all-reduce": "psum psum2 psum_invariant unreduced_psum pmax pmin",
+    "reduce-scatter": "reduce_scatter unreduced_reduce_scatter",
+    "all-gather": "all_gather all_gather_invariant all_gather_reduced",
+    "all-to-all": "all_to_all ragged_all_to_all",
+    "collective-permute": "ppermute",
+}
 ASKING: Mapping[str, CollectiveKind] = {
-    "psum": "all-reduce",
-    "psum2": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "all_gather_reduced": "all-gather",
-    "unreduced_psum": "all-reduce",
-    "unreduced_reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
+    name: kind for kind, names in _ASKING.items() for name in names.split()
 }
 """The kind of collective for each operation of jax that asks for a collective in `shard_map`."""
 SUMS: tuple[CollectiveKind, ...] = ("all-reduce", "reduce-scatter")
@@ -114,44 +108,40 @@ def compare(
     text = program_text(compiled)
     module = parse(text)
     found: Ledger = ledger(compiled, mesh, module)
-    asked: dict[str, float] = defaultdict(float)
+    asked, placed, summed = (defaultdict[str, float](float) for _ in range(3))
     lines: dict[str, dict[str, None]] = defaultdict(dict)
     for eqn, axes, times in asked_of(closed.jaxpr):
         sent = times * _sent(eqn, axes, mesh)
         if sent:
             asked[_key(axes, mesh)] += sent
             lines[_key(axes, mesh)][line_of(eqn)] = None
-    placed: dict[str, float] = defaultdict(float)
-    summed: dict[str, float] = defaultdict(float)
     unasked: dict[Unasked, None] = {}
-    gathered, where = split_axes(stored), Lines(text, module)
+    gathered, where = split_axes(stored), Lines(text, module, LIBRARIES)
     seen = set()
     for one in found.collectives:
-        sent = one.times_high * one.sent_bytes
+        sent, names = one.times_high * one.sent_bytes, operations(one)
         seen.add(where(one.name))
         axes = tuple(one.axes or ())
-        if operations(one) <= ASKING.keys():
+        gathers = one.kind == "all-gather" and {*axes} <= gathered
+        if names <= ASKING.keys():
             placed[_key(axes, mesh)] += sent
-        elif one.axes and (
-            one.kind in SUMS or (one.kind == "all-gather" and set(axes) <= gathered)
-        ):
+        elif axes and (one.kind in SUMS or gathers):
             summed[_key(axes, mesh)] += sent
         elif sent:
-            name = " ".join(sorted(operations(one))) or "an operation without a name"
+            name = " ".join(sorted(names)) or "an operation without a name"
             unasked[Unasked(where(one.name), name, one.kind, one.axes, sent)] = None
-    missing = []
+    missing: list[str] = []
+    sums = {key: placed[key] + summed[key] for key in {**asked, **placed, **summed}}
     for key, least in asked.items():
-        sent = placed[key] + summed[key]
-        if sent < ALIKE * least * (1 - 1e-6):
+        if sums[key] < ALIKE * least * (1 - 1e-6):
             # Lines that the compiled program still has are not to blame, unless all are.
             left = [line for line in lines[key] if line not in seen] or [*lines[key]]
             missing.append(
                 f"{', '.join(left)}: {least:,.0f} B over {key} are asked for, and the compiled "
-                f"program sends {f'{sent:,.0f} B' if sent else 'none'}"
+                f"program sends {f'{sums[key]:,.0f} B' if sums[key] else 'none'}"
             )
     for axis, least in (owed or {}).items():
-        over = [key for key in {**placed, **summed} if axis in key.split(", ")]
-        sent = sum(placed[key] + summed[key] for key in over)
+        sent = sum(sums[key] for key in sums if axis in key.split(", "))
         if sent < least * (1 - 1e-6):
             missing.append(
                 f"gradients: a device owes sums of {least:,.0f} B at least over {axis}, and the "
@@ -223,36 +213,3 @@ def split_axes(stored: Any) -> set[str]:
         if isinstance(sharding, NamedSharding):
             found |= {name for entry in sharding.spec for name in entry_names(entry)}
     return found
-
-
-class Lines:
-    """A function from an instruction to its line of code, by the tables in a compiled program."""
-
-    def __init__(self, text: str, module: Module) -> None:
-        head = text.partition("\nFileNames\n")[2].partition("\n\n")[0]
-        self._files = dict(re.findall(r'^(\d+) "(.*)"$', head, re.MULTILINE))
-        places = re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", text, re.MULTILINE)
-        self._places = {number: (file, line) for number, file, line in places}
-        frames = re.findall(
-            r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", text, re.MULTILINE
-        )
-        self._frames = {number: (place, parent) for number, place, parent in frames}
-        self._attributes = {
-            instruction.name: instruction.attributes
-            for computation in module.computations.values()
-            for instruction in computation.instructions
-        }
-
-    def __call__(self, name: str) -> str:
-        """Return the file and line of the innermost frame that is not in a library."""
-        found = re.search(r"stack_frame_id=(\d+)", self._attributes.get(name, ""))
-        frame, seen = found[1] if found else "", set[str]()
-        while frame in self._frames and frame not in seen:
-            seen.add(frame)
-            place, parent = self._frames[frame]
-            file, line = self._places.get(place, ("", ""))
-            path = self._files.get(file, "")
-            if path and not any(part in path for part in LIBRARIES):
-                return f"{PurePath(path).name}:{line}"
-            frame = parent
-        return "in a library"

@@ -283,7 +283,7 @@ def test_a_crash_that_is_told_as_the_users_is_no_refusal(monkeypatch, devices):
             except ValueError as error:
                 raise ConfigError("your model raised ValueError") from error
 
-    monkeypatch.setattr(parity_draw_run, "_built", broken)
+    monkeypatch.setattr(parity_draw_run, "built", broken)
     seed = seed_of(("axes", "data"))
     assert judge_draw(seed).reason == "ValueError: odd sharding"
     assert judge_draw(seed).verdict == "failed"

@@ -219,6 +219,6 @@ def test_a_finding_that_no_number_confirms_leaves_the_plan_undecided(ring):
     doubted = replace(ring.proof, types=typed)
     assert doubted.verdict == "undecided"
     assert "doubt    types, which no number confirms: a.py:1: sums twice" in str(doubted)
-    alone = replace(doubted, undecided=(Undecided("numbers", "as configured", "no reason"),))
+    alone = replace(doubted, others=(Undecided("numbers", "as configured", "no reason"),))
     assert alone.verdict == replace(doubted, numbers=(), near=()).verdict == "wrong"
     assert "WRONG    types: a.py:1" in str(alone)

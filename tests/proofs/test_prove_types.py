@@ -18,10 +18,10 @@ from runs import DIGITS
 
 from benchmarks.prove.faults import PLANS, faults
 from benchmarks.prove.mutations import planted
-from jaxdist.collectives.marks import begins, ends
 from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.hlo.source.marks import begins, ends
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.ticks import NONE
 from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b

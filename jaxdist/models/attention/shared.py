@@ -20,6 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.cost.context import SequenceSplit
+from jaxdist.hlo.source.marks import enters, leaves
 from jaxdist.models.attention.blockwise import MOST
 from jaxdist.models.attention.contract import KEPT
 from jaxdist.models.attention.softmax import Grads, Queries, RunningSoftmax
@@ -154,7 +155,8 @@ def _forward(
     segments_Bl: jax.Array | None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     given = (q_BlHd, k_BlKd, v_BlKd)
-    q, k, v = (pieces.cut(x, k_BlKd.shape[2]) for x in given)
+    entered = (enters(x, groups.split.axes, number) for number, x in enumerate(given))
+    q, k, v = (pieces.cut(x, k_BlKd.shape[2]) for x in entered)
     own = pieces.cut_segments(segments_Bl)
     source, rows = _source(groups, (k, v, own)), RunningSoftmax.start(q)
     # The first keys are a group's own, of which each query sees that of its own position: no row
@@ -170,7 +172,8 @@ def _forward(
 
         rows = _visited(pieces, groups, t, rows, see)
     found = (rows.out / rows.total[..., None]).astype(q.dtype)
-    out_BlHd = checkpoint_name(pieces.joined(found, q_BlHd.shape), KEPT)
+    out_BlHd = leaves(pieces.joined(found, q_BlHd.shape), groups.split.axes, 0)
+    out_BlHd = checkpoint_name(out_BlHd, KEPT)
     log_total = checkpoint_name(rows.top + jnp.log(rows.total), KEPT)
     return out_BlHd, (*given, segments_Bl, out_BlHd, log_total)
 
@@ -204,7 +207,8 @@ def _backward(
 ) -> tuple[Any, ...]:
     *given, segments_Bl, out_BlHd, log_total = kept
     arrays = (*given, out_BlHd, cotangent_BlHd)
-    q, k, v, out, dout = (pieces.cut(x, given[1].shape[2]) for x in arrays)
+    entered = (enters(x, groups.split.axes, number) for number, x in enumerate(arrays))
+    q, k, v, out, dout = (pieces.cut(x, given[1].shape[2]) for x in entered)
     own = pieces.cut_segments(segments_Bl)
     queries = Queries.of_result(q, out, dout, log_total)
     # Without the barrier, XLA would keep what the forward pass received, which is a whole sequence.
@@ -227,7 +231,7 @@ def _backward(
         home.add(t, more)
     grads = (dq, *home.found())
     found = (pieces.joined(g.astype(x.dtype), x.shape) for g, x in zip(grads, given, strict=True))
-    return *found, None
+    return *(leaves(g, groups.split.axes, number) for number, g in enumerate(found)), None
 
 
 class _Home:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives.bucket import BUCKET_BYTES, plan_buckets
-from jaxdist.collectives.marks import begins, ends
 from jaxdist.collectives.operations import all_gather, all_to_all
+from jaxdist.hlo.source.marks import begins, ends
 from jaxdist.optim.safety import total_square
 from jaxdist.parallel.strict.pieces import once
 from jaxdist.parallel.strict.tree import Order, settled, take_entry, turns

@@ -100,9 +100,9 @@ def _compare(drawn: Draw) -> JsonObject:
       Exception: any error of the draw, except a refusal by jaxdist.
     """
     plain = single_device(drawn.sections)
-    reference = _built(plain)
+    reference = built(plain)
     try:
-        experiment = _built(drawn.sections)
+        experiment = built(drawn.sections)
     except JaxdistError as error:
         return {"verdict": "refused", "reason": _reason(error)}
     steps = FirstSteps(reference)
@@ -111,7 +111,7 @@ def _compare(drawn: Draw) -> JsonObject:
     begins = initial, *(nudged(initial, HALF if half else FULL, seed) for seed in NUDGES)
     expected, *moved = (steps.run(begun)[0] for begun in begins)
     if half:
-        wide = FirstSteps(_built(in_full_precision(plain)))
+        wide = FirstSteps(built(in_full_precision(plain)))
         moved.append(wide.run(wide.begin())[0])
     found, state = FirstSteps(experiment).run(initial)
     cuts = _cuts(drawn.sections)
@@ -130,7 +130,7 @@ def _compare(drawn: Draw) -> JsonObject:
             "reason": f"replicas of {name} are {apart:.1e} apart",
         }
     try:
-        reader = _built(drawn.reader)
+        reader = built(drawn.reader)
     except JaxdistError as error:
         return {**judged, "checkpoint": "refused", "reason": _reason(error)}
     unlike = _unlike(experiment, state, reader)
@@ -154,7 +154,8 @@ def _reason(error: JaxdistError) -> str:
     return " ".join(str(error).split())
 
 
-def _built(sections: Mapping[str, Json]) -> Experiment:
+def built(sections: Mapping[str, Json]) -> Experiment:
+    """Build the `noted` experiment of a config's sections, on the config's fake devices."""
     config = validate(Document(dict(sections)), ExperimentConfig)
     return noted(build(config, devices=jax.devices()[: config.mesh.fake_devices]))
 

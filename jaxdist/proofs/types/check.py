@@ -1,9 +1,8 @@
 """The check of a step's program: the kind of every value along each manual mesh axis.
 
 Outside `shard_map` a program works on whole arrays, whose values do not depend on where XLA places
-them, so that nothing needs a check. Inside `shard_map` each device works on its own rows and
-shards, and the code itself must sum over what is split. A `Pass` follows one mesh axis through one
-`shard_map`.
+them. Inside `shard_map` each device works on its own rows and shards, and the code itself must sum
+over what is split. A `Pass` follows one mesh axis through the program.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend import core
-
 from jaxdist.proofs.types import kinds as k
-from jaxdist.proofs.types.jaxprs import called_by, manual_axes, regions_of
+from jaxdist.proofs.types.jaxprs import manual_axes, regions_of
 from jaxdist.proofs.types.walk import Pass
+
+INSIDE = "values inside the step"
+"""The name of undecided values that are not followed to an output."""
 
 
 @dataclass(frozen=True)
@@ -66,83 +66,42 @@ class Typed:
 def check_types(
     closed: Any, out_names: Sequence[str], scheduled: frozenset[str] = frozenset()
 ) -> Typed:
-    """Follow every manual axis through every `shard_map` of a program.
+    """Follow every manual axis through a program.
 
     Args:
       closed: the program as `jax.make_jaxpr` returns it.
       out_names: a name for each output of the program.
       scheduled: the axes along which stages send each other activations by tables that are right.
     """
-    jaxpr = closed.jaxpr
-    # A jitted function is a program of a single equation, which calls another program.
-    while len(jaxpr.eqns) == 1 and called_by(jaxpr.eqns[0]) is not None:
-        if jaxpr.eqns[0].primitive.name == "shard_map":
-            break
-        jaxpr = called_by(jaxpr.eqns[0])
+    regions = [*regions_of(closed.jaxpr)]
+    sizes = {
+        axis: dict(region.params["mesh"].shape)[axis]
+        for region in regions
+        for axis in manual_axes(region)
+    }
     found: dict[tuple[str, str, str], dict[str, None]] = {}
-    undecided: dict[str, list[str]] = {}
+    undecided: dict[str, dict[str, None]] = {}
     outputs: dict[str, None] = {}
-    count = 0
-    between: dict[tuple[Any, str], k.Kind] = {}
-    for region in regions_of(jaxpr):
-        count += 1
-        leaves = [_leaf(jaxpr, var, out_names) for var in region.outvars]
-        outputs |= dict.fromkeys(leaf for leaf in leaves if leaf)
-        for axis in sorted(manual_axes(region)):
-            if dict(region.params["mesh"].shape)[axis] == 1:
-                continue
-            at, kinds = _region(region, axis, between, scheduled)
-            for where, message in at.findings:
-                found.setdefault((axis, where, message), {})
-            for leaf, kind in zip(leaves, kinds, strict=True):
-                if isinstance(kind, k.Wrong) and leaf:
-                    for where, message in kind.findings:
-                        found.setdefault((axis, where, message), {})[leaf] = None
-                elif isinstance(kind, k.Unknown) and leaf:
-                    undecided.setdefault(leaf, []).extend(sorted(kind.reasons))
+    for axis, size in sorted(sizes.items()):
+        at = Pass(axis, size, scheduled)
+        values = at.run(closed.jaxpr, [k.Value(k.PLACED)] * len(closed.jaxpr.invars))
+        kinds = [at.used(value.kind) for value in values]
+        if size > 1:
+            found |= {(axis, where, message): {} for where, message in at.findings}
+        for leaf, kind in zip(out_names, kinds, strict=True):
+            if kind != k.PLACED:
+                outputs[leaf] = None
+            if isinstance(kind, k.Wrong) and size > 1:
+                for where, message in kind.findings:
+                    found.setdefault((axis, where, message), {})[leaf] = None
+            elif isinstance(kind, k.Unknown) and size > 1:
+                undecided.setdefault(leaf, {}).update(dict.fromkeys(sorted(kind.reasons)))
+        known = {reason for why in undecided.values() for reason in why}
+        if size > 1 and (lost := [reason for reason in at.unknown if reason not in known]):
+            undecided.setdefault(INSIDE, {}).update(dict.fromkeys(lost))
     findings = [
         Finding(axis, message, where, tuple(spoils))
         for (axis, where, message), spoils in found.items()
     ]
-    return Typed(
-        tuple(findings),
-        {leaf: tuple(dict.fromkeys(why)) for leaf, why in undecided.items()},
-        count,
-        tuple(outputs),
-    )
-
-
-def _region(
-    region: Any, axis: str, between: dict[tuple[Any, str], k.Kind], scheduled: frozenset[str]
-) -> tuple[Pass, list[k.Kind]]:
-    at = Pass(axis, dict(region.params["mesh"].shape)[axis], scheduled)
-    values = [
-        k.Value(k.WHOLE if isinstance(var, core.Literal) else between.get((var, axis), k.WHOLE))
-        for var in region.invars
-    ]
-    kinds = [value.kind for value in at.equation(region, values)]
-    for var, kind in zip(region.outvars, kinds, strict=True):
-        # A value that is not whole has the same kind when it enters a later `shard_map`.
-        if isinstance(kind, k.Terms | k.Unknown | k.Wrong):
-            between[var, axis] = kind
-    return at, kinds
-
-
-def _leaf(jaxpr: Any, var: Any, out_names: Sequence[str]) -> str:
-    """Return the name of the output that a result of `shard_map` becomes, or '' if there is none.
-
-    Only arrays with the same number of elements are followed, and a scalar only into the array that
-    it is stacked into. A scalar such as the norm of all gradients would lead to every output.
-    """
-    size, reached = var.aval.size, {var}
-    names = []
-    for eqn in jaxpr.eqns:
-        if any(not isinstance(v, core.Literal) and v in reached for v in eqn.invars):
-            stacks = size == 1 and eqn.primitive.name in ("stack", "concatenate")
-            reached |= {
-                out for out in eqn.outvars if stacks or getattr(out.aval, "size", 0) == size
-            }
-    for out, name in zip(jaxpr.outvars, out_names, strict=True):
-        if not isinstance(out, core.Literal) and out in reached:
-            names.append(name)
-    return names[0] if names else ""
+    reasons = {leaf: tuple(why) for leaf, why in undecided.items()}
+    return Typed(tuple(findings), reasons, len(regions), tuple(outputs))

@@ -2,330 +2,269 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from jaxdist.collectives.marks import BEGINS, ENDS
+from jaxdist.hlo.source.marks import BEGINS, ENDS, ENTERS, LEAVES
 from jaxdist.proofs.types import kinds as k
-from jaxdist.proofs.types.elementwise import LINEAR, MOVING, Context, merged
+from jaxdist.proofs.types.elementwise import LINEAR, MOVING
+from jaxdist.proofs.types.op import Found, Op, Rule
 
-Each = Callable[[Context, Any, Sequence[k.Value]], list[k.Value]]
-"""A rule that gives each result by itself."""
-
-
-def _over(eqn: Any) -> tuple[str, ...]:
-    """Return the mesh axes that a collective spans."""
-    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return tuple(named) if isinstance(named, tuple | list) else (named,)
+GATHERED = "gathers partial sums over AXIS as if they were shards"
 
 
-def collective(rule: Each) -> Each:
+def collective(rule: Callable[[Op, k.Kind], k.Kind]) -> Rule:
     """Return a collective's rule for all mesh axes, given the rule for axes that it spans.
 
     Along any other axis, a result has the kind of its operand.
     """
 
-    def chosen(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
-        if at.axis not in _over(eqn):
-            exchanged = {eqn.params.get("split_axis"), eqn.params.get("concat_axis")}
-            if isinstance(values[0].kind, k.Shard) and values[0].kind.dims & exchanged:
-                kind = at.undecided(eqn, "an all-to-all over another axis along a sharded dim")
-                return [k.Value(kind)]
-            return [_resized(eqn, value) for value in values[: len(eqn.outvars)]]
-        if eqn.params.get("axis_index_groups") is not None:
-            kind = at.undecided(eqn, f"{eqn.primitive.name} within groups of devices")
-            return [k.Value(kind)] * len(eqn.outvars)
-        return rule(at, eqn, values)
+    def chosen(op: Op) -> Found:
+        if op.at.axis not in op.over:
+            exchanged = {op.params.get("split_axis"), op.params.get("concat_axis")}
+            if isinstance(op.kinds[0], k.Shard) and op.kinds[0].dims & exchanged:
+                return op.undecided("an all-to-all over another axis along a sharded dim")
+            return [_resized(op, value) for value in op.values[: len(op.eqn.outvars)]]
+        if op.params.get("axis_index_groups") is not None:
+            return op.undecided(f"{op.name} within groups of devices")
+        keeps = op.name.startswith(("psum", "pm", "pperm"))
+        return [
+            k.Value(
+                kind if k.spoiled([kind]) else rule(op, kind), value.constant if keeps else NONE
+            )
+            for kind, value in zip(op.kinds, op.values, strict=True)
+        ]
 
     return chosen
 
 
-def _resized(eqn: Any, value: k.Value) -> k.Value:
+NONE = frozenset[int]()
+
+
+def _resized(op: Op, value: k.Value) -> k.Value:
     """Return an operand's kind after a collective over another axis has added or removed a dim."""
-    by = eqn.outvars[0].aval.ndim - eqn.invars[0].aval.ndim
+    by = op.out.ndim - op.ins[0].ndim
     if not by:
         return value
-    at = eqn.params.get("all_gather_dimension", eqn.params.get("scatter_dimension", 0))
-    dims = range(eqn.invars[0].aval.ndim)
+    at = op.params.get("all_gather_dimension", op.params.get("scatter_dimension", 0))
     gone = at if by < 0 else -1
-    to = {dim: dim + by if dim >= at else dim for dim in dims if dim != gone}
-    if isinstance(value.kind, k.Joined | k.Terms) and value.kind.dim == gone:
-        return k.Value(k.OWED if isinstance(value.kind, k.Terms) else value.kind)
+    to = {dim: dim + by if dim >= at else dim for dim in range(op.ins[0].ndim) if dim != gone}
+    if isinstance(value.kind, k.Joined) and value.kind.dim == gone:
+        return k.Value(value.kind)
     return k.Value(k.moved(value.kind, to))
 
 
-def all_sum(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
-    """Return the kinds of the results of `psum`."""
-    return [k.Value(summed(at, eqn, value.kind), value.constant) for value in values]
-
-
-def summed(at: Context, eqn: Any, kind: k.Kind) -> k.Kind:
+def summed(op: Op, kind: k.Kind) -> k.Kind:
     """Return the kind of the sum over all devices of a value of some kind."""
     if isinstance(kind, k.Joined):
-        return merged(kind.dim, [(size, summed(at, eqn, part)) for size, part in kind.parts])
+        return k.each(kind, partial(summed, op))
     if k.spoiled([kind]) or isinstance(kind, k.Zero):
         return kind
     if isinstance(kind, k.Owed | k.Own | k.Count) or kind == k.TALLY:
         return k.WHOLE
     if isinstance(kind, k.Part):
-        return _sent(at, eqn, kind)
+        return _sent(op, kind)
     if isinstance(kind, k.Whole):
-        return k.Multiple(at.place(eqn))
+        return k.Multiple(op.at.place(op.eqn))
     if isinstance(kind, k.Shard):
-        return at.wrong(
-            eqn, f"sums over {at.axis!r} rows that belong to different examples ({kind})"
-        )
-    return at.undecided(eqn, f"a sum over {at.axis!r} of {kind}")
+        return op.wrong(f"sums over AXIS rows that belong to different examples ({kind})")
+    return op.undecided(f"a sum over {op.at.axis!r} of {kind}")
 
 
-def extreme(name: str) -> Each:
-    """Return the rule of `pmax` ("max") or `pmin` ("min")."""
-
-    def rule(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
-        found = []
-        for value in values:
-            kind = value.kind
-            if isinstance(kind, k.Owed):
-                kind = at.wrong(eqn, f"takes p{name} of a partial sum over {at.axis!r}")
-            elif isinstance(kind, k.Extreme) and kind.name != name:
-                kind = at.wrong(eqn, f"takes p{name} of {kind} over {at.axis!r}")
-            elif isinstance(kind, k.Shard):
-                kind = at.wrong(eqn, f"takes p{name} over {at.axis!r} of rows of other examples")
-            elif isinstance(kind, k.Part):
-                kind = _sent(at, eqn, kind)
-            elif not k.spoiled([kind]):
-                kind = k.WHOLE
-            found.append(k.Value(kind, value.constant))
-        return found
-
-    return rule
+def _extreme(name: str, op: Op, kind: k.Kind) -> k.Kind:
+    """Return the kind of the result of `pmax` ("max") or `pmin` ("min")."""
+    if isinstance(kind, k.Part):
+        return _sent(op, kind)
+    if isinstance(kind, k.Shard):
+        return op.wrong(f"takes p{name} over AXIS of rows of other examples")
+    if isinstance(kind, k.Owed) or (isinstance(kind, k.Extreme) and kind.name != name):
+        return op.wrong(f"takes p{name} of {kind} over AXIS")
+    return k.WHOLE
 
 
-def all_gather(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
+def _gathered(op: Op, kind: k.Kind) -> k.Kind:
     """Return the kind of the result of `all_gather`: whole for shards along the gathered dim."""
-    value, dim = values[0], eqn.params["all_gather_dimension"]
-    kind = value.kind
-    if k.spoiled([kind]) or kind == k.MESSAGE:
-        return [k.Value(kind)]
+    dim, tiled = op.params["all_gather_dimension"], op.params.get("tiled", False)
     if isinstance(kind, k.Part):
-        return [k.Value(k.WHOLE)]
-    if not eqn.params.get("tiled", False):
-        if isinstance(kind, k.Own | k.Shard | k.Whole | k.Zero | k.Count):
-            return [k.Value(k.WHOLE)]
-        # The result has the partial sums of all devices along a new dim, over which the program may
-        # sum later.
-        return [k.Value(at.undecided(eqn, f"{kind} is gathered"))]
-    if isinstance(kind, k.Shard) and dim in kind.dims:
-        return [k.Value(k.WHOLE)]
-    if isinstance(kind, k.Owed):
-        return [
-            k.Value(at.wrong(eqn, f"gathers partial sums over {at.axis!r} as if they were shards"))
-        ]
-    return [k.Value(at.undecided(eqn, f"an all-gather along dim {dim} of a value that is {kind}"))]
+        return kind if kind == k.MESSAGE else k.WHOLE
+    if isinstance(kind, k.Shard) and (dim in kind.dims or not tiled):
+        return k.WHOLE
+    if tiled and isinstance(kind, k.Owed):
+        return op.wrong(GATHERED)
+    if not tiled and isinstance(kind, k.SAME | k.Own):
+        return k.WHOLE
+    return op.undecided(f"an all-gather along dim {dim} of a value that is {kind}")
 
 
-def reduce_scatter(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
+def _scattered(op: Op, kind: k.Kind) -> k.Kind:
     """Return the kind of the result of `reduce_scatter`: a shard of the sum."""
-    dim = eqn.params["scatter_dimension"]
-    kind = summed(at, eqn, values[0].kind)
-    if isinstance(kind, k.Whole):
-        tiled = eqn.params.get("tiled", False)
-        kind = k.shard(dim) if tiled else k.OWN
-    return [k.Value(kind)]
+    kind, tiled = summed(op, kind), op.params.get("tiled", False)
+    sharded = k.shard(op.params["scatter_dimension"]) if tiled else k.OWN
+    return sharded if isinstance(kind, k.Whole) else kind
 
 
-def all_to_all(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
+def _exchanged(op: Op, kind: k.Kind) -> k.Kind:
     """Return the kind of the result of `all_to_all`: shards along another dim."""
-    kind = values[0].kind
-    split, joined = eqn.params["split_axis"], eqn.params["concat_axis"]
-    if k.spoiled([kind]):
-        return [k.Value(kind)]
+    split, joined = op.params["split_axis"], op.params["concat_axis"]
     if isinstance(kind, k.Part):
-        return [k.Value(_sent(at, eqn, kind))]
-    if kind == k.shard(joined) and split != joined and eqn.params.get("tiled", False):
-        return [k.Value(k.shard(split))]
-    return [k.Value(at.undecided(eqn, f"an all-to-all of a value that is {kind}"))]
+        return _sent(op, kind)
+    if kind == k.shard(joined) and split != joined and op.params.get("tiled", False):
+        return k.shard(split)
+    return op.undecided(f"an all-to-all of a value that is {kind}")
 
 
-def permuted(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
+def _permuted(op: Op, kind: k.Kind) -> k.Kind:
     """Return the kind of the result of `ppermute`.
 
     A whole value remains whole only if every device receives a message: others get zeros.
     """
-    kind = values[0].kind
-    complete = len(eqn.params["perm"]) == at.size
     if isinstance(kind, k.Part):
-        scheduled = at.axis in at.scheduled
-        return [k.Value(k.PART if scheduled else _sent(at, eqn, kind), values[0].constant)]
-    if k.spoiled([kind]) or isinstance(kind, k.Zero):
-        return [values[0]]
-    if isinstance(kind, k.Whole | k.Owed | k.Count) and complete:
-        return [values[0]]
-    if isinstance(kind, k.Own):
-        return [k.Value(k.OWN)]
-    return [k.Value(at.undecided(eqn, f"a value that is {kind} goes to another device"))]
+        return k.PART if op.at.axis in op.at.scheduled else _sent(op, kind)
+    complete = isinstance(kind, k.Whole | k.Owed | k.Count) and len(op.params["perm"]) == op.at.size
+    if complete or isinstance(kind, k.Zero | k.Own):
+        return kind
+    return op.undecided(f"a value that is {kind} goes to another device")
 
 
-def _sent(at: Context, eqn: Any, kind: k.Part) -> k.Kind:
+def _sent(op: Op, kind: k.Part) -> k.Kind:
     """Return the kind of what devices receive that send each other values of their own."""
     if kind == k.MESSAGE:
         return kind
-    return at.undecided(eqn, "devices send each other their own entries of a stack")
+    return op.undecided("devices send each other their own entries of a stack")
 
 
-def parted(at: Context, eqn: Any, values: Sequence[k.Value]) -> k.Kind:
+def parted(op: Op) -> k.Kind:
     """Return the kind of the results of an operation that has a `Part` among its operands.
 
     From a device's entry of a stack and whole values, the operation computes the device's entry of
     a stack of results.
     """
-    kinds, name = [value.kind for value in values], eqn.primitive.name
+    kinds, name = op.kinds, op.name
     spoilt = k.spoiled(kinds)
-    if spoilt is not None:
-        return spoilt
-    if k.MESSAGE in kinds:
-        return k.MESSAGE
+    if spoilt is not None or k.MESSAGE in kinds:
+        return spoilt or k.MESSAGE
     indexed = name == "dynamic_slice" and isinstance(kinds[0], k.Shard) and kinds[0].dims <= {
         dim for dim, start in enumerate(kinds[1:]) if isinstance(start, k.Part)
     }  # fmt: skip
-    if not indexed and any(isinstance(kind, UNLIKE) for kind in kinds):
-        return at.undecided(eqn, f"{name} of a stack's entries together with other shards")
+    if not indexed and op.has(UNLIKE):
+        return op.undecided(f"{name} of entries of a stack and other shards")
     if k.TALLY not in kinds:
         return k.PART
     # A term that is whole would be added once by each device, unless the device alone has chosen
     # the branch that adds it.
     others = [kind for kind in kinds if kind != k.TALLY]
-    chosen = k.Part | k.Zero | (k.Whole | k.Count if at.chosen else k.Zero)
+    chosen = k.Part | k.Zero | (k.Whole | k.Count if op.at.chosen else k.Zero)
     adds = name in ("add", "add_any") and all(isinstance(kind, chosen) for kind in others)
     scales = name in ("mul", "div") and kinds[0] == k.TALLY and isinstance(kinds[1], k.Whole)
     moves = name in LINEAR | MOVING and len(kinds) == 1
     return k.TALLY if adds or scales or moves else k.PART
 
 
-UNLIKE = (k.Shard, k.Owed, k.Extreme, k.Terms, k.Joined, k.Multiple)
+UNLIKE = k.Shard | k.Owed | k.Extreme | k.Joined | k.Multiple
 """The kinds that do not combine with a device's own entry of a stack."""
 
 
-def axis_index(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
-    """Return the kind of the result of `axis_index`: the device's index along the axis."""
-    return [k.Value(k.Rank() if at.axis in _over(eqn) else k.WHOLE)]
+def marked(op: Op) -> Found:
+    """Return the kind of a named value, which changes at the marks of `jaxdist.hlo.source.marks`.
 
-
-def marked(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
-    """Return the kind of a named value, which changes at the marks of `jaxdist.collectives.marks`.
-
-    The value between the marks is a message, and at the end it is the sum of what began.
+    The value between the marks is a message. At the end it is the sum of what began, or the shard
+    that entered.
     """
-    mark, _, rest = str(eqn.params["name"]).partition(":")
-    if mark not in (BEGINS, ENDS):
-        return list(values)
+    mark, _, rest = str(op.params["name"]).partition(":")
+    if mark not in (BEGINS, ENDS, ENTERS, LEAVES):
+        return list(op.values)
     axes, number, dim = rest.split(":")
-    over, kind = at.axis in axes.split(","), values[0].kind
-    if mark == BEGINS:
-        kind = k.OWED if isinstance(kind, k.Terms) else kind
-        at.begun[number] = summed(at, eqn, kind) if over else kind, eqn.outvars[0].aval.ndim
-        return [k.Value(kind if k.spoiled([kind]) else k.MESSAGE)]
-    total, ndim = at.begun[number]
-    gone = ndim - eqn.outvars[0].aval.ndim
-    total = k.moved(total, {dim: dim - gone for dim in range(gone, ndim)})
+    over, kind, begun = op.at.axis in axes.split(","), op.kinds[0], op.at.begun
+    sums = mark in (BEGINS, ENDS)
+    if mark in (BEGINS, ENTERS):
+        if over and not sums and isinstance(kind, k.Owed):
+            return op.wrong("takes a partial sum over AXIS as if it were a shard")
+        begun[sums, number] = summed(op, kind) if over and sums else kind, op.out.ndim
+        return kind if k.spoiled([kind]) else k.MESSAGE
+    total, ndim = begun[sums, number]
+    gone = ndim - op.out.ndim
+    total = k.moved(total, {dim: dim - gone for dim in range(gone, ndim)}) if gone else total
     if isinstance(kind, k.Wrong) or k.spoiled([total]):
-        return [k.Value(k.spoiled([kind, total]) or total)]
-    if over and dim and isinstance(total, k.Whole):
-        return [k.Value(k.shard(int(dim)))]
-    return [k.Value(total)]
+        return k.spoiled([kind, total]) or total
+    return k.shard(int(dim)) if over and dim and isinstance(total, k.Whole) else total
 
 
-COLLECTIVES: dict[str, Each] = {
-    **dict.fromkeys(("psum", "psum2", "psum_invariant"), collective(all_sum)),
-    "pmax": collective(extreme("max")),
-    "pmin": collective(extreme("min")),
-    **dict.fromkeys(
-        ("all_gather", "all_gather_invariant", "all_gather_reduced"), collective(all_gather)
-    ),
-    "reduce_scatter": collective(reduce_scatter),
-    "all_to_all": collective(all_to_all),
-    "ppermute": collective(permuted),
-    "axis_index": axis_index,
+COLLECTIVES: dict[str, Rule] = {
+    **dict.fromkeys(("psum", "psum2", "psum_invariant"), collective(summed)),
+    **{f"p{name}": collective(partial(_extreme, name)) for name in ("max", "min")},
+    **{f"all_gather{end}": collective(_gathered) for end in ("", "_invariant", "_reduced")},
+    "reduce_scatter": collective(_scattered),
+    "all_to_all": collective(_exchanged),
+    "ppermute": collective(_permuted),
+    "axis_index": lambda op: k.Rank() if op.at.axis in op.over else k.WHOLE,
     "name": marked,
 }
 """The rules of jax's collectives by the name of the primitive."""
 
 
-def named(name: str) -> Each | None:
-    """Return the rule of one of jaxdist's collectives by its function's name, or None for others.
+def named(name: str, op: Op, *, spans: bool) -> k.Value | None:
+    """Return the result of one of jaxdist's collectives, or None for any other function.
 
     The algorithms of jaxdist send blocks that depend on the device's index, which no rule can
     follow. `tests/collectives` tests that the algorithms sum and gather. The operands of the
     collectives are flat arrays, or blocks [N, c].
+
+    Args:
+      name: the name of the function.
+      op: the call, with the array as its only value.
+      spans: whether the collective spans the axis of the pass.
     """
-    return {
-        "jaxdist_all_reduce": all_sum,
-        "jaxdist_reduce_scatter": _blocks_summed,
-        "jaxdist_all_gather": _blocks_gathered,
-        "jaxdist_broadcast": _spread,
-        "jaxdist_all_to_all": _blocks_exchanged,
-    }.get(name)
-
-
-def _blocks_summed(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
-    kind = summed(at, eqn, values[0].kind)
-    if isinstance(kind, k.Joined):
-        return [k.Value(_without_blocks(at, eqn, kind))]
-    return [k.Value(k.shard(0) if isinstance(kind, k.Whole) else kind)]
-
-
-def _without_blocks(at: Context, eqn: Any, kind: k.Joined) -> k.Kind:
-    """Return the kind of this device's block [c] of summed joined arrays in blocks [N, c]."""
-    if kind.dim == 0:
-        return at.undecided(eqn, f"a reduce-scatter of {kind}")
-    parts = [(size, k.shard(0) if isinstance(part, k.Whole) else part) for size, part in kind.parts]
-    return merged(kind.dim - 1, parts)
-
-
-def _blocks_gathered(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
-    kind = values[0].kind
-    if isinstance(kind, k.Owed):
-        kind = at.wrong(eqn, f"gathers partial sums over {at.axis!r} as if they were shards")
-    elif isinstance(kind, k.Joined):
-        parts = [_blocks_gathered(at, eqn, [k.Value(part)])[0].kind for _, part in kind.parts]
-        sizes = [size for size, _ in kind.parts]
-        kind = merged(kind.dim + 1, list(zip(sizes, parts, strict=True)))
-    elif not k.spoiled([kind]):
-        kind = k.WHOLE
-    return [k.Value(kind)]
-
-
-def on_other_axes(name: str, at: Context, eqn: Any, value: k.Value) -> k.Value | None:
-    """Return an operand's kind along this axis after jaxdist's collective over other axes.
-
-    The result is None where no rule is known.
-    """
-    kind = value.kind
-    if name in ("jaxdist_all_reduce", "jaxdist_broadcast", "jaxdist_all_to_all"):
+    (value,), kind = op.values, op.kinds[0]
+    if name not in OWN_COLLECTIVES:
+        return None
+    if spans:
+        whole = name == "jaxdist_all_reduce"
+        found = OWN_COLLECTIVES[name](op, kind)
+        return k.Value(found, value.constant if whole else frozenset())
+    by = op.out.ndim - op.eqn.invars[-1].aval.ndim
+    if name not in ("jaxdist_reduce_scatter", "jaxdist_all_gather"):
         return value
-    before, after = eqn.invars[-1].aval.ndim, eqn.outvars[0].aval.ndim
-    if k.spoiled([kind]) or isinstance(kind, k.Whole | k.Zero | k.Owed | k.Count | k.Own):
+    if k.spoiled([kind]) or isinstance(kind, k.SAME | k.Owed | k.Own):
         return k.Value(kind)
-    if isinstance(kind, k.Joined) and name in ("jaxdist_reduce_scatter", "jaxdist_all_gather"):
-        dim = kind.dim + after - before
-        return k.Value(
-            k.Joined(dim, tuple((s, _shifted(p, after - before)) for s, p in kind.parts))
-        )
-    if isinstance(kind, k.Shard) and name in ("jaxdist_reduce_scatter", "jaxdist_all_gather"):
-        return k.Value(_shifted(kind, after - before))
+    if isinstance(kind, k.Joined | k.Shard):
+        return k.Value(_shifted(by, kind))
     return None
 
 
-def _shifted(kind: k.Kind, by: int) -> k.Kind:
+def _shifted(by: int, kind: k.Kind) -> k.Kind:
+    if isinstance(kind, k.Joined):
+        return k.Joined(kind.dim + by, tuple((s, _shifted(by, part)) for s, part in kind.parts))
     if not isinstance(kind, k.Shard):
         return kind
     return k.Shard(frozenset(dim + by for dim in kind.dims if dim + by >= 0), kind.inner)
 
 
-def _spread(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
-    kind = values[0].kind
-    return [k.Value(kind if k.spoiled([kind]) else k.WHOLE)]
+def _own_block(op: Op, kind: k.Kind) -> k.Kind:
+    """Return the kind of this device's block [c] of the sum of arrays in blocks [N, c]."""
+    kind = summed(op, kind)
+    if isinstance(kind, k.Joined) and kind.dim == 0:
+        return op.undecided(f"a reduce-scatter of {kind}")
+    return k.each(kind, lambda part: k.shard(0) if isinstance(part, k.Whole) else part, -1)
 
 
-def _blocks_exchanged(at: Context, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
-    return [k.Value(at.undecided(eqn, "an all-to-all of blocks"))]
+def _all_blocks(op: Op, kind: k.Kind) -> k.Kind:
+    def gathered(part: k.Kind) -> k.Kind:
+        if isinstance(part, k.Owed):
+            return op.wrong(GATHERED)
+        return part if k.spoiled([part]) else k.WHOLE
+
+    return k.each(kind, gathered, 1)
+
+
+def _broadcast(op: Op, kind: k.Kind) -> k.Kind:
+    return kind if k.spoiled([kind]) else k.WHOLE
+
+
+OWN_COLLECTIVES: dict[str, Any] = {
+    "jaxdist_all_reduce": summed,
+    "jaxdist_reduce_scatter": _own_block,
+    "jaxdist_all_gather": _all_blocks,
+    "jaxdist_broadcast": _broadcast,
+    "jaxdist_all_to_all": lambda op, kind: op.undecided("an all-to-all of blocks"),
+}

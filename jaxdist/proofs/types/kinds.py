@@ -6,7 +6,7 @@ would compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -61,19 +61,6 @@ class Count(Kind):
     """
 
     said = "computed from sizes alone"
-
-
-@dataclass(frozen=True)
-class Terms(Kind):
-    """This device's row, [1, ...], of an array whose rows are the partial sums of all devices.
-
-    Attributes:
-      dim: the dim of size 1, along which the rows of all devices would be stacked.
-    """
-
-    dim: int
-
-    said = "a row with this device's partial sum"
 
 
 @dataclass(frozen=True)
@@ -198,7 +185,33 @@ class Wrong(Kind):
     said = "wrong"
 
 
+@dataclass(frozen=True)
+class Placed(Whole):
+    """An array outside of every `shard_map`, which XLA places, and no `shard_map` has computed."""
+
+
+@dataclass(frozen=True)
+class Stacked(Kind):
+    """The arrays of all devices, joined along a dim as they left a `shard_map`.
+
+    A later `shard_map` that splits the dim again has the same arrays, such as the residuals that a
+    backward pass reads.
+
+    Attributes:
+      dim: the dim.
+      inner: what a device's array is.
+      used: the kind of the joined arrays in any other use.
+    """
+
+    dim: int
+    inner: Value
+    used: Kind
+
+
 ZERO, WHOLE, COUNT, OWED, OWN = Zero(), Whole(), Count(), Owed(), Own()
+PLACED = Placed()
+SAME, APART = Whole | Zero | Count, Own | Rank
+"""The kinds of values that are the same on every device, and that rightfully are not."""
 PART, TALLY, MESSAGE = Part(), Part("tally"), Part("message")
 DOUBTFUL = Owed(sure=False)
 """A partial sum of which the program does not show whether it is one."""
@@ -225,20 +238,44 @@ class Value:
         return Value(moved(self.kind, to), constant)
 
 
+def each(kind: Kind, rule: Callable[[Kind], Kind], by: int = 0) -> Kind:
+    """Apply a rule to a kind, or to each of the parts of joined arrays, whose dim moves by `by`."""
+    if not isinstance(kind, Joined):
+        return rule(kind)
+    return merged(kind.dim + by, [(size, rule(part)) for size, part in kind.parts])
+
+
+def merged(dim: int, parts: Sequence[tuple[int, Kind]]) -> Kind:
+    """Return the kind of arrays that are joined along a dim: `Joined`, or the kind of all parts."""
+    flat: list[tuple[int, Kind]] = []
+    for size, kind in parts:
+        flat += kind.parts if isinstance(kind, Joined) and kind.dim == dim else [(size, kind)]
+    kinds = {kind for _, kind in flat}
+    others = kinds - {ZERO}
+    # Zeros may count as any kind, but are merged only with partial sums, so that a later slice
+    # which contains only zeros is still known to be zero.
+    if len(kinds) == 1 or (len(others) == 1 and others <= {OWED}):
+        return (others or kinds).pop()
+    return Joined(dim, tuple(flat))
+
+
 def moved(kind: Kind, to: Mapping[int, int]) -> Kind:
     """Return a kind with its dims renumbered.
+
+    A shard without its dim is the device's own entry of a stack.
 
     Args:
       kind: the kind.
       to: the new number of each dim that remains.
     """
-    if isinstance(kind, Terms):
-        return Terms(to[kind.dim])
     if isinstance(kind, Joined):
         return Joined(to[kind.dim], tuple((size, moved(part, to)) for size, part in kind.parts))
+    if isinstance(kind, Stacked):
+        return Stacked(to[kind.dim], kind.inner.moved(to), kind.used)
     if not isinstance(kind, Shard):
         return kind
-    return Shard(frozenset(to[dim] for dim in kind.dims if dim in to), kind.inner)
+    dims = frozenset(to[dim] for dim in kind.dims if dim in to)
+    return Shard(dims, kind.inner) if dims else PART
 
 
 def shard(*dims: int, inner: int = 1) -> Shard:
@@ -248,16 +285,14 @@ def shard(*dims: int, inner: int = 1) -> Shard:
 
 def doubtful(kind: Kind) -> bool:
     """Return whether a kind, or a part of joined arrays, is `DOUBTFUL`."""
-    if isinstance(kind, Joined):
-        return any(doubtful(part) for _, part in kind.parts)
-    return kind == DOUBTFUL
+    return kind == DOUBTFUL or (
+        isinstance(kind, Joined) and (DOUBTFUL in [part for _, part in kind.parts])
+    )
 
 
 def doubted(kind: Kind) -> Kind:
     """Return a kind in which every partial sum is replaced by `DOUBTFUL`."""
-    if isinstance(kind, Joined):
-        return Joined(kind.dim, tuple((size, doubted(part)) for size, part in kind.parts))
-    return DOUBTFUL if isinstance(kind, Owed) else kind
+    return each(kind, lambda part: DOUBTFUL if isinstance(part, Owed) else part)
 
 
 def spoiled(kinds: Iterable[Kind]) -> Kind | None:
@@ -290,12 +325,14 @@ def joined(first: Value, second: Value, reason: str) -> Value:
         return Value(DOUBTFUL, constant)
     if isinstance(a, Shard) and isinstance(b, Shard) and a.dims & b.dims:
         return Value(Shard(a.dims & b.dims, a.inner if a.inner == b.inner else 1), constant)
-    if {a, b} == {COUNT, WHOLE} or {a, b} == {COUNT, OWED}:
-        return Value(a if b == COUNT else b, constant)
+    if isinstance(a, SAME) and isinstance(b, SAME):
+        return Value(WHOLE, constant)
+    if {a, b} == {COUNT, OWED}:
+        return Value(OWED, constant)
     for one, other, whole in ((a, b, second), (b, a, first)):
         if isinstance(one, Shard) and isinstance(other, Whole) and one.dims & whole.constant:
             return Value(one, constant)
-        if isinstance(one, Own) and isinstance(other, Whole | Shard | Rank):
+        if one == OWN and isinstance(other, Whole | Shard | Rank):
             return Value(OWN, constant)
         if one == MESSAGE and not spoiled([other]):
             return Value(MESSAGE, constant)

@@ -3,226 +3,177 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jaxdist.proofs.types import kinds as k
-from jaxdist.proofs.types.elementwise import Context, Found, all_constant
-from jaxdist.proofs.types.shapes import written
+from jaxdist.proofs.types.op import Found, Op
+from jaxdist.proofs.types.shapes import dropped, written
 
 
-def dot_general(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
+def _plain(op: Op) -> k.Value | k.Kind | None:
+    """Return the kind of a product without shards, or of which an operand is zero."""
+    if op.has(k.Zero):
+        return k.Value(k.ZERO, op.every)
+    if op.has(k.Owed):
+        owed = sum(isinstance(kind, k.Owed) for kind in op.kinds) == 1
+        if owed and op.all(k.Owed | k.SAME):
+            return k.OWED
+        return op.wrong(
+            "multiplies a partial sum over AXIS by another value that differs between devices"
+        )
+    if op.all(k.SAME | k.APART):
+        return k.OWN if op.has(k.APART) else k.WHOLE
+    return (
+        None
+        if op.all(k.Shard | k.SAME)
+        else op.undecided(f"{op.name} of {' and '.join(map(str, op.kinds))}")
+    )
+
+
+def dot_general(op: Op) -> Found:
     """Return the kind of a product: a partial sum if it contracts sharded dims of both operands."""
-    values = [_counted_as_whole(value) for value in values]
-    (left, right), (contract, batch) = values, eqn.params["dimension_numbers"]
-    kinds = left.kind, right.kind
-    if any(isinstance(kind, k.Zero) for kind in kinds):
-        return k.Value(k.ZERO, all_constant(eqn.outvars[0].aval))
-    if any(isinstance(kind, k.Owed) for kind in kinds):
-        if all(isinstance(kind, k.Owed | k.Whole) for kind in kinds) and type(kinds[0]) is not type(
-            kinds[1]
-        ):
-            return k.OWED
-        return at.wrong(eqn, f"multiplies a partial sum over {at.axis!r} by another value "
-                               "that differs between devices")  # fmt: skip
-    if not any(isinstance(kind, k.Shard) for kind in kinds):
-        return k.OWN if any(isinstance(kind, k.Own) for kind in kinds) else k.WHOLE
-    roles = [
-        _roles(value, var.aval, contract[side], batch[side])
-        for side, (value, var) in enumerate(zip(values, eqn.invars, strict=True))
-    ]
-    out = _product_dims(eqn, contract, batch)
+    plain = _plain(op)
+    if plain is not None:
+        return plain
+    contract, batch = op.params["dimension_numbers"]
+    roles = [_roles(kind, contract[side], batch[side]) for side, kind in enumerate(op.kinds)]
     for role, position in sorted(roles[0] & roles[1]):
-        if role == "contract":
-            return k.OWED
-        if role == "batch":
-            return k.shard(position)
+        if role != "free":
+            return k.OWED if role == "contract" else k.shard(position)
+    first = len(batch[0])
     for side in (0, 1):
-        other = values[1 - side]
-        free = [dim for role, dim in roles[side] if role == "free"]
-        if free and isinstance(other.kind, k.Whole):
-            return k.Shard(frozenset(out[side][dim] for dim in free))
+        other = op.values[1 - side]
+        out = dropped([*contract[side], *batch[side]], op.ins[side].ndim)
+        free = [first + out[dim] for role, dim in roles[side] if role == "free"]
+        whole = isinstance(other.kind, k.Whole | k.Count)
+        if free and whole:
+            return k.shard(*free)
         # A whole operand that is constant along the contracted dim also counts as a shard.
         for role, position in roles[side]:
-            contracted = role == "contract" and isinstance(other.kind, k.Whole)
-            if contracted and contract[1 - side][position] in other.constant:
+            if whole and role == "contract" and contract[1 - side][position] in other.constant:
                 return k.OWED
-    return at.wrong(
-        eqn,
-        f"multiplies matrices whose dims do not meet: the left is {left.kind}, the right "
-        f"{right.kind}, over {at.axis!r}",
-    )  # fmt: skip
+        first += len(out)
+    left, right = op.kinds
+    return op.wrong(
+        f"multiplies matrices whose dims do not meet: the left is {left}, the right {right}, "
+        "over AXIS"
+    )
 
 
-def _counted_as_whole(value: k.Value) -> k.Value:
-    return value.of_kind(k.WHOLE) if isinstance(value.kind, k.Count) else value
-
-
-def _roles(
-    value: k.Value, aval: Any, contract: Sequence[int], batch: Sequence[int]
-) -> set[tuple[str, int]]:
+def _roles(kind: k.Kind, contract: Sequence[int], batch: Sequence[int]) -> set[tuple[str, int]]:
     """Return how a product uses each dim along which an operand may be sharded.
 
     A dim is contracted, a batch dim, or free; the number is its place among dims of that use, or
     for a free dim the dim itself.
     """
-    if not isinstance(value.kind, k.Shard):
-        return set()
-    found = set()
-    for dim in value.kind.dims:
-        if dim in contract:
-            found.add(("contract", list(contract).index(dim)))
-        elif dim in batch:
-            found.add(("batch", list(batch).index(dim)))
-        else:
-            found.add(("free", dim))
-    return found
+    dims = kind.dims if isinstance(kind, k.Shard) else ()
+    uses = (("contract", list(contract)), ("batch", list(batch)))
+    return {
+        next(((use, of.index(dim)) for use, of in uses if dim in of), ("free", dim)) for dim in dims
+    }
 
 
-def _product_dims(
-    eqn: Any, contract: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]
-) -> list[dict[int, int]]:
-    """Return for each operand the dim of the product that each of its free dims becomes."""
-    at, found = len(batch[0]), []
-    for side in (0, 1):
-        taken = {*contract[side], *batch[side]}
-        free = [dim for dim in range(eqn.invars[side].aval.ndim) if dim not in taken]
-        found.append({dim: at + place for place, dim in enumerate(free)})
-        at += len(free)
-    return found
-
-
-def gather(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
+def gather(op: Op) -> Found:
     """Return the kind of rows that are gathered from a table by index."""
-    table, indices = values[0], values[1]
-    numbers = eqn.params["dimension_numbers"]
-    ndim = eqn.outvars[0].aval.ndim
-    batch = [dim for dim in range(ndim) if dim not in numbers.offset_dims]
-    if isinstance(table.kind, k.Zero):
-        return k.Value(k.ZERO, all_constant(eqn.outvars[0].aval))
-    if isinstance(indices.kind, k.Shard):
-        dims = frozenset(batch[dim] for dim in indices.kind.dims if dim < len(batch))
-        shared = {
-            batch[index]
-            for dim, index in zip(
-                numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
-            )
-            if isinstance(table.kind, k.Shard) and dim in table.kind.dims
-        }
-        if isinstance(table.kind, k.Whole):
-            return k.Shard(dims, indices.kind.inner)
-        if shared & dims:
-            return k.Shard(frozenset(shared & dims))
-        return at.undecided(eqn, f"rows of {table.kind} by indices {indices.kind}")
-    if isinstance(indices.kind, k.Own | k.Rank):
-        return at.undecided(eqn, "rows by indices that differ between devices")
-    if isinstance(table.kind, k.Shard):
-        gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-        kept = [dim for dim in range(eqn.invars[0].aval.ndim) if dim not in gone]
-        to = dict(zip(kept, numbers.offset_dims, strict=True))
-        dims = {to[dim] for dim in table.kind.dims if dim in to}
-        looked_up = set(numbers.start_index_map)
-        if table.kind.dims & looked_up or not dims:
-            return at.undecided(eqn, "rows of a table whose rows are sharded")
-        return k.Shard(frozenset(dims))
-    return table.kind
+    (table, indices), numbers = op.kinds, op.params["dimension_numbers"]
+    batch = [dim for dim in range(op.out.ndim) if dim not in numbers.offset_dims]
+    if isinstance(table, k.Zero):
+        return k.Value(k.ZERO, op.every)
+    if isinstance(indices, k.Shard):
+        dims = frozenset(batch[dim] for dim in indices.dims if dim < len(batch))
+        pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+        held = table.dims if isinstance(table, k.Shard) else ()
+        shared = {batch[index] for dim, index in pairs if dim in held} & dims
+        if isinstance(table, k.Whole) or shared:
+            return k.Shard(frozenset(shared)) if shared else k.Shard(dims, indices.inner)
+        return op.undecided(f"rows of {table} by indices {indices}")
+    if isinstance(indices, k.APART):
+        return op.undecided("rows by indices that differ between devices")
+    if isinstance(table, k.Shard):
+        gone = [*numbers.collapsed_slice_dims, *numbers.operand_batching_dims]
+        to = dict(zip(dropped(gone, op.ins[0].ndim), numbers.offset_dims, strict=True))
+        if table.dims & {*numbers.start_index_map} or not table.dims & to.keys():
+            return op.undecided("rows of a table whose rows are sharded")
+        return k.shard(*(to[dim] for dim in table.dims if dim in to))
+    return table
 
 
-def scatter_add(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
+def scatter_add(op: Op) -> Found:
     """Return the kind of a table to which rows are added; sharded rows give partial sums."""
-    table, indices, updates = values
-    numbers = eqn.params["dimension_numbers"]
-    window = set(numbers.update_window_dims)
-    kind = updates.kind
-    scattered = [dim for dim in range(eqn.invars[2].aval.ndim) if dim not in window]
+    table, _, updates = op.values
+    kind = _added(op)
+    if isinstance(updates.kind, k.Zero):
+        return table.kind
+    if isinstance(table.kind, k.Zero) or table.kind == kind:
+        # The table stays constant along a dim of rows that are constant, and as long as the table.
+        constant = (
+            new
+            for dim, new in _windows(op).items()
+            if dim in updates.constant and new in table.constant
+            if op.ins[2].shape[dim] == op.ins[0].shape[new]
+        )
+        return k.Value(kind, frozenset(constant))
+    if isinstance(kind, k.Owed) and isinstance(table.kind, k.Whole):
+        return op.wrong("adds a partial sum over AXIS to a whole value, which each device adds")
+    return kind if k.spoiled([kind]) else op.undecided(f"{kind} added to {table.kind}")
+
+
+def _added(op: Op) -> k.Kind:
+    """Return the kind of a table of zeros after rows were added to it."""
+    (table, indices, updates), numbers = op.values, op.params["dimension_numbers"]
+    kind, window = updates.kind, {*numbers.update_window_dims}
+    scattered = [dim for dim in range(op.ins[2].ndim) if dim not in window]
     if isinstance(kind, k.Whole | k.Count) and isinstance(indices.kind, k.Shard):
         rows = {scattered[dim] for dim in indices.kind.dims if dim < len(scattered)}
         if rows & updates.constant:  # equal numbers for all rows also count as sharded rows
-            kind = k.Shard(frozenset(rows & updates.constant))
-    if isinstance(kind, k.Zero):
-        return table.kind
-    if isinstance(kind, k.Shard):
-        rows = kind.dims - window
-        batched = set(numbers.operand_batching_dims)
-        if rows and not batched:
-            kind = k.OWED
-        elif batched and rows and isinstance(table.kind, k.Shard | k.Zero):
-            of_indices = {scattered.index(dim) for dim in rows}
-            dims = {
-                dim
-                for dim, index in zip(
-                    numbers.operand_batching_dims,
-                    numbers.scatter_indices_batching_dims,
-                    strict=True,
-                )
-                if index in of_indices
-            }
-            kind = k.Shard(frozenset(dims)) if dims else k.OWED
-        elif isinstance(indices.kind, k.Whole | k.Zero):
-            kind = k.moved(kind, _windows(eqn))
-        else:
-            kind = at.undecided(eqn, "rows are added at indices that differ between devices")
-    elif isinstance(kind, k.Whole | k.Owed | k.Count) and isinstance(
-        indices.kind, k.Shard | k.Own | k.Rank
-    ):
-        kind = at.undecided(eqn, "values are added at indices that differ between devices")
-    if isinstance(table.kind, k.Zero) or table.kind == kind:
-        return k.Value(kind, _constant_windows(eqn, table, updates))
-    if isinstance(kind, k.Owed) and isinstance(table.kind, k.Whole):
-        kind = at.wrong(
-            eqn, f"adds a partial sum over {at.axis!r} to a whole value, which each device adds"
-        )
-    return kind if k.spoiled([kind]) else at.undecided(eqn, f"{kind} added to {table.kind}")
-
-
-def _windows(eqn: Any) -> dict[int, int]:
-    """Return the dim of the table that each window dim of a scatter's updates is."""
-    numbers = eqn.params["dimension_numbers"]
-    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    kept = [dim for dim in range(eqn.invars[0].aval.ndim) if dim not in gone]
-    return dict(zip(sorted(numbers.update_window_dims), kept, strict=True))
-
-
-def _constant_windows(eqn: Any, table: k.Value, updates: k.Value) -> frozenset[int]:
-    """Return the dims along which a table remains constant when rows are added to it.
-
-    The added rows must be constant along a dim of the result, and as long as the table.
-    """
-    before, added = eqn.invars[0].aval, eqn.invars[2].aval
-    return frozenset(
-        to
-        for dim, to in _windows(eqn).items()
-        if dim in updates.constant and to in table.constant and added.shape[dim] == before.shape[to]
-    )
-
-
-def scatter(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
-    """Return the kind of a table of which rows are replaced, at equal places on every device."""
-    table, indices, updates = values
-    if not isinstance(indices.kind, k.Whole | k.Zero | k.Count):
-        return at.undecided(eqn, "each device writes to places of its own")
-    return written(at, eqn, table, updates.of_kind(k.moved(updates.kind, _windows(eqn))))
-
-
-def convolution(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
-    """Return the kind of a convolution: that of a product of `[batch, in]` and `[in, out]`."""
-    left, right = (_counted_as_whole(value).kind for value in values)
-    if isinstance(left, k.Zero) or isinstance(right, k.Zero):
-        return k.ZERO
-    numbers = eqn.params["dimension_numbers"]
-    batch, features = numbers.lhs_spec[:2]
-    out_features, in_features = numbers.rhs_spec[:2]
-    grouped = eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1
-    if isinstance(left, k.Whole) and isinstance(right, k.Whole):
-        return k.WHOLE
-    if grouped:
-        return at.undecided(eqn, "a grouped convolution of shards")
-    if isinstance(left, k.Shard) and isinstance(right, k.Whole) and batch in left.dims:
-        return k.shard(numbers.out_spec[0])
-    if isinstance(left, k.Whole) and isinstance(right, k.Shard) and out_features in right.dims:
-        return k.shard(numbers.out_spec[1])
-    if isinstance(left, k.Shard) and features in left.dims:  # noqa: SIM102
-        if isinstance(right, k.Shard) and in_features in right.dims:
-            return k.OWED
-    if {type(left), type(right)} == {k.Owed, k.Whole}:
+            kind = k.shard(*(rows & updates.constant))
+    if not isinstance(kind, k.Shard):
+        apart = isinstance(indices.kind, k.Shard | k.APART)
+        if apart and isinstance(kind, k.Whole | k.Owed | k.Count):
+            return op.undecided("values are added at indices that differ between devices")
+        return kind
+    rows, batched = kind.dims - window, numbers.operand_batching_dims
+    if rows and not batched:
         return k.OWED
-    return at.undecided(eqn, f"a convolution of {left} with {right}")
+    if rows and isinstance(table.kind, k.Shard | k.Zero):
+        own = {scattered.index(dim) for dim in rows}
+        pairs = zip(batched, numbers.scatter_indices_batching_dims, strict=True)
+        dims = [dim for dim, index in pairs if index in own]
+        return k.shard(*dims) if dims else k.OWED
+    if isinstance(indices.kind, k.Whole | k.Zero):
+        return k.moved(kind, _windows(op))
+    return op.undecided("rows are added at indices that differ between devices")
+
+
+def _windows(op: Op) -> dict[int, int]:
+    """Return the dim of the table that each window dim of a scatter's updates is."""
+    numbers = op.params["dimension_numbers"]
+    gone = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
+    return dict(zip(sorted(numbers.update_window_dims), dropped(gone, op.ins[0].ndim), strict=True))
+
+
+def scatter(op: Op) -> Found:
+    """Return the kind of a table of which rows are replaced, at equal places on every device."""
+    table, indices, updates = op.values
+    if not isinstance(indices.kind, k.SAME):
+        return op.undecided("each device writes to places of its own")
+    return written(op, table, updates.of_kind(k.moved(updates.kind, _windows(op))))
+
+
+def convolution(op: Op) -> Found:
+    """Return the kind of a convolution: that of a product of `[batch, in]` and `[in, out]`."""
+    plain = _plain(op)
+    if plain is not None:
+        return plain
+    numbers, kinds = op.params["dimension_numbers"], op.kinds
+    if op.params["feature_group_count"] != 1 or op.params["batch_group_count"] != 1:
+        return op.undecided("a grouped convolution of shards")
+    held = [kind.dims if isinstance(kind, k.Shard) else () for kind in kinds]
+    (batch, features), (out_features, in_features) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
+    whole = [isinstance(kind, k.Whole | k.Count) for kind in kinds]
+    if batch in held[0] and whole[1]:
+        return k.shard(numbers.out_spec[0])
+    if whole[0] and out_features in held[1]:
+        return k.shard(numbers.out_spec[1])
+    if features in held[0] and in_features in held[1]:
+        return k.OWED
+    return op.undecided(f"a convolution of {kinds[0]} with {kinds[1]}")

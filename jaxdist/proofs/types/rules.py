@@ -2,80 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxdist.errors import JaxdistError, did_you_mean
 from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types import products, shapes
-from jaxdist.proofs.types.elementwise import (
-    ELEMENTWISE,
-    Context,
-    Found,
-    Rule,
-    all_constant,
-    elementwise,
-)
+from jaxdist.proofs.types.elementwise import ELEMENTWISE, common, elementwise
+from jaxdist.proofs.types.op import Found, Op, Rule
 
 
-def iota(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
-    """Return the kind of an iota: whole, and constant along all dims except its own."""
-    dims = all_constant(eqn.outvars[0].aval)
-    return k.Value(k.WHOLE, dims - {eqn.params["dimension"]})
-
-
-def along(axis_of: Callable[[Any], set[int]], linear: bool) -> Rule:
-    """Return the rule of an operation along some dims, such as a cumulative sum or a sort.
+def along(parameter: str, *, linear: bool = False) -> Rule:
+    """Return the rule of an operation along a dim, such as a cumulative sum or a sort.
 
     Args:
-      axis_of: a function from an equation to the dims along which it operates.
+      parameter: the name of the equation's parameter with the dim; the last dim without one.
       linear: whether the operation is linear, so that partial sums remain partial sums.
     """
 
-    def rule(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
-        dims, kind = axis_of(eqn), _kind_along(at, eqn, values, linear)
-        if isinstance(kind, k.Shard):
-            left = kind.dims - dims
-            kind = k.Shard(left, kind.inner) if left else at.undecided(
-                eqn, f"{eqn.primitive.name} along a sharded dim"
-            )  # fmt: skip
-        return kind
+    def rule(op: Op) -> Found:
+        dim = op.params.get(parameter, op.ins[0].ndim - 1)
+        if op.has(k.Owed):
+            keeps = linear and op.all(k.Owed)
+            return k.OWED if keeps else op.wrong(f"takes {op.name} of a partial sum over AXIS")
+        shards = [kind for kind in op.kinds if isinstance(kind, k.Shard)]
+        if shards:
+            dims = common(shards)
+            if dims and not dims - {dim}:
+                return op.undecided(f"{op.name} along a sharded dim")
+            return k.Shard(dims - {dim}) if dims else op.undecided("shards along unlike dims")
+        if {*op.kinds} == {k.ZERO}:
+            return k.ZERO
+        return k.OWN if op.has(k.APART) else k.WHOLE
 
     return rule
 
 
-def _kind_along(at: Context, eqn: Any, values: Sequence[k.Value], linear: bool) -> k.Kind:
-    kinds = {value.kind for value in values}
-    if any(isinstance(kind, k.Owed) for kind in kinds) and not (linear and len(kinds) == 1):
-        return at.wrong(eqn, f"takes {eqn.primitive.name} of a partial sum over {at.axis!r}")
-    shards = [kind for kind in kinds if isinstance(kind, k.Shard)]
-    if shards:
-        dims = frozenset.intersection(*(one.dims for one in shards))
-        return k.Shard(dims) if dims else at.undecided(eqn, "shards along unlike dims")
-    if kinds == {k.ZERO}:
-        return k.ZERO
-    return k.OWN if kinds & {k.OWN} or any(isinstance(one, k.Rank) for one in kinds) else k.WHOLE
+def iota(op: Op) -> Found:
+    """Return the kind of an iota: whole, and constant along all dims except its own."""
+    return k.Value(k.WHOLE, op.every - {op.params["dimension"]})
 
 
-def bitcast(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
+def bitcast(op: Op) -> Found:
     """Return the kind of an array whose bits are read in another dtype."""
-    kind = values[0].kind
-    keeps = isinstance(kind, k.Whole | k.Zero | k.Count | k.Own | k.Shard)
-    return kind if keeps else at.undecided(eqn, f"the bits of {kind}")
+    kind = op.kinds[0]
+    keeps = isinstance(kind, k.SAME | k.Own | k.Shard)
+    return kind if keeps else op.undecided(f"the bits of {kind}")
 
 
-def random_numbers(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
+def random_numbers(op: Op) -> Found:
     """Return the kinds of random keys and bits: each device's own if any operand differs."""
-    own = any(isinstance(value.kind, k.Own | k.Rank | k.Shard) for value in values)
-    return k.OWN if own else k.WHOLE
+    return k.OWN if op.has(k.APART | k.Shard) else k.WHOLE
 
 
-def by_default(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
+def by_default(op: Op) -> Found:
     """Return the kinds of an operation without a rule: whole if all operands are, or undecided."""
-    if all(isinstance(value.kind, k.Whole | k.Zero | k.Count) for value in values):
-        return k.WHOLE
-    label = label_of(eqn)
-    return at.undecided(eqn, f"{label} has no rule: see jaxdist.proofs.rule({label!r})")
+    label = label_of(op.eqn)
+    no_rule = f"{label} has no rule: see jaxdist.proofs.rule({label!r})"
+    return k.WHOLE if op.all(k.SAME) else op.undecided(no_rule)
 
 
 def label_of(eqn: Any) -> str:
@@ -109,33 +92,32 @@ def rule(name: str, *, like: str | None = None, rows: int | None = None) -> None
 
 
 def _by_rows(dim: int) -> Rule:
-    def found(at: Context, eqn: Any, values: Sequence[k.Value]) -> Found:
-        kinds = [value.kind for value in values]
-        label, shards = label_of(eqn), [one for one in kinds if isinstance(one, k.Shard)]
-        if any(isinstance(one, k.Owed | k.Extreme) for one in kinds):
-            return at.wrong(eqn, f"gives {label} a partial sum over {at.axis!r}")
-        if not all(dim in one.dims for one in shards):
-            return at.undecided(eqn, f"{label} of shards along a dim that is not {dim}")
-        own = any(isinstance(one, k.Own | k.Rank) for one in kinds)
-        return k.shard(dim) if shards else k.OWN if own else k.WHOLE
+    def found(op: Op) -> Found:
+        label, shards = label_of(op.eqn), op.has(k.Shard)
+        if op.has(k.Owed | k.Extreme):
+            return op.wrong(f"gives {label} a partial sum over AXIS")
+        if not all(dim in kind.dims for kind in op.kinds if isinstance(kind, k.Shard)):
+            return op.undecided(f"{label} of shards along a dim that is not {dim}")
+        return k.shard(dim) if shards else k.OWN if op.has(k.APART) else k.WHOLE
 
     return found
 
 
 KERNELS = ("pallas_call", "ffi_call", "custom_call", "custom_partitioning")
 """Primitives that call a kernel, whose name is part of the operation's name."""
-EACH: dict[str, Rule] = {"optimization_barrier": lambda at, eqn, values: list(values)}
+EACH: dict[str, Rule] = {"optimization_barrier": lambda op: list(op.values)}
 """The rules of operations whose results do not depend on all operands."""
+_CUMULATIVE = {"cumsum": True, "cummax": False, "cummin": False, "cumprod": False}
 _RANDOM = ["seed", "wrap", "unwrap", "fold_in", "split", "bits", "clone"]
 _REDUCED = ("sum", "max", "min", "and", "or", "prod")
 _SHAPES = (
-    "broadcast_in_dim transpose reshape squeeze expand_dims concatenate stack unstack "
+    "broadcast_in_dim transpose reshape squeeze expand_dims concatenate stack unstack pad "
     "dynamic_slice dynamic_update_slice"
 )
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **{name: getattr(shapes, name) for name in _SHAPES.split()},
-    **dict.fromkeys(("pad", "slice", "rev", "split"), shapes.same_dims),
+    **dict.fromkeys(("slice", "rev", "split"), shapes.same_dims),
     **{f"reduce_{name}": shapes.reduction(name) for name in _REDUCED},
     **{name: shapes.reduction(name) for name in ("argmax", "argmin")},
     "dot_general": products.dot_general,
@@ -145,13 +127,10 @@ RULES: dict[str, Rule] = {
     "scatter": products.scatter,
     "bitcast_convert_type": bitcast,
     "iota": iota,
-    "cumsum": along(lambda eqn: {eqn.params["axis"]}, linear=True),
-    **dict.fromkeys(
-        ("cummax", "cummin", "cumprod", "cumlogsumexp"),
-        along(lambda eqn: {eqn.params["axis"]}, linear=False),
-    ),
-    "sort": along(lambda eqn: {eqn.params["dimension"]}, linear=False),
-    "top_k": along(lambda eqn: {eqn.invars[0].aval.ndim - 1}, linear=False),
+    **{name: along("axis", linear=linear) for name, linear in _CUMULATIVE.items()},
+    "cumlogsumexp": along("axis"),
+    "sort": along("dimension"),
+    "top_k": along("none"),
     **dict.fromkeys(["threefry2x32", *(f"random_{name}" for name in _RANDOM)], random_numbers),
 }
 """The rules by the name of the primitive, or by the name of a kernel that `label_of` returns."""

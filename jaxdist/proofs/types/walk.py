@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from jaxdist.proofs.types import kinds as k
-from jaxdist.proofs.types.borders import check_leaving, entering
-from jaxdist.proofs.types.collectives import COLLECTIVES, named, on_other_axes, parted
-from jaxdist.proofs.types.elementwise import KEEPING, Found, all_constant
+from jaxdist.proofs.types.collectives import COLLECTIVES, named, parted
+from jaxdist.proofs.types.elementwise import KEEPING
 from jaxdist.proofs.types.jaxprs import LIBRARY, axes_of, called_by, function_name, line_of
+from jaxdist.proofs.types.op import Found, Op
 from jaxdist.proofs.types.rules import EACH, RULES, by_default, label_of
 
 PASSES = 8
@@ -22,25 +23,33 @@ PASSES = 8
 OVERWRITING = "overwrite_chunk"
 """The name of the function in `jaxdist.parallel.layer_chunks` that is the body of a loop which
 overwrites whole arrays chunk by chunk."""
+KEPT = ("name", "optimization_barrier", "copy", "copy_p", "reduce_precision")
+"""Operations outside of `shard_map` that keep their operands."""
 
 
 class Pass:
-    """A pass along a single mesh axis over a single `shard_map`.
+    """A pass along a single mesh axis over a program.
+
+    Outside of `shard_map` a program works on whole arrays, whose values do not depend on where XLA
+    places them: only what a `shard_map` has computed is followed there. Inside of a `shard_map`
+    over the axis every operation has a rule.
 
     Attributes:
       axis: the name of the axis.
       size: the number of devices along the axis.
       scheduled: the axes along which devices send values of their own by tables that were checked.
-      chosen: whether the present code is in a branch that only some devices take.
-      begun: the kind and rank of each sum whose first mark was passed.
+      chosen: whether the code at hand is in a branch that only some devices take.
+      begun: the kind and rank of each sum or shard whose first mark was passed.
       findings: place and message of each error, in order.
+      unknown: the reasons for which values that leave a `shard_map` are undecided.
     """
 
     def __init__(self, axis: str, size: int, scheduled: frozenset[str] = frozenset()) -> None:
         self.axis, self.size, self.scheduled = axis, size, scheduled
-        self.chosen, self.begun = False, dict[str, tuple[k.Kind, int]]()
+        self.chosen, self.begun = False, dict[tuple[bool, str], tuple[k.Kind, int]]()
         self.findings: dict[tuple[str, str], None] = {}
-        self._recording = True
+        self.unknown: dict[str, None] = {}
+        self._recording, self._inside = True, False
         self._overwrites = False
         self._errors = 0
         self._calls: list[str] = []
@@ -69,10 +78,13 @@ class Pass:
 
     def too_large(self, where: str) -> k.Kind:
         """Report that the sum at a place adds equal values of all devices; return `Wrong`."""
-        return self.wrong_at(
-            where,
+        return self.wrong_at(where, self._too_large)
+
+    @property
+    def _too_large(self) -> str:
+        return (
             f"sums over {self.axis!r} a value that is already whole on every device: the result "
-            f"is {self.size} times too large",
+            f"is {self.size} times too large"
         )
 
     def undecided(self, eqn: Any, message: str) -> k.Unknown:
@@ -87,7 +99,7 @@ class Pass:
         be recorded now.
         """
         # `id` identifies a program, since all programs outlive the pass.
-        key = id(jaxpr), tuple(values), self._overwrites, self.chosen
+        key = id(jaxpr), tuple(values), self._overwrites, self.chosen, self._inside
         if key in self._seen and (self._seen[key][1] or not self._recording):
             found, settled = self._seen[key]
             self._errors += not settled
@@ -99,49 +111,45 @@ class Pass:
 
     def _run(self, jaxpr: Any, values: Sequence[k.Value]) -> list[k.Value]:
         known: dict[Any, k.Value] = dict(zip(jaxpr.invars, values, strict=True))
-        for var in jaxpr.constvars:
-            known[var] = k.Value(k.WHOLE)
 
         def read(var: Any) -> k.Value:
-            return known[var] if var in known else _literal(var)
+            if not isinstance(var, core.Literal) and var in known:
+                return known[var]
+            if not self._inside:
+                return k.Value(k.PLACED)
+            literal = isinstance(var, core.Literal)
+            zero = literal and np.size(var.val) == 1 and bool(np.all(var.val == 0))
+            every = frozenset(range(np.ndim(var.val)) if literal else ())
+            return k.Value(k.ZERO if zero else k.WHOLE, every)
 
         for eqn in jaxpr.eqns:
-            operands = [_literal(v) if isinstance(v, core.Literal) else read(v) for v in eqn.invars]
-            found = self.equation(eqn, operands)
-            assert len(found) == len(eqn.outvars), eqn.primitive
+            found = self.equation(eqn, [read(var) for var in eqn.invars])
             known.update(zip(eqn.outvars, found, strict=True))
-        return [
-            _literal(var) if isinstance(var, core.Literal) else read(var) for var in jaxpr.outvars
-        ]
+        return [read(var) for var in jaxpr.outvars]
 
     def equation(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
         """Return the kinds of an equation's results, from those of its operands."""
         name = eqn.primitive.name
-        if name == "scan":
-            return self._scan(eqn, values)
-        if name == "while":
-            return self._while(eqn, values)
-        if name == "cond":
-            return self._cond(eqn, values)
+        nested = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(name)
+        if nested is not None:
+            return nested(eqn, values)
         called = called_by(eqn)
         if name == "shard_map" and self.axis in eqn.params["newly_manual_axes"]:
-            return self.region(eqn, values)
+            return self._region(eqn, called, values)
         if called is not None:
-            rule = named(function_name(eqn, called))
-            if rule is not None and values:
-                if self.axis in axes_of(called):
-                    return _spread(rule(self, eqn, values[-1:]), eqn)
-                other = on_other_axes(function_name(eqn, called), self, eqn, values[-1])
-                if other is not None:
-                    return [other]
+            op, function = Op(self, eqn, values[-1:]), function_name(eqn, called)
+            spans = self.axis in axes_of(called)
+            own = named(function, op, spans=spans) if values and self._inside else None
+            if own is not None:
+                return [own]
             self._calls.append(line_of(eqn))
             found = self.run(called, values)
             self._calls.pop()
             return found
+        if not self._inside:
+            return self._outside(eqn, values)
         if name == "dynamic_update_slice" and self._overwrites:
             return [values[1]]
-        if not eqn.outvars:
-            return []
         # A sum of equal values may become a mean by a later division, with operations in between
         # that only move or scale it. Any other operation uses the sum, which is too large.
         if name not in KEEPING:
@@ -152,8 +160,7 @@ class Pass:
                 for value in values
             ]
         self._doubts = any(k.doubtful(value.kind) for value in values)
-        found = self._by_rule(eqn, values)
-        assert len(found) == len(eqn.outvars), name
+        found = self._by_rule(Op(self, eqn, values))
         if self._doubts:
             found = [value.of_kind(k.doubted(value.kind)) for value in found]
         self._doubts = False
@@ -166,40 +173,121 @@ class Pass:
             for value, var in zip(found, eqn.outvars, strict=True)
         ]
 
-    def _by_rule(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
-        name, kinds = eqn.primitive.name, [value.kind for value in values]
-        alone = COLLECTIVES.get(name) or EACH.get(name)
+    def _by_rule(self, op: Op) -> list[k.Value]:
+        alone = COLLECTIVES.get(op.name) or EACH.get(op.name)
         found: Found
         if alone is not None:
-            found = alone(self, eqn, values)
-        elif any(isinstance(kind, k.Part) for kind in kinds):
-            found = parted(self, eqn, values)
+            found = alone(op)
+        elif op.has(k.Part):
+            found = parted(op)
         else:
-            rule = RULES.get(label_of(eqn)) or RULES.get(name, by_default)
-            found = k.spoiled(kinds) or rule(self, eqn, values)
-        return _spread(found, eqn)
+            rule = RULES.get(label_of(op.eqn)) or RULES.get(op.name, by_default)
+            found = k.spoiled(op.kinds) or rule(op)
+        found = k.Value(found) if isinstance(found, k.Kind) else found
+        return [found] * len(op.eqn.outvars) if isinstance(found, k.Value) else found
 
-    def region(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
-        """Return the kinds of a `shard_map`'s results, as values outside of the `shard_map`.
+    def _outside(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
+        """Return the kinds of what is computed outside of `shard_map`.
 
-        A result that is whole, or sharded as `out_specs` says, is a whole array outside.
+        Only operands with the same number of elements are followed, and a scalar only into the
+        array that it is stacked into. A scalar such as the norm of all gradients would spoil every
+        result.
         """
-        body = called_by(eqn)
-        within = [
-            value
-            if isinstance(value.kind, k.Terms) or k.spoiled([value.kind])
-            else entering(spec, self.axis)
-            for value, spec in zip(values, eqn.params["in_specs"], strict=True)
-        ]
+        name, found = eqn.primitive.name, []
+        if name in KEPT:
+            return list(values)
+        for var in eqn.outvars:
+            sizes = {getattr(var.aval, "size", 0), 1 if name in ("stack", "concatenate") else None}
+            kinds = [
+                self.used(value.kind)
+                for value, given in zip(values, eqn.invars, strict=True)
+                if getattr(given.aval, "size", 0) in sizes
+            ]
+            computed = k.WHOLE if {*kinds} - {k.PLACED} else k.PLACED
+            found.append(k.Value(k.spoiled(kinds) or computed))
+        return found
+
+    def used(self, kind: k.Kind) -> k.Kind:
+        """Return the kind of a value that is used outside of `shard_map`."""
+        if not isinstance(kind, k.Stacked):
+            return kind
+        if isinstance(kind.used, k.Unknown) and self._recording:
+            self.unknown |= dict.fromkeys(sorted(kind.used.reasons))
+        findings = kind.used.findings if isinstance(kind.used, k.Wrong) else ()
+        for where, message in findings:
+            self.wrong_at(where, message)
+        return kind.used
+
+    def _region(self, eqn: Any, body: Any, values: Sequence[k.Value]) -> list[k.Value]:
+        """Return the kinds of a `shard_map`'s results, as values outside of the `shard_map`."""
+        within = []
+        for value, spec in zip(values, eqn.params["in_specs"], strict=True):
+            dim, kind = self._split(spec), value.kind
+            if isinstance(kind, k.Stacked) and kind.dim == dim:
+                within.append(kind.inner)
+                continue
+            entered = k.WHOLE if dim is None else k.shard(dim)
+            within.append(k.Value(k.spoiled([self.used(kind)]) or entered))
+        self._inside = True
         out = self.run(body, within)
-        makers = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+        self._inside = False
+        makers = {var: made for made in body.eqns for var in made.outvars}
         found = []
         for value, spec, var in zip(out, eqn.params["out_specs"], body.outvars, strict=True):
-            maker = None if isinstance(var, core.Literal) else makers.get(var)
-            kind = check_leaving(self, value, spec, line_of(maker if maker is not None else eqn))
-            settled = isinstance(kind, k.Terms) or k.spoiled([kind])
-            found.append(k.Value(kind if settled else k.WHOLE))
+            maker = eqn if isinstance(var, core.Literal) else makers.get(var, eqn)
+            dim = self._split(spec)
+            kind = self._leaving(value, dim, line_of(maker))
+            found.append(k.Value(kind if dim is None else k.Stacked(dim, value, kind)))
+            if dim is None:
+                self.used(k.Stacked(0, value, kind))
         return found
+
+    def _split(self, spec: Any) -> int | None:
+        """Return the dim that the axis splits in an entry of `in_specs` or `out_specs`, if any."""
+        for dim, entry in enumerate(spec or ()):
+            if self.axis in (entry if isinstance(entry, tuple) else (entry,)):
+                return dim
+        return None
+
+    def _leaving(self, value: k.Value, dim: int | None, where: str) -> k.Kind:
+        """Return the kind, outside of `shard_map`, of a result that leaves it.
+
+        Args:
+          value: the result.
+          dim: the dim along which `out_specs` joins the devices' arrays, or None for a whole
+            result.
+          where: the place to report.
+        """
+        kind, axis = value.kind, self.axis
+
+        def wrong(message: str) -> k.Kind:
+            return k.Wrong(frozenset([(where, message)]))
+
+        if isinstance(kind, k.Multiple):
+            return k.Wrong(frozenset([(kind.where, self._too_large)]))
+        if k.spoiled([kind]) or isinstance(kind, k.Zero):
+            return k.spoiled([kind]) or k.WHOLE
+        if dim is None:
+            if isinstance(kind, k.SAME):
+                return k.WHOLE
+            unsure = isinstance(kind, k.Part) and kind != k.TALLY
+            if unsure or isinstance(kind, k.Own) or kind == k.DOUBTFUL:
+                return k.Unknown(frozenset([f"{axis}: {where}: {kind} leaves as a whole value"]))
+            remedy = REMEDIES.get(type(kind), "each part of it needs what it is owed")
+            said = f"leaves as a whole value, and is {kind} over {axis!r}: "
+            return wrong(said + remedy.replace("AXIS", repr(axis)))
+        held = kind.dims if isinstance(kind, k.Shard) else value.constant
+        if isinstance(kind, k.Part | k.Owed) or (
+            isinstance(kind, k.Shard | k.Whole) and dim in held
+        ):
+            return k.WHOLE
+        if isinstance(kind, k.Whole):
+            return wrong(
+                f"leaves as shards along dim {dim}, and is whole on every device: the result has "
+                f"{self.size} copies of it"
+            )
+        leaves = f"{axis}: {where}: a value that is {kind} leaves as shards"
+        return k.Unknown(frozenset([leaves]))
 
     def _scan(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
         constants, carried = eqn.params["num_consts"], eqn.params["num_carry"]
@@ -218,22 +306,17 @@ class Pass:
         ]
         body = eqn.params["jaxpr"].jaxpr
         if body.debug_info.func_name == OVERWRITING:
-            return self._overwrite(body, fixed, carry, rows)
+            # All carried arrays are overwritten, so that they have the kinds of the new chunks.
+            outer, self._overwrites = self._overwrites, True
+            out = self.run(body, [*fixed, *carry, *rows])
+            self._overwrites = outer
+            return out
         carry, out = self._settle(eqn, body, fixed, carry, rows)
         stacked = [
             value.moved({dim: dim + 1 for dim in range(var.aval.ndim)})
             for value, var in zip(out[carried:], body.outvars[carried:], strict=True)
         ]
         return [*carry, *stacked]
-
-    def _overwrite(
-        self, body: Any, fixed: Sequence[k.Value], carry: list[k.Value], rows: Sequence[k.Value]
-    ) -> list[k.Value]:
-        """Return the kinds of the results of a loop that overwrites all of its carried arrays."""
-        outer, self._overwrites = self._overwrites, True
-        out = self.run(body, [*fixed, *carry, *rows])
-        self._overwrites = outer
-        return out
 
     def _row(self, eqn: Any, value: k.Value, var: Any) -> k.Value:
         """Return the kind of a row of an array over which a scan iterates."""
@@ -282,7 +365,7 @@ class Pass:
         carry = list(values[of_test + of_body :])
         carry, _ = self._settle(eqn, eqn.params["body_jaxpr"].jaxpr, fixed, carry, [])
         (goes_on,) = self.run(eqn.params["cond_jaxpr"].jaxpr, [*test, *carry])
-        if isinstance(goes_on.kind, k.Whole | k.Zero | k.Count):
+        if isinstance(goes_on.kind, k.SAME) or not self._inside:
             return carry
         kind = k.spoiled([goes_on.kind]) or self.undecided(
             eqn, "a loop's number of passes differs between devices"
@@ -301,12 +384,12 @@ class Pass:
             found = [k.joined(a, b, reason) for a, b in pairs]
         assert found is not None
         self.chosen = outer
-        if isinstance(index.kind, k.Whole | k.Zero | k.Count):
+        if isinstance(index.kind, k.SAME) or not self._inside:
             return found
         if own:
             kept = (k.ZERO, k.TALLY)
             return [
-                one if one.kind in kept else one.of_kind(parted(self, eqn, [index, one]))
+                one if one.kind in kept else one.of_kind(parted(Op(self, eqn, [index, one])))
                 for one in found
             ]
         kind = k.spoiled([index.kind]) or self.undecided(eqn, "devices take different branches")
@@ -320,23 +403,14 @@ def fits(kind: k.Kind, aval: Any) -> bool:
     return kind.dim < aval.ndim and sum(kind.sizes) == aval.shape[kind.dim]
 
 
-def _spread(found: Found, eqn: Any) -> list[k.Value]:
-    found = k.Value(found) if isinstance(found, k.Kind) else found
-    return [found] * len(eqn.outvars) if isinstance(found, k.Value) else found
-
-
 def _floats(var: Any) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
-def _literal(var: Any) -> k.Value:
-    value = getattr(var, "val", None)
-    zero = value is not None and _is_zero(value)
-    return k.Value(k.ZERO if zero else k.WHOLE, all_constant(var.aval))
-
-
-def _is_zero(value: Any) -> bool:
-    try:
-        return bool(value == 0)
-    except (TypeError, ValueError):  # an array of several elements is neither true nor false
-        return False
+REMEDIES: dict[type[k.Kind], str] = {
+    **dict.fromkeys((k.Owed, k.Part), "a psum over AXIS is missing"),
+    k.Shard: "an all-gather over AXIS is missing, or AXIS in out_specs",
+    k.Extreme: "a pmax or pmin over AXIS is missing",
+    k.Rank: "each device keeps another value",
+}
+"""The missing operation by the kind of a value that leaves as a whole value."""
