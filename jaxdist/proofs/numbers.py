@@ -17,11 +17,10 @@ from jaxdist.models.mean import scalars_in
 from jaxdist.parity import trace
 from jaxdist.parity.cells import cuts_of
 from jaxdist.parity.draw.draw import single_device
-from jaxdist.parity.draw.foreign import WEIGHTS
+from jaxdist.parity.draw.foreign import WEIGHTS, with_weights
 from jaxdist.parity.draw.run import built, reloaded, replicas_apart
 from jaxdist.parity.run import inexact
 from jaxdist.parity.trace import NUDGES, Differences, Trace
-from jaxdist.proofs.data import with_weights
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program

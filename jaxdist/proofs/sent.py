@@ -22,7 +22,7 @@ from jaxdist.hlo.parse import parse
 from jaxdist.hlo.records import Collective, CollectiveKind
 from jaxdist.hlo.source.lines import Lines
 from jaxdist.mesh import entry_names
-from jaxdist.proofs.types.jaxprs import LIBRARIES, line_of, sub_programs
+from jaxdist.proofs.types.jaxprs import LIBRARIES, axes_over, line_of, sub_programs
 
 _ASKING: Mapping[CollectiveKind, str] = {
     "all-reduce": "psum psum2 psum_invariant unreduced_psum pmax pmin",
@@ -177,9 +177,7 @@ def asked_of(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, tuple[str, ...],
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in ASKING:
-            axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-            named = axes if isinstance(axes, tuple | list) else (axes,)
-            yield eqn, tuple(axis for axis in named if isinstance(axis, str)), times
+            yield eqn, tuple(axis for axis in axes_over(eqn) if isinstance(axis, str)), times
         repeated = times * eqn.params["length"] if name == "scan" else times
         for inner in sub_programs(eqn):
             yield from asked_of(inner, repeated)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from documents import ROOT, blocks
 from jax import lax
@@ -24,12 +25,12 @@ from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo.source.marks import begins, ends
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.ticks import NONE
+from jaxdist.parallel.pipeline.executor.trial import mistake_of
 from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
 from jaxdist.proofs import rule
 from jaxdist.proofs.types import rules, walk
 from jaxdist.proofs.types.check import Typed, check_types
 from jaxdist.proofs.types.program import types_of
-from jaxdist.proofs.types.stages import mistake_of
 
 WHOLE, ROWS = PartitionSpec(), PartitionSpec("d")
 COLUMNS = PartitionSpec(None, "d")
@@ -227,6 +228,12 @@ PLANNED: dict[str, dict[str, Any]] = {
         "model": {**PLANS["pipeline"]["model"], "layers": 4},
         "parallel": {"pipeline": {"schedule": {"type": "interleaved", "chunks": 2}}},
     },
+    "attention over shared sequences": {
+        **PLANS["pipeline"],
+        "mesh": {"data": 2, "context": 2, "fake_devices": 4},
+        "sharding": {"context": "ring"},
+        "parallel": {"reduce": {"type": "ring"}},
+    },
     "messages across a slow network": {
         **PLANS["networks"],
         "parallel": {"compression": {"type": "quantize", "axis": "data.dcn"}},
@@ -250,6 +257,29 @@ def test_every_value_of_a_plan_is_proved(name):
     found = types_of(build(_config(PLANNED[name]), devices=jax.devices()[:4]).program)
     assert (found.findings, dict(found.undecided)) == ((), {})
     assert set(found.proved) == set(found.outputs) != set()
+
+
+def test_experts_are_undecided_with_the_line_that_counts_tokens():
+    gpt = PLANS["pipeline"]
+    model = {**gpt["model"], "experts": {"count": 4, "top_k": 2, "mlp": 8}}
+    mesh = {"data": 2, "expert": 2, "fake_devices": 4}
+    config = _config({**gpt, "model": model, "mesh": mesh, "parallel": {}})
+    found = types_of(build(config, devices=jax.devices()[:4]).program)
+    assert found.findings == ()
+    reasons = {reason for why in found.undecided.values() for reason in why}
+    assert any("mixture.py" in reason and "its own rows" in reason for reason in reasons)
+
+
+def test_a_factored_moment_of_a_shard_is_reported_at_its_line_in_the_optimizer():
+    optimizer = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+
+    def update(gradient: jax.Array) -> jax.Array:
+        return optimizer.update(gradient, optimizer.init(gradient), gradient)[0]
+
+    found = typed(update, (8, 8), into=(ROWS,), out=ROWS).findings
+    said = [one.message for one in found]
+    assert any("partial sum" in one and "(in factorized.py:" in one for one in said)
+    assert {one.where.partition(":")[0] for one in found} == {"test_prove_types.py"}
 
 
 def tallied(x: jax.Array) -> jax.Array:

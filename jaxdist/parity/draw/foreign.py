@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 from flax import linen, nnx
+from pydantic import TypeAdapter
 
+from jaxdist.data import DataConfig
 from jaxdist.data.permutation import mix
 from jaxdist.data.source import Dataset, Example, Source, take, take_one
-from jaxdist.data.synthetic import SyntheticConfig
 from jaxdist.models.adapters import from_equinox, from_linen
-from jaxdist.types import Json
+from jaxdist.types import Json, JsonObject
 
 WEIGHTS = np.array([0, 0, 0, 0.5, 1, 1, 2, 3], np.float32)
 """The weights of examples, among which a hash of the example's index chooses."""
@@ -81,8 +82,18 @@ class Weighted:
         return {**take(self.source, indices), "weight": weights}
 
 
-def weighted_synthetic(**config: Mapping[str, Json]) -> Dataset:
-    """Make the data of `data: {type: synthetic}`, with unequal weights of examples."""
-    made = SyntheticConfig.model_validate(config).build()
+def weighted(data: Mapping[str, Json]) -> Dataset:
+    """Make the data of a section `data`, with a weight for each example by its index."""
+    made = TypeAdapter[DataConfig](DataConfig).validate_python(data).build()
     heldout = None if made.heldout is None else Weighted(made.heldout)
     return replace(made, train=Weighted(made.train), heldout=heldout)
+
+
+def with_weights(data: JsonObject) -> JsonObject:
+    """Return a section `data` for the same data, in which examples have unequal weights."""
+    return {"type": "import", "path": f"{__name__}:weighted", "args": {"data": data}}
+
+
+def weighted_synthetic(**config: Mapping[str, Json]) -> Dataset:
+    """Make the data of `data: {type: synthetic}`, with unequal weights of examples."""
+    return weighted({"type": "synthetic", **config})

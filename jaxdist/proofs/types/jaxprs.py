@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
-from jaxdist.proofs.types.collectives import COLLECTIVES
-
 LIBRARY = "in a library"
 """The place that is reported for code without a line outside of libraries."""
 LIBRARIES = ("site-packages", "dist-packages", "/jaxdist/proofs/", "/jaxdist/collectives/")
 """Parts of the paths of files that are never reported as the place of an error."""
+
+OPTIMIZERS = ("/optax/", "/flax/training/")
+"""Parts of the paths of libraries whose lines are reported after the user's."""
 
 
 def called_by(eqn: Any) -> Any:
@@ -38,25 +39,30 @@ def sub_programs(eqn: Any) -> Iterator[Any]:
                 yield inner
 
 
-def axes_of(jaxpr: Any) -> set[str]:
-    """Return the mesh axes that a program's collectives span."""
-    found: set[str] = set()
-    for eqn in jaxpr.eqns:
-        named_axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        if eqn.primitive.name in COLLECTIVES:
-            found |= set(named_axes) if isinstance(named_axes, tuple | list) else {named_axes}
-        for inner in sub_programs(eqn):
-            found |= axes_of(inner)
-    return found
+def axes_over(eqn: Any) -> tuple[Any, ...]:
+    """Return the mesh axes that a collective spans."""
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(named) if isinstance(named, tuple | list) else (named,)
+
+
+def lines_of(eqn: Any) -> tuple[str, str]:
+    """Return the line of the user's code that made an equation, and that of an optimizer's library.
+
+    Either is `LIBRARY` if there is no such line; the libraries of jax itself have none.
+    """
+    traceback, found = eqn.source_info.traceback, {}
+    for frame in traceback.frames if traceback is not None else ():
+        library = any(part in frame.file_name for part in LIBRARIES)
+        if not library or any(part in frame.file_name for part in OPTIMIZERS):
+            found.setdefault(library, f"{PurePath(frame.file_name).name}:{frame.line_num}")
+        if not library:
+            break
+    return found.get(False, LIBRARY), found.get(True, LIBRARY)
 
 
 def line_of(eqn: Any) -> str:
     """Return the file and line of the user's code that made an equation, outside of libraries."""
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if not any(part in frame.file_name for part in LIBRARIES):
-            return f"{PurePath(frame.file_name).name}:{frame.line_num}"
-    return LIBRARY
+    return lines_of(eqn)[0]
 
 
 def regions_of(jaxpr: Any) -> Iterator[Any]:

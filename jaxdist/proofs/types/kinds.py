@@ -21,12 +21,10 @@ class Kind:
         return self.said or type(self).__name__.lower()
 
 
-@dataclass(frozen=True)
 class Zero(Kind):
     """Zeros (or False) on every device, which may count as a whole value and as a partial sum."""
 
 
-@dataclass(frozen=True)
 class Whole(Kind):
     """The value of one device, the same on every device (replicated)."""
 
@@ -51,7 +49,6 @@ class Shard(Kind):
         return f"sharded along dim {' or '.join(map(str, sorted(self.dims)))}"
 
 
-@dataclass(frozen=True)
 class Count(Kind):
     """A number that is computed from sizes alone: that of the device's rows, or that of all rows.
 
@@ -91,7 +88,6 @@ class Extreme(Kind):
         return f"a local {self.name}imum"
 
 
-@dataclass(frozen=True)
 class Own(Kind):
     """A value that rightfully differs between devices, such as random numbers of a device's key."""
 
@@ -185,7 +181,6 @@ class Wrong(Kind):
     said = "wrong"
 
 
-@dataclass(frozen=True)
 class Placed(Whole):
     """An array outside of every `shard_map`, which XLA places, and no `shard_map` has computed."""
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxdist.proofs.types import kinds as k
+from jaxdist.proofs.types.jaxprs import axes_over
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,7 @@ class Op:
     @property
     def over(self) -> tuple[str, ...]:
         """The mesh axes that a collective spans."""
-        named = self.params.get("axes", self.params.get("axis_name", ()))
-        return tuple(named) if isinstance(named, tuple | list) else (named,)
+        return axes_over(self.eqn)
 
     def has(self, kind: Any) -> bool:
         """Return whether an operand is of a class of kinds."""

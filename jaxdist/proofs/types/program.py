@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 
 from jaxdist.data.loader import WEIGHT
+from jaxdist.parallel.pipeline.executor.trial import mistake_of
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline
 from jaxdist.parallel.pipeline.planning.plan import AXIS
 from jaxdist.proofs.types.check import Finding, Typed, check_types
-from jaxdist.proofs.types.stages import mistake_of
 from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
 

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
 from jaxdist.proofs.types import kinds as k
+from jaxdist.proofs.types.borders import leaving, split_dim
 from jaxdist.proofs.types.collectives import COLLECTIVES, named, parted
 from jaxdist.proofs.types.elementwise import KEEPING
-from jaxdist.proofs.types.jaxprs import LIBRARY, axes_of, called_by, function_name, line_of
+from jaxdist.proofs.types.jaxprs import (
+    LIBRARY,
+    axes_over,
+    called_by,
+    function_name,
+    line_of,
+    lines_of,
+    sub_programs,
+)
 from jaxdist.proofs.types.op import Found, Op
 from jaxdist.proofs.types.rules import EACH, RULES, by_default, label_of
 
@@ -60,7 +68,9 @@ class Pass:
         """Report an error at an equation, and return the kind of its results."""
         if self._doubts:
             return self.undecided(eqn, "sums over a dim that may be sharded, or may not be")
-        return self.wrong_at(self.place(eqn), message)
+        library = lines_of(eqn)[1]
+        inside = f" (in {library})" if library != LIBRARY else ""
+        return self.wrong_at(self.place(eqn), message + inside)
 
     def wrong_at(self, where: str, message: str) -> k.Kind:
         """Report an error at a place, and return the kind of a wrong value."""
@@ -78,10 +88,11 @@ class Pass:
 
     def too_large(self, where: str) -> k.Kind:
         """Report that the sum at a place adds equal values of all devices; return `Wrong`."""
-        return self.wrong_at(where, self._too_large)
+        return self.wrong_at(where, self.copies)
 
     @property
-    def _too_large(self) -> str:
+    def copies(self) -> str:
+        """The message on a sum of equal values of all devices."""
         return (
             f"sums over {self.axis!r} a value that is already whole on every device: the result "
             f"is {self.size} times too large"
@@ -222,7 +233,7 @@ class Pass:
         """Return the kinds of a `shard_map`'s results, as values outside of the `shard_map`."""
         within = []
         for value, spec in zip(values, eqn.params["in_specs"], strict=True):
-            dim, kind = self._split(spec), value.kind
+            dim, kind = split_dim(spec, self.axis), value.kind
             if isinstance(kind, k.Stacked) and kind.dim == dim:
                 within.append(kind.inner)
                 continue
@@ -235,75 +246,26 @@ class Pass:
         found = []
         for value, spec, var in zip(out, eqn.params["out_specs"], body.outvars, strict=True):
             maker = eqn if isinstance(var, core.Literal) else makers.get(var, eqn)
-            dim = self._split(spec)
-            kind = self._leaving(value, dim, line_of(maker))
+            dim = split_dim(spec, self.axis)
+            kind = leaving(self, value, dim, line_of(maker))
             found.append(k.Value(kind if dim is None else k.Stacked(dim, value, kind)))
             if dim is None:
                 self.used(k.Stacked(0, value, kind))
         return found
 
-    def _split(self, spec: Any) -> int | None:
-        """Return the dim that the axis splits in an entry of `in_specs` or `out_specs`, if any."""
-        for dim, entry in enumerate(spec or ()):
-            if self.axis in (entry if isinstance(entry, tuple) else (entry,)):
-                return dim
-        return None
-
-    def _leaving(self, value: k.Value, dim: int | None, where: str) -> k.Kind:
-        """Return the kind, outside of `shard_map`, of a result that leaves it.
-
-        Args:
-          value: the result.
-          dim: the dim along which `out_specs` joins the devices' arrays, or None for a whole
-            result.
-          where: the place to report.
-        """
-        kind, axis = value.kind, self.axis
-
-        def wrong(message: str) -> k.Kind:
-            return k.Wrong(frozenset([(where, message)]))
-
-        if isinstance(kind, k.Multiple):
-            return k.Wrong(frozenset([(kind.where, self._too_large)]))
-        if k.spoiled([kind]) or isinstance(kind, k.Zero):
-            return k.spoiled([kind]) or k.WHOLE
-        if dim is None:
-            if isinstance(kind, k.SAME):
-                return k.WHOLE
-            unsure = isinstance(kind, k.Part) and kind != k.TALLY
-            if unsure or isinstance(kind, k.Own) or kind == k.DOUBTFUL:
-                return k.Unknown(frozenset([f"{axis}: {where}: {kind} leaves as a whole value"]))
-            remedy = REMEDIES.get(type(kind), "each part of it needs what it is owed")
-            said = f"leaves as a whole value, and is {kind} over {axis!r}: "
-            return wrong(said + remedy.replace("AXIS", repr(axis)))
-        held = kind.dims if isinstance(kind, k.Shard) else value.constant
-        if isinstance(kind, k.Part | k.Owed) or (
-            isinstance(kind, k.Shard | k.Whole) and dim in held
-        ):
-            return k.WHOLE
-        if isinstance(kind, k.Whole):
-            return wrong(
-                f"leaves as shards along dim {dim}, and is whole on every device: the result has "
-                f"{self.size} copies of it"
-            )
-        leaves = f"{axis}: {where}: a value that is {kind} leaves as shards"
-        return k.Unknown(frozenset([leaves]))
-
     def _scan(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
         constants, carried = eqn.params["num_consts"], eqn.params["num_carry"]
         fixed = list(values[:constants])
-        carry = list(values[constants : constants + carried])
+        carry, rest = list(values[constants:][:carried]), values[constants + carried :]
         if any(isinstance(value.kind, k.Part) for value in values):
             carry = [
-                value.of_kind(k.TALLY) if value.kind == k.ZERO and _floats(var) else value
+                value.of_kind(k.TALLY)
+                if value.kind == k.ZERO and var.aval.dtype.kind == "f"
+                else value
                 for value, var in zip(carry, eqn.invars[constants:], strict=False)
             ]
-        rows = [
-            self._row(eqn, value, var)
-            for value, var in zip(
-                values[constants + carried :], eqn.invars[constants + carried :], strict=True
-            )
-        ]
+        over = zip(rest, eqn.invars[constants + carried :], strict=True)
+        rows = [self._row(eqn, value, var) for value, var in over]
         body = eqn.params["jaxpr"].jaxpr
         if body.debug_info.func_name == OVERWRITING:
             # All carried arrays are overwritten, so that they have the kinds of the new chunks.
@@ -396,21 +358,18 @@ class Pass:
         return [k.Value(k.spoiled([one.kind, kind]) or kind) for one in found]
 
 
+def axes_of(jaxpr: Any) -> set[str]:
+    """Return the mesh axes that a program's collectives span."""
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        found |= {*axes_over(eqn)} if eqn.primitive.name in COLLECTIVES else set()
+        for inner in sub_programs(eqn):
+            found |= axes_of(inner)
+    return found
+
+
 def fits(kind: k.Kind, aval: Any) -> bool:
     """Return whether the sizes of joined arrays add up to the size of an array along their dim."""
     if not isinstance(kind, k.Joined):
         return True
     return kind.dim < aval.ndim and sum(kind.sizes) == aval.shape[kind.dim]
-
-
-def _floats(var: Any) -> bool:
-    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
-
-
-REMEDIES: dict[type[k.Kind], str] = {
-    **dict.fromkeys((k.Owed, k.Part), "a psum over AXIS is missing"),
-    k.Shard: "an all-gather over AXIS is missing, or AXIS in out_specs",
-    k.Extreme: "a pmax or pmin over AXIS is missing",
-    k.Rank: "each device keeps another value",
-}
-"""The missing operation by the kind of a value that leaves as a whole value."""

@@ -1,0 +1,60 @@
+"""The check of the values that leave a `shard_map`, by its `out_specs`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxdist.proofs.types import kinds as k
+
+REMEDIES: dict[type[k.Kind], str] = {
+    **dict.fromkeys((k.Owed, k.Part), "a psum over AXIS is missing"),
+    k.Shard: "an all-gather over AXIS is missing, or AXIS in out_specs",
+    k.Extreme: "a pmax or pmin over AXIS is missing",
+    k.Rank: "each device keeps another value",
+}
+"""The missing operation by the kind of a value that leaves as a whole value."""
+
+
+def split_dim(spec: Any, axis: str) -> int | None:
+    """Return the dim that an axis splits in an entry of `in_specs` or `out_specs`, if any."""
+    for dim, entry in enumerate(spec or ()):
+        if axis in (entry if isinstance(entry, tuple) else (entry,)):
+            return dim
+    return None
+
+
+def leaving(at: Any, value: k.Value, dim: int | None, where: str) -> k.Kind:
+    """Return the kind, outside of `shard_map`, of a result that leaves it.
+
+    Args:
+      at: the `Pass`.
+      value: the result.
+      dim: the dim along which `out_specs` joins the devices' arrays, or None for a whole result.
+      where: the place to report.
+    """
+    kind, axis = value.kind, at.axis
+    held = kind.dims if isinstance(kind, k.Shard) else value.constant
+    whole = isinstance(kind, k.SAME) if dim is None else (
+        isinstance(kind, k.Part | k.Owed | k.Zero)
+        or (isinstance(kind, k.Shard | k.Whole) and dim in held)
+    )  # fmt: skip
+    if whole or k.spoiled([kind]):
+        return k.spoiled([kind]) or k.WHOLE
+    remedy = REMEDIES.get(type(kind), "each part of it needs what it is owed")
+    message, reason = "", ""
+    if isinstance(kind, k.Multiple):
+        where, message = kind.where, at.copies
+    elif dim is None and (isinstance(kind, k.Own) or kind in (k.DOUBTFUL, k.PART, k.MESSAGE)):
+        reason = f"{kind} leaves as a whole value"
+    elif dim is None:
+        message = f"leaves as a whole value, and is {kind} over AXIS: {remedy}"
+    elif isinstance(kind, k.Whole):
+        message = (
+            f"leaves as shards along dim {dim}, and is whole on every device: the result has "
+            f"{at.size} copies of it"
+        )
+    else:
+        reason = f"a value that is {kind} leaves as shards"
+    if reason:
+        return k.Unknown(frozenset([f"{axis}: {where}: {reason}"]))
+    return k.Wrong(frozenset([(where, message.replace("AXIS", repr(axis)))]))
