@@ -207,7 +207,7 @@ def _with_dtype(source: Source, leaves: Sequence[Leaf]) -> JsonObject:
 
 
 def _texts(source: Source) -> dict[str, str]:
-    """Return the texts of a GGUF model's tokenizer files by name; {} for a directory."""
+    """Return the content of a GGUF model's tokenizer files by name, or {} for a directory."""
     if not source.is_gguf:
         return {}
     metadata = gguf_files.read(source.path).metadata

@@ -11,9 +11,8 @@ Encoding and decoding run under `jax.jit`, `jax.vmap` and inside `jax.shard_map`
 the same bits on every device that decodes its message. All holders of a message know its `round`
 without communication.
 
-The codec's `exchange` is the way in which the messages of several devices are combined: "scatter"
-decodes and sums shards and encodes the sum again, "gather" sends every message to every device, and
-"sum" adds the messages of a `LinearCodec`, for which the sum of messages is the message of the sum.
+The codec's `exchange` says how the messages of several devices are combined: "scatter" decodes and
+sums shards and encodes the sum again, "gather" sends every message to every device, and "sum" adds the messages of a `LinearCodec`, for which the sum of messages is the message of the sum.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Codec(Config):
     """A method of encoding an array in few bytes; an instance is both its settings and its code.
 
     Attributes:
-      exchange: the way in which the messages of several devices are combined.
+      exchange: the method by which the messages of several devices are combined.
       flat: whether the codec ignores the shape, so that several tensors can be packed into one.
     """
 

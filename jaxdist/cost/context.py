@@ -20,7 +20,7 @@ Order = Literal["contiguous", "zigzag", "striped"]
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """The way in which devices that share a sequence compute its attention.
+    """The method by which devices that share a sequence compute the sequence's attention.
 
     Attributes:
       axes: names of the mesh axes that split the sequence.
@@ -74,7 +74,7 @@ def positions_of(order: Order, length: int, groups: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ContextNeeds:
-    """The attention of a layer on a device, apart from the way in which a sequence is shared.
+    """The attention of a layer on a device, before a method to share a sequence is chosen.
 
     Attributes:
       heads, kv_heads: numbers of heads of a device, if it had the whole sequence.
@@ -107,8 +107,8 @@ class ContextNeeds:
     def bytes_received(self, split: SequenceSplit) -> tuple[float, float]:
         """Return the bytes that a device receives in the forward and in the backward pass.
 
-        Gradients of keys and values travel in float32. Both ways move keys and values again in the
-        backward pass, so that no device keeps more than its own.
+        Gradients of keys and values travel in float32. Gathers and rings move keys and values again
+        in the backward pass, so that no device keeps those of others.
         """
         piece = self.rows * self.length / split.size * self.head_dim
         keys = 2 * piece * self.kv_heads
@@ -175,7 +175,7 @@ def attention_share(order: Order, groups: int) -> float:
 
 
 def near_lengths(length: int, parts: int) -> str:
-    """Name the lengths next to `length` that `parts` divides."""
+    """Name the multiples of `parts` that are nearest to `length`."""
     low = length // parts * parts
     return " or ".join(str(n) for n in (low, low + parts) if n)
 

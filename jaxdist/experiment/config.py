@@ -70,7 +70,7 @@ class HookConfig(Config):
 
 
 class RunConfig(Config):
-    """A run's directory, hooks, and sources of a preemption notice."""
+    """The directory of a run, its hooks, and the sources of its preemption notices."""
 
     directory: FilePath | None = None
     """The run directory; null means runs/NAME, where NAME is the name of the config file."""

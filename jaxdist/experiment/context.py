@@ -1,4 +1,4 @@
-"""The way in which an experiment's devices share its sequences."""
+"""The choice of a method by which an experiment's devices share sequences."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class CollectiveRow:
 
     @property
     def times(self) -> str:
-        """The number of executions as text, a range in a conditional."""
+        """The number of executions as text, which is a range for a collective in a conditional."""
         if not self.bounded:
             return f"{self.times_low:,} or more"
         return show_range(self.times_low, self.times_high)

@@ -88,7 +88,7 @@ class WeightLayout:
         return tuple(math.prod(sizes[name] for name in dim) for dim in self.file)
 
     def opened(self, array: np.ndarray, own: tuple[int, ...]) -> np.ndarray:
-        """Return a view of a file's tensor, with the dims of our parameter, none of them joined.
+        """Return a view of a file's tensor that has each dim of jaxdist's parameter separately.
 
         An assignment to the view writes to the tensor.
         """

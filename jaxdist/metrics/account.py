@@ -109,7 +109,7 @@ class Account:
             self.leave()
 
     def each(self, kind: Activity, items: Iterator[Item]) -> Iterator[Item]:
-        """Iterate over the same items; waiting for an item is an interval."""
+        """Iterate over `items`, and count the time of waiting for each item as `kind`."""
         while True:
             self.enter(kind)  # The context manager `within` would cost a microsecond more.
             try:

@@ -32,7 +32,7 @@ class Call(NamedTuple):
     """The arguments of a call that a module needs besides its inputs.
 
     Attributes:
-      training: whether random layers draw and statistics are those of the batch.
+      training: whether random layers draw, and norms use the batch's statistics.
       key: the key of the random layers.
       statistics_over: mesh axes over which batch norms average their statistics.
     """
@@ -66,7 +66,7 @@ class _Plain(nnx.Module):
         self.statistics_over: tuple[str, ...] = ()
 
     def train(self, **attributes: Any) -> None:
-        """Enter training mode: random layers draw, and statistics are those of the batch."""
+        """Enter training mode, in which random layers draw and norms use the batch's statistics."""
         self.training = True
         super().train(**attributes)
 

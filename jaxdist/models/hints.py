@@ -62,7 +62,7 @@ class Hint(Protocol):
 
     @property
     def split(self) -> SequenceSplit | None:
-        """The way in which devices that share a sequence compute its attention; None shares none.
+        """The method by which devices share a sequence's attention, or None without sharing.
 
         The order applies to batches with `positions`; other batches are in the order of the text.
         """

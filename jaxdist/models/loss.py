@@ -157,7 +157,7 @@ class ClassificationConfig(Config):
     def build(self) -> Loss:
         """Build the loss of a module called as `module(image)`, image in 0..1.
 
-        Of examples with tokens, the module is called as `module(tokens, segments)`.
+        For examples with tokens, the module is called as `module(tokens, segments)`.
         """
         return partial(classification, label_smoothing=self.label_smoothing)
 

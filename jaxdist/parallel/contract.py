@@ -136,7 +136,7 @@ class Exchange(Protocol):
     def placements(self) -> Placements: ...
 
     def options(self, platform: str) -> Mapping[str, Any]:
-        """Return the compiler options on such devices that the results of the exchange need."""
+        """Return the compiler options that the exchange needs on a platform for correct results."""
         ...
 
     def init(self, params: Params) -> PyTree:

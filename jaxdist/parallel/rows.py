@@ -229,7 +229,7 @@ def check_rows(
       microbatches: number of pieces in which a device's rows are computed.
 
     Returns:
-      A sentence for each way in which the plan changes the results of an accepted model.
+      A sentence for each change of an accepted model's results by the plan.
 
     Raises:
       ConfigError: the model or the loss would compute other numbers than on a single device.

@@ -1,4 +1,4 @@
-"""`jaxdist parity`: a check that every exact way to train gives the numbers of a single device."""
+"""`jaxdist parity`: a check that every exact plan gives the numbers of a single device."""
 
 from __future__ import annotations
 

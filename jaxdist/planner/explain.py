@@ -78,7 +78,7 @@ def joules_of(one: Judged, target: Target, power: Power) -> float:
 def energy_lines(one: Judged, model: Model, target: Target, config: ExperimentConfig) -> list[str]:
     """Describe the predicted energy and carbon of a million tokens, and of the run if it has steps.
 
-    Where the power of the device is unknown, the only line says so.
+    If the power of the device is unknown, the only line reports that.
     """
     power = config.energy.power_of(target.device.name)
     if power is None:

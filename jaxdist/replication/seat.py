@@ -1,4 +1,4 @@
-"""The part of a server in a range, as follower and then as leader, and the orders that it gets."""
+"""A server's role in a range, as follower and then as leader, and the orders to the server."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class HeldError(RunError):
-    """An error where a live run holds the directory.
+    """The error for a directory that a live run holds.
 
     Attributes:
       who: description of the directory and its holder, without a remedy.

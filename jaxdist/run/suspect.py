@@ -6,7 +6,7 @@ from jaxdist.errors import RunError
 
 
 class SuspectStateError(RunError):
-    """An error where the state of a run is wrong, possibly because of a faulty device.
+    """The error for a wrong state of a run, possibly because of a faulty device.
 
     Attributes:
       what: description of the anomaly.

@@ -27,7 +27,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class DriverError(Exception):
-    """An error code of a driver."""
+    """The error for an error code that a GPU driver returns."""
 
 
 def _asked(library: Any, name: str, *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""The way in which the devices of mesh axis `context` share a sequence: named, or chosen."""
+"""The method by which the devices of mesh axis `context` share a sequence: set, or chosen."""
 
 from __future__ import annotations
 

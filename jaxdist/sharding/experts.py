@@ -29,7 +29,7 @@ number beyond these is an expert elsewhere. It returns sums `[T, D]`."""
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a device among those that have different experts.
+    """The place of a device among the devices that have different experts.
 
     Attributes:
       axes: mesh axes of these devices; all are manual.
@@ -58,7 +58,7 @@ class Place:
 
 
 class TokenExchange(Protocol):
-    """A way to bring tokens to their experts, and the results back."""
+    """A method to send tokens to their experts, and the results back."""
 
     def __call__(
         self, place: Place, local: Local, x_TD: jax.Array, ids_Tk: jax.Array, weights_Tk: jax.Array
@@ -86,7 +86,7 @@ class RingExchange:
         return lax.psum_scatter(local(*given), place.axes, tiled=True)
 
     def tokens_sent(self, tokens: int, most: int, devices: int, top_k: int) -> float:
-        """Return 2 (X - 1) T."""
+        """Return the numbers sent: 2 (X - 1) T, since all tokens travel to all devices and back."""
         return 2.0 * (devices - 1) * tokens
 
 

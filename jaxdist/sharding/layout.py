@@ -178,7 +178,7 @@ class Layout:
 
     @property
     def split(self) -> SequenceSplit | None:
-        """The way in which the devices of axis `context` compute attention."""
+        """The method by which the devices of axis `context` share attention, if there is one."""
         if self.shared is not None or self.axis_of("seq") != CONTEXT or self.parts("seq") == 1:
             return self.shared
         return SequenceSplit(axis_names(self.mesh, CONTEXT), self.parts("seq"))

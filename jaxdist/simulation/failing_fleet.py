@@ -96,7 +96,7 @@ class FleetConfig(Config):
 
 @dataclass(frozen=True)
 class Saves:
-    """A way in which a fleet saves its work.
+    """The interval and the tiers of a fleet's saves.
 
     Attributes:
       every: seconds of work between two saves.
@@ -155,7 +155,7 @@ def first_order(fleet: FleetConfig, saves: Saves) -> float:
 
 
 def simulate_fleet(fleet: FleetConfig, ways: Sequence[Saves]) -> list[Simulated]:
-    """Simulate a fleet with each of these ways to save, against the same failures.
+    """Simulate a fleet with each of these methods to save, against the same failures.
 
     Cost: a few numpy operations on [ways, runs] for each failure of a run.
     """

@@ -18,11 +18,11 @@ from jaxdist.errors import RunError
 
 
 class WireError(RunError):
-    """A peer is unreachable, denies access, or violates the format."""
+    """The error for a peer that is unreachable, denies access, or violates the format."""
 
 
 class RefusedError(WireError):
-    """A peer denies access permanently, so that a retry cannot succeed."""
+    """The error for a peer that denies access permanently, so that no retry can succeed."""
 
 
 class Op(IntEnum):

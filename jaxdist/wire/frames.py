@@ -61,7 +61,7 @@ DTYPES = tuple(np.dtype(name) for name in ("uint8", "float32", jnp.bfloat16, "fl
 
 
 class FrameError(WireError):
-    """A frame is refused, for the reason in the message.
+    """The error for a refused frame, with the reason as its message.
 
     Attributes:
       envelope: the envelope, as far as it could be parsed.

@@ -49,8 +49,8 @@ class LinkConfig(Config):
     bytes_per_second: PositiveFloat
     """The bytes per second in one direction, through one port."""
     topology: Topology = "switch"
-    """The way in which links join devices: a switch joins all devices; a torus joins neighbours,
-    and sends in both directions at once."""
+    """The topology of the links: a switch joins all devices; a torus joins neighbours, and sends in
+    both directions at once."""
 
     def link(self) -> Link:
         """Convert the figures to the form that `cost.py` uses."""

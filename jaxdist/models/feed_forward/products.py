@@ -24,7 +24,7 @@ TILE = 128
 
 
 class Product(Protocol):
-    """A way to multiply rows by the kernels of their experts."""
+    """A method to multiply rows by the kernels of their experts."""
 
     def __call__(self, x_RD: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, block: int) -> Any:
         """Return `[R, F]` in the dtype of x; R and all counts are multiples of `block`."""

@@ -1,4 +1,4 @@
-"""Three ways to apply a function that is defined on lists of layers to stacks of layers.
+"""Three methods to apply a function on lists of layers to stacks of layers.
 
 The cheapest way is to call the function on the stacks, the second is its `jax.vmap` over layers.
 Both are used only where a comparison of traces (`jaxdist.optim.stacks.terms`) proves that they

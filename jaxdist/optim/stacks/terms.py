@@ -36,7 +36,7 @@ _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "c
 
 
 class UnknownError(Exception):
-    """An operation on a stack of layers that no term describes."""
+    """The error for an operation on a stack of layers that no term describes."""
 
 
 @dataclass(frozen=True)

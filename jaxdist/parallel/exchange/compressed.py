@@ -144,7 +144,7 @@ def _own_shards(zero: ZeroSplit, whole: Grads) -> PyTree:
 
 @dataclass(frozen=True)
 class CompressedUnsharded(Compressed, Unsharded):
-    """An exchange with ZeRO 2 or 3 that sums exactly inside the fast network and then by messages.
+    """An exchange with ZeRO 2 or 3 that sums exactly in the fast network, then by messages.
 
     Each layer's gradients are summed into shards inside the fast network during the backward pass.
     Messages cross the slow network after the backward pass, once per step, so that the residual of

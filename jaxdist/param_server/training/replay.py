@@ -28,7 +28,7 @@ BatchesOf = Callable[[int, int], Sequence[DeviceBatch]]
 
 
 class _NotYetError(Exception):
-    """A change was computed from a version that another server has not reached yet."""
+    """The error for a change from a version that another server has not reached yet."""
 
 
 class Replay:

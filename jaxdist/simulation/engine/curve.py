@@ -56,7 +56,7 @@ class LossCurve:
             self.measure(now)
 
     def measure(self, now: float) -> None:
-        """Add a point at this time, unless updates and loss are those of the last point."""
+        """Add a point at this time, if updates or loss have changed since the last point."""
         params = joined_parameters(self.problem, self.nodes, [node.arrays for node in self.nodes])
         gradients = self._gradients()
         steps = gradients / self.cluster.workers

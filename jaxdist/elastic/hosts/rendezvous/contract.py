@@ -17,11 +17,11 @@ NOBODY = "nobody"
 
 
 class RendezvousError(RunError):
-    """The rendezvous cannot be reached, or is unsuitable."""
+    """The error for a rendezvous that cannot be reached, or that is unsuitable."""
 
 
 class LostError(RendezvousError):
-    """The rendezvous has lost its content, so the hosts cannot continue with it."""
+    """The error for a rendezvous that lost its content, so that the hosts cannot continue."""
 
     def __init__(self, address: str) -> None:
         super().__init__(
