@@ -116,7 +116,7 @@ def check_counts(count: int, values: Sequence[object], name: str, operation: str
     """Raise CollectiveError unless there is a value for each of `count` tensors."""
     if len(values) != count:
         raise CollectiveError(
-            f"{operation}: {len(values)} {name} for {count} tensors; give one each"
+            f"{operation}: {len(values)} {name} for {count} tensors; give one for each tensor"
         )
 
 

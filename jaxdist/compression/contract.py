@@ -12,7 +12,8 @@ the same bits on every device that decodes its message. All holders of a message
 without communication.
 
 The codec's `exchange` says how the messages of several devices are combined: "scatter" decodes and
-sums shards and encodes the sum again, "gather" sends every message to every device, and "sum" adds the messages of a `LinearCodec`, for which the sum of messages is the message of the sum.
+sums shards and encodes the sum again, "gather" sends every message to every device, and "sum"
+adds the messages of a `LinearCodec`, for which the sum of messages is the message of the sum.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ class Codec(Config):
         """
         if not jnp.issubdtype(like.dtype, jnp.floating):
             raise CompressionError(
-                f"{described(self, like, name)}: codecs take floating-point arrays; leave it whole "
-                "by a rule, or cast it to float32 first"
+                f"{described(self, like, name)}: codecs encode only floating-point arrays; leave "
+                "the array whole by a rule, or cast it to float32 first"
             )
         if 0 in like.shape:
             raise CompressionError(

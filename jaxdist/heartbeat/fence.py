@@ -60,7 +60,7 @@ class RunFence:
         except OSError as error:
             raise RunError(
                 f"run directory {self.run} cannot be written: {error.strerror or error}; choose "
-                "another with run.directory=PATH"
+                "another directory with run.directory=PATH"
             ) from error
         # If two generations start at once, the older sees the newer, because each checks only after
         # it has left its mark.

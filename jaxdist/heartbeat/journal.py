@@ -46,7 +46,8 @@ def read_journal(run: Path) -> list[JsonObject]:
         return []
     except OSError as error:
         raise RunError(
-            f"{run / FILE_NAME} cannot be read: {error.strerror or error}; restore or remove it"
+            f"{run / FILE_NAME} cannot be read: {error.strerror or error}; restore or remove "
+            "the file"
         ) from error
     events = []
     for line in lines:

@@ -117,7 +117,9 @@ class Gke(Engine):
     @model_validator(mode="after")
     def _one_kind(self) -> Gke:
         if self.tpu is not None and self.gpus_per_node is not None:
-            raise ValueError("tpu and gpus_per_node: a pod has either; leave one out")
+            raise ValueError(
+                "tpu and gpus_per_node: a pod has only one of these; leave the other out"
+            )
         if self.tpu is not None:
             family = parse_topology(self.tpu).family
             if family not in ACCELERATORS:

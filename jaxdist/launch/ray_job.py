@@ -72,7 +72,7 @@ def connect(settings: JsonObject) -> None:
     if os.environ.get("RAY_AUTH_MODE") != "token" and not settings["insecure"]:
         raise RunError(
             f"the cluster at {address} would be used without a token: start it with "
-            "RAY_AUTH_MODE=token and set that here, or set insecure=true"
+            "RAY_AUTH_MODE=token and set the token here, or set insecure=true"
         )
     host, _, port = address.rpartition(":")
     try:  # Without this check, Ray would retry for minutes.

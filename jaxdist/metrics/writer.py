@@ -135,7 +135,7 @@ class MetricsWriter(Records):
         except OSError as error:
             raise RunError(
                 f"cannot write metrics to {self.path}: {error.strerror}; "
-                "make the run directory writable, or choose another"
+                "make the run directory writable, or choose another directory"
             ) from error
 
     def write(self, step: int, values: Mapping[str, float], *, split: str = "train") -> None:

@@ -145,7 +145,7 @@ def _write(document: Document, results: Sequence[Result], path: Path, console: C
         printed = sum(len(one.top) for one in results)
         raise ConfigError(
             f"--write: the compiler refuses all {printed} printed plans, so that none is "
-            f"written; compile more of them: --top {2 * len(first.top)}"
+            f"written; compile more plans: --top {2 * len(first.top)}"
         )
     write_config(document, first.top[0].plan, path)
     where = f", on {first.target.words}," if len(results) > 1 else ""

@@ -268,7 +268,7 @@ def prepare_directory(directory: RunDirectory, resolved_config: str) -> None:
 def _cannot_write(path: Path, error: OSError) -> RunError:
     return RunError(
         f"run directory {path} cannot be written: {error.strerror or error}; "
-        "choose another with run.directory=PATH"
+        "choose another directory with run.directory=PATH"
     )
 
 

@@ -87,7 +87,7 @@ class RunLock:
             self._remove_empty()
             raise RunError(
                 f"run directory {directory} cannot be written: {error.strerror or error}; "
-                "choose another with run.directory=PATH"
+                "choose another directory with run.directory=PATH"
             ) from error
         self._released = threading.Event()
         self._beat = threading.Thread(target=self._show_life, name="run-lock", daemon=True)

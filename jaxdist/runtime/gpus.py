@@ -255,7 +255,7 @@ def _checked(seen: Sequence[Seen], index: int) -> tuple[int, ...]:
     if one.chosen is None:
         raise RunError(
             f"process {index} on {one.machine} has no {CHOICE}, but another process that sees the "
-            "same GPUs has: set it in all of them or in none"
+            "same GPUs has: set it in all of these processes or in none"
         )
     if max(one.chosen) >= len(one.gpus):
         raise RunError(

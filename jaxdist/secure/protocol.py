@@ -241,5 +241,5 @@ def _check_enough(clients: Collection[int], threshold: int, what: str) -> None:
     if len(clients) < threshold:
         raise SecureError(
             f"secure aggregation: {len(clients)} clients {what}, and {threshold} are needed; the "
-            "round reveals nothing: repeat it with more clients, or allow more dropouts"
+            "round reveals nothing: repeat the round with more clients, or allow more dropouts"
         )

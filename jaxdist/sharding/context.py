@@ -38,7 +38,7 @@ def share_sequences(
         raise ConfigError(
             f"mesh.context {given.size} needs kv_heads split as heads are, so that each is with "
             f"its queries: here heads are in {layout.parts('heads')} parts, kv_heads in "
-            f"{layout.parts('kv_heads')}; map both to one axis",
+            f"{layout.parts('kv_heads')}; map heads and kv_heads to one axis",
             setting=("sharding", "rules"),
         )
     splits = splits_of(config.context, given.axes, given.size)

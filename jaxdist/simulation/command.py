@@ -167,7 +167,7 @@ def check_alike(experiments: dict[Variant, Experiment]) -> None:
         if changed:
             raise ConfigError(
                 f"variant {variant.name!r} changes {' and '.join(changed)}: all take equal steps "
-                "on the same batches; set it for all, outside --variant"
+                "on the same batches; set the values for all, outside --variant"
             )
 
 

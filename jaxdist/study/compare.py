@@ -188,8 +188,8 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
             other = seen.setdefault(self.identity(VariantTrial(name, self.seeds[0])), name)
             if other != name:
                 raise ConfigError(
-                    f"variants {other!r} and {name!r} are the same settings: change one of them, "
-                    "or leave it out"
+                    f"variants {other!r} and {name!r} are the same settings: change or remove "
+                    "one of the two"
                 )
 
 
@@ -205,7 +205,7 @@ def _check_alike(name: str, experiment: Experiment, first: Experiment) -> None:
     if changed or len(experiment.stages) > 1:
         raise ConfigError(
             f"variant {name!r} changes {' and '.join(changed) or 'the batch within a run'}: all "
-            "train on the same batches for equal steps; set it for all, outside --variant"
+            "train on the same batches for equal steps; set the values for all, outside --variant"
         )
 
 

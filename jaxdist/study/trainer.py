@@ -154,7 +154,7 @@ class Trainer(ConfigTrainer[Trial]):
             if trial.batch_size > examples:
                 raise ConfigError(
                     f"--batches {trial.batch_size} is larger than the training split of "
-                    f"{examples:,} examples; leave it out"
+                    f"{examples:,} examples; leave this size out"
                 )
             check_comparable(experiment, self._path)
         return experiments

@@ -59,7 +59,7 @@ def check_parts(config: CheckpointConfig, strategy: str, program: Program) -> tu
             if strategy == "parameter_server":
                 raise ConfigError(
                     "servers begin with parameters drawn from the seed and keep the state in "
-                    "their own files: leave it out, or use another strategy.type"
+                    "their own files: leave the setting out, or use another strategy.type"
                 )
             part_names(program, patterns)
     if config.parts is None:

@@ -303,7 +303,7 @@ def test_settings_out_of_range_are_refused(make, message):
 @pytest.mark.parametrize(
     ("codec", "shape", "dtype", "message"),
     [
-        (Sign(), (5,), "int32", r"sign of int32\[5\]: codecs take floating-point arrays"),
+        (Sign(), (5,), "int32", r"sign of int32\[5\]: codecs encode only floating-point arrays"),
         (TopK(), (0, 3), "float32", r"topk of float32\[0,3\]|topk of float32\[0, 3\]: there is no"),
         (LowRank(rank=5), (9, 4), "float32", "rank 5 is above that of a 9 x 4 matrix: set 4 or"),
         (
@@ -312,7 +312,12 @@ def test_settings_out_of_range_are_refused(make, message):
             "float32",
             r"keep this array whole .*of its dims 1 are stacked",
         ),
-        (Chain(first=TopK(), then=Sign()), (3,), "int8", r"int8\[3\]: codecs take floating-point"),
+        (
+            Chain(first=TopK(), then=Sign()),
+            (3,),
+            "int8",
+            r"int8\[3\]: codecs encode only floating-point",
+        ),
     ],
 )
 def test_arrays_that_a_codec_cannot_encode_are_refused(codec, shape, dtype, message):

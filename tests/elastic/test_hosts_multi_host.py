@@ -327,7 +327,7 @@ def given(tmp_path: Path, monkeypatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"least": 3}, "^--min 3 is above --max 2: lower it, or raise --max"),
+        ({"least": 3}, "^--min 3 is above --max 2: lower --min, or raise --max"),
         ({"host": "/10.0.0.7"}, "--host '/10.0.0.7' is not NAME or NAME/ADDRESS"),
         ({"token_file": Path("nothing")}, "--token-file nothing cannot be read: No such file"),
         ({"rendezvous": "config.yaml/x"}, "cannot be reached: Not a directory"),

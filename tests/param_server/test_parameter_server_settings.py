@@ -50,7 +50,7 @@ REFUSED = {
     "central": (
         {"servers": 2, "placement": {"type": "central"}},
         {},
-        r"strategy.servers = 2 .* set one, or type balanced",
+        r"strategy.servers = 2 .* set a single server, or type balanced",
     ),
     "batch": ({"workers": 3}, {}, r"strategy.workers = 3 .* set 63, .*batch_shares: by_speed"),
     "shares": (

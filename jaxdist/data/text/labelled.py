@@ -163,8 +163,8 @@ class LabelledTextConfig(Config):
             if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in patterns):
                 return name
         raise DataError(
-            f"data.classes: no pattern matches {file.name}: add one, such as {{other: ['*']}} at "
-            "the end"
+            f"data.classes: no pattern matches {file.name}: add a pattern, such as "
+            "{other: ['*']} at the end"
         )
 
     def _examples(

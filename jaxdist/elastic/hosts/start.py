@@ -63,7 +63,7 @@ def agent_of(
       JaxdistError: an error that the user can fix.
     """
     if least > most:
-        raise ConfigError(f"--min {least} is above --max {most}: lower it, or raise --max")
+        raise ConfigError(f"--min {least} is above --max {most}: lower --min, or raise --max")
     document = read(config, extra)
     values = document.values
     elastic = validate(Document(values.get("elastic") or {}), ElasticConfig)

@@ -83,7 +83,7 @@ def layouts(placement: Placement, params: Params) -> tuple[ShardLayout, ...]:
     if len(dtypes) > 1:
         raise ConfigError(
             "strategy type parameter_server: the parameters have several dtypes "
-            f"({', '.join(dtypes)}), but servers hold a single dtype: choose one for all"
+            f"({', '.join(dtypes)}), but servers hold a single dtype: use one dtype for all"
         )
     dtype = np.dtype(next(iter(named.values())).dtype)
     found: list[ShardLayout] = []

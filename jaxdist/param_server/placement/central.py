@@ -19,8 +19,8 @@ class Central(PlacementRule):
     def owners(self, ranges: Sequence[Range], servers: tuple[int, ...]) -> tuple[int, ...]:
         if len(servers) > 1:
             raise ConfigError(
-                f"placement type central uses one server, and {len(servers)} are given: set one, "
-                "or type balanced or hashed"
+                f"placement type central uses one server, and {len(servers)} are given: set a "
+                "single server, or type balanced or hashed"
             )
         return servers * len(ranges)
 

@@ -57,7 +57,7 @@ def parity_draws(
       RunError: a file that cannot be written.
     """
     if resume and json_file is None:
-        raise ConfigError("--resume continues the file of --json: give it as well")
+        raise ConfigError("--resume continues the file of --json: give --json FILE too")
     seeds = seeds_of(count, seed)
     outcomes = _earlier(json_file, seeds) if resume and json_file else []
     left = [own for own in seeds if own not in {outcome.seed for outcome in outcomes}]

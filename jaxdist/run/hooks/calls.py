@@ -124,7 +124,7 @@ class HookCalls:
         except Exception as error:
             raise RunError(
                 f"hook {type(hook).__name__} raised in its {what}, at step {self._step}: "
-                f"{describe_exception(error)}. Fix it or leave it out; --resume continues from "
+                f"{describe_exception(error)}. Fix the hook or remove it; --resume continues from "
                 "the newest checkpoint"
             ) from error
 

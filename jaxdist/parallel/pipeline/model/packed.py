@@ -131,7 +131,7 @@ def pack_model(
         if len(dtypes) > 1:
             raise ConfigError(
                 f"a pipeline whose chunks differ packs {what} into one array, but they are "
-                f"{' and '.join(dtypes)}: give them one dtype"
+                f"{' and '.join(dtypes)}: use a single dtype"
             )
     return Packed(embed, tuple(chunks), head, shapes, tuple(boundaries))
 

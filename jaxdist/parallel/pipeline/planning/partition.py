@@ -349,7 +349,8 @@ def _check_input(layers: LayerCosts, placement: tuple[int, ...], live: np.ndarra
             continue
         if len(values) != size:
             raise ConfigError(
-                f"partition: {name} has {len(values)} numbers for {size} layers: give one each"
+                f"partition: {name} has {len(values)} numbers for {size} layers: give one for "
+                "each layer"
             )
         for layer, value in enumerate(values):
             if not 0 <= value < float("inf"):
@@ -363,5 +364,5 @@ def _check_input(layers: LayerCosts, placement: tuple[int, ...], live: np.ndarra
             raise ConfigError(f"partition: {name} is {value}: costs are finite and not negative")
     if len(live) != chunks:
         raise ConfigError(
-            f"partition: live has {len(live)} numbers for {chunks} chunks: give one each"
+            f"partition: live has {len(live)} numbers for {chunks} chunks: give one for each chunk"
         )
