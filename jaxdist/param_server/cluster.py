@@ -202,4 +202,6 @@ class Cluster(Config):
             found["strategy.codec"] = self.codec.type
         if isinstance(model, OnArrival) and model.value_bound is not None:
             found["strategy.consistency.value_bound"] = f"{model.value_bound:g}"
+        if isinstance(model, OnArrival) and model.delay_compensation is not None:
+            found["strategy.consistency.delay_compensation"] = "set"
         return found

@@ -94,6 +94,7 @@ def served(strategy: ParameterServer, job: RunJob) -> TrainState:
     _check_installed(strategy.type)
     # imported here, since these modules import gRPC, an optional dependency
     from jaxdist.param_server.training.state import Sharded
+    from jaxdist.param_server.training.statistics import held
     from jaxdist.param_server.training.supervisor import supervise
 
     if jax.process_count() > 1:
@@ -109,7 +110,8 @@ def served(strategy: ParameterServer, job: RunJob) -> TrainState:
         assert prepared.optim is not None
         assert prepared.directory is not None
         program = prepared.stages[0].program
-        placement = strategy.placed(program.model.params, prepared.optim)
+        whole = held(program.model.params, program.model.buffers)
+        placement = strategy.placed(whole, prepared.optim)
         sharded = Sharded(strategy, program, prepared.optim, placement)
         config = RunDirectory(prepared.directory).config
         return supervise(sharded, prepared, module=processes.__name__, config=config)

@@ -16,6 +16,7 @@ from jaxdist.optim.common import OptimizerConfig
 from jaxdist.param_server.contract import RuleState
 from jaxdist.param_server.placement.ranges import updates_elementwise
 from jaxdist.param_server.training.separable import server_transform
+from jaxdist.param_server.training.statistics import is_statistic
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, Params, PyTree
 
@@ -69,6 +70,8 @@ class ServerRule:
 
     def init(self, name: str, array: np.ndarray) -> RuleState:
         """Return the optimizer's state for a range of a parameter."""
+        if is_statistic(name):
+            return ()
         rule = self._rule(name)
         return rule.transform.init(rule.wrapped(self._shaped(name, array)))
 
@@ -80,6 +83,8 @@ class ServerRule:
         Args:
           rate: factor on the learning rate.
         """
+        if is_statistic(name):
+            return array - (gradient if rate == 1 else np.float32(rate) * gradient), state
         given = (self._shaped(name, array), self._shaped(name, gradient), state)
         # A rate of 1 is left out of the program, which would round differently than on a mesh.
         factor = () if rate == 1 else (np.float32(rate),)

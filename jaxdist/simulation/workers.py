@@ -15,6 +15,7 @@ from jaxdist.errors import DataError
 from jaxdist.models.loss import Batch
 from jaxdist.parallel.jitted import Compiled
 from jaxdist.param_server.contract import Arrays
+from jaxdist.param_server.training.statistics import change, divided, held
 from jaxdist.simulation.engine.problem import Computed
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
@@ -75,24 +76,25 @@ class ModelProblem:
 
     @cached_property
     def _start(self) -> Arrays:
-        return _by_name(self._begun.params)
+        return _by_name(held(self._begun.params, self._begun.buffers))
 
     def gradient(self, params: Arrays, worker: int, step: int) -> Computed:
         """Compute the mean gradient and the tokens of a worker's part of a step's batch."""
         batch = self._loaders[worker].batch(step)
         # Random layers draw by the state's step, so each worker and step needs its own number.
         draw = np.int32(step * len(self._shares) + worker)
-        state = replace(self._begun, step=draw, params=self._tree(params))
+        given, buffers = divided(self._tree(params), self._begun.buffers)
+        state = replace(self._begun, step=draw, params=given, buffers=buffers)
         size, pieces = self._shares[worker], self._microbatches[worker]
         found: StepGradients = self._of_size(size, pieces)(state, batch)
-        grads, weight = jax.device_get((found.grads, found.sums["loss"].weight))
+        pushed = change(found.grads, buffers, found.buffers)
+        grads, weight = jax.device_get((pushed, found.sums["loss"].weight))
         return Computed(_by_name(grads), float(weight))
 
     def loss(self, params: Arrays) -> float:
         """Compute the held-out loss."""
-        begun = self._begun
-        means = evaluate(self._program, self._tree(params), begun.buffers, self._evaluated)
-        return means["loss"]
+        given = divided(self._tree(params), self._begun.buffers)
+        return evaluate(self._program, *given, self._evaluated)["loss"]
 
     @cached_property
     def _evaluated(self) -> list[Batch]:
@@ -109,7 +111,8 @@ class ModelProblem:
         return program.gradients
 
     def _tree(self, params: Arrays) -> Params:
-        like = self._program.state_shapes.params
+        shapes = self._program.state_shapes
+        like = held(shapes.params, shapes.buffers)
         leaves = [params[name] for name, _ in flatten_with_names(like)]
         tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
         return jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding, like))

@@ -93,6 +93,7 @@ _PATHS = (
     "optim.max_grad_norm",
     "strategy.codec",
     "strategy.consistency.value_bound",
+    "strategy.consistency.delay_compensation",
 )
 
 SECTIONS: Mapping[str, Feature] = {

@@ -111,11 +111,22 @@ SERVERS: tuple[ValidityRow, ...] = (
         ("optim", "rates"),
     ),
     ValidityRow(
-        (("state of the model besides parameters",), SERVER),
-        "each worker would change it for itself",
-        "use a model without running statistics (layer norms in the place of batch norms), or "
-        "strategy.type: synchronous",
-        ("model",),
+        (("state of the model besides parameters",), ("strategy.codec",)),
+        "running statistics are pushed with the gradients, and a codec would distort them",
+        "set strategy.codec: null",
+        ("strategy", "codec"),
+    ),
+    ValidityRow(
+        (("state of the model besides parameters",), ("strategy.consistency.value_bound",)),
+        "it bounds gradients times the learning rate, and running statistics move without one",
+        "leave strategy.consistency.value_bound out",
+        ("strategy", "consistency", "value_bound"),
+    ),
+    ValidityRow(
+        (("state of the model besides parameters",), ("strategy.consistency.delay_compensation",)),
+        "it corrects gradients by the change of parameters, and running statistics have none",
+        "set strategy.consistency.delay_compensation: null",
+        ("strategy", "consistency", "delay_compensation"),
     ),
     ValidityRow(
         (("strategy.codec",), ("strategy.consistency: elastic",)),

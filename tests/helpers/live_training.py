@@ -25,6 +25,7 @@ from jaxdist.param_server.live.server import Reached, Server
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.state import Sharded, ShardState
+from jaxdist.param_server.training.statistics import held
 from jaxdist.param_server.training.worker import Clocked, Measured, Worker
 from jaxdist.train.strategy.config import ParameterServer
 from jaxdist.wire.frames import spec_for
@@ -49,7 +50,8 @@ class Training:
         assert isinstance(config.strategy, ParameterServer)
         self.cluster = config.strategy
         program = self.experiment.program
-        placement = self.cluster.placed(program.model.params, config.optim)
+        whole = held(program.model.params, program.model.buffers)
+        placement = self.cluster.placed(whole, config.optim)
         self.sharded = Sharded(self.cluster, program, config.optim, placement, config.seed)
         self.start = program.init()
         self.servers: list[Server] = []

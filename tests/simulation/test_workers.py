@@ -9,7 +9,7 @@ from flax import nnx
 from runs import DIGITS
 
 from jaxdist.config import Document, validate
-from jaxdist.errors import ConfigError, DataError
+from jaxdist.errors import DataError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.simulation.rule import ServerRule
 from jaxdist.simulation.simulated import Simulator, cluster_of
@@ -166,9 +166,17 @@ def noisy(**args):
     return {"model": model, "loss": {"type": "classification"}}
 
 
-def test_a_model_with_statistics_of_its_own_is_refused():
-    with pytest.raises(ConfigError, match=r"model = .* keeps norm/mean besides its parameters"):
-        problem((8, 8, 8, 8), **noisy(running=True))
+def test_running_statistics_are_pushed_as_changes():
+    """With the opposite sign, so that a step of size 1 against them gives the new statistics."""
+    _, workers = problem((8, 8, 8, 8), **noisy(running=True))
+    start = workers.start
+    (name,) = [name for name in start if name.endswith("/mean")]
+    pushed = workers.gradient(start, 0, 0).gradient[name]
+    assert np.abs(pushed).max() > 0
+    moved = {**start, name: start[name] - pushed}
+    again = workers.gradient(moved, 0, 0).gradient[name]
+    # The statistics move by a fixed fraction towards those of the batch, which has not changed.
+    np.testing.assert_allclose(again, 0.9 * pushed, rtol=0.15, atol=1e-6)
 
 
 def test_random_layers_draw_anew_for_each_worker_and_step():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxdist.data.loader import Loader
 from jaxdist.experiment.experiment import Experiment
 from jaxdist.param_server.training.state import Sharded
+from jaxdist.param_server.training.statistics import held
 from jaxdist.train.step import Program
 from jaxdist.train.strategy.config import ParameterServer
 
@@ -14,7 +15,8 @@ def sharded_of(experiment: Experiment) -> Sharded:
     config = experiment.config
     strategy = config.strategy
     assert isinstance(strategy, ParameterServer), strategy.type
-    placement = strategy.placed(experiment.program.model.params, config.optim)
+    model = experiment.program.model
+    placement = strategy.placed(held(model.params, model.buffers), config.optim)
     return Sharded(strategy, experiment.program, config.optim, placement, config.seed)
 
 

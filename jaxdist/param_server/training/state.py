@@ -22,6 +22,7 @@ from jaxdist.param_server.live.layout import ShardLayout, joined_shards, layouts
 from jaxdist.param_server.live.shard import shapes, split_ranges
 from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.training.separable import server_transform
+from jaxdist.param_server.training.statistics import averaging, divided, held, is_statistic
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
@@ -48,6 +49,9 @@ class ShardState:
 @dataclass(frozen=True)
 class Sharded:
     """The distribution of a program's state over servers.
+
+    The running statistics of a model are held as parameters are: see
+    `jaxdist.param_server.training.statistics`.
 
     Attributes:
       program: program of all workers together, which is evaluated and saved.
@@ -86,26 +90,43 @@ class Sharded:
     @cached_property
     def layouts(self) -> tuple[ShardLayout, ...]:
         """The shard of each server."""
-        return layouts(self.placement, self.program.model.params)
+        return layouts(self.placement, self.held)
+
+    @property
+    def held(self) -> PyTree:
+        """The shapes of all that servers hold."""
+        return held(self.program.model.params, self.program.model.buffers)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each parameter, by name."""
-        return {n: tuple(s.shape) for n, s in flatten_with_names(self.program.model.params)}
+        """Shape of each parameter and statistic, by name."""
+        return {n: tuple(s.shape) for n, s in flatten_with_names(self.held)}
 
     def transform(self, layout: ShardLayout) -> optax.GradientTransformationExtraArgs:
         """Return a server's optimizer, for the tree of `jaxdist.param_server.live.shard.shapes`."""
+        own = {p.range.key: p.range.name for p in layout.pieces if not is_statistic(p.range.name)}
+        others = {piece.range.key for piece in layout.pieces} - set(own)
+        return averaging(self._rule(layout, own), others)
+
+    def _rule(
+        self, layout: ShardLayout, names: Mapping[str, str]
+    ) -> optax.GradientTransformationExtraArgs:
+        """Return the optimizer of a server's parameters.
+
+        Args:
+          names: name of each range's parameter, by the key of the range.
+        """
         model = self.cluster.consistency
         if isinstance(model, Decoupled):
             return optax.with_extra_args_support(model.outer())
         dims = self.program.dims
         if isinstance(self.optim, ImportedOptimizerConfig):
-            names = {piece.range.key: piece.range.name for piece in layout.pieces}
             params = self.program.model.params
             whole = server_transform(self.optim, self.schedule, params, dims)
             return _by_own_names(whole, names, params)
-        own = {piece.range.key: dims[piece.range.name] for piece in layout.pieces}
-        return server_transform(self.optim, self.schedule, shapes(layout), own)
+        of_ranges = {key: one for key, one in shapes(layout).items() if key in names}
+        own = {key: dims[name] for key, name in names.items()}
+        return server_transform(self.optim, self.schedule, of_ranges, own)
 
     @property
     def schedule(self) -> optax.Schedule:
@@ -133,7 +154,7 @@ class Sharded:
 
     def parted(self, state: TrainState, clock: int) -> list[ShardState]:
         """Split a training state among servers; without `keeps_moments` optimizers start afresh."""
-        names = flatten_with_names(state.params)
+        names = flatten_with_names(held(state.params, state.buffers))
         arrays = {name: np.asarray(leaf) for name, leaf in names}
         saved = {name: np.asarray(leaf) for name, leaf in flatten_with_names(state.opt_state)}
         found: list[ShardState] = []
@@ -172,10 +193,10 @@ class Sharded:
         """
         wanted = self.program.state_shapes
         arrays = joined_shards(self.layouts, [shard.params for shard in shards], self.shapes)
-        params = _placed(wanted.params, arrays)
-        new = replace(
-            state, step=jax.device_put(np.int32(step), wanted.step.sharding), params=params
-        )
+        placed = _placed(held(wanted.params, wanted.buffers), arrays)
+        params, buffers = divided(placed, state.buffers)
+        number = jax.device_put(np.int32(step), wanted.step.sharding)
+        new = replace(state, step=number, params=params, buffers=buffers)
         if not self.keeps_moments:
             return new
         moments = self._moments(shards)

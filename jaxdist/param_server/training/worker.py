@@ -21,6 +21,7 @@ from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.live.client import Client
 from jaxdist.param_server.live.layout import joined_shards
 from jaxdist.param_server.training.state import Sharded
+from jaxdist.param_server.training.statistics import change, divided, held
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
@@ -65,7 +66,7 @@ class PushComputation(Protocol):
 
 @dataclass
 class _OnDevices:
-    """Conversion between flat arrays and a program's tree of parameters.
+    """Conversion between flat arrays and a program's tree of parameters and statistics.
 
     Attributes:
       slot: the worker's number among the active workers.
@@ -81,7 +82,8 @@ class _OnDevices:
 
     def tree(self, flats: Flats) -> PyTree:
         arrays = joined_shards(self.sharded.layouts, flats, self.sharded.shapes)
-        shapes = self.program.state_shapes.params
+        wanted = self.program.state_shapes
+        shapes = held(wanted.params, wanted.buffers)
         leaves = [
             jax.device_put(arrays[name], shape.sharding)
             for name, shape in flatten_with_names(shapes)
@@ -92,24 +94,31 @@ class _OnDevices:
         arrays = {name: np.asarray(leaf) for name, leaf in flatten_with_names(tree)}
         return [layout.flatten(arrays) for layout in self.sharded.layouts]
 
+    def loaded(self, state: TrainState, flats: Flats) -> TrainState:
+        """Return a state with the parameters and the statistics of flat arrays."""
+        params, buffers = divided(self.tree(flats), state.buffers)
+        return replace(state, params=params, buffers=buffers)
+
+    def flats_of(self, state: TrainState) -> Flats:
+        return self.flats(held(state.params, state.buffers))
+
 
 @dataclass
 class GradientOnly(_OnDevices):
     """A computation that pushes the gradient of one batch."""
 
-    _params: PyTree = None
+    _held: PyTree = None
 
     def begin(self, flats: Flats) -> None:
-        self._params = self.tree(flats)
+        self._held = self.tree(flats)
 
     def compute(self, batches: Sequence[DeviceBatch], clock: int) -> tuple[Flats, Sums]:
         (batch,) = batches
         shapes = self.program.own_shapes
-        state = TrainState(
-            self.draw(clock), self._params, (), shapes.buffers, None, shapes.exchange
-        )
+        params, buffers = divided(self._held, shapes.buffers)
+        state = TrainState(self.draw(clock), params, (), buffers, None, shapes.exchange)
         found = self.program.gradients(state, batch)
-        return self.flats(found.grads), found.sums
+        return self.flats(change(found.grads, buffers, found.buffers)), found.sums
 
 
 @dataclass
@@ -130,12 +139,12 @@ class LocalSteps(_OnDevices):
         known = self._state
         state = self.program.init() if known is None else known
         if known is None or self.alpha is None:
-            state = replace(state, params=self.tree(flats))
+            state = self.loaded(state, flats)
         self._state = state
         if self.alpha is None:
             self._begun = flats
             return None
-        own = self.flats(state.params)
+        own = self.flats_of(state)
         pairs = zip(own, flats, strict=True)
         self._pull = [elastic_difference(x, c, self.alpha) for x, c in pairs]
         return self._pull
@@ -154,13 +163,13 @@ class LocalSteps(_OnDevices):
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
             if number == 0 and self._pull is not None:
                 # EASGD takes the gradient at the worker's parameters before the pull.
-                moved = zip(self.flats(state.params), self._pull, strict=True)
-                state = replace(state, params=self.tree([x - pull for x, pull in moved]))
+                moved = zip(self.flats_of(state), self._pull, strict=True)
+                state = self.loaded(state, [x - pull for x, pull in moved])
         assert total is not None
         self._state = state
         if self._begun is None:
             return [], total
-        pairs = zip(self.flats(state.params), self._begun, strict=True)
+        pairs = zip(self.flats_of(state), self._begun, strict=True)
         return [after - before for after, before in pairs], total
 
     @cached_property
