@@ -220,6 +220,31 @@ def run_study(
         run(study, extra, **given)
 
 
+def review(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE] [key=value ...]", help="A YAML file, and settings."),
+    ] = None,
+    *,
+    json_file: shared.JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figures into this directory.")] = None,
+    devices: shared.Devices = 8,
+) -> None:
+    """Compare architectures and optimizers on one page, as survey articles do.
+
+    Efficiency over the number of devices is from the simulator and the cost model, communication
+    and memory from compiled programs, and optimizers from a recorded study.
+    Keys: devices, parameter_bytes, step_seconds, gbits, latency_seconds, servers, microbatches,
+    layers, message_bytes, measured, program, patterns, scaling.
+    """
+    from jaxdist.runtime import environment
+
+    environment.prepare(fake_devices=devices)
+    from jaxdist.simulation.review.page import run_review
+
+    run_review(settings or [], json_file=json_file, plot=plot, console=shared.console())
+
+
 def servers(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,

@@ -48,6 +48,7 @@ READ = {
     "study compare config": ["study", "compare", "@", "--variant", "a=train.steps=1"],
     "study batch-scaling config": ["study", "batch-scaling", "@", "--batches", "8,16"],
     "study run file": ["study", "run", "@"],
+    "study review settings": ["study", "review", "@"],
     "simulate servers config": ["simulate", "servers", "@"],
     "simulate choice settings": ["simulate", "choice", "@"],
     "simulate fleet settings": ["simulate", "fleet", "@"],
@@ -71,7 +72,9 @@ AFTER_A_MODEL = {
 """Paths that are used after a model, or by a process of its own: see `tests/interchange`."""
 
 NO_FILES = ["nosuch", "adir", "file/x", "loop", "binary", "/proc/self/mem", "n" * 300]
-EMPTY_IS_GOOD = {"simulate choice settings", "simulate fleet settings"}
+EMPTY_IS_GOOD = {
+    "study review settings", "simulate choice settings", "simulate fleet settings",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ workers the statistics are those of the workers, averaged by examples.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,9 +67,9 @@ def averaging(
         return inner.init(others(params)) if others(params) else ()
 
     def update(
-        updates: Updates, state: OptState, params: Params = None, **extra: object
+        updates: Any, state: OptState, params: Params = None, **extra: object
     ) -> tuple[Updates, OptState]:
-        own = others(updates)
+        own: Any = others(updates)
         if own:
             own, state = inner.update(own, state, others(params), **extra)
         return {key: -one if key in keys else own[key] for key, one in updates.items()}, state

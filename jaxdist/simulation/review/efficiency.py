@@ -1,0 +1,103 @@
+"""The efficiency of each architecture over the number of devices, by simulator and cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxdist.collectives.algorithms.ring import Ring
+from jaxdist.collectives.contract import Operation
+from jaxdist.collectives.cost import Level, predict_seconds
+from jaxdist.pipeline_schedules.costs import Costs
+from jaxdist.pipeline_schedules.one_f_one_b import OneFOneB
+from jaxdist.pipeline_schedules.simulate import simulate
+from jaxdist.runtime.hardware import Link
+from jaxdist.simulation.choice import MODELS, Speeds, server_seconds
+from jaxdist.simulation.review.settings import Architecture, ReviewConfig
+
+MOST_WORKERS = 16
+"""Largest number of workers that are simulated, since the simulation's work grows with its square;
+beyond, the busiest card decides, as `tests/simulation/test_review.py` compares."""
+_CALLS: dict[Architecture, tuple[Operation, ...]] = {
+    "ring": ("all_reduce",),
+    "ZeRO 1": ("reduce_scatter", "all_gather"),
+    # Parameters are gathered for the forward pass and again for the backward pass.
+    "ZeRO 3": ("all_gather", "all_gather", "reduce_scatter"),
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a curve.
+
+    Attributes:
+      seconds: time of a step.
+      efficiency: time of a device's own work over the time of a step.
+    """
+
+    architecture: Architecture
+    devices: int
+    seconds: float
+    efficiency: float
+
+
+def curves(config: ReviewConfig) -> Iterator[Point]:
+    """Yield the points of all curves, architecture by architecture.
+
+    Each device has the same amount of work at every size (weak scaling), and no communication
+    hides behind it; a pipeline's messages travel while its stages work. A pipeline has at most a
+    stage for each layer.
+    """
+    for devices in config.devices:
+        yield _point(config, "parameter server", devices, _servers(config, devices))
+    for architecture in _CALLS:
+        for devices in config.devices:
+            yield _point(config, architecture, devices, _reduced(config, architecture, devices))
+    for devices in config.devices:
+        if devices <= config.layers:
+            yield _point(config, "pipeline", devices, _piped(config, devices))
+
+
+def _point(config: ReviewConfig, name: Architecture, devices: int, seconds: float) -> Point:
+    return Point(name, devices, seconds, config.step_seconds / seconds)
+
+
+def _servers(config: ReviewConfig, workers: int) -> float:
+    """Return the time of a step in which all workers wait for each other."""
+    if not 2 <= workers <= MOST_WORKERS:
+        return busiest_card_seconds(config, workers)
+    equal = Speeds("equal")
+    return server_seconds(config.choice(workers), 1.0, config.gbits, equal, MODELS["bsp"])
+
+
+def busiest_card_seconds(config: ReviewConfig, workers: int) -> float:
+    """Return the time of a step whose pushes and pulls pass the busiest card one after the other.
+
+    A server's card carries its share of the parameters for each worker, and a worker's card all
+    parameters.
+    """
+    link = _link(config)
+    carried = config.parameter_bytes * max(1.0, workers / config.servers)
+    return config.step_seconds + 2 * (link.latency_seconds + carried / link.bytes_per_second)
+
+
+def _reduced(config: ReviewConfig, architecture: Architecture, devices: int) -> float:
+    """Return the time of a step with its collectives, each by a ring."""
+    levels = [Level(devices, _link(config))]
+    calls = _CALLS[architecture]
+    spent = sum(predict_seconds(Ring(), call, config.parameter_bytes, levels) for call in calls)
+    return config.step_seconds + spent
+
+
+def _piped(config: ReviewConfig, stages: int) -> float:
+    """Return the time of a step of 1F1B, whose backward tasks take twice as long as forward."""
+    forward = config.step_seconds / (3 * config.microbatches)
+    link = _link(config)
+    message = link.latency_seconds + config.message_bytes / link.bytes_per_second
+    costs = Costs(forward, forward, forward, transfer=message)
+    schedule = OneFOneB(type="1f1b").build(stages, config.microbatches)
+    return simulate(schedule, costs).makespan
+
+
+def _link(config: ReviewConfig) -> Link:
+    return Link(config.latency_seconds, config.gbits * 1e9 / 8)

@@ -1,0 +1,90 @@
+"""Optimizers by the largest batch that keeps its quality, by memory and by stability."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from jaxdist.errors import ConfigError, did_you_mean
+from jaxdist.experiment import build, load
+from jaxdist.run.memory import bytes_per_device
+from jaxdist.simulation.review.settings import Cell, RecordedScaling, ReviewConfig
+from jaxdist.study.plan import contenders
+from jaxdist.study.table import MARGIN
+
+
+@dataclass(frozen=True)
+class OptimizerRow:
+    """An optimizer's row of the table.
+
+    Attributes:
+      largest: the largest batch size up to which every mean is within `MARGIN` of the best one at
+        the base batch; None if that of the base batch is not.
+      state_bytes: bytes of state for each parameter, in float32.
+      spread: sample standard deviation over the seeds at the last batch size; None where unknown.
+      diverged: number of batch sizes at which a run diverged.
+      last: the mean at the last batch size; None where a run diverged.
+    """
+
+    name: str
+    largest: int | None
+    state_bytes: float
+    spread: float | None
+    diverged: int
+    last: float | None
+
+
+def optimizer_rows(config: ReviewConfig) -> Iterator[OptimizerRow]:
+    """Yield the rows of the recorded study's optimizers, in its order.
+
+    Raises:
+      ConfigError: an optimizer that `jaxdist study batch-scaling` does not have, or a study in
+        which every optimizer diverged at the base batch.
+    """
+    scaling = config.scaling
+    limit = _limit(scaling)
+    for name, cells in scaling.cells.items():
+        up_to = _largest(scaling, cells, limit)
+        diverged = sum(cell.mean is None for cell in cells)
+        held = _state_bytes(config, name)
+        yield OptimizerRow(name, up_to, held, cells[-1].spread, diverged, cells[-1].mean)
+
+
+def _limit(scaling: RecordedScaling) -> float:
+    """Return the worst mean that still keeps the quality of the best optimizer's base batch."""
+    means = [cells[0].mean for cells in scaling.cells.values() if cells[0].mean is not None]
+    if not means:
+        raise ConfigError(
+            f"scaling.cells: all optimizers diverged at batch {scaling.batches[0]}: record a study "
+            "with a smaller first batch size"
+        )
+    if scaling.metric == "accuracy":
+        return max(means) - MARGIN
+    return min(means) * (1 + MARGIN)
+
+
+def _largest(scaling: RecordedScaling, cells: Sequence[Cell], limit: float) -> int | None:
+    reached: int | None = None
+    for size, cell in zip(scaling.batches, cells, strict=True):
+        if cell.mean is None:
+            break
+        if cell.mean < limit if scaling.metric == "accuracy" else cell.mean > limit:
+            break
+        reached = size
+    return reached
+
+
+def _state_bytes(config: ReviewConfig, name: str) -> float:
+    """Return the bytes of an optimizer's state for each parameter of the compiled program."""
+    known = contenders()
+    if name not in known:
+        raise ConfigError(f"scaling.cells: optimizer {name!r}: {did_you_mean(name, known)}")
+    assert config.program is not None, "read_review has filled it in"
+    section = {**known[name].section, "learning_rate": known[name].start}
+    overrides = ["mesh={data: 1, fake_devices: 1}", f"optim={json.dumps(section)}"]
+    document, found = load(config.program, overrides)
+    shapes = build(found, document, devices=jax.devices()[:1]).program.state_shapes
+    return 4 * bytes_per_device(shapes.opt_state) / bytes_per_device(shapes.params)

@@ -1,0 +1,208 @@
+"""`jaxdist study review`: the tables and figures of survey articles on one page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxdist.inspect.rows import show_bytes
+from jaxdist.metrics.columns import markdown
+from jaxdist.simulation.review.efficiency import MOST_WORKERS, Point, curves
+from jaxdist.simulation.review.optimizers import OptimizerRow, optimizer_rows
+from jaxdist.simulation.review.patterns import Pattern, patterns
+from jaxdist.simulation.review.plot import plot_review
+from jaxdist.simulation.review.settings import ReviewConfig, read_review
+from jaxdist.study.files import check_writable, write_study
+from jaxdist.types import JsonObject
+
+MIXED = 16.0
+"""Bytes for each parameter in mixed precision with Adam: 2 of parameters, 2 of gradients, 12 of the
+optimizer's float32 state (ZeRO, arXiv 1910.02054, section 3.1)."""
+
+
+@dataclass(frozen=True)
+class Review:
+    """The page's figures: curves, compiled programs and optimizers."""
+
+    config: ReviewConfig
+    points: tuple[Point, ...]
+    patterns: tuple[Pattern, ...]
+    optimizers: tuple[OptimizerRow, ...]
+
+    def text(self) -> str:
+        """Return the page in markdown."""
+        parts = (self._efficiency(), self._patterns(), self._optimizers(), self._memory())
+        return "\n".join(line for part in parts for line in (*part, "")).rstrip()
+
+    def as_json(self) -> JsonObject:
+        """Return plain data: the page's lines, and every figure."""
+        return {
+            "text": self.text().splitlines(),
+            "efficiency": [asdict(point) for point in self.points],
+            "measured": [point.model_dump() for point in self.config.measured],
+            "patterns": [{**asdict(one), "sent": one.sent} for one in self.patterns],
+            "optimizers": [asdict(row) for row in self.optimizers],
+            "zero_bytes_per_parameter": {
+                str(stage): {str(n): zero_bytes(stage, n) for n in self.config.devices}
+                for stage in range(4)
+            },
+        }
+
+    def _efficiency(self) -> Iterator[str]:
+        config = self.config
+        yield "## Efficiency by architecture"
+        yield ""
+        yield (
+            "Time of a device's own work over the time of a step, with equal work on every device: "
+            f"{show_bytes(config.parameter_bytes)} of parameters, {config.step_seconds:g} s of "
+            f"work, {config.gbits:g} Gbit/s. {config.servers} servers are simulated with up to "
+            f"{MOST_WORKERS} workers, and computed from the bytes of their cards beyond. Ring and "
+            "ZeRO are the cost model's, and 1F1B is simulated with "
+            f"{config.microbatches} microbatches and a stage for each of up to {config.layers} "
+            "layers. Nothing hides behind the work: these are lower bounds."
+        )
+        yield ""
+        found = {(point.architecture, point.devices): point for point in self.points}
+        names = list(dict.fromkeys(point.architecture for point in self.points))
+        rows = [
+            [
+                name,
+                *(
+                    f"{found[name, n].efficiency:.0%}" if (name, n) in found else ""
+                    for n in config.devices
+                ),
+            ]
+            for name in names
+        ]
+        yield from markdown(["devices", *map(str, config.devices)], rows)
+        for one in config.measured:
+            yield ""
+            yield (
+                f"Measured: {one.architecture}, {one.devices} devices: {one.efficiency:.0%} "
+                f"({one.source})."
+            )
+
+    def _patterns(self) -> Iterator[str]:
+        yield "## Communication patterns"
+        yield ""
+        yield (
+            "What the busiest device sends in a step, in units of all parameters, read from "
+            f"compiled programs ({_program(self.config)}). A worker of parameter servers sends its "
+            "gradients; the busiest server sends its parameters to each worker."
+        )
+        yield ""
+        rows = [
+            [
+                one.name,
+                one.axes,
+                one.calls,
+                f"{one.sent:.2f}",
+                "" if one.server_bytes is None else f"{one.server_bytes / one.parameter_bytes:.2f}",
+            ]
+            for one in self.patterns
+        ]
+        head = ["architecture", "mesh", "calls", "sent by a device", "sent by a server"]
+        yield from markdown(head, rows)
+
+    def _optimizers(self) -> Iterator[str]:
+        scaling = self.config.scaling
+        yield "## Optimizers"
+        yield ""
+        yield (
+            "Largest batch: up to it, each mean is within one point (of a loss: 1%) of the best at "
+            f"batch {scaling.batches[0]}. Stability: at batch {scaling.batches[-1]}, the mean and "
+            f"its standard deviation over the seeds. Recorded: {scaling.source}."
+        )
+        yield ""
+        rows = [
+            [
+                row.name,
+                "none" if row.largest is None else row.largest,
+                f"{row.state_bytes:.1f} B",
+                _stability(row, scaling.metric),
+                row.diverged,
+            ]
+            for row in self.optimizers
+        ]
+        head = ["optimizer", "largest batch", "state of a parameter", "stability", "diverged"]
+        yield from markdown(head, rows)
+
+    def _memory(self) -> Iterator[str]:
+        devices = self.config.devices
+        yield "## Memory by ZeRO"
+        yield ""
+        yield (
+            f"Bytes for each parameter and device, of {MIXED:g} without ZeRO: 2 of parameters, 2 "
+            "of gradients and 12 of the optimizer (mixed precision with Adam). Stage 1 saves up to "
+            f"{MIXED / 4:g} times, stage 2 up to {MIXED / 2:g} times, and stage 3 as many times as "
+            "there are devices."
+        )
+        yield ""
+        rows = [[stage, *(f"{zero_bytes(stage, n):.3g}" for n in devices)] for stage in range(4)]
+        yield from markdown(["stage", *map(str, devices)], rows)
+        yield ""
+        yield (
+            "Parameters and optimizer state of the compiled programs, in bytes for each parameter "
+            "of the model (float32; gradients are temporary and not counted):"
+        )
+        yield ""
+        most = max(one.state for one in self.patterns)
+        found = [
+            [p.name, p.axes, f"{p.state:.2f}", f"{most / p.state:.1f}x"] for p in self.patterns
+        ]
+        yield from markdown(["architecture", "mesh", "bytes", "saved"], found)
+
+
+def zero_bytes(stage: int, devices: int) -> float:
+    """Return the bytes of state for each parameter on a device (ZeRO, section 5 and figure 1).
+
+    >>> [zero_bytes(stage, 64) for stage in range(4)]
+    [16.0, 4.1875, 2.21875, 0.25]
+    """
+    split = (0.0, 12.0, 14.0, 16.0)[stage]
+    return MIXED - split + split / devices
+
+
+def _stability(row: OptimizerRow, metric: str) -> str:
+    if row.last is None:
+        return "diverged"
+    times, places, unit = (100, 1, "%") if metric == "accuracy" else (1, 3, "")
+    spread = "" if row.spread is None else f" ± {row.spread * times:.{places}f}"
+    return f"{row.last * times:.{places}f}{spread}{unit}"
+
+
+def _program(config: ReviewConfig) -> str:
+    assert config.program is not None, "read_review has filled it in"
+    return config.program.name
+
+
+def run_review(
+    settings: Sequence[str],
+    *,
+    json_file: Path | None = None,
+    plot: Path | None = None,
+    console: Console,
+) -> Review:
+    """Compute, print and write the page; the same settings give the same page.
+
+    Args:
+      settings: as in `jaxdist.simulation.review.settings.read_review`.
+      json_file, plot: a file for the figures, and a directory for the picture.
+
+    Raises:
+      JaxdistError: unknown settings, a program that cannot be compiled, or a file that cannot be
+        written.
+    """
+    config = read_review(settings)
+    check_writable(plot, json_file)
+    points, rows = tuple(curves(config)), tuple(optimizer_rows(config))
+    done = Review(config, points, tuple(patterns(config)), rows)
+    console.print(done.text(), soft_wrap=True, markup=False)
+    if json_file is not None:
+        write_study(json_file, done.as_json())
+    if plot is not None:
+        plot_review(done.points, config, zero_bytes, plot)
+    return done

@@ -1,0 +1,91 @@
+"""The communication and the memory of each architecture, read from compiled programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxdist.inspect.program import Inspection, inspect_step, open_subject
+from jaxdist.inspect.servers import ServerCost
+from jaxdist.simulation.review.settings import ReviewConfig
+from jaxdist.trees import tree_size
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The communication of a step and the state of a device, for an architecture.
+
+    Attributes:
+      axes: mesh, as text.
+      calls: collectives of a device by kind and axes, with their number; for servers, the pulls and
+        pushes of a worker.
+      sent_bytes: bytes that the busiest device sends in a step; with servers, the busiest worker.
+      server_bytes: bytes that the busiest server sends in a step; None without servers.
+      parameter_bytes: bytes of all parameters, the unit of the table.
+      state_bytes: bytes of a device's parameters and optimizer state; with servers, of the largest
+        server.
+    """
+
+    name: str
+    axes: str
+    calls: str
+    sent_bytes: float
+    server_bytes: float | None
+    parameter_bytes: float
+    state_bytes: float
+
+    @property
+    def sent(self) -> float:
+        """The bytes sent, in units of all parameters."""
+        return self.sent_bytes / self.parameter_bytes
+
+    @property
+    def state(self) -> float:
+        """The bytes of state for each parameter of the model, with parameters in float32."""
+        return 4 * self.state_bytes / self.parameter_bytes
+
+
+def patterns(config: ReviewConfig) -> Iterator[Pattern]:
+    """Compile the program with the settings of each pattern, and yield what it sends and holds.
+
+    Raises:
+      JaxdistError: a program that cannot be built or compiled.
+    """
+    assert config.program is not None, "read_review has filled it in"
+    for name, overrides in config.patterns.items():
+        subject = open_subject(config.program, overrides, None)
+        size = 4.0 * tree_size(subject.experiment.program.model.params)
+        yield _pattern(name, inspect_step(subject), size)
+
+
+def _pattern(name: str, found: Inspection, size: float) -> Pattern:
+    axes = " x ".join(f"{axis} {count}" for axis, count in found.ledger.axes.items())
+    if found.worker is not None:
+        servers = found.worker.servers
+        pushed = sum(one.received_bytes for one in servers) / _clients(servers)
+        calls = f"{len(servers)} pulls, {len(servers)} pushes"
+        busiest = max(one.sent_bytes for one in servers)
+        held = max(one.parameter_bytes + one.optimizer_bytes for one in servers)
+        return Pattern(name, f"{len(servers)} servers", calls, pushed, busiest, size, held)
+    held = found.arguments["parameters"] + found.arguments["optimizer state"]
+    return Pattern(name, axes, _calls(found), _sent(found), None, size, held)
+
+
+def _clients(servers: tuple[ServerCost, ...]) -> float:
+    """Return the number of clients, each of which pulls a server's parameters once."""
+    return servers[0].sent_bytes / servers[0].parameter_bytes
+
+
+def _sent(found: Inspection) -> float:
+    return sum(one.times_high * one.sent_bytes for one in found.ledger.collectives)
+
+
+def _calls(found: Inspection) -> str:
+    """Return the collectives by kind, with mesh axes where there are several."""
+    counted: Counter[str] = Counter()
+    several = len(found.ledger.axes) > 1
+    for one in found.ledger.collectives:
+        over = f" over {' x '.join(one.axes)}" if several and one.axes else ""
+        counted[f"{one.kind}{over}"] += one.times_high
+    return ", ".join(f"{count} {what}" for what, count in sorted(counted.items())) or "none"

@@ -1,0 +1,140 @@
+"""The settings of the review: the machines, the measured points and the recorded optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
+
+from jaxdist.config import Document, validate
+from jaxdist.config.load import read
+from jaxdist.config.schema import Config, Count, FilePath
+from jaxdist.simulation.choice import ChoiceConfig
+
+Architecture = Literal["parameter server", "ring", "pipeline", "ZeRO 1", "ZeRO 3"]
+
+
+def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Sort the numbers of devices, and refuse duplicates."""
+    if len(set(values)) < len(values):
+        raise ValueError(f"{list(values)} has a number twice: give each number of devices once")
+    return tuple(sorted(values))
+
+
+class MeasuredPoint(Config):
+    """An efficiency that was measured between real processes."""
+
+    architecture: Architecture
+    """Architecture that was measured."""
+    devices: Annotated[int, Field(ge=2)]
+    """Number of devices."""
+    efficiency: Annotated[float, Field(gt=0, le=2)]
+    """Seconds of a device's work alone over the seconds of the step."""
+    source: str
+    """Machine, network and command of the measurement."""
+
+
+class Cell(Config):
+    """An optimizer's result at a batch size, over its seeds."""
+
+    mean: float | None
+    """Mean of the metric; null where a run diverged."""
+    spread: NonNegativeFloat | None = None
+    """Sample standard deviation over the seeds; null for a single run, or where one diverged."""
+
+
+class RecordedScaling(Config):
+    """The results of a batch-scaling study, with learning rates tuned at each batch size."""
+
+    source: str
+    """Command and length of the study."""
+    metric: Literal["accuracy", "loss"] = "accuracy"
+    """Metric of the cells; an accuracy is a fraction."""
+    batches: Annotated[tuple[Count, ...], Field(min_length=1)]
+    """Batch sizes of the cells, ascending."""
+    cells: Annotated[Mapping[str, tuple[Cell, ...]], Field(min_length=1)]
+    """Results of each optimizer, one for each batch size."""
+
+    @model_validator(mode="after")
+    def _cells_match(self) -> RecordedScaling:
+        for name, cells in self.cells.items():
+            if len(cells) != len(self.batches):
+                raise ValueError(
+                    f"{name} has {len(cells)} cells for {len(self.batches)} batch sizes: give one "
+                    "for each"
+                )
+        return self
+
+
+class ReviewConfig(Config):
+    """What the review's page compares, and the machines that its curves assume."""
+
+    devices: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_ascending)]
+    """Numbers of devices of the curves."""
+    parameter_bytes: PositiveFloat = 1.34e9
+    """Bytes of the parameters, and of a gradient of all of them; BERT-large in float32."""
+    step_seconds: PositiveFloat = 0.5
+    """Seconds of a device's work in a step; each device has the same amount of work."""
+    gbits: PositiveFloat = 100.0
+    """Gigabits per second of each device's network, in each direction."""
+    latency_seconds: NonNegativeFloat = 1e-5
+    """Latency of a message in seconds."""
+    servers: Annotated[int, Field(ge=1, le=64)] = 4
+    """Number of parameter servers, whatever the number of workers."""
+    microbatches: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Number of microbatches of a step of the pipeline."""
+    layers: Count = 24
+    """Number of layers; a pipeline has at most as many stages."""
+    message_bytes: NonNegativeFloat = 4.2e6
+    """Bytes that a stage sends to the next one for a microbatch."""
+    measured: tuple[MeasuredPoint, ...] = ()
+    """Measured efficiencies, which the page marks."""
+    program: FilePath | None = None
+    """Config whose train step is compiled for the tables of communication and memory, relative to
+    the review's file; null compiles a small decoder."""
+    patterns: Annotated[Mapping[str, tuple[str, ...]], Field(min_length=1)]
+    """Settings of each compiled program, by its name in the tables."""
+    scaling: RecordedScaling
+    """Recorded study of optimizers at growing batch sizes."""
+
+    def choice(self, workers: int) -> ChoiceConfig:
+        """Return the settings of the simulated servers with a number of workers."""
+        return ChoiceConfig(
+            parameter_bytes=self.parameter_bytes,
+            touched=(1.0,),
+            step_seconds=self.step_seconds,
+            gbits=(self.gbits,),
+            latency_seconds=self.latency_seconds,
+            workers=workers,
+            servers=self.servers,
+        )
+
+
+FOLDER = Path(__file__).parent
+
+
+def read_review(settings: Sequence[str]) -> ReviewConfig:
+    """Read a review; a file of your own inherits the sections that it lacks from the shipped file.
+
+    Args:
+      settings: a YAML file, if the first has no `=`; then `key=value` texts.
+
+    Raises:
+      ConfigError: a setting does not exist, or has an invalid value.
+    """
+    shipped, own = FOLDER / "review.yaml", settings and "=" not in settings[0]
+    if not own:
+        return _placed(validate(read(shipped, settings), ReviewConfig), Path())
+    path = Path(settings[0])
+    document = read(path, settings[1:])
+    values = read(shipped).values | document.values
+    whole = Document(values, document.origins, document.path, document.files)
+    return _placed(validate(whole, ReviewConfig), path.parent)
+
+
+def _placed(config: ReviewConfig, folder: Path) -> ReviewConfig:
+    """Return the review with the whole path of its program."""
+    program = FOLDER / "program.yaml" if config.program is None else folder / config.program
+    return config.model_copy(update={"program": program})
