@@ -94,8 +94,8 @@ def served(strategy: ParameterServer, job: RunJob) -> TrainState:
     _check_installed(strategy.type)
     # imported here, since these modules import gRPC, an optional dependency
     from jaxdist.param_server.training.state import Sharded
-    from jaxdist.param_server.training.statistics import held
     from jaxdist.param_server.training.supervisor import supervise
+    from jaxdist.train.strategy.statistics import held
 
     if jax.process_count() > 1:
         raise ConfigError(

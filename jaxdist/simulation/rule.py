@@ -16,7 +16,7 @@ from jaxdist.optim.common import OptimizerConfig
 from jaxdist.param_server.contract import RuleState
 from jaxdist.param_server.placement.ranges import updates_elementwise
 from jaxdist.param_server.training.separable import server_transform
-from jaxdist.param_server.training.statistics import is_statistic
+from jaxdist.train.strategy.statistics import is_statistic
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, Params, PyTree
 

@@ -15,11 +15,11 @@ from jaxdist.errors import DataError
 from jaxdist.models.loss import Batch
 from jaxdist.parallel.jitted import Compiled
 from jaxdist.param_server.contract import Arrays
-from jaxdist.param_server.training.statistics import change, divided, held
 from jaxdist.simulation.engine.problem import Computed
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program, StepGradients
+from jaxdist.train.strategy.statistics import change, divided, held
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Params
 

@@ -25,9 +25,9 @@ from jaxdist.param_server.live.server import Reached, Server
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.state import Sharded, ShardState
-from jaxdist.param_server.training.statistics import held
 from jaxdist.param_server.training.worker import Clocked, Measured, Worker
 from jaxdist.train.strategy.config import ParameterServer
+from jaxdist.train.strategy.statistics import held
 from jaxdist.wire.frames import spec_for
 from jaxdist.wire.local import LocalWire
 

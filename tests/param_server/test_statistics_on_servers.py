@@ -12,9 +12,9 @@ import optax
 import pytest
 from live_training import Training
 
-from jaxdist.param_server.training.statistics import averaging
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import StepGradients
+from jaxdist.train.strategy.statistics import averaging
 from jaxdist.trees import flatten_with_names
 
 RESNET = {

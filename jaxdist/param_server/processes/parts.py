@@ -5,9 +5,9 @@ from __future__ import annotations
 from jaxdist.data.loader import Loader
 from jaxdist.experiment.experiment import Experiment
 from jaxdist.param_server.training.state import Sharded
-from jaxdist.param_server.training.statistics import held
 from jaxdist.train.step import Program
 from jaxdist.train.strategy.config import ParameterServer
+from jaxdist.train.strategy.statistics import held
 
 
 def sharded_of(experiment: Experiment) -> Sharded:

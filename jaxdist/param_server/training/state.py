@@ -22,9 +22,9 @@ from jaxdist.param_server.live.layout import ShardLayout, joined_shards, layouts
 from jaxdist.param_server.live.shard import shapes, split_ranges
 from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.training.separable import server_transform
-from jaxdist.param_server.training.statistics import averaging, divided, held, is_statistic
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
+from jaxdist.train.strategy.statistics import averaging, divided, held, is_statistic
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import OptState, Params, PyTree, Updates
 from jaxdist.wire.contract import Spec
@@ -51,7 +51,7 @@ class Sharded:
     """The distribution of a program's state over servers.
 
     The running statistics of a model are held as parameters are: see
-    `jaxdist.param_server.training.statistics`.
+    `jaxdist.train.strategy.statistics`.
 
     Attributes:
       program: program of all workers together, which is evaluated and saved.

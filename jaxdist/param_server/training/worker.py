@@ -21,9 +21,9 @@ from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.live.client import Client
 from jaxdist.param_server.live.layout import joined_shards
 from jaxdist.param_server.training.state import Sharded
-from jaxdist.param_server.training.statistics import change, divided, held
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
+from jaxdist.train.strategy.statistics import change, divided, held
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import PyTree
 
