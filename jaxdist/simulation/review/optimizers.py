@@ -21,12 +21,12 @@ class OptimizerRow:
     """An optimizer's row of the table.
 
     Attributes:
-      largest: the largest batch size up to which every mean is within `MARGIN` of the best one at
-        the base batch; None if that of the base batch is not.
+      largest: the largest batch size up to which every mean is within `MARGIN` of the best mean at
+        the base batch; null if the mean at the base batch is worse.
       state_bytes: bytes of state for each parameter, in float32.
-      spread: sample standard deviation over the seeds at the last batch size; None where unknown.
+      spread: sample standard deviation over the seeds at the last batch size, if it is known.
       diverged: number of batch sizes at which a run diverged.
-      last: the mean at the last batch size; None where a run diverged.
+      last: the mean at the last batch size, if no run diverged.
     """
 
     name: str

@@ -21,7 +21,7 @@ class Pattern:
       calls: collectives of a device by kind and axes, with their number; for servers, the pulls and
         pushes of a worker.
       sent_bytes: bytes that the busiest device sends in a step; with servers, the busiest worker.
-      server_bytes: bytes that the busiest server sends in a step; None without servers.
+      server_bytes: bytes that the busiest server sends in a step, if there are servers.
       parameter_bytes: bytes of all parameters, the unit of the table.
       state_bytes: bytes of a device's parameters and optimizer state; with servers, of the largest
         server.

@@ -69,7 +69,7 @@ class RecordedScaling(Config):
 
 
 class ReviewConfig(Config):
-    """What the review's page compares, and the machines that its curves assume."""
+    """The settings of the review: its programs and records, and the machines of its curves."""
 
     devices: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_ascending)]
     """Numbers of devices of the curves."""
@@ -88,7 +88,7 @@ class ReviewConfig(Config):
     layers: Count = 24
     """Number of layers; a pipeline has at most as many stages."""
     message_bytes: NonNegativeFloat = 4.2e6
-    """Bytes that a stage sends to the next one for a microbatch."""
+    """Bytes that a stage sends to its successor for a microbatch."""
     measured: tuple[MeasuredPoint, ...] = ()
     """Measured efficiencies, which the page marks."""
     program: FilePath | None = None
