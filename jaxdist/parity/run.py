@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +88,9 @@ def open_reference(sections: Mapping[str, Json]) -> ParitySubject:
     Raises:
       JaxdistError: the config cannot be built on a single device.
     """
-    experiment = _experiment(sections, {"data": 1}, remat="none")
+    plain = {"remat": "none"} if "remat" in sections["model"] else {}
+    model, mesh = {**sections["model"], **plain}, {"data": 1, "fake_devices": 1}
+    experiment = _experiment({**sections, "model": model, "mesh": mesh})
     return ParitySubject(sections, trace(experiment), experiment.units_per_step)
 
 
@@ -112,26 +113,27 @@ def remats_of(sections: Mapping[str, Json]) -> tuple[str, ...]:
     return tuple(REMATS) if "remat" in sections["model"] else ("none",)
 
 
-def _experiment(
-    sections: Mapping[str, Json], mesh: Mapping[str, Json], remat: str, **others: Any
-) -> Experiment:
-    """Build an experiment from sections of a config.
+def with_combination(sections: Mapping[str, Json], cell: Combination) -> JsonObject:
+    """Return sections of a config in which the plan's settings are those of a combination."""
+    model, sharding = dict(sections["model"]), sections.get("sharding", {})
+    if "remat" in model:
+        remat = REMATS[cell.remat]
+        model["remat"] = [*remat][: model.get("layers")] if isinstance(remat, tuple) else remat
+    rules = {dim: axis for dim, axis in sharding.get("rules", {}).items() if dim != "residual_seq"}
+    return {
+        **sections,
+        "model": model,
+        "mesh": {**MESHES[cell.mesh], "fake_devices": DEVICES},
+        "sharding": {**sharding, "rules": {**rules, **cell.rules}},
+        "train": {**sections["train"], "microbatches": cell.microbatches},
+        "parallel": cell.parallel,
+    }
 
-    Args:
-      sections: the sections that no combination changes.
-      mesh: the section `mesh`.
-      remat: a key of `REMATS`.
-      others: fields of further sections, which replace those in `sections`.
-    """
-    model, train = sections["model"], {**sections["train"], "steps": STEPS}
-    if len(remats_of(sections)) > 1:
-        model = {**model, "remat": REMATS[remat]}
-    whole = {**sections, "model": model, "train": train, "optim": OPTIM, "mesh": mesh}
-    for name, section in others.items():
-        whole[name] = {**whole.get(name, {}), **section}
-    config = validate(Document(whole), ExperimentConfig)
-    count = 1 if mesh == {"data": 1} else DEVICES
-    return noted(build(config, devices=jax.devices()[:count]))
+
+def _experiment(sections: Mapping[str, Json]) -> Experiment:
+    train = {**sections["train"], "steps": STEPS}
+    config = validate(Document({**sections, "train": train, "optim": OPTIM}), ExperimentConfig)
+    return noted(build(config, devices=jax.devices()[: config.mesh.fake_devices]))
 
 
 def experiment_of(sections: Mapping[str, Json], cell: Combination) -> Experiment:
@@ -140,15 +142,7 @@ def experiment_of(sections: Mapping[str, Json], cell: Combination) -> Experiment
     Raises:
       JaxdistError: the model or the batch does not fit the combination.
     """
-    sharding = sections.get("sharding", {})
-    return _experiment(
-        sections,
-        MESHES[cell.mesh],
-        cell.remat,
-        parallel=cell.parallel,
-        sharding={"rules": {**sharding.get("rules", {}), **cell.rules}},
-        train={"microbatches": cell.microbatches},
-    )
+    return _experiment(with_combination(sections, cell))
 
 
 def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:

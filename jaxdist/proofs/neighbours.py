@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from random import Random
 
-from jaxdist.parity.cells import MESHES, REMATS, Combination, possible_cells
-from jaxdist.parity.run import remats_of
+from jaxdist.parity.cells import MESHES, REMATS, possible_cells
+from jaxdist.parity.run import remats_of, with_combination
 from jaxdist.types import Json, JsonObject
 
 CHANGED = 3
@@ -45,21 +45,4 @@ def settings_of(sections: Mapping[str, Json]) -> dict[str, Json]:
         "sequence": "split" if "residual_seq" in sections["sharding"]["rules"] else "whole",
         "schedule": pipeline.get("schedule", {}).get("type") if mesh.get("stage") else None,
         "activations": pipeline.get("activations") if mesh.get("stage") else None,
-    }
-
-
-def with_combination(sections: JsonObject, cell: Combination) -> JsonObject:
-    """Return sections of a config in which the plan's settings are those of a combination."""
-    model, rules = dict(sections["model"]), dict(sections["sharding"]["rules"])
-    if "remat" in model:
-        remat = REMATS[cell.remat]
-        model["remat"] = [*remat][: model["layers"]] if isinstance(remat, tuple) else remat
-    rules.pop("residual_seq", None)
-    return {
-        **sections,
-        "model": model,
-        "mesh": {**MESHES[cell.mesh], "fake_devices": 8},
-        "sharding": {**sections["sharding"], "rules": {**rules, **cell.rules}},
-        "train": {**sections["train"], "microbatches": cell.microbatches},
-        "parallel": cell.parallel,
     }
