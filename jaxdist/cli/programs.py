@@ -117,6 +117,10 @@ def parity(
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of the first draw; each later draw adds 1.")
     ] = 0,
+    axis: Annotated[
+        list[str] | None,
+        typer.Option(help="Make only the draws whose mesh has this axis; may be repeated."),
+    ] = None,
 ) -> None:
     """Check that plans train CONFIG's model like a single device; exit code 1 if any differs.
 
@@ -137,12 +141,17 @@ def parity(
         outcomes = parity_draws(
             draw,
             seed=seed,
+            axes=axis or (),
             jobs=jobs,
             json_file=json_file,
             resume=resume,
             console=shared.console(),
         )
         raise typer.Exit(int(not all(outcome.good for outcome in outcomes)))
+    if axis:
+        from jaxdist.errors import ConfigError
+
+        raise ConfigError("--axis selects draws, and there are none: give --draw as well")
     from jaxdist.parity.compare import parity as compare
 
     results = compare(

@@ -267,12 +267,18 @@ class Bert(BertEncoder):
     def padded_head(self, x_BPD: jax.Array) -> jax.Array:
         """Return logits `[B, P, V]` with probability 0 for V's padding."""
         with jax.named_scope("head"):
-            x_BPD = self.hint(x_BPD, *WITHIN, was=RESIDUAL)
+            # The predicted positions are few, and need not divide as the sequence does.
+            split = x_BPD.shape[1] % self.hint.parts("residual_seq") == 0
+            if split:
+                x_BPD = self.hint(x_BPD, *WITHIN, was=RESIDUAL)
+            else:
+                x_BPD = self.hint(x_BPD, "batch", None, "embed")
             bias_D = self.transform_bias[...].astype(x_BPD.dtype).reshape(1, 1, -1)
             h_BPD = jax.nn.gelu(matmul(x_BPD, self.transform[...]) + bias_D, approximate=False)
             logits_BPV = matmul(self.norm(h_BPD), self.embedding[...].T)
             bias_V = self.output_bias[...].astype(x_BPD.dtype).reshape(1, 1, -1)
-            logits_BPV = self.hint(logits_BPV + bias_V, "batch", "seq", "vocab")
+            seq = "seq" if split else None
+            logits_BPV = self.hint(logits_BPV + bias_V, "batch", seq, "vocab")
             return hide_padding(logits_BPV, self.vocab_size)
 
 

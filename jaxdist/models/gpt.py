@@ -388,7 +388,7 @@ class ExpertsBlock(Block):
         x_BLD = self._attended(x_BLD, segments_BL, positions_BL)
         with jax.named_scope("experts"):
             h_BLD = fence(self.mlp_norm(x_BLD), self.after_norms)
-            y_BLD, statistics = self.mlp(h_BLD, weight_BL, statistics)
+            y_BLD, statistics = self.mlp(h_BLD, weight_BL, statistics, positions_BL)
         return self.hint(x_BLD + y_BLD, *RESIDUAL), statistics
 
 

@@ -255,8 +255,8 @@ def _hidden(module: Model, batch: Batch) -> tuple[jax.Array, Auxiliary | None]:
     """Return the input of a model's head, and what its routers add to the loss, if it has any."""
     given, _ = _shifted(batch)
     measured = getattr(module, "measured", None)
-    if measured is not None and "order" not in batch:
-        return measured(*given, _weights(batch))
+    if measured is not None:
+        return measured(_weights(batch), *given)
     return module.hidden(*given), None
 
 

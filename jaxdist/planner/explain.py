@@ -71,7 +71,7 @@ def remedies(one: Judged, model: Model) -> list[str]:
 def joules_of(one: Judged, target: Target, power: Power) -> float:
     """Return the joules that all chips together draw in a step."""
     waits = one.seconds
-    idle = waits.data + waits.slow + waits.tensor + waits.bubble
+    idle = waits.data + waits.slow + waits.tensor + waits.bubble + waits.context + waits.expert
     return power.watts(1 - idle / waits.total) * target.devices * waits.total
 
 

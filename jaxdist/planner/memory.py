@@ -145,16 +145,16 @@ class Share:
 
 def share(model: Decoder, plan: Plan) -> Share:
     """Return the numbers of parameter elements on a device under a plan."""
-    return _share(model, plan.tensor, plan.stage, plan.state_parts)
+    return _share(model, plan.tensor, plan.stage, plan.state_parts, plan.context)
 
 
-# The cache has few entries, since many plans of a search have the same four arguments.
+# The cache has few entries, since many plans of a search have the same arguments.
 @lru_cache(maxsize=65536)
-def _share(model: Decoder, tensor: int, stage: int, parts: int) -> Share:
+def _share(model: Decoder, tensor: int, stage: int, parts: int, context: int) -> Share:
     whole = shard = layer = ends = ends_shard = matrices = matrices_shard = 0
     trained = trained_shard = trained_ends = 0
     for one in model.tensors:
-        mine, split = elements_of(one, tensor, parts, model.layers // stage)
+        mine, split = elements_of(one, tensor, parts, model.layers // stage, context)
         count = model.layers // stage if one.stacked else 1
         all_mine, all_split = mine * count, split * count
         whole, shard = whole + all_mine, shard + all_split
@@ -180,37 +180,41 @@ def optimizer_bytes(model: Decoder, plan: Plan) -> int:
     return whole * model.state_bytes - matrices * model.spared_bytes
 
 
-def elements_of(one: PlannedParameter, tensor: int, parts: int, layers: int) -> tuple[int, int]:
-    """Return the elements of a parameter on a device: split by axis tensor only, and by ZeRO too.
+def elements_of(
+    one: PlannedParameter, tensor: int, parts: int, layers: int, context: int = 1
+) -> tuple[int, int]:
+    """Return the elements of a parameter that a device computes with, and those of its shard.
 
     Args:
       one: the parameter.
       tensor: size of axis tensor.
       parts: number of devices over which ZeRO splits.
       layers: number of layers of a stacked parameter.
+      context: number of devices over which the rule of dim embed splits.
     """
     mine = math.prod(one.shape) // (tensor if one.split is not None else 1)
+    held = mine // context
     if parts == 1 or math.prod(one.shape) * (layers if one.stacked else 1) < WHOLE_BELOW:
-        return mine, mine
-    taken = tensor > 1 and one.split is not None
-    spec = PartitionSpec(
-        *("tensor" if taken and i == one.split else None for i in range(len(one.shape)))
-    )
+        return mine, held
+    taken = {one.embed_dim: "context"} if context > 1 else {}
+    if tensor > 1 and one.split is not None:
+        taken[one.split] = "tensor"
+    spec = PartitionSpec(*(taken.get(i) for i in range(len(one.shape))))
     dims = tuple(f"dim{i}" for i in range(len(one.shape)))
     dim = split_dim(one.shape, dims, spec, parts)
     if dim is not None:
-        return mine, mine // parts
+        return mine, held // parts
     # No dim divides evenly: ZeRO fills a dim up with zeros, so that shards are larger.
     dim = padded_dim(one.shape, dims, spec, parts)
     if dim is None:
-        return mine, mine
+        return mine, held
     filled = -(-one.shape[dim] // parts)
-    return mine, mine // one.shape[dim] * filled
+    return mine, held // one.shape[dim] * filled
 
 
 def kept_bytes(model: Decoder, plan: Plan, rows: int) -> float:
     """Return the bytes of `rows` sequences that a block keeps for the backward pass."""
-    tokens, tensor = rows * model.window, plan.tensor
+    tokens, tensor = rows * model.window / plan.context, plan.tensor
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     sizes = {
         "query": query,
@@ -227,7 +231,7 @@ def kept_bytes(model: Decoder, plan: Plan, rows: int) -> float:
 
 def block_bytes(model: Decoder, plan: Plan, rows: int) -> float:
     """Return the bytes of all activations of a block, the unit of `LiveFactors.block`."""
-    tokens = rows * model.window
+    tokens = rows * model.window / plan.context
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     inside = 2 * query + 2 * key + 3 * model.mlp + 2 * model.embed
     return tokens * inside * model.width / plan.tensor
@@ -293,7 +297,7 @@ def _kept(model: Decoder, plan: Plan, work: LiveFactors, ticks: Ticks | None) ->
 def _working(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> float:
     """Return the temporary bytes of the head or a block, and of parameters cast for all blocks."""
     rows, width = rows_of(model, plan), model.width
-    tokens = rows * model.window
+    tokens = rows * model.window / plan.context
     head = work.logits * tokens * model.vocab / plan.tensor / model.loss_chunks
     head += work.ends * mine.ends * width
     block = work.block * block_bytes(model, plan, rows) + work.layer * mine.layer * width

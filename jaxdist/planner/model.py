@@ -43,6 +43,11 @@ class PlannedParameter:
     trained: bool = True
 
     @property
+    def embed_dim(self) -> int:
+        """The index of the dim embed of a decoder's parameter."""
+        return len(self.shape) - 1 if self.name in ("out", "down", "embedding") else 0
+
+    @property
     def matrix(self) -> bool:
         """Whether the parameter is a matrix in each block."""
         return self.stacked and len(self.shape) > 1

@@ -41,6 +41,8 @@ class Plan:
       ahead: whether forward tasks run earlier than the schedule has them
         (`parallel.pipeline.ahead`).
       bfloat16_reduction: whether gradients are reduced in bfloat16, by an explicit reduction.
+      context: number of devices that share a sequence; parameters are split over them as well.
+      expert: number of devices with different experts, which have different parts of the batch.
     """
 
     data: int = 1
@@ -56,6 +58,8 @@ class Plan:
     stash: bool = False
     ahead: bool = False
     bfloat16_reduction: bool = False
+    context: int = 1
+    expert: int = 1
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -65,17 +69,22 @@ class Plan:
     @property
     def replicas(self) -> int:
         """The number of devices that share the batch."""
-        return self.slices * self.data
+        return self.slices * self.data * self.expert
 
     @property
     def devices(self) -> int:
         """The number of devices of the whole mesh."""
-        return self.replicas * self.stage * self.tensor
+        return self.replicas * self.stage * self.tensor * self.context
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage of ZeRO in the config: a single replica leaves ZeRO nothing to split."""
+        return self.zero if self.replicas > 1 else 0
 
     @property
     def state_parts(self) -> int:
         """The number of devices over which ZeRO splits the training state."""
-        return self.data if self.scope == "ici" else self.replicas
+        return self.data if self.scope == "ici" else self.slices * self.data
 
     def mesh(self) -> dict[str, Json]:
         """Return the config's section `mesh`, the slowest axis first."""
@@ -83,8 +92,9 @@ class Plan:
         if self.stage > 1:
             sizes["stage"] = self.stage
         sizes["data"] = {"dcn": self.slices, "ici": self.data} if self.slices > 1 else self.data
-        if self.tensor > 1:
-            sizes["tensor"] = self.tensor
+        for name in ("tensor", "context", "expert"):
+            if (size := getattr(self, name)) > 1:
+                sizes[name] = size
         return sizes
 
     def settings(self) -> dict[str, Json]:
@@ -94,7 +104,7 @@ class Plan:
         {'data': 8, 'tensor': 4}
         """
         remat: Json = dict.fromkeys(_ALL, "save") if self.remat == ALL_NAMED else self.remat
-        zero: dict[str, Json] = {"stage": self.zero}
+        zero: dict[str, Json] = {"stage": self.zero_stage}
         parallel: dict[str, Json] = {"zero": zero}
         if self.zero and self.scope == "ici":
             zero["scope"] = "ici"
@@ -117,6 +127,8 @@ class Plan:
         sharding: dict[str, Json] = {}
         if self.tensor > 1:
             sharding = {"rules": {"residual_seq": "tensor"}, "collective_matmul": True}
+        if self.context > 1:
+            sharding = {"rules": {"embed": "context"}}
         made: dict[str, Json] = {
             "mesh": self.mesh(),
             "sharding": sharding,
@@ -133,9 +145,11 @@ class Plan:
         """
         data = f"data {self.slices}x{self.data}" if self.slices > 1 else f"data {self.data}"
         axes = [f"stage {self.stage}"] * (self.stage > 1) + [data]
-        axes += [f"tensor {self.tensor}"] * (self.tensor > 1)
+        for name in ("tensor", "context", "expert"):
+            if (size := getattr(self, name)) > 1:
+                axes.append(f"{name} {size}")
         scope = " in a slice" if self.scope == "ici" and self.zero and self.slices > 1 else ""
-        parts = [" x ".join(axes), f"ZeRO {self.zero}{scope}", *filter(None, [self.remat])]
+        parts = [" x ".join(axes), f"ZeRO {self.zero_stage}{scope}", *filter(None, [self.remat])]
         if self.microbatches > 1:
             parts.append(f"{self.microbatches} microbatches")
         if self.schedule is not None:

@@ -18,7 +18,7 @@ from jaxdist.planner.formulas.traced import Traced, TracedFormulas, traced_of
 from jaxdist.planner.memory import PlanMemory
 from jaxdist.planner.model import Decoder, check_plannable, decoder_of
 from jaxdist.planner.plan import Plan
-from jaxdist.planner.target import Places, Target, meshes
+from jaxdist.planner.target import Places, Target, inner_meshes, meshes
 from jaxdist.planner.time import Seconds
 
 Model = Decoder | Traced
@@ -108,7 +108,8 @@ def search(model: Model, target: Target) -> SearchResults:
     valid: list[Judged] = []
     too_large: list[Judged] = []
     refused: Counter[str] = Counter()
-    for places in meshes(target):
+    further = inner_meshes(target) if formulas.has_inner else ()
+    for places in (*meshes(target), *further):
         for plan in formulas.plans(target, places):
             why = formulas.refusal(plan)
             if why is not None:

@@ -193,10 +193,23 @@ class Places:
     Attributes:
       sizes: sizes of the axes stage, data and tensor.
       dims: the dims of the torus for the axes stage, data and tensor.
+      inner: size of a further axis, context or expert.
+      inner_dims: the dims of the torus for the further axis.
     """
 
     sizes: tuple[int, int, int]
     dims: tuple[Dims, Dims, Dims]
+    inner: int = 1
+    inner_dims: Dims = ()
+
+
+def inner_meshes(target: Target) -> Iterator[Places]:
+    """Yield every layout of data and a further axis, larger than 1, on whole dims of the torus."""
+    for one in meshes(target):
+        # The further axis is the last of a mesh, as tensor is elsewhere.
+        stage, data, inner = one.sizes
+        if stage == 1 and inner > 1:
+            yield Places((1, data, 1), (one.dims[0], one.dims[1], ()), inner, one.dims[2])
 
 
 def meshes(target: Target) -> Iterator[Places]:

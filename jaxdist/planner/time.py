@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from jaxdist.cost.kernels import LANES, SPLASH, computed_share, splash_block, splash_share
 from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.pipeline_schedules.schedule import TaskKind
+from jaxdist.planner.context import context_seconds, piecewise
 from jaxdist.planner.memory import optimizer_bytes, rows_of, share
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import Plan
@@ -80,6 +81,8 @@ class Seconds:
       slow: waits for collectives over the data axis across the slow network.
       tensor: waits for collectives over axis tensor.
       bubble: waits for other pipeline stages, including the messages between them.
+      context: waits for the exchanges of devices that share sequences.
+      expert: waits for the exchange of tokens with their experts.
     """
 
     products: float
@@ -91,6 +94,8 @@ class Seconds:
     slow: float
     tensor: float
     bubble: float
+    context: float = 0.0
+    expert: float = 0.0
 
     @property
     def total(self) -> float:
@@ -109,6 +114,8 @@ class Seconds:
             "waits, slow network": self.slow,
             "waits, tensor": self.tensor,
             "bubble": self.bubble,
+            **({"waits, context": self.context} if self.context else {}),
+            **({"waits, experts": self.expert} if self.expert else {}),
         }
 
 
@@ -164,14 +171,18 @@ def seconds(
     device, width = target.device, model.width
     peak = peak_of(target, narrow=model.narrow)
     memory_rate = device.memory_bytes_per_second
-    tokens = rows_of(model, plan) * model.window  # tokens of a microbatch on a replica
+    rows = rows_of(model, plan)
+    tokens = rows * model.window // plan.context  # tokens of a microbatch on a replica
     count, layers = plan.microbatches, model.layers // plan.stage
     split = tokens / plan.tensor  # tokens for which each device of a replica computes
 
     product = block_seconds(model, plan, target, split, rates.product)
     pairs = split * model.attention_flops / peak
-    forward = pairs * _attention_passes(model, target, rates, ("fwd",))
-    backward = pairs * _attention_passes(model, target, rates, ("dq", "dkv"))
+    ahead_passes, back_passes = piecewise(model, plan, rows) or (
+        _attention_passes(model, target, rates, ("fwd",)),
+        _attention_passes(model, target, rates, ("dq", "dkv")),
+    )
+    forward, backward = pairs * ahead_passes, pairs * back_passes
     again = _recomputed_share(model, plan) * product
     if "attention" not in plan.kept:
         again += forward
@@ -187,6 +198,7 @@ def seconds(
     ahead = product + forward + element + waits_tensor / 3
     if plan.schedule is not None and not plan.stash:
         again += ahead  # without a stash, a backward task begins with the forward pass of its task
+    waits_context = context_seconds(model, plan, places, target, rows)
     back = 2 * product + backward + again + 2 * element + waits_tensor * 2 / 3 + per_layer_data
     bubble = 0.0
     if ticks is not None:
@@ -212,6 +224,7 @@ def seconds(
         slow=slow,
         tensor=count * layers * waits_tensor,
         bubble=bubble,
+        context=count * layers * waits_context,
     )
 
 
@@ -354,8 +367,9 @@ def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> 
         # XLA reduces each microbatch's gradients; an explicit reduction reduces their sum, once.
         explicit = plan.bfloat16_reduction or plan.schedule is not None
         return 0.0 if explicit else 2 * gather_seconds(target, places.dims[1], plan.data, layer)
-    once = gather_seconds(target, places.dims[1], plan.data, layer)
-    family, spread = target.device.name, len(target.far(places.dims[1]))
+    dims = places.dims[1] + (places.inner_dims if plan.context > 1 else ())
+    once = gather_seconds(target, dims, plan.data * plan.context, layer)
+    family, spread = target.device.name, len(target.far(dims))
     sums = once * (2 if spread >= WHOLE_SUMS.get(family, 3) else 1)
     waited = WAITED_GATHERS.get(family, 1.0) if plan.tensor == 1 else 1.0
     return sums + (2 * once * waited if plan.zero == 3 else 0.0)

@@ -30,12 +30,6 @@ CONTEXT: tuple[ValidityRow, ...] = (
         ("sharding", "context"),
     ),
     ValidityRow(
-        (("mesh.context",), ("model.experts",)),
-        "routers would measure a piece of each sequence, whose loads are not added up yet",
-        "remove mesh.context, and split the batch over mesh.data and mesh.expert",
-        ("mesh", "context"),
-    ),
-    ValidityRow(
         (("mesh.context",), ("stage (a pipeline)",)),
         "what moves among the devices that share a sequence would wait for those of other stages",
         "remove mesh.stage or mesh.context",

@@ -23,6 +23,10 @@ BASE = {
     "optim": {"type": "sgd", "learning_rate": 0.1},
     "train": {"steps": 1, "batch_size": 4},
 }  # fmt: skip
+EXPERTS = {
+    "count": 4, "top_k": 2, "capacity_factor": 0.8, "balance_loss": 0.1, "z_loss": 0.01,
+    "bias_rate": 0.01,
+}  # fmt: skip
 
 
 def experiment(mesh, **changes):
@@ -68,6 +72,16 @@ def numbers(found):
                 ({"data": 2, "context": 2, "tensor": 2}, {
                     "sharding__context": "gather", "sharding__context_order": "zigzag",
                 }),
+                ({"context": 2, "expert": 2, "data": 2}, {
+                    "sharding__context": "ring", "model__experts": EXPERTS,
+                    "parallel__zero": {"stage": 3, "whole_below": 0},
+                    "loss__type": "next_token", "loss__chunks": 2,
+                }),
+                ({"context": 4, "expert": 2}, {
+                    "sharding__context": "ring", "sharding__context_order": "striped",
+                    "sharding__experts": "padded", "train__microbatches": 2,
+                    "model__experts": {**EXPERTS, "capacity_factor": None, "shared": 1},
+                }),
             )
         ),
     ],
@@ -81,6 +95,29 @@ def test_a_config_trains_as_on_one_device(mesh, changes):
     one, many = numbers(experiment({"data": 1}, **alone)), numbers(experiment(mesh, **changes))
     for name, value in one.items():
         np.testing.assert_allclose(many[name], value, atol=1e-5 * np.abs(value).max(), err_msg=name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("mesh", "rules"),
+    [({"context": 4, "data": 2}, {}), ({"context": 2, "tensor": 2}, {"residual_seq": "tensor"})],
+)
+def test_predicted_positions_need_not_divide_as_sequences_do(mesh, rules):
+    """BERT's head sees 6 of 16 positions."""
+    model = {"type": "bert", "layers": 1, "embed": 16, "heads": 4, "mlp": 16, "positions": 16}
+    data = {**BASE["data"], "masking": {"rate": 0.4}}
+    sections = {**BASE, "model": {**model, "vocab_multiple": 8}, "data": data}
+
+    def found(mesh, **more):
+        count = int(np.prod(list(mesh.values())))
+        config = validate(Document({**sections, **more, "mesh": mesh}), ExperimentConfig)
+        return numbers(build(config, devices=jax.devices()[:count]))
+
+    one, many = found({"data": 1}), found(mesh, sharding={"rules": rules})
+    for name, value in one.items():
+        # The gradient of a key's bias is zero, but for rounding.
+        most = 1e-5 * np.abs(value).max() + 1e-8
+        np.testing.assert_allclose(many[name], value, atol=most, err_msg=name)
 
 
 def test_the_choice_is_explained():

@@ -67,10 +67,11 @@ def test_a_loop_has_blocks_of_one_expert_each():
         np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-5)
 
 
-def routed(logits, weight=None, bias=None, **settings):
+def routed(logits, weight=None, bias=None, positions=None, **settings):
     config = ExpertsConfig.model_validate({"count": logits.shape[-1], **settings})
     weight = jnp.ones(logits.shape[:2]) if weight is None else weight
-    return route(logits, jnp.zeros(config.count) if bias is None else bias, weight, config)
+    bias = jnp.zeros(config.count) if bias is None else bias
+    return route(logits, bias, weight, config, positions)
 
 
 def test_softmax_weights_are_those_of_the_selected_logits():
@@ -112,6 +113,16 @@ def test_capacity_keeps_the_first_tokens_of_each_sequence():
     np.testing.assert_array_equal(choice.weights[:, 4:], jnp.zeros((2, 2, 2)))
     np.testing.assert_allclose(sums[:, 3], [2.0, 2.0])
     np.testing.assert_allclose(load, [[3, 3, 0, 0]] * 2)  # before the drops
+
+
+def test_capacity_drops_the_same_tokens_in_another_order_of_positions():
+    logits = jax.random.normal(jax.random.key(5), (2, 6, 4))
+    order = jnp.array([4, 0, 3, 5, 1, 2])
+    alone = routed(logits, capacity_factor=0.7)
+    moved = routed(logits[:, order], positions=order[None], capacity_factor=0.7)
+    assert (alone[0].ids == 4).any()
+    np.testing.assert_array_equal(moved[0].ids, alone[0].ids[:, order])
+    np.testing.assert_allclose(moved[1], alone[1], rtol=1e-6)
 
 
 def test_an_even_load_has_the_balance_loss_1_and_a_collapsed_one_that_of_its_experts():

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.cli import app
 from jaxdist.collectives.algorithms.ring import Ring
 from jaxdist.config import Document, validate
+from jaxdist.cost.context import Order, Way
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, load
 from jaxdist.parity import children as parity_children
@@ -53,6 +55,10 @@ def configs():
 def test_a_draw_is_a_function_of_its_seed_among_however_many():
     assert [draw(seed) for seed in SEEDS[:20]] == all_drawn()[:20]
     assert [*seeds_of(3, 7)] == [7, 8, 9]
+    shared = seeds_of(3, 7, ["context", "expert"])
+    assert seeds_of(2, shared[0] + 1, ["context", "expert"]) == shared[1:]
+    for seed in shared:
+        assert {"context", "expert"} & {*features_of(draw(seed).sections)["axes"].split(" x ")}
     assert draw(seeds_of(300, 5)[4]) == draw(seeds_of(1, 9)[0]) == all_drawn()[9]
     assert len({json.dumps(drawn.sections) for drawn in all_drawn()}) == len(all_drawn())
 
@@ -78,7 +84,10 @@ def test_everything_is_drawn():
     assert values["ZeRO"] == {"none", "1", "2", "3", "1, ici", "2, ici", "3, ici"}
     assert {"0", "16", "64", "2048"} <= values["whole_below"]
     assert values["remat"] == {"none", "elementwise", "dots", "full", "some"}
-    assert len(values["axes"]) == 8
+    axes = {"data", "stage", "tensor", "context", "expert"}
+    assert {name for several in values["axes"] for name in several.split(" x ")} == {*axes, "none"}
+    assert values["attention over context"] == {"none", "auto", *get_args(Way)}
+    assert values["order over context"] == {"none", "auto", *get_args(Order)}
     uneven = [
         config
         for config in configs()
@@ -180,6 +189,14 @@ def test_a_report_of_other_draws_is_not_gone_on_with(change, said, answered):
 def test_resume_without_a_file_is_told():
     refused = run("--draw", 1, "--resume")
     assert "--resume continues the file of --json" in str(refused.exception)
+
+
+def test_axes_of_draws_are_those_of_a_mesh():
+    wrong = run("--draw", 1, "--axis", "contxt").exception
+    assert "--axis contxt names no mesh axis: did you mean 'context'" in str(wrong)
+    assert "--axis selects draws, and there are none: give --draw as well" in str(
+        run("--axis", "context").exception
+    )
 
 
 @pytest.mark.parametrize("args", [("c.yaml",), ("--full",)])

@@ -78,6 +78,8 @@ def test_matrices_that_muon_updates_have_a_momentum_alone(plan: Plan, tmp_path: 
         Plan(data=4, tensor=2, zero=3),
         Plan(stage=2, data=4, zero=1, microbatches=4, schedule="1f1b"),
         Plan(slices=2, data=4, zero=3, scope="ici"),
+        Plan(data=4, context=2, zero=3),
+        Plan(data=1, context=8, zero=3),
     ],
     ids=Plan.words,
 )

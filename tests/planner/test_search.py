@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.planner.cases import PUBLISHED, drawn
 from benchmarks.planner.report import judged, kendall_tau
 from jaxdist.errors import ConfigError
+from jaxdist.planner.context import context_refusal
 from jaxdist.planner.explain import remedies
 from jaxdist.planner.formulas.decoder import plan_refusal, ticks_of
 from jaxdist.planner.memory import share
@@ -256,3 +258,39 @@ def test_a_window_that_splash_attention_refuses_has_a_plan(topology: str, window
     found = search(dataclasses.replace(SMALL, window=window), parse_target(topology))
     assert found.valid
     assert all(plan.seconds.attention > 0 for plan in found.valid)
+
+
+def test_long_sequences_are_shared_and_short_ones_are_not() -> None:
+    """A sequence of 131,072 tokens of Llama-3.1-8B has too many activations for a chip."""
+    long = Decoder(32, 4096, 32, 8, 128, 14336, vocab=128256, window=131072, batch=4, tied=False)
+    target = parse_target("v5p:2x4x4")
+    found = search(long, target)
+    first = found.valid[0]
+    assert first.plan.context > 1
+    assert all(one.plan.context == 1 or one.plan.tensor == 1 for one in found.valid)
+    assert first.plan.settings()["sharding"] == {"rules": {"embed": "context"}}
+    assert first.plan.mesh()["context"] == first.plan.context
+    assert 0 < first.seconds.context < first.seconds.attention
+    short = dataclasses.replace(long, window=4096, batch=128)
+    assert all(one.plan.context == 1 for one in search(short, target).valid)
+
+
+@pytest.mark.parametrize(
+    ("change", "plan", "reason"),
+    [
+        ({}, Plan(context=2, stage=2, zero=3), "pipelines do not go with shared sequences"),
+        ({}, Plan(context=2, tensor=2, zero=3), "no formula prices axis tensor with shared"),
+        (
+            {"window": 130},
+            Plan(context=4, zero=3),
+            "the sequence does not divide over axis context",
+        ),
+        ({"embed": 1026}, Plan(context=4, zero=3), "the width does not divide over axis context"),
+    ],
+)
+def test_plans_that_share_sequences_are_refused_with_a_reason(
+    change: dict[str, Any], plan: Plan, reason: str
+) -> None:
+    found = context_refusal(dataclasses.replace(SMALL, **change), plan)
+    assert found is not None
+    assert reason in found

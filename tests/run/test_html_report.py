@@ -16,6 +16,7 @@ from jaxdist.errors import RunError
 from jaxdist.metrics.writer import read_metrics
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.report.page.data import program_data
+from jaxdist.run.report.page.loads import MOST_STEPS
 from jaxdist.run.report.page.write import MOST_BYTES, report_page, write_page
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
@@ -114,6 +115,34 @@ def test_a_million_steps_fit_a_page(tmp_path: Path, count: int) -> None:
     steps, values = found["points"]
     assert len(steps) < 20_000
     assert steps[values.index(99.5)] == 77_777
+
+
+def test_loads_of_experts_are_a_picture_and_no_curves(tmp_path: Path) -> None:
+    def loads(step: int) -> dict[str, float]:
+        even = {f"expert_load/0/{i}": 0.25 for i in range(4)}
+        return even | {f"expert_load/1/{i}": float(i == step // 500) for i in range(4)}
+
+    lines = [line(step, loss=1.0, max_vio=3.0, **loads(step)) for step in range(1000)]
+    lines += [line(999, "heldout", loss=1.0, **{"expert_load/0/0": 1.0, "expert_load/0/1": 0.0})]
+    (run,) = written(tmp_path, made(tmp_path / "r", lines))["runs"]
+    assert {c["name"] for c in run["curves"]} == {"loss", "max_vio"}
+    train, heldout = run["loads"]
+    assert (train["split"], heldout["split"]) == ("train", "heldout")
+    steps = train["steps"]
+    assert (len(steps), steps[-1]) == (MOST_STEPS, 999)
+    even, uneven = train["percent"]
+    assert even == [[100] * MOST_STEPS] * 4
+    assert [row[0] for row in uneven] == [400, 0, 0, 0]
+    assert [row[-1] for row in uneven] == [0, 400, 0, 0]
+    assert (heldout["steps"], heldout["percent"]) == ([999], [[[200], [0]]])
+
+
+def test_loads_of_many_experts_fit_a_page(tmp_path: Path) -> None:
+    loads = {f"expert_load/{n}/{i}": 1 / 256 for n in range(58) for i in range(256)}
+    lines = [line(step, loss=1.0, **loads) for step in range(20)]
+    (run,) = written(tmp_path, made(tmp_path / "r", lines))["runs"]
+    assert len(run["loads"][0]["steps"]) == 3
+    assert run["loads"][0]["steps"][-1] == 19
 
 
 def test_many_runs_fit_a_page_or_are_refused(tmp_path: Path) -> None:

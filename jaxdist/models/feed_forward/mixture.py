@@ -119,13 +119,18 @@ class Mixture(nnx.Module):
         self.compute = Experts(config.mlp_type, choose_product(experts.product, platform, D, F))
 
     def __call__(
-        self, x_BLD: jax.Array, weight_BL: jax.Array, statistics: Statistics
+        self,
+        x_BLD: jax.Array,
+        weight_BL: jax.Array,
+        statistics: Statistics,
+        positions_1L: jax.Array | None = None,
     ) -> tuple[jax.Array, Statistics]:
         """Map x `[B, L, D]`, laid out as the residual stream, to the same shape and layout.
 
         Args:
           weight_BL: weight of each token in the loss, which the statistics are weighted by.
           statistics: the statistics of the layers before.
+          positions_1L: the place of each token in its sequence, or None for 0..L-1.
         """
         shared_BLD = self.shared(x_BLD) if self.experts.shared else None
         x_BLD = self.hint(x_BLD, *WITHIN, was=RESIDUAL)
@@ -135,7 +140,7 @@ class Mixture(nnx.Module):
         )
         logits_BLE = self.hint(logits_BLE, "batch", "seq", None)
         bias_E = self.router_bias[...] if self.experts.bias_rate else jnp.zeros(self.experts.count)
-        choice, sums_BS, load_BE = route(logits_BLE, bias_E, weight_BL, self.experts)
+        choice, sums_BS, load_BE = route(logits_BLE, bias_E, weight_BL, self.experts, positions_1L)
         y_BLD = self._mixed(x_BLD, choice)
         y_BLD = self.hint(y_BLD, *RESIDUAL, was=WITHIN)
         if shared_BLD is not None:

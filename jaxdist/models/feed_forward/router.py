@@ -56,7 +56,11 @@ class Statistics(NamedTuple):
 
 
 def route(
-    logits_BLE: jax.Array, bias_E: jax.Array, weight_BL: jax.Array, config: ExpertsConfig
+    logits_BLE: jax.Array,
+    bias_E: jax.Array,
+    weight_BL: jax.Array,
+    config: ExpertsConfig,
+    positions_1L: jax.Array | None = None,
 ) -> tuple[ExpertChoice, jax.Array, jax.Array]:
     """Select the experts of each token; return also its `sums_BS` and `load_BE`.
 
@@ -67,6 +71,7 @@ def route(
       logits_BLE: float32.
       bias_E: added to the scores in the selection only.
       weight_BL: weight of each token in the loss.
+      positions_1L: the place of each token in its sequence, or None for 0..L-1.
     """
     k, E = config.top_k, config.count
     soft_BLE = jax.nn.softmax(logits_BLE, -1)
@@ -82,7 +87,7 @@ def route(
     dropped_BL = jnp.zeros_like(weight_BL)
     capacity = config.capacity(logits_BLE.shape[1])
     if capacity is not None:
-        before_BLE = jnp.cumsum(chosen_BLE, 1) - chosen_BLE
+        before_BLE = _sum_before(chosen_BLE, positions_1L)
         fits_BLk = jnp.take_along_axis(before_BLE, ids_BLk, -1) < capacity
         dropped_BL = 1 - fits_BLk.mean(-1)
         ids_BLk = jnp.where(fits_BLk, ids_BLk, E)
@@ -97,6 +102,18 @@ def route(
         (dropped_BL * weight_BL).sum(1),
     )
     return ExpertChoice(ids_BLk, weights_BLk), jnp.stack(sums, -1), load_BE
+
+
+def _sum_before(x_BLE: jax.Array, positions_1L: jax.Array | None) -> jax.Array:
+    """Return for each token the sum over the tokens of its sequence at earlier positions.
+
+    >>> _sum_before(jnp.array([[[1], [2], [4]]]), jnp.array([[2, 0, 1]])).ravel().tolist()
+    [6, 0, 2]
+    """
+    if positions_1L is None:
+        return jnp.cumsum(x_BLE, 1) - x_BLE
+    moved_BLE = x_BLE[:, jnp.argsort(positions_1L[0])]
+    return (jnp.cumsum(moved_BLE, 1) - moved_BLE)[:, positions_1L[0]]
 
 
 def _balance(load_BE: jax.Array, share_BLE: jax.Array, weight_BL: jax.Array) -> jax.Array:

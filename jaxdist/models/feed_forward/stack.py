@@ -47,20 +47,17 @@ class RoutedStack(Stacked):
         more = *self.operands(*inputs), weight_BL
         return scan_blocks(self.blocks, begun, *more, remat=self.remat, unroll=self.unroll)
 
-    def measured(
-        self, tokens_BL: jax.Array, segments_BL: jax.Array | None, weight_BL: jax.Array
-    ) -> tuple[jax.Array, Auxiliary | None]:
+    def measured(self, weight_BL: jax.Array, *inputs: Any) -> tuple[jax.Array, Auxiliary | None]:
         """Return the input of the head, and the auxiliary losses, or None without experts.
 
         Args:
           weight_BL: weight of each token in the loss, which auxiliary losses are weighted by too.
+          inputs: those of the model.
         """
         if self.experts is None:
-            return self.hidden(tokens_BL, segments_BL), None
+            return self.hidden(*inputs), None
         model: Any = self
-        x_BLD = model.embed(tokens_BL, segments_BL)
-        given = tokens_BL, segments_BL
-        x_BLD, statistics = self._routed(self.experts, x_BLD, given, weight_BL)
+        x_BLD, statistics = self._routed(self.experts, model.embed(*inputs), inputs, weight_BL)
         return x_BLD, auxiliary(statistics, weight_BL, self.experts)
 
     def settling(self) -> Settle | None:

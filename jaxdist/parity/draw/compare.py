@@ -11,7 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxdist.config import plain_yaml
-from jaxdist.errors import ConfigError, RunError
+from jaxdist.errors import ConfigError, RunError, did_you_mean
+from jaxdist.mesh import AXES
 from jaxdist.metrics.report import write_json
 from jaxdist.parity.children import Ended, answers
 from jaxdist.parity.draw.draw import draw, seeds_of
@@ -35,6 +36,7 @@ def parity_draws(
     count: int,
     *,
     seed: int = 0,
+    axes: Sequence[str] = (),
     jobs: int = 1,
     json_file: Path | None = None,
     resume: bool = False,
@@ -47,18 +49,22 @@ def parity_draws(
     Args:
       count: number of draws.
       seed: seed of the first draw; each further draw has the next seed.
+      axes: names of mesh axes; only draws with one of them larger than 1 are compared.
       jobs: number of processes, each of which trains one draw at a time.
       json_file: a file for the results as JSON, updated after each draw.
       resume: skip the draws that `json_file` already has, if it exists.
       console: the console for the lines.
 
     Raises:
-      ConfigError: a file that cannot be resumed.
+      ConfigError: a file that cannot be resumed; an axis that a mesh does not have.
       RunError: a file that cannot be written.
     """
     if resume and json_file is None:
         raise ConfigError("--resume continues the file of --json: give --json FILE too")
-    seeds = seeds_of(count, seed)
+    for name in axes:
+        if name not in AXES:
+            raise ConfigError(f"--axis {name} names no mesh axis: {did_you_mean(name, AXES)}")
+    seeds = seeds_of(count, seed, axes)
     outcomes = _earlier(json_file, seeds) if resume and json_file else []
     left = [own for own in seeds if own not in {outcome.seed for outcome in outcomes}]
     console.print(
@@ -77,7 +83,7 @@ def parity_draws(
             text = failure_text(outcome, _written(outcome))
             console.print(text, soft_wrap=True, markup=False)
         if json_file is not None:
-            report = outcomes_to_json(outcomes, count=count, seed=seed)
+            report = outcomes_to_json(outcomes, count=count, seed=seed, axes=axes)
             write_json(json_file, report, what="draws", indent=1, allow_nan=True)
     console.print(draw_verdict(outcomes), soft_wrap=True)
     return outcomes

@@ -8,6 +8,7 @@ sections.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -176,14 +177,19 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
     }
 
 
+def axis_size(mesh: Mapping[str, Json], axis: str) -> int:
+    """Return the size of an axis of a section `mesh`, or 1 if it is absent."""
+    size = mesh.get(axis, 1)
+    return size if isinstance(size, int) else math.prod(size.values())
+
+
 def axis_sizes(mesh: Mapping[str, Json]) -> dict[str, int]:
     """Return the sizes of the axes of a section `mesh`, or 1 for an absent axis.
 
     >>> axis_sizes({"data": {"dcn": 2, "ici": 3}, "tensor": 2})
     {'data': 6, 'stage': 1, 'tensor': 2}
     """
-    sizes = ((name, mesh.get(name, 1)) for name in ("data", "stage", "tensor"))
-    return {n: size if isinstance(size, int) else math.prod(size.values()) for n, size in sizes}
+    return {name: axis_size(mesh, name) for name in ("data", "stage", "tensor")}
 
 
 def _composition(random: Random, total: int, parts: int) -> list[int]:
@@ -365,6 +371,18 @@ def _tensor_rules(
     return {random.choice(("mlp", "vocab", "heads", "kv_heads")): None}
 
 
-def seeds_of(count: int, seed: int) -> Sequence[int]:
-    """Return the seeds of `count` draws: consecutive numbers, of which `seed` is the first."""
-    return range(seed, seed + count)
+def seeds_of(count: int, seed: int, axes: Sequence[str] = ()) -> Sequence[int]:
+    """Return the seeds of `count` draws: consecutive numbers, of which `seed` is the first.
+
+    Args:
+      axes: names of mesh axes; only draws with one of them larger than 1 count. () is all draws.
+    """
+    if not axes:
+        return range(seed, seed + count)
+    fitting = (own for own in itertools.count(seed) if _has_axis(draw(own), axes))
+    return [*itertools.islice(fitting, count)]
+
+
+def _has_axis(drawn: Draw, axes: Sequence[str]) -> bool:
+    mesh = drawn.sections["mesh"]
+    return any(axis_size(mesh, name) > 1 for name in axes)

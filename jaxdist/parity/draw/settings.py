@@ -13,13 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
+from jaxdist.parity.draw.axes import context_axis, expert_axis, experts, stages_of, with_values
 from jaxdist.parity.draw.model import has_batch_norm
 from jaxdist.parity.trace import STEPS
 from jaxdist.types import Json, JsonObject
 
 Sections = JsonObject
-EXPERTS = 8
-"""The number of experts of a layer, which all drawn sizes of an axis divide."""
+
+
+LENGTHS = (16, 24)
+"""The lengths of longer sequences."""
 
 
 @dataclass(frozen=True)
@@ -93,28 +96,20 @@ def data_size(config: Sections) -> int:
     return (data if isinstance(data, int) else math.prod(data.values())) * experts
 
 
-def _stages(config: Sections) -> int:
-    return config["mesh"].get("stage", 1)
-
-
-def _with(config: Sections, section: str, **values: Json) -> Sections:
-    return {section: {**config.get(section, {}), **values}}
-
-
 def _of_zero(config: Sections, **values: Json) -> Sections:
-    return _with(config, "parallel", zero={**config["parallel"]["zero"], **values})
+    return with_values(config, "parallel", zero={**config["parallel"]["zero"], **values})
 
 
 def _compute_dtype(random: Random, config: Sections) -> Sections | None:
     if config["model"]["type"] != "gpt":
         return None
-    return _with(config, "model", compute_dtype="bfloat16")
+    return with_values(config, "model", compute_dtype="bfloat16")
 
 
 def _master_weights(random: Random, config: Sections) -> Sections | None:
     if "strategy" in config:
         return None  # Lookahead, which has a section `strategy`, refuses master weights
-    return _with(config, "optim", master_weights="bfloat16")
+    return with_values(config, "optim", master_weights="bfloat16")
 
 
 def _lookahead(random: Random, config: Sections) -> Sections | None:
@@ -137,7 +132,7 @@ def _onebit(random: Random, config: Sections) -> Sections | None:
     found = {"optim": {**optim, "schedule": config["optim"]["schedule"], "skip_nonfinite": True}}
     parallel = {name: value for name, value in config["parallel"].items() if name != "compression"}
     zero, reduce = parallel["zero"], parallel["reduce"]
-    messages = data_size(config) > 1 and _stages(config) == 1 and zero["stage"] <= 1
+    messages = data_size(config) > 1 and stages_of(config) == 1 and zero["stage"] <= 1
     flat = reduce is None or reduce["type"] != "hierarchical"
     if messages and flat and zero["scope"] == "all" and not config["sharding"]["rules"]:
         feedback = {"type": "compressed_momentum", "b1": 0.9}
@@ -149,13 +144,31 @@ def _onebit(random: Random, config: Sections) -> Sections | None:
 def _window(random: Random, config: Sections) -> Sections | None:
     if config["model"]["type"] != "gpt":
         return None
-    return _with(config, "model", attention_window=random.choice((1, 2, 3)))
+    return with_values(config, "model", attention_window=random.choice((1, 2, 3)))
+
+
+def _longer(random: Random, config: Sections) -> Sections | None:
+    """Draw a length that more sizes of the axis context divide."""
+    if config["model"]["type"] not in ("gpt", "bert"):
+        return None
+    data, window = config["data"], random.choice(LENGTHS)
+    found = with_values(config, "data", window=window)
+    if data["type"] == "import":
+        found = with_values(config, "data", args={**data["args"], "window": window})
+    if config["model"]["type"] == "bert":
+        found |= with_values(config, "model", positions=window)
+    return found
+
+
+def _window_shown(config: Sections) -> str:
+    window = config["data"].get("args", config["data"]).get("window")
+    return str(window) if window in LENGTHS else "no"
 
 
 def _blockwise(random: Random, config: Sections) -> Sections | None:
     if config["model"]["type"] != "gpt":
         return None
-    return _with(config, "model", attention="blockwise")
+    return with_values(config, "model", attention="blockwise")
 
 
 def _chunks(random: Random, config: Sections) -> Sections | None:
@@ -169,7 +182,7 @@ def _chunks(random: Random, config: Sections) -> Sections | None:
 def _collective_matmul(random: Random, config: Sections) -> Sections | None:
     if "residual_seq" not in config["sharding"]["rules"]:
         return None
-    return _with(config, "sharding", collective_matmul=True)
+    return with_values(config, "sharding", collective_matmul=True)
 
 
 def _weights(random: Random, config: Sections) -> Sections | None:
@@ -182,11 +195,11 @@ def _weights(random: Random, config: Sections) -> Sections | None:
 def _dropout(random: Random, config: Sections) -> Sections | None:
     """Add dropout, which is equal on all plans only where XLA alone splits the batch."""
     model = config["model"]
-    if _stages(config) > 1 or model["type"] != "import" or model["path"] != TOWER:
+    if stages_of(config) > 1 or model["type"] != "import" or model["path"] != TOWER:
         return None
     return {
-        **_with(config, "model", args={**model["args"], "dropout": 0.5}),
-        **_with(config, "train", microbatches=1),
+        **with_values(config, "model", args={**model["args"], "dropout": 0.5}),
+        **with_values(config, "train", microbatches=1),
         "parallel": _left_to_xla(config),
     }
 
@@ -201,8 +214,8 @@ def _evaluation(random: Random, config: Sections) -> Sections | None:
     """Add a held-out split, whose number of examples is rarely a multiple of the batch."""
     data, count = config["data"], random.randint(9, 40)
     if data["type"] == "import":
-        return _with(config, "data", args={**data["args"], "heldout_examples": count})
-    return _with(config, "data", heldout_examples=count)
+        return with_values(config, "data", args={**data["args"], "heldout_examples": count})
+    return with_values(config, "data", heldout_examples=count)
 
 
 def _ramp(random: Random, config: Sections) -> Sections | None:
@@ -218,12 +231,12 @@ def _ramp(random: Random, config: Sections) -> Sections | None:
         return None
     start = random.choice(fitting)
     ramp = {"start_batch_size": start, "increment": size - start, "ramp_examples": start}
-    return _with(config, "train", batch_size=size, batch_ramp=ramp)
+    return with_values(config, "train", batch_size=size, batch_ramp=ramp)
 
 
 def _pieces(config: Sections, size: int, microbatches: int, full: int) -> int:
     """Return the number of microbatches of a smaller batch; a pipeline's number is constant."""
-    return math.ceil(size * microbatches / full) if _stages(config) == 1 else microbatches
+    return math.ceil(size * microbatches / full) if stages_of(config) == 1 else microbatches
 
 
 def _phases(random: Random, config: Sections) -> Sections | None:
@@ -237,7 +250,7 @@ def _phases(random: Random, config: Sections) -> Sections | None:
         {"examples_fraction": 2 / 3, "batch_size": size, "learning_rate": rate},
         {"examples_fraction": 1 / 3, "batch_size": size, "learning_rate": rate / 2},
     ]
-    return {"optim": optim, **_with(config, "train", phases=phases)}
+    return {"optim": optim, **with_values(config, "train", phases=phases)}
 
 
 def _strict(random: Random, config: Sections) -> Sections | None:
@@ -245,7 +258,7 @@ def _strict(random: Random, config: Sections) -> Sections | None:
     size, pieces = config["train"]["batch_size"], config["train"]["microbatches"]
     combines = (
         "data" in config["mesh"]
-        and _stages(config) == 1
+        and stages_of(config) == 1
         and "batch_ramp" not in config["train"]
         and config["sharding"]["rules"].get("embed") is None
         and not config["optim"]["type"].startswith(("onebit", "muon"))
@@ -268,7 +281,7 @@ def _strict(random: Random, config: Sections) -> Sections | None:
 def _freeze(random: Random, config: Sections) -> Sections | None:
     if config["model"]["type"] not in FREEZABLE or _fetched_ahead(config):
         return None
-    return _with(config, "model", freeze=[random.choice(FREEZABLE[config["model"]["type"]])])
+    return with_values(config, "model", freeze=[random.choice(FREEZABLE[config["model"]["type"]])])
 
 
 def _lora(random: Random, config: Sections) -> Sections | None:
@@ -277,7 +290,7 @@ def _lora(random: Random, config: Sections) -> Sections | None:
         return None
     adapters = {"rank": random.choice((1, 2, 3)), "alpha": random.choice((4.0, 16.0))}
     adapters["targets"] = [random.choice(ADAPTED[model["type"]])]
-    return _with(config, "model", lora={**adapters, "rslora": random.random() < 0.5})
+    return with_values(config, "model", lora={**adapters, "rslora": random.random() < 0.5})
 
 
 def _fetched_ahead(config: Sections) -> bool:
@@ -288,7 +301,7 @@ def _reduce_dtype(random: Random, config: Sections) -> Sections | None:
     parallel = config["parallel"]
     if parallel["reduce"] is None or "compression" in parallel or "experts" in config["model"]:
         return None  # rounding reorders scores, which selects other experts
-    return _with(config, "parallel", reduce_dtype="bfloat16")
+    return with_values(config, "parallel", reduce_dtype="bfloat16")
 
 
 def _gather_dtype(random: Random, config: Sections) -> Sections | None:
@@ -297,67 +310,23 @@ def _gather_dtype(random: Random, config: Sections) -> Sections | None:
         return None  # as above
     # The gradient of a rounded cnn was 0.056 from that in float32 in a pipeline, 0.040 without one,
     # and the limit is 0.016; why is not known: rounding may move the maxima of its pools.
-    parts = config["model"]["type"] == "cnn" and _stages(config) > 1
+    parts = config["model"]["type"] == "cnn" and stages_of(config) > 1
     return _of_zero(config, gather_dtype="bfloat16") if zero["stage"] == 3 and not parts else None
 
 
-def _experts(random: Random, config: Sections) -> Sections | None:
-    """Draw experts of a gpt that computes in full precision, whose scores no rounding reorders.
-
-    An axis of stages, which does not combine with experts, becomes an axis of experts.
-    """
-    model, stages, train = config["model"], _stages(config), config["train"]
-    if model["type"] != "gpt" or in_half_precision(config) or EXPERTS % stages:
-        return None
-    if config["sharding"].get("collective_matmul") or {"phases", "batch_ramp"} & {*train}:
-        return None
-    top_k = random.choice((1, 2, 2, 3))
-    listed = isinstance(model.get("remat"), list)
-    divisors = [n for n in (1, 1, 2, 3) if model["layers"] % n == 0]
-    experts = {
-        "count": EXPERTS,
-        "top_k": top_k,
-        "normalize": top_k > 1 and random.random() < 0.7,
-        "router": random.choice(("softmax", "sigmoid")),
-        "shared": random.choice((0, 0, 1)),
-        "every": random.choice(divisors),
-        "balance_loss": random.choice((0.0, 0.1)),
-        "z_loss": random.choice((0.0, 0.01)),
-        "bias_rate": random.choice((0.0, 0.01)),
-        "capacity_factor": random.choice((None, None, 1.0, 1.5)),
-    }
-    if listed and experts["every"] > 1:
-        return None
-    found = _with(config, "model", experts=experts)
-    if stages == 1:
-        return found
-    mesh = {("expert" if name == "stage" else name): n for name, n in config["mesh"].items()}
-    parallel = {name: value for name, value in config["parallel"].items() if name != "pipeline"}
-    train = {**train, "batch_size": train["batch_size"] * stages}
-    return {**found, "mesh": mesh, "parallel": parallel, "train": train}
-
-
-def _expert_axis(random: Random, config: Sections) -> Sections | None:
-    """Turn a part of the axis data to the axis of experts, at a place that is drawn."""
-    mesh, size = config["mesh"], random.choice((2, 4, 8))
-    data = mesh.get("data", 1)
-    if "experts" not in config["model"] or {"deterministic", "expert"} & {
-        *config["parallel"],
-        *mesh,
-    }:
-        return None
-    if not isinstance(data, int) or data % size:
-        return None
-    exchange = random.choice(("auto", "padded", "ring"))
-    axes = [(name, data // size if name == "data" else n) for name, n in mesh.items()]
-    axes.insert(random.randrange(len(axes)), ("expert", size))
-    return {**_with(config, "sharding", experts=exchange), "mesh": dict(axes)}
+def _unrounded_experts(random: Random, config: Sections) -> Sections | None:
+    """Draw experts of a gpt that computes in full precision, whose scores no rounding reorders."""
+    return None if in_half_precision(config) else experts(random, config)
 
 
 def _secondary(random: Random, config: Sections) -> Sections | None:
     zero, data = config["parallel"]["zero"], config["mesh"].get("data")
     fits = zero["stage"] == 3 and zero["scope"] == "all" and isinstance(data, dict)
-    if not fits or _stages(config) > 1 or {"compression", "deterministic"} & {*config["parallel"]}:
+    if (
+        not fits
+        or stages_of(config) > 1
+        or {"compression", "deterministic"} & {*config["parallel"]}
+    ):
         return None
     if (config["parallel"]["reduce"] or {}).get("type") == "hierarchical":
         # The second copy is gathered over one network at a time; a hierarchical algorithm
@@ -430,6 +399,7 @@ SETTINGS: Mapping[str, Setting] = {
     "batch ramp": Setting(0.1, False, _ramp, _value("train", "batch_ramp")),
     "phases": Setting(0.1, True, _phases, _value("train", "phases")),
     "attention in blocks": Setting(0.3, False, _blockwise, _value("model", "attention")),
+    "longer sequences": Setting(0.4, True, _longer, _window_shown),
     "chunks of the loss": Setting(0.3, False, _chunks, _value("loss", "chunks")),
     "collective matmul": Setting(
         0.8, False, _collective_matmul, _value("sharding", "collective_matmul")
@@ -437,8 +407,9 @@ SETTINGS: Mapping[str, Setting] = {
     "frozen parameters": Setting(0.2, True, _freeze, _value("model", "freeze")),
     "adapters": Setting(0.2, True, _lora, _value("model", "lora")),
     "strict bits": Setting(0.12, False, _strict, _value("parallel", "deterministic")),
-    "experts": Setting(0.4, True, _experts, _value("model", "experts")),
-    "axis of experts": Setting(0.8, False, _expert_axis, _value("mesh", "expert")),
+    "experts": Setting(0.4, True, _unrounded_experts, _value("model", "experts")),
+    "axis of experts": Setting(0.8, False, expert_axis, _value("mesh", "expert")),
+    "axis context": Setting(0.8, False, context_axis, _value("mesh", "context")),
     "reduce dtype": Setting(0.15, False, _reduce_dtype, _value("parallel", "reduce_dtype")),
     "gather dtype": Setting(0.3, False, _gather_dtype, _value("parallel.zero", "gather_dtype")),
     "second copy of shards": Setting(0.5, False, _secondary, _value("parallel.zero", "secondary")),

@@ -22,6 +22,11 @@ MOST_MICROBATCHES = 128
 class Formulas(Protocol):
     """Formulas for a model's plans that need no compilation."""
 
+    @property
+    def has_inner(self) -> bool:
+        """Whether plans may have a further axis, context or expert, in place of tensor."""
+        ...
+
     def plans(self, target: Target, places: Places) -> Iterator[Plan]:
         """Yield every plan on a mesh, valid or not."""
         ...

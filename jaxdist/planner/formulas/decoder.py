@@ -14,6 +14,7 @@ from jaxdist.pipeline_schedules.derived import eager
 from jaxdist.pipeline_schedules.interleaved import interleaved
 from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
 from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1
+from jaxdist.planner.context import LONG, context_refusal
 from jaxdist.planner.formulas.contract import counts_of, invalid
 from jaxdist.planner.memory import PlanMemory, plan_memory
 from jaxdist.planner.model import Decoder
@@ -27,6 +28,10 @@ class DecoderFormulas:
     """The formulas for plans of a decoder."""
 
     model: Decoder
+
+    @property
+    def has_inner(self) -> bool:
+        return self.model.window >= LONG
 
     def plans(self, target: Target, places: Places) -> Iterator[Plan]:
         return plans(self.model, target, places)
@@ -44,14 +49,16 @@ class DecoderFormulas:
 def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
     """Yield every plan on a mesh, valid or not."""
     stage, data, tensor = places.sizes
-    base = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices)
+    base = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices, context=places.inner)
     counts = counts_of(model.batch, base)
     kinds: list[tuple[Schedule | None, int]] = [(None, 1)]
     if stage > 1:
         per_stage = model.layers // stage
         cuts = [n for n in (2, 4) if per_stage % n == 0 and per_stage > n]
         kinds = [("1f1b", 1), ("zb_h1", 1), *(("interleaved", n) for n in cuts)]
-    for count, remat, zero, (kind, chunks) in itertools.product(counts, KEPT, range(4), kinds):
+    # Devices that share sequences share parameters too, as ZeRO 3 does.
+    zeros = range(3, 4) if places.inner > 1 else range(4)
+    for count, remat, zero, (kind, chunks) in itertools.product(counts, KEPT, zeros, kinds):
         scopes = ("all", "ici") if zero and target.slices > 1 else ("all",)
         stashes = (False,) if kind is None else (False, True)
         # Only 1F1B becomes shorter when forward tasks run ahead of its schedule.
@@ -75,10 +82,10 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
 
 def plan_refusal(model: Decoder, plan: Plan) -> str | None:
     """Return why a plan is invalid, or None for a valid plan."""
-    found = _indivisible(model, plan)
+    found = _indivisible(model, plan) or context_refusal(model, plan)
     if found is not None:
         return found
-    if plan.replicas == 1 and (plan.zero or plan.bfloat16_reduction):
+    if plan.replicas * plan.context == 1 and (plan.zero or plan.bfloat16_reduction):
         return "one replica has no state to split and no gradients to sum"
     if plan.bfloat16_reduction and (not model.narrow or model.param_bytes == 2):
         return "sums in bfloat16 save nothing, or the model is float32"

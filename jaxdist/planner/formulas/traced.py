@@ -23,7 +23,9 @@ from jaxdist.config import Document
 from jaxdist.cost.flops import jaxpr_flops, product_bytes
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.experiment.flops import on_one_device, step_flops
+from jaxdist.models.gpt import GptConfig
 from jaxdist.parallel.compute import Unstaged
+from jaxdist.planner.experts import PlannedExperts
 from jaxdist.planner.formulas.contract import counts_of, invalid
 from jaxdist.planner.memory import PlanMemory, elements_of
 from jaxdist.planner.model import PlannedParameter
@@ -57,6 +59,7 @@ class Traced:
       step_flops: an example's FLOPs in the actual step, with recomputation.
       narrow: whether activations and the factors of products have two bytes per number.
       steps: number of steps of the run, or None where the config gives epochs instead.
+      experts: the layers with experts, or None without any.
     """
 
     unit: str
@@ -73,6 +76,7 @@ class Traced:
     narrow: bool = False
     steps: int | None = None
     update_flops: float = 0.0
+    experts: PlannedExperts | None = None
 
     @property
     def parameters(self) -> int:
@@ -111,25 +115,49 @@ class Traced:
         """
         return self.batch * self.flops
 
-    def elements(self, parts: int = 1) -> int:
-        """Return the number of parameter elements on a device, where ZeRO splits over `parts`."""
-        return _elements(self.tensors, parts)
+    def elements(self, parts: int = 1, expert: int = 1) -> int:
+        """Return the number of parameter elements on a device.
+
+        Args:
+          parts: number of devices over which ZeRO splits.
+          expert: number of devices with different experts.
+        """
+        return _elements(self.tensors, parts, expert)
+
+    @property
+    def shared_elements(self) -> int:
+        """The number of parameter elements of no expert."""
+        return sum(math.prod(t.shape) * count for t, count in self.tensors if t.split is None)
 
 
 @lru_cache(maxsize=1024)
-def _elements(tensors: tuple[tuple[PlannedParameter, int], ...], parts: int) -> int:
-    return sum(elements_of(tensor, 1, parts, count)[1] for tensor, count in tensors)
+def _elements(tensors: tuple[tuple[PlannedParameter, int], ...], parts: int, expert: int) -> int:
+    return sum(count * elements_of(tensor, expert, parts, count)[1] for tensor, count in tensors)
 
 
 @dataclass(frozen=True)
 class TracedFormulas:
-    """The formulas for plans of a traced model: data parallelism with ZeRO and microbatches."""
+    """The formulas for plans of a traced model: data parallelism with ZeRO and microbatches.
+
+    Experts may lie on devices of their own.
+    """
 
     model: Traced
 
+    @property
+    def has_inner(self) -> bool:
+        return self.model.experts is not None
+
     def plans(self, target: Target, places: Places) -> Iterator[Plan]:
         stage, data, tensor = places.sizes
-        base = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices, remat=None)
+        base = Plan(
+            data=data,
+            tensor=tensor,
+            stage=stage,
+            slices=target.slices,
+            remat=None,
+            expert=places.inner,
+        )
         for count, zero in itertools.product(counts_of(self.model.batch, base), range(4)):
             for scope in ("all", "ici") if zero and target.slices > 1 else ("all",):
                 yield dataclasses.replace(base, zero=zero, scope=scope, microbatches=count)
@@ -139,13 +167,17 @@ class TracedFormulas:
             return OTHER_AXES
         if self.model.batch % (plan.replicas * plan.microbatches):
             return "the batch does not divide over the data axis and microbatches"
-        if plan.replicas == 1 and plan.zero:
+        experts = self.model.experts
+        if experts is not None and experts.count % plan.expert:
+            return "experts do not divide over axis expert"
+        if plan.slices * plan.data == 1 and plan.zero:
             return "one replica has no state to split"
         return invalid(plan.zero, plan.scope, False, False, plan.slices > 1, False)
 
     def memory(self, plan: Plan) -> PlanMemory:
         model, count = self.model, plan.microbatches
-        whole, shard = model.elements(), model.elements(plan.state_parts)
+        whole = model.elements(1, plan.expert)
+        shard = model.elements(plan.state_parts, plan.expert)
         stored = shard if plan.zero == 3 else whole
         # Gradients have the dtype of the computation, a sum over microbatches that of parameters.
         alone = model.param_bytes if plan.zero == 0 and count == 1 else model.sent_bytes
@@ -156,12 +188,27 @@ class TracedFormulas:
             parameters=stored * model.param_bytes + model.buffer_bytes,
             optimizer=(shard if plan.zero else whole) * model.state_bytes,
             gradients=stored * alone + summed,
-            activations=rows * model.kept_bytes,
+            activations=rows * model.kept_bytes + self._spare_bytes(plan, rows),
             working=rows * count * model.example_bytes + stored * model.cast_bytes,
         )
 
+    def _spare_bytes(self, plan: Plan, rows: int) -> float:
+        """Return the bytes of the experts' rows that have room for the worst case."""
+        experts = self.model.experts
+        if experts is None:
+            return 0.0
+        each = experts.spare_rows(rows, plan.expert) * experts.row_elements() * self.model.width
+        return each if experts.recomputes else each * experts.layers
+
     def seconds(self, plan: Plan, places: Places, target: Target) -> Seconds:
-        model, rows = self.model, self.model.batch // plan.replicas
+        model, rows, count = self.model, self.model.batch // plan.replicas, plan.microbatches
+        experts, exchanged, spare = model.experts, 0.0, 0.0
+        if experts is not None:
+            own = rows // count
+            each = experts.seconds(plan, places, target, own, model.width)
+            exchanged = count * experts.layers * each
+            spare = count * experts.layers * experts.spare_rows(own, plan.expert)
+            spare *= experts.row_elements() * model.width
         peak = RATES.product * peak_of(target, narrow=model.narrow)
         memory_rate = target.device.memory_bytes_per_second
         element_rate = min(memory_rate, peak_of(target, narrow=True) * RATES.elements)
@@ -170,19 +217,21 @@ class TracedFormulas:
             products=rows * model.flops / peak,
             attention=0.0,
             recomputed=rows * max(0.0, model.step_flops - model.flops) / peak,
-            elements=3 * RATES.passes * rows * model.kept_bytes / element_rate,
+            elements=3 * (RATES.passes * rows * model.kept_bytes + spare) / element_rate,
             update=self._update_bytes(plan) / memory_rate
             + model.update_flops / (plan.state_parts if plan.zero else 1) / peak,
             data=data,
             slow=slow,
             tensor=0.0,
             bubble=0.0,
+            expert=exchanged,
         )
 
     def _update_bytes(self, plan: Plan) -> float:
         """Return the bytes read and written per step for the update and the sum of gradients."""
         model, count = self.model, plan.microbatches
-        whole, shard = model.elements(), model.elements(plan.state_parts)
+        whole = model.elements(1, plan.expert)
+        shard = model.elements(plan.state_parts, plan.expert)
         each = 2 * model.state_bytes + 2 * model.param_bytes + RATES.update
         summed = shard if plan.zero == 3 else whole
         sums = 3 * count * summed * model.param_bytes if count > 1 else 0.0
@@ -195,19 +244,24 @@ class TracedFormulas:
         gradients of each microbatch are reduce-scattered. ZeRO 1 and 2 gather parameters once per
         step, ZeRO 3 in both passes of each microbatch.
         """
-        model, count, size = self.model, plan.microbatches, self.model.elements()
+        model, count = self.model, plan.microbatches
+        size = model.elements(1, plan.expert)
 
         def once(number_bytes: float) -> float:
             return gather_seconds(target, places.dims[1], plan.data, size * number_bytes)
 
         sent = model.sent_bytes if plan.zero or count == 1 else model.param_bytes
         crossing = across(target, size * sent / plan.data)
+        # Parameters of no expert have gradients on all devices, which are summed over both axes.
+        shared = model.shared_elements * sent / (plan.data if plan.zero else 1)
+        among = 2 * gather_seconds(target, places.inner_dims, plan.expert, shared)
         if plan.zero == 0:
-            return 2 * once(sent), crossing
+            return 2 * once(sent) + among, crossing
         if plan.zero < 3:
-            return count * once(sent) + once(model.param_bytes), count * crossing
+            waits = count * (once(sent) + among) + once(model.param_bytes)
+            return waits, count * crossing
         both = 2 if plan.scope == "all" else 1
-        return 3 * count * once(sent), both * count * crossing
+        return count * (3 * once(sent) + among), both * count * crossing
 
 
 def traced_of(config: ExperimentConfig, document: Document) -> Traced:
@@ -244,16 +298,29 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
         step_flops=(high["flops"] - low["flops"]) / added,
         narrow=bool(high["narrow"]),
         steps=config.train.steps,
+        experts=_experts(config, alone.units_per_example),
     )
+
+
+def _experts(config: ExperimentConfig, length: int) -> PlannedExperts | None:
+    model = config.model
+    if not isinstance(model, GptConfig) or model.experts is None:
+        return None
+    return PlannedExperts.of(model, model.experts, length)
 
 
 def _tensor(
     name: str, shape: tuple[int, ...], dims: tuple[str | None, ...]
 ) -> tuple[PlannedParameter, int]:
-    """Return a parameter, and its number of stacked layers: ZeRO never splits the dim of layers."""
+    """Return a parameter, split by experts, and its number of stacked layers.
+
+    ZeRO never splits the dim of layers.
+    """
     stacked = dims[:1] == ("layers",)
     own = shape[1:] if stacked else shape
-    return PlannedParameter(name, own, None, stacked), shape[0] if stacked else 1
+    inner = dims[1:] if stacked else dims
+    split = inner.index("experts") if "experts" in inner else None
+    return PlannedParameter(name, own, split, stacked), shape[0] if stacked else 1
 
 
 def _of_rows(alone: Experiment, rows: int) -> Mapping[str, float]:

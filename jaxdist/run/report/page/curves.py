@@ -14,6 +14,7 @@ from jaxdist.metrics.curve import smooth, thin
 from jaxdist.metrics.energy.tally import SPLIT as ENERGY
 from jaxdist.metrics.goodput import INTERVALS
 from jaxdist.metrics.goodput import SPLIT as GOODPUT
+from jaxdist.run.report.page.loads import PREFIX, ExpertLoads
 from jaxdist.types import Json, JsonObject
 
 _NOT_CURVES = (GOODPUT, ENERGY, INTERVALS)
@@ -54,12 +55,14 @@ class RunRecords:
 
     Attributes:
       curves: curves by (split, metric).
+      loads: the loads of experts, of which there are too many for a curve each.
       others: records of time, of energy and of save intervals.
       last_time: time of the last record, in seconds since 1970, or None without records.
     """
 
     curves: dict[tuple[str, str], Curve] = field(default_factory=lambda: defaultdict(Curve))
     others: list[JsonObject] = field(default_factory=list)
+    loads: ExpertLoads = field(default_factory=ExpertLoads)
     last_step: int = 0
     last_time: float | None = None
 
@@ -73,8 +76,11 @@ def collect(records: Iterable[Mapping[str, Json]]) -> RunRecords:
         if split in _NOT_CURVES:
             found.others.append(dict(record))
             continue
+        found.loads.add(split, record)
         for name, value in record.items():
-            if name not in _KEYS and isinstance(value, int | float):
+            if name in _KEYS or name.startswith(PREFIX):
+                continue
+            if isinstance(value, int | float):
                 curve = found.curves[split, name]
                 curve.steps.append(step)
                 curve.values.append(value)

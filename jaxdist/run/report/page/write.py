@@ -77,7 +77,10 @@ def write_page(
     points = _POINTS
     while True:
         each = points // len(runs)
-        data = [{**known, "curves": curves(records, each)} for known, records in found]
+        data = [
+            {**known, "curves": curves(records, each), "loads": records.loads.as_json(2 * each)}
+            for known, records in found
+        ]
         page = render(data, reload_seconds=reload_seconds, now=time.time()).encode()
         if len(page) <= MOST_BYTES:
             break

@@ -1,0 +1,73 @@
+"""The loads of experts over layers and steps, thinned to a picture."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxdist.types import Json, JsonObject
+
+PREFIX = "expert_load/"
+"""The beginning of the metrics' names, before the layer and the expert."""
+MOST_STEPS = 120
+"""The most steps, or groups of steps, in a picture."""
+_MOST_PERCENT = 999
+
+
+@dataclass
+class SplitLoads:
+    """The steps of a split, and the load of each expert at each."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    values: dict[tuple[int, int], array[float]] = field(
+        default_factory=lambda: defaultdict(lambda: array("d"))
+    )
+
+    def as_json(self, cells: int) -> JsonObject:
+        """Return the loads in percent of the mean load of a layer, with about `cells` numbers.
+
+        Neighbouring steps are averaged where there are more of them than columns.
+        """
+        layers, experts = (1 + max(key[at] for key in self.values) for at in (0, 1))
+        count = len(self.steps)
+        load_NES = np.zeros((layers, experts, count))
+        for (layer, expert), values in self.values.items():
+            load_NES[layer, expert, : len(values)] = np.frombuffer(values)
+        load_NES = np.nan_to_num(load_NES, nan=0.0, posinf=0.0, neginf=0.0)
+        columns = max(1, min(count, MOST_STEPS, cells // (layers * experts)))
+        groups = np.array_split(np.arange(count), columns)
+        mean_CNE = np.stack([load_NES[..., own].mean(-1) for own in groups])
+        whole_CN1 = mean_CNE.mean(-1, keepdims=True)
+        ratio_CNE = mean_CNE / np.where(whole_CN1 == 0, 1, whole_CN1)
+        percent_NEC = np.moveaxis(np.rint(100 * ratio_CNE).clip(0, _MOST_PERCENT), 0, -1)
+        return {
+            "steps": [int(self.steps[own[-1]]) for own in groups],
+            "percent": percent_NEC.astype(int).tolist(),
+        }
+
+
+@dataclass
+class ExpertLoads:
+    """The loads of experts in each split of a run."""
+
+    splits: dict[str, SplitLoads] = field(default_factory=lambda: defaultdict(SplitLoads))
+
+    def add(self, split: str, record: Mapping[str, Json]) -> None:
+        """Take the loads of a record, if it has any."""
+        found = {name: value for name, value in record.items() if name.startswith(PREFIX)}
+        if not found:
+            return
+        own = self.splits[split]
+        own.steps.append(record["step"])
+        for name, value in found.items():
+            layer, expert = map(int, name.removeprefix(PREFIX).split("/"))
+            own.values[layer, expert].append(float(value))
+
+    def as_json(self, cells: int) -> list[Json]:
+        """Return the picture of each split, with about `cells` numbers in total."""
+        each = cells // max(1, len(self.splits))
+        return [{"split": split, **own.as_json(each)} for split, own in self.splits.items()]
