@@ -1,9 +1,12 @@
-"""A program that computes a model's logits, loss and gradients: DIR TOKENS.npy OUT.npz.
+"""A program that computes a model's logits, loss and gradients: DIR GIVEN.npz OUT.npz.
 
 It uses transformers, and nothing of jaxdist.
 """
 
+import json
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 
@@ -13,37 +16,50 @@ def main(path: str, given: str, out: str) -> None:
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
-    tokens = torch.from_numpy(np.load(given))
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    logits = model(tokens).logits[0]
-    loss = torch.nn.functional.cross_entropy(logits[:-1], tokens[0, 1:])
-    loss.backward()
-    grads = {
-        f"grad {name}": grad
-        for fused, parameter in model.named_parameters()
-        if parameter.grad is not None
-        for name, grad in in_files(fused, parameter.grad.numpy())
-    }
-    np.savez(out, loss=loss.item(), logits=logits.detach().numpy(), **grads)
-
-
-def in_files(name, value):
-    """Yield a parameter by the names of files, in which each expert has tensors of its own."""
-    before, mlp, after = name.partition(".mlp.")
-    moe = f"{before}.block_sparse_moe."
-    if mlp and after == "gate.weight":
-        yield f"{moe}gate.weight", value
-    elif mlp and after == "experts.down_proj":
-        yield from ((f"{moe}experts.{i}.w2.weight", one) for i, one in enumerate(value))
-    elif mlp and after == "experts.gate_up_proj":
-        for i, one in enumerate(value):
-            half = len(one) // 2
-            yield f"{moe}experts.{i}.w1.weight", one[:half]
-            yield f"{moe}experts.{i}.w3.weight", one[half:]
+    arrays = {name: torch.from_numpy(value) for name, value in np.load(given).items()}
+    labels = arrays.pop("labels").reshape(-1)
+    model = opened(path).eval()
+    if isinstance(model, transformers.BertModel):
+        logits = model(**arrays).last_hidden_state[0]
+        loss = logits.square().mean()
     else:
-        yield name, value
+        logits = model(**arrays).logits
+        logits = logits.reshape(-1, logits.shape[-1])
+        loss = torch.nn.functional.cross_entropy(logits[: len(labels)], labels)
+    found = {}
+    if Path(path).is_dir():  # a GGUF file has other names
+        loss.backward()
+        found = {f"grad {name}": value for name, value in gradients(model).items()}
+    np.savez(out, loss=loss.item(), logits=logits.detach().numpy(), **found)
+
+
+def opened(path):
+    """Return the model of a directory, or of a GGUF file, in float32."""
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    if Path(path).is_file():
+        place = {"pretrained_model_name_or_path": Path(path).parent, "gguf_file": Path(path).name}
+        return transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    config = json.loads((Path(path) / "config.json").read_text())
+    kind = getattr(transformers, config["architectures"][0])
+    more = {} if config["model_type"] == "resnet" else {"attn_implementation": "eager"}
+    return kind.from_pretrained(path, dtype=torch.float32, **more)
+
+
+def gradients(model):
+    """Return the gradients by the names that files have, as transformers itself converts them."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from safetensors.numpy import load_file  # pyright: ignore[reportMissingImports]
+
+    for parameter in model.parameters():
+        held = parameter.grad
+        parameter.data = torch.zeros_like(parameter) if held is None else held.contiguous()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        found = load_file(Path(folder) / "model.safetensors")
+    kept = (".running_mean", ".running_var", ".num_batches_tracked")
+    return {name: value for name, value in found.items() if not name.endswith(kept)}
 
 
 if __name__ == "__main__":

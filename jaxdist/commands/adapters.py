@@ -24,7 +24,8 @@ from jaxdist.interchange.adapters import (
     settings_of,
     write_adapters,
 )
-from jaxdist.interchange.families import Row, families_of, family_of
+from jaxdist.interchange.families import families_of, family_of
+from jaxdist.interchange.family import Row
 from jaxdist.interchange.source import CONFIG, SOURCE
 from jaxdist.models.gpt import GptConfig
 from jaxdist.run.directory import RunDirectory, prepare_directory
@@ -130,8 +131,9 @@ def _rows(model: Any, run: Path) -> Mapping[str, Row]:
         raise ConfigError(f"model.type {model.type} has no table of names: adapters take gpt")
     file = run / SOURCE / CONFIG
     if file.is_file():
-        return family_of(json.loads(file.read_text(encoding="utf-8")), where=str(file)).rows
+        config = json.loads(file.read_text(encoding="utf-8"))
+        return family_of(config, where=str(file)).table(config)
     fitting = families_of(model.model_copy(update={"lora": None}))
     if not fitting:
         raise ConfigError("no model family of Hugging Face has the options of this model")
-    return fitting[0].rows
+    return fitting[0].table({})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,16 @@ from rich.console import Console
 
 from jaxdist.commands.evaluate import open_run
 from jaxdist.errors import ConfigError
-from jaxdist.interchange.families import family_of
+from jaxdist.experiment import Experiment
+from jaxdist.interchange.families import Described, family_of
+from jaxdist.interchange.family import Inputs
+from jaxdist.interchange.leaves import BUFFERS
 from jaxdist.interchange.source import CONFIG, SOURCE
 from jaxdist.interchange.write import DTYPES, config_of, pieces_of, write_directory
 from jaxdist.interchange.write_gguf import gguf_rows, metadata_of, tokenizer_metadata, write_gguf
 from jaxdist.models.gpt import GptConfig
 from jaxdist.trees import flatten_with_names
-from jaxdist.types import JsonObject, Params
+from jaxdist.types import JsonObject
 
 
 def export_model(
@@ -44,14 +47,18 @@ def export_model(
     """
     experiment, restored = open_run(run, overrides, step=step, console=console)
     model, program = experiment.config.model, experiment.program
-    if not isinstance(model, GptConfig):
-        raise ConfigError(f"model.type {model.type} has no table of names: export takes gpt")
-    vocab_size, state = experiment.dataset.vocab_size or 0, restored.state
+    if not isinstance(model, Described):
+        raise ConfigError(
+            f"model.type {model.type} has no table of names: export takes gpt, bert, vit and resnet"
+        )
+    if gguf and not isinstance(model, GptConfig):
+        raise ConfigError(f"--to gguf takes model.type gpt, not {model.type}: use --to hf")
+    inputs, state = _inputs(experiment), restored.state
     tokenizer: Any = getattr(experiment.config.data, "tokenizer", None)
     file = getattr(tokenizer, "file", None)
     folder = None if file is None else Path(file).expanduser().parent
     folder = run / SOURCE if (run / SOURCE).is_dir() else folder
-    config = config_of(model, vocab_size, folder, experiment.units_per_example)
+    config = config_of(model, inputs, folder, experiment.units_per_example)
     family = family_of(config, where=CONFIG)
     held = dtype or str(config.get("dtype", config.get("torch_dtype", "float32")))
     if held not in DTYPES:
@@ -59,16 +66,20 @@ def export_model(
     # Adapters are added to their kernels, since these files have no place for adapters.
     params = program.model.merged(program.home.used_params(program.evaluated(state)))
     values = dict(flatten_with_names(params))
-    shapes = _shapes(params, program.model.dims, vocab_size)
-    rows = gguf_rows(family, model) if gguf else family.rows
+    if program.model.buffers:
+        kept = program.home.to_files(state).buffers
+        values |= {f"{BUFFERS}/{name}": leaf for name, leaf in flatten_with_names(kept)}
+    shapes = _shapes(values, program.model.dims, inputs.vocab_size)
+    rows = family.table(config)
     tensors = pieces_of(shapes, program.model.stacked, rows)
 
     def value(name: str, layer: int | None) -> np.ndarray:
         return np.asarray(values[name] if layer is None else values[name][layer])
 
-    if gguf:
+    if gguf and isinstance(model, GptConfig):
+        tensors = pieces_of(shapes, program.model.stacked, gguf_rows(family, model))
         length = int(str(config.get("max_position_embeddings") or 0))
-        metadata = metadata_of(family, model, length, vocab_size)
+        metadata = metadata_of(family, model, length, inputs.vocab_size)
         metadata |= tokenizer_metadata(folder, config)
         write_gguf(out, metadata, tensors, value, dtype=held)
     else:
@@ -78,12 +89,24 @@ def export_model(
     return {"directory": str(out), "family": family.name, "dtype": held, "tensors": len(tensors)}
 
 
-def _shapes(params: Params, dims: Any, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter by name, without the padding of the vocabulary."""
+def _inputs(experiment: Experiment) -> Inputs:
+    """Return the sizes of the data that a run was trained on."""
+    image = experiment.program.batch.get("image")
+    return Inputs(
+        experiment.dataset.vocab_size or 0,
+        experiment.dataset.classes or 0,
+        None if image is None else (image.shape[1], image.shape[2], image.shape[3]),
+    )
+
+
+def _shapes(
+    values: Mapping[str, Any], dims: Mapping[str, Any], vocab_size: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter and buffer, without the padding of the vocabulary."""
     return {
         name: tuple(
             vocab_size if dim == "vocab" else size
-            for size, dim in zip(leaf.shape, dims[name] or [None] * leaf.ndim, strict=True)
+            for size, dim in zip(leaf.shape, dims.get(name) or [None] * leaf.ndim, strict=True)
         )
-        for name, leaf in flatten_with_names(params)
+        for name, leaf in values.items()
     }

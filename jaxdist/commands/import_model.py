@@ -14,13 +14,16 @@ import numpy as np
 from rich.console import Console
 
 from jaxdist.config import Document, plain_yaml, validate
+from jaxdist.config.files import read_json
 from jaxdist.config.importing import foreign_code
-from jaxdist.errors import RunError
+from jaxdist.errors import DataError, RunError
 from jaxdist.experiment import ExperimentConfig, build, load
 from jaxdist.interchange import gguf_files
-from jaxdist.interchange.leaves import Leaf
+from jaxdist.interchange.families import build_model
+from jaxdist.interchange.leaves import BUFFERS, Leaf
 from jaxdist.interchange.source import (
     CONFIG,
+    PREPROCESSOR,
     SOURCE,
     TOKENIZER,
     Source,
@@ -29,11 +32,10 @@ from jaxdist.interchange.source import (
     tensors_of,
 )
 from jaxdist.interchange.stream import Streamed, write_streamed
-from jaxdist.interchange.table import BUFFERS, match_with, read_table
+from jaxdist.interchange.table import match_with, read_table
 from jaxdist.interchange.tokenizers import from_gguf, tokenizer_config, tokenizer_section
-from jaxdist.models.functional import functional
-from jaxdist.models.gpt import GptConfig
 from jaxdist.run.directory import RunDirectory, prepare_directory
+from jaxdist.run.loading.model import is_model
 from jaxdist.types import JsonObject
 
 WINDOW = 512
@@ -57,7 +59,8 @@ def import_model(
         run directory exists.
     """
     source, directory = open_source(path), _new(out)
-    leaves = _leaves(source, source.family.model(source.config))
+    options = source.family.model(source.config)
+    leaves = leaves_of(source, build_model(options, source.inputs))
     folder = directory.path / SOURCE
     texts = _texts(source)
     own = path / TOKENIZER
@@ -156,18 +159,18 @@ def config_values(source: Source, folder: Path, *, begin_with: Path) -> JsonObje
     Raises:
       JaxdistError: the architecture is unknown, or the tokenizer does not fit the model.
     """
-    length: Any = source.config.get("max_position_embeddings", source.config.get("n_positions"))
-    data: JsonObject = {"type": "text", "window": min(WINDOW, length or WINDOW)}
+    data = synthetic_data(source)
     file = folder / TOKENIZER
-    if file.is_file():
-        data["tokenizer"] = tokenizer_section(source, file)
-    else:
-        data = {
-            "type": "synthetic",
-            "kind": "tokens",
-            "window": data["window"],
-            "vocab_size": source.vocab_size,
-        }
+    if file.is_file() and data["kind"] == "tokens":
+        masking = {"masking": {}} if "masking" in data else {}
+        section = tokenizer_section(source, file)
+        data = {"type": "text", "window": data["window"], **masking, "tokenizer": section}
+    scaling = _scaling(folder) if data.get("kind") == "images" else None
+    if scaling is not None:
+        data["transform"] = scaling
+    # A model is loaded whole, and of a run that holds buffers too, they are named.
+    buffers = source.family.kind == "resnet" and not is_model(begin_with)
+    parts: JsonObject = {"parts": ["params", BUFFERS]} if buffers else {}
     return {
         "model": source.family.model(source.config),
         "data": data,
@@ -178,14 +181,44 @@ def config_values(source: Source, folder: Path, *, begin_with: Path) -> JsonObje
             "schedule": {"type": "cosine", "warmup_steps": 10, "end_fraction": 0.1},
         },
         "train": {"steps": 100, "batch_size": 8},
-        "checkpoint": {"begin_with": {"run": str(begin_with)}},
+        "checkpoint": {"begin_with": {"run": str(begin_with), **parts}},
     }
 
 
-def _leaves(source: Source, options: JsonObject) -> list[Leaf]:
-    config = GptConfig.model_validate(options)
-    model = functional(lambda rngs: config.build(rngs, vocab_size=source.vocab_size))
-    return leaves_of(source, model)
+def synthetic_data(source: Source) -> JsonObject:
+    """Return the section `data` of random examples of the shapes that a model takes."""
+    inputs, kind = source.inputs, source.family.kind
+    if inputs.image is not None:
+        sizes = dict(zip(("height", "width", "channels"), inputs.image, strict=True))
+        return {"type": "synthetic", "kind": "images", **sizes, "classes": inputs.classes}
+    length: Any = source.config.get("max_position_embeddings", source.config.get("n_positions"))
+    vocab: JsonObject = {"vocab_size": inputs.vocab_size}
+    given: JsonObject = {"type": "synthetic", "window": min(WINDOW, length or WINDOW)}
+    if inputs.classes:
+        return {**given, "kind": "labelled_tokens", "classes": inputs.classes, **vocab}
+    if kind == "bert":
+        # The mask is one more token.
+        vocab = {"vocab_size": inputs.vocab_size - 1, "masking": {}}
+    return {**given, "kind": "tokens", **vocab}
+
+
+def _scaling(folder: Path) -> JsonObject | None:
+    """Return the transform of the images of a model, by its preprocessor_config.json.
+
+    Raises:
+      DataError: the file cannot be read.
+    """
+    file = folder / PREPROCESSOR
+    if not file.is_file():
+        return None
+    try:
+        content: Any = read_json(file)
+        mean, std = ([255 * float(x) for x in content[key]] for key in ("image_mean", "image_std"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{file} has no image_mean and image_std ({error!r}); download it again, or delete it"
+        ) from error
+    return {"type": "scale", "mean": mean, "std": std}
 
 
 def _streamed(leaves: Sequence[Leaf]) -> Iterator[Streamed]:

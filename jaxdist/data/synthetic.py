@@ -23,8 +23,10 @@ _TRAIN, _HELDOUT, _WORLD = range(3)
 
 _ONLY = {
     "tokens": {"vocab_size", "window", "masking"},
+    "labelled_tokens": {"vocab_size", "window", "classes"},
     "images": {"height", "width", "channels", "classes", "transform"},
 }
+"""The settings that each kind reads."""
 
 
 class SyntheticConfig(Config):
@@ -32,8 +34,9 @@ class SyntheticConfig(Config):
 
     type: Literal["synthetic"] = "synthetic"
     """Selects synthetic data."""
-    kind: Literal["tokens", "images"]
-    """Tokens of a random bigram chain, or images made of their class's picture plus noise."""
+    kind: Literal["tokens", "labelled_tokens", "images"]
+    """Tokens of a random bigram chain, such tokens with a class that the first of them decides, or
+    images made of their class's picture plus noise."""
     examples: int = Field(default=65_536, ge=1, le=LARGEST)
     """Number of training examples; they are generated, not stored."""
     heldout_examples: int = Field(default=1_024, ge=0, le=LARGEST)
@@ -43,7 +46,7 @@ class SyntheticConfig(Config):
     vocab_size: int = Field(default=257, ge=2, le=LARGEST)
     """Tokens: size of the vocabulary."""
     window: int = Field(default=256, ge=1, le=LARGEST)
-    """Tokens: number of tokens that an example predicts."""
+    """Tokens: number of tokens that an example predicts, or that have a class."""
     masking: MaskingConfig | None = None
     """Tokens: the tokens that are hidden from an encoder (bert), which predicts them; null hides
     nothing."""
@@ -54,7 +57,7 @@ class SyntheticConfig(Config):
     channels: int = Field(default=3, ge=1, le=LARGEST)
     """Images: number of values in a pixel."""
     classes: int = Field(default=10, ge=2, le=LARGEST)
-    """Images: number of labels."""
+    """Images and labelled tokens: number of labels."""
     transform: TransformConfig | None = None
     """Images: transform of each image; null keeps uint8, 0 to 255."""
 
@@ -62,8 +65,9 @@ class SyntheticConfig(Config):
     def _other_kind_is_not_set(self) -> SyntheticConfig:
         default = {name: field.default for name, field in type(self).model_fields.items()}
         for kind, names in _ONLY.items():
-            unused = [name for name in sorted(names) if getattr(self, name) != default[name]]
-            if kind != self.kind and unused:
+            other = sorted(names - _ONLY[self.kind])
+            unused = [name for name in other if getattr(self, name) != default[name]]
+            if unused:
                 raise ValueError(
                     f"{', '.join(unused)} has no effect with kind {self.kind!r}: drop it, or set "
                     f"kind to {kind!r}"
@@ -76,10 +80,11 @@ class SyntheticConfig(Config):
         Raises:
           DataError: images that do not fit into this machine's memory.
         """
-        tokens = self.kind == "tokens"
+        tokens = self.kind != "images"
         if not tokens:
             _check_pictures(self)
-        source = _TokenSource if tokens else _ImageSource
+        sources = {"tokens": _TokenSource, "labelled_tokens": _LabelledSource}
+        source = sources.get(self.kind, _ImageSource)
         shape = (
             f"windows of {self.window} tokens out of {self.vocab_size}"
             if tokens
@@ -91,7 +96,7 @@ class SyntheticConfig(Config):
             if self.heldout_examples
             else None,
             vocab_size=self.vocab_size if tokens else None,
-            classes=None if tokens else self.classes,
+            classes=None if self.kind == "tokens" else self.classes,
             description=f"synthetic: {self.examples:,} {shape}",
             facts={
                 "train_examples": self.examples,
@@ -141,6 +146,19 @@ class _TokenSource:
         for place in range(1, self._window + 1):
             tokens[:, place] = self._successors[tokens[:, place - 1], choices[:, place]]
         return {"tokens": tokens, "segments": np.zeros((len(indices), self._window), np.int32)}
+
+
+class _LabelledSource(_TokenSource):
+    """A source of `tokens` and `segments`, int32 [L], and `label`, int32."""
+
+    def __init__(self, config: SyntheticConfig, stream: int, length: int):
+        super().__init__(config, stream, length)
+        self._classes = config.classes
+
+    def take(self, indices: np.ndarray) -> Example:
+        found = super().take(indices)
+        labels = (found["tokens"][:, 0] % self._classes).astype(np.int32)
+        return {**found, "tokens": found["tokens"][:, :-1], "label": labels}
 
 
 def _check_pictures(config: SyntheticConfig) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxdist.config.files import read_json
 from jaxdist.errors import ConfigError, DataError
 from jaxdist.interchange import safetensors
-from jaxdist.interchange.families import Row
+from jaxdist.interchange.family import Row
 from jaxdist.interchange.layouts import WeightLayout
 from jaxdist.interchange.leaves import names_of
 from jaxdist.interchange.tensors import Tensor

@@ -7,39 +7,35 @@ dim, and `{expert}` is the number of an expert, an index of the next dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from jaxdist.errors import ConfigError, DataError, did_you_mean
+from jaxdist.interchange.encoders import ENCODERS
+from jaxdist.interchange.family import Family, Inputs, Row, block
+from jaxdist.models.bert import BertConfig
+from jaxdist.models.build import ModelConfig, make_model
+from jaxdist.models.functional import Functional, functional
 from jaxdist.models.gpt import GptConfig
+from jaxdist.models.hints import no_hint
+from jaxdist.models.images.resnet import ResnetConfig
+from jaxdist.models.images.vit import VitConfig
 from jaxdist.types import JsonObject
 
 RUN_ONLY = (
     "isolate_documents", "attention", "compute_dtype", "remat", "scan_unroll", "vocab_multiple",
-    "freeze", "lora",
+    "freeze", "lora", "dropout",
 )  # fmt: skip
-"""Options of `gpt` that change how the model runs, but not the function that it computes."""
-
-
-class Row(NamedTuple):
-    """The tensor of a parameter, its layout, and its index in a tensor of several parameters."""
-
-    tensor: str
-    layout: str
-    part: int | None = None
-
-
-def _block(prefix: str, names: Mapping[str, tuple[str, str]]) -> dict[str, Row]:
-    """Return the rows of a block's parameters, whose tensors' names begin with `prefix`."""
-    return {f"blocks/{own}": Row(f"{prefix}{name}", how) for own, (name, how) in names.items()}
+"""Options of models that change how the model runs, but not the function that it computes."""
 
 
 LLAMA_ROWS: Mapping[str, Row] = {
     "embedding": Row("model.embed_tokens.weight", "V D"),
     "norm/scale": Row("model.norm.weight", "D"),
     "output": Row("lm_head.weight", "V D -> D V"),
-    **_block(
+    **block(
         "model.layers.{layer}.",
         {
             "attention_norm/scale": ("input_layernorm.weight", "D"),
@@ -64,7 +60,7 @@ LLAMA_ROWS: Mapping[str, Row] = {
 
 MIXTRAL_ROWS: Mapping[str, Row] = {
     **LLAMA_ROWS,
-    **_block(
+    **block(
         "model.layers.{layer}.block_sparse_moe.",
         {
             "mlp/router": ("gate.weight", "E D -> D E"),
@@ -83,7 +79,7 @@ GPT2_ROWS: Mapping[str, Row] = {
     "norm/scale": Row("transformer.ln_f.weight", "D"),
     "norm/bias": Row("transformer.ln_f.bias", "D"),
     "output": Row("lm_head.weight", "V D -> D V"),
-    **_block(
+    **block(
         "transformer.h.{layer}.",
         {
             "attention_norm/scale": ("ln_1.weight", "D"),
@@ -107,70 +103,6 @@ GPT2_ROWS: Mapping[str, Row] = {
         )
     },
 }
-
-
-@dataclass(frozen=True)
-class Family:
-    """A published architecture as a choice of options of our `gpt`.
-
-    Attributes:
-      keys: options of `gpt` by key of config.json.
-      options: options that all models of the family have.
-      fixed: allowed values of other keys; a config.json is written with the first value.
-      missing: values of keys that a config.json may leave out.
-      ignored: suffixes of the names of tensors that hold no parameter.
-      prefix: prefix of names that is absent in files of the model without its head.
-      more: function from a config.json to further options of `gpt`.
-      written: function from options of `gpt` to further keys of config.json.
-    """
-
-    name: str
-    architecture: str
-    rows: Mapping[str, Row]
-    keys: Mapping[str, str]
-    options: JsonObject
-    fixed: Mapping[str, tuple[Any, ...]]
-    missing: JsonObject = field(default_factory=dict)
-    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    prefix: str = "model."
-    more: Callable[[Mapping[str, Any]], JsonObject] = lambda config: {}
-    written: Callable[[JsonObject], JsonObject] = lambda options: {}
-
-    def model(self, config: Mapping[str, Any]) -> JsonObject:
-        """Return the section `model` of a config for a config.json.
-
-        Raises:
-          ConfigError: a config.json that lacks a key, or has a value that `gpt` does not compute.
-          DataError: a scaling of rotary positions that lacks a key.
-        """
-        given = {**self.missing, **config}
-        for key, allowed in self.fixed.items():
-            if given.get(key, allowed[0]) not in allowed:
-                listed = " or ".join(map(repr, allowed))
-                raise ConfigError(
-                    f"config.json: {key} is {given[key]!r}, but of the family {self.name} "
-                    f"model.type gpt computes {listed}"
-                )
-        lacking = [key for key in self.keys if key not in given]
-        if lacking:
-            raise ConfigError(
-                f"config.json of the family {self.name} lacks {', '.join(lacking)}: download the "
-                "model's own config.json"
-            )
-        found = {own: given[key] for key, own in self.keys.items()}
-        return {"type": "gpt", **self.options, **found, **self.more(given)}
-
-    def config(self, options: JsonObject) -> JsonObject:
-        """Return the keys of config.json for options of `gpt`."""
-        found = {key: options[own] for key, own in self.keys.items()}
-        fixed = {key: allowed[0] for key, allowed in self.fixed.items()}
-        return {
-            "architectures": [self.architecture],
-            "model_type": self.name,
-            **fixed,
-            **found,
-            **self.written(options),
-        }
 
 
 _SCALINGS: Mapping[str, Mapping[str, str]] = {
@@ -401,11 +333,13 @@ FAMILIES: Mapping[str, Family] = {
             "transformer.",
             more=lambda config: {"mlp": config["n_inner"] or 4 * config["n_embd"]},
         ),
+        *ENCODERS,
     )
 }
 """Every family by `model_type` of its config.json."""
-LATER = ("bert", "vit", "resnet")
-"""Families that a later version may have; jaxdist has no model for them so far."""
+Described = GptConfig | BertConfig | VitConfig | ResnetConfig
+"""The configs of the models that families describe."""
+_MODELS: TypeAdapter[Any] = TypeAdapter(ModelConfig)
 
 
 def family_of(config: Mapping[str, Any], *, where: str) -> Family:
@@ -417,17 +351,55 @@ def family_of(config: Mapping[str, Any], *, where: str) -> Family:
     name = str(config.get("model_type"))
     if name in FAMILIES:
         return FAMILIES[name]
-    later = " (there is no model for it yet)" if name in LATER else ""
     raise ConfigError(
-        f"{where}: model_type {name!r} is not a known architecture{later}; "
+        f"{where}: model_type {name!r} is not a known architecture; "
         f"{did_you_mean(name, FAMILIES)}. Bring a model of your own with --config CONFIG (model: "
         f"{{type: import}}) and a table of its names: --table FILE"
     )
 
 
-def architecture(config: GptConfig) -> JsonObject:
+def build_model(options: JsonObject, inputs: Inputs) -> Functional:
+    """Return the model of a family's options.
+
+    Raises:
+      ConfigError: options that do not fit each other, or the inputs.
+    """
+    shapes = {} if inputs.image is None else {"image": inputs.image}
+    make = make_model(
+        config_for(options), shapes=shapes, vocab_size=inputs.vocab_size or None,
+        classes=inputs.classes or None, hint=no_hint,
+    )  # fmt: skip
+    return functional(make)
+
+
+def config_for(options: JsonObject) -> Described:
+    """Return the config of a model of a family's options.
+
+    Raises:
+      ConfigError: config.json has options that do not fit each other.
+    """
+    try:
+        return _MODELS.validate_python(options)
+    except ValueError as error:
+        raise ConfigError(f"config.json describes no model: {_reasons(error)}") from error
+
+
+def _reasons(error: Any) -> str:
+    found = [
+        f"{'.'.join(map(str, one['loc'][1:])) or 'the model'}: {one['msg']}"
+        for one in error.errors()
+    ]
+    return "; ".join(found[:4])
+
+
+def architecture(config: Described) -> JsonObject:
     """Return the options that determine which function a model computes, with derived widths."""
     options = config.model_dump(mode="json", exclude={"type", *RUN_ONLY})
+    if isinstance(config, ResnetConfig):
+        derived = {"blocks": [*config.stages], "bottleneck": config.expansion > 1, "depth": None}
+        return {**options, **derived, "groups": None if config.norm == "batch" else config.groups}
+    if not isinstance(config, GptConfig):
+        return {**options, "mlp": config.mlp or 4 * config.embed}
     derived = {
         "kv_heads": config.kv_heads or config.heads,
         "head_size": config.head_dim,
@@ -441,15 +413,18 @@ def architecture(config: GptConfig) -> JsonObject:
     return {**options, **derived}
 
 
-def families_of(config: GptConfig) -> list[Family]:
+def families_of(config: Described) -> list[Family]:
     """Return the families whose config.json can describe a model."""
     wanted = architecture(config)
-    return [family for family in FAMILIES.values() if _describes(family, wanted)]
+    known = [family for family in FAMILIES.values() if family.kind == config.type]
+    return [family for family in known if describes(family.config(wanted), config)]
 
 
-def _describes(family: Family, wanted: JsonObject) -> bool:
+def describes(config: JsonObject, model: Described) -> bool:
+    """Return whether a config.json is that of a model."""
     try:
-        made = GptConfig.model_validate(family.model(family.config(wanted)))
+        made = config_for(family_of(config, where="config.json").model(config))
     except ValueError:
+        # The tokenizer may be that of a model which ours does not compute.
         return False
-    return architecture(made) == wanted
+    return made.type == model.type and architecture(made) == architecture(model)

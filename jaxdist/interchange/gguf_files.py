@@ -18,7 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxdist.errors import DataError
-from jaxdist.interchange.families import LLAMA_ROWS, Family, Row
+from jaxdist.interchange.families import LLAMA_ROWS
+from jaxdist.interchange.family import Family, Row
 from jaxdist.interchange.tensors import Tensor
 from jaxdist.models.rotary import Llama3Scaling
 from jaxdist.types import JsonObject
@@ -197,8 +198,10 @@ def rows(family: Family, tensors: Collection[str]) -> dict[str, Row]:
     """Return the table of a family for the names and layouts of GGUF files.
 
     Raises:
-      DataError: the family is gemma, whose norms are changed in GGUF files.
+      DataError: the family is gemma, whose norms are changed in GGUF files, or an encoder.
     """
+    if family.kind != "gpt":
+        raise DataError(f"a {family.name} is not read from GGUF files: import its safetensors")
     if family.name == "gemma":
         raise DataError(
             "a gemma in a GGUF file has 1 added to the scales of its norms, which rounds them: "
@@ -209,7 +212,7 @@ def rows(family: Family, tensors: Collection[str]) -> dict[str, Row]:
         layout = (
             LLAMA_ROWS[own].layout
             if own in LLAMA_ROWS
-            else family.rows.get(own, Row("", "D")).layout
+            else family.table({}).get(own, Row("", "D")).layout
         )
         if family.name == "llama":
             layout = _INTERLEAVED.get(own, layout)

@@ -1,8 +1,9 @@
 """The order of a tensor's elements in a file and in our model, as text: `(H d) D -> D H d`.
 
-The left side has the file's dims, the right side those of our parameter; parentheses join dims, and
-a number is a dim of that size. A dim that only the left side has is cut at an index, `part`: `D (3
-H d) -> D H d` takes queries, keys or values from a tensor that holds all three.
+The left side has the file's dims, the right side those of our parameter; parentheses join dims, a
+number is a dim of that size, and `i=16` is one with a name too. A dim that only the left side has
+is cut at an index, `part`: `D (3 H d) -> D H d` takes queries, keys or values from a tensor that
+holds all three.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class WeightLayout:
         own = [name for dim in self.own for name in dim]
         left_out = [name for name in names if name not in own]
         indexed = all(name.isdigit() for name in left_out) and len(left_out) <= 1
+        if any("=" in name and not name.partition("=")[2].isdigit() for name in names):
+            raise ValueError(f"{self.text!r} must give a size as a number, such as i=16")
         if len(set(names)) < len(names) or not indexed or set(own) - set(names):
             raise ValueError(f"{self.text!r} must name the same dims on both sides, each once")
 
@@ -124,11 +127,12 @@ class WeightLayout:
             raise ConfigError(
                 f"{self.text!r} has {len(self.own)} dims, but the parameter has shape {own}"
             )
-        sizes = {name: int(name) for dim in self.file for name in dim if name.isdigit()}
+        given = [name for dim in self.file for name in dim if name.isdigit() or "=" in name]
+        sizes = {name: int(name.partition("=")[2] or name) for name in given}
         for size, dim in zip(own, self.own, strict=True):
             known = math.prod(sizes.get(name, 1) for name in dim)
             free = [name for name in dim if name not in sizes]
-            if size % known or len(free) > 1 or (not free and size != known):
+            if not known or size % known or len(free) > 1 or (not free and size != known):
                 raise ConfigError(f"{self.text!r} does not divide a parameter of shape {own}")
             sizes.update(dict.fromkeys(free, size // known))
         return sizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxdist.errors import ConfigError
-from jaxdist.interchange.families import Row
+from jaxdist.interchange.family import Row
 from jaxdist.interchange.layouts import WeightLayout
 from jaxdist.interchange.tensors import Tensor
 from jaxdist.mesh import Device
@@ -18,8 +18,14 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, Params
 
 LAYER, EXPERT = "{layer}", "{expert}"
+BUFFERS = "buffers"
+"""The prefix of the names of a model's buffers, such as the statistics of batch norms."""
 _LISTED = 8
+_LINE = 64
+"""The number of bytes of a cache line."""
 Index = tuple[slice, ...]
+Ranges = Sequence[tuple[int, int]]
+"""The begin and end of each dim of a block."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,8 @@ class Leaf:
     Attributes:
       shape: shape of the parameter; larger than `filled` where the vocabulary is padded with zeros.
       filled: the shape that the tensors fill.
-      tensors: the parameter's tensor, or a tensor for each layer, or for each expert of each layer.
+      tensors: the parameter's tensor, or a tensor for each layer, or for each expert of each layer;
+        empty if the files lack it, so that the parameter is 0.
       stacked: whether the parameter's first dim counts layers.
       by_expert: whether the dim that follows counts experts, each of which has its own tensor.
     """
@@ -47,21 +54,36 @@ class Leaf:
         """Read a block of the parameter in `dtype`; only the block's elements are read."""
         ranges = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
         out = np.zeros([end - begin for begin, end in ranges], self.dtype)
-        outer = self.stacked + self.by_expert
-        inner, filled = ranges[outer:], self.filled[outer:]
-        held = [(b, min(e, n)) for (b, e), n in zip(inner, filled, strict=True)]
-        # A device may hold padding alone.
-        if any(end <= begin for begin, end in held):
-            return out
-        given = tuple(slice(begin, end) for begin, end in held)
-        taken = tuple(slice(0, end - begin) for begin, end in held)
-        places = np.arange(len(self.tensors)).reshape(self.filled[:outer])
-        for at in itertools.product(*(range(*one) for one in ranges[:outer])):
-            tensor = self.tensors[places[at]]
-            here = tuple(i - begin for i, (begin, _) in zip(at, ranges[:outer], strict=True))
-            target = out[here] if outer else out
-            target[taken] = self.layout.read(tensor.open(), filled)[given]
+        self.fill([(ranges, out)])
         return out
+
+    def fill(self, blocks: Sequence[tuple[Ranges, np.ndarray]]) -> None:
+        """Read several blocks; each tensor is opened once for all of them.
+
+        Args:
+          blocks: begin and end of each dim, and the array; what no tensor fills keeps its values.
+        """
+        outer = self.stacked + self.by_expert
+        inner = self.filled[outer:]
+        places = np.arange(len(self.tensors)).reshape(self.filled[:outer] if self.tensors else 0)
+        for at, number in np.ndenumerate(places):
+            held = [one for one in blocks if _has(one[0][:outer], at)]
+            if not held:
+                continue
+            whole = self.layout.read(self.tensors[number].open(), inner)
+            for ranges, out in held:
+                here = tuple(i - begin for i, (begin, _) in zip(at, ranges[:outer], strict=True))
+                # A device may hold padding alone, of which nothing is taken.
+                ends = [min(e, n) for (_, e), n in zip(ranges[outer:], inner, strict=True)]
+                begins = [begin for begin, _ in ranges[outer:]]
+                given = tuple(map(slice, begins, ends))
+                taken = tuple(slice(max(0, e - b)) for b, e in zip(begins, ends, strict=True))
+                target = out[here] if outer else out
+                target[taken] = whole[given]
+
+
+def _has(ranges: Ranges, at: tuple[int, ...]) -> bool:
+    return all(begin <= i < end for i, (begin, end) in zip(at, ranges, strict=True))
 
 
 def match(
@@ -105,6 +127,7 @@ def match(
             row.tensor, filled[0] if layered else None, filled[layered] if by_expert else None
         )
         found = []
+        names = [] if row.absent and not any(one in tensors for one in names) else names
         for one in names:
             problem = _problem(name, one, tensors.get(one), layout, own)
             if (one, row.part) in used:
@@ -164,8 +187,52 @@ def _is_float(dtype: np.dtype) -> bool:
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
-def place(leaf: Leaf, shape: jax.ShapeDtypeStruct) -> jax.Array:
+class Room:
+    """Memory of the host for blocks on their way to devices, which is used again for each leaf.
+
+    It grows to the largest block. Memory that is new for each leaf would be filled with zeros by
+    the kernel, page by page, which takes as long as the reading.
+    """
+
+    def __init__(self, least: int = 0):
+        self._bytes = np.empty(0, np.uint8)
+        self._grow(least)
+
+    def _grow(self, size: int) -> None:
+        self._bytes = np.empty(size + 2 * _LINE, np.uint8)
+        # A CPU device shares memory of NumPy that begins at a cache line, whatever `may_alias` says
+        # (jax 0.10): it could not be donated, and would change when the room is used again.
+        start = -self._bytes.ctypes.data % _LINE + _LINE // 2
+        self._bytes = self._bytes[start : start + size]
+
+    def arrays(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
+        """Return arrays for as many of the shapes as fit, of which the first always does.
+
+        They have any values, and hold until the next call.
+        """
+        sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+        if sizes[0] > self._bytes.size:
+            self._grow(sizes[0])
+        found, begin = [], 0
+        for shape, size in zip(shapes, sizes, strict=True):
+            if begin + size > self._bytes.size:
+                break
+            found.append(self._bytes[begin : begin + size].view(dtype).reshape(shape))
+            begin += -(-size // _LINE) * _LINE
+        return found
+
+
+def largest(leaves: Sequence[Leaf]) -> int:
+    """Return the number of bytes of the largest tensor in the dtype of its parameter."""
+    sizes = (leaf.dtype.itemsize * math.prod(t.shape) for leaf in leaves for t in leaf.tensors)
+    return max(sizes, default=0)
+
+
+def place(leaf: Leaf, shape: jax.ShapeDtypeStruct, room: Room) -> jax.Array:
     """Read the shards of a parameter that this process's devices hold, and put them there.
+
+    A tensor is read once for as many blocks as fit into the room; a block is read once for all
+    devices that hold it.
 
     Args:
       shape: shape, dtype and sharding on the devices; a shape beyond the leaf's is filled with
@@ -173,26 +240,24 @@ def place(leaf: Leaf, shape: jax.ShapeDtypeStruct) -> jax.Array:
     """
     assert shape.sharding is not None
     indices = shape.sharding.addressable_devices_indices_map(shape.shape)
-    alike: dict[str, list[Device]] = {}
+    alike: dict[tuple[tuple[int, int], ...], list[Device]] = {}
     for device, index in indices.items():
-        # The text is the key, since slices have no hash before Python 3.12.
-        alike.setdefault(str(index), []).append(device)
-    held = []
-    # A block is read once for all devices that hold it, and only one block is in memory at a time.
-    for devices in alike.values():
-        index = indices[devices[0]]
         assert index is not None
-        block = _within(leaf, index, shape.shape).astype(shape.dtype, copy=False)
-        # The block is copied: on a CPU devices would share NumPy's memory, which cannot be donated.
-        held += [jax.device_put(block, device, may_alias=False) for device in devices]
-        jax.block_until_ready(held[-len(devices) :])
+        ranges = [part.indices(size)[:2] for part, size in zip(index, shape.shape, strict=True)]
+        alike.setdefault(tuple(ranges), []).append(device)
+    padded = not leaf.tensors or leaf.filled != shape.shape
+    left, held = [*alike], []
+    while left:
+        blocks = room.arrays([tuple(e - b for b, e in one) for one in left], np.dtype(shape.dtype))
+        now, left = left[: len(blocks)], left[len(blocks) :]
+        for block in blocks if padded else []:
+            block.fill(0)
+        leaf.fill([*zip(now, blocks, strict=True)])
+        put = [
+            jax.device_put(block, device)
+            for ranges, block in zip(now, blocks, strict=True)
+            for device in alike[ranges]
+        ]
+        # The room is used again once the copies are made.
+        held += jax.block_until_ready(put)
     return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, held)
-
-
-def _within(leaf: Leaf, index: Index, shape: tuple[int, ...]) -> np.ndarray:
-    """Read a block of a parameter that is padded with zeros to `shape`."""
-    ranges = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
-    held = [(min(b, n), min(e, n)) for (b, e), n in zip(ranges, leaf.shape, strict=True)]
-    block = leaf.block(tuple(slice(*one) for one in held))
-    more = [(0, e - b - size) for (b, e), size in zip(ranges, block.shape, strict=True)]
-    return np.pad(block, more) if any(n for _, n in more) else block

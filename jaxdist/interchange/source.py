@@ -12,18 +12,20 @@ from typing import Any
 from jaxdist.config.files import read_json
 from jaxdist.errors import DataError
 from jaxdist.interchange import gguf_files, safetensors
-from jaxdist.interchange.families import Family, Row, family_of
-from jaxdist.interchange.leaves import Leaf, match
+from jaxdist.interchange.families import family_of
+from jaxdist.interchange.family import Family, Inputs, Row
+from jaxdist.interchange.leaves import BUFFERS, Leaf, match
 from jaxdist.interchange.tensors import Tensor
 from jaxdist.models.functional import Functional
 from jaxdist.types import JsonObject
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+PREPROCESSOR = "preprocessor_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BESIDES = (
     CONFIG, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "generation_config.json", "chat_template.jinja", "chat_template.json", "vocab.json",
-    "merges.txt", "tokenizer.model",
+    "merges.txt", "vocab.txt", "tokenizer.model", PREPROCESSOR,
 )  # fmt: skip
 """Files next to the tensors that describe how to use them."""
 SOURCE = "source"
@@ -66,13 +68,16 @@ class Source:
         """
         if self.is_gguf:
             return gguf_files.read(self.path).tensors
-        return _tensors(self.path)
+        found = _tensors(self.path)
+        for older, present in self.family.older.items():
+            found = {name.replace(older, present): tensor for name, tensor in found.items()}
+        return found
 
     def rows(self) -> Mapping[str, Row]:
         """Return the family's table, with the names that tensors have in these files."""
         if self.is_gguf:
             return gguf_files.rows(self.family, self.tensors)
-        rows, prefix = self.family.rows, self.family.prefix
+        rows, prefix = self.family.table(self.config), self.family.prefix
         if any(name.startswith(prefix) for name in self.tensors):
             return rows
         # A model that was saved without its head has names without the prefix.
@@ -86,16 +91,13 @@ class Source:
         return [] if self.is_gguf else [f for n in BESIDES if (f := self.path / n).is_file()]
 
     @property
-    def vocab_size(self) -> int:
-        """The number of rows of the embedding.
+    def inputs(self) -> Inputs:
+        """The sizes of what the model reads and predicts.
 
         Raises:
-          DataError: config.json has no valid vocab_size.
+          ConfigError: config.json lacks a size, or has none that is valid.
         """
-        size = self.config.get("vocab_size")
-        if type(size) is not int or size < 1:
-            raise DataError(f"{self.path}: {CONFIG} has no vocab_size; give the model's own")
-        return size
+        return self.family.inputs(self.config)
 
 
 def leaves_of(source: Source, model: Functional) -> list[Leaf]:
@@ -106,9 +108,9 @@ def leaves_of(source: Source, model: Functional) -> list[Leaf]:
     """
     tied = () if "output" in model.params else ("lm_head.weight",)
     return match(
-        model.params, model.stacked, model.dims, source.rows(), source.tensors,
-        ignored=(*source.family.ignored, *tied),
-        vocab_size=source.vocab_size, where=str(source.path),
+        model.params | ({BUFFERS: model.buffers} if model.buffers else {}), model.stacked,
+        model.dims, source.rows(), source.tensors, ignored=(*source.family.ignored, *tied),
+        vocab_size=source.inputs.vocab_size or None, where=str(source.path),
     )  # fmt: skip
 
 

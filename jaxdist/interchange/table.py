@@ -23,16 +23,13 @@ from pydantic import Field, field_validator
 
 from jaxdist.config import Config, read, validate
 from jaxdist.errors import ConfigError
-from jaxdist.interchange.families import Row
+from jaxdist.interchange.family import Row
 from jaxdist.interchange.layouts import WeightLayout
-from jaxdist.interchange.leaves import Leaf, match
+from jaxdist.interchange.leaves import BUFFERS, Leaf, match
 from jaxdist.interchange.tensors import Tensor
 from jaxdist.models.functional import Functional
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import PyTree
-
-BUFFERS = "buffers"
-"""The prefix of the names of a model's buffers, such as the statistics of batch norms."""
 
 
 class Table(Config):

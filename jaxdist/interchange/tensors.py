@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +34,13 @@ class Tensor:
 
         The mapping ends with the last reference to it. A quantized tensor is decoded whole.
         """
-        if self.decode is not None:
-            raw = np.memmap(self.file, np.uint8, "r", self.offset, (self.stored_bytes,))
-            return self.decode(raw).reshape(self.shape)
         if not self.stored_bytes:  # A file cannot be mapped for 0 bytes.
             return np.zeros(self.shape, self.dtype)
-        return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+        begin = self.offset % mmap.ALLOCATIONGRANULARITY
+        with self.file.open("rb") as file:
+            given = {"access": mmap.ACCESS_READ, "offset": self.offset - begin}
+            held = mmap.mmap(file.fileno(), begin + self.stored_bytes, **given)
+        if self.decode is not None:
+            raw = np.frombuffer(held, np.uint8, self.stored_bytes, begin)
+            return self.decode(raw).reshape(self.shape)
+        return np.ndarray(self.shape, self.dtype, held, begin)

@@ -12,7 +12,8 @@ from jaxdist.errors import DataError
 from jaxdist.interchange.source import TOKENIZER, Source
 from jaxdist.types import JsonObject
 
-ENDS = "<|endoftext|>"
+ENDS = ("<|endoftext|>", "[SEP]")
+"""The tokens that end a document in tokenizers of decoders, and of bert."""
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS: Mapping[str, str | None] = {
@@ -39,18 +40,19 @@ def tokenizer_section(source: Source, file: Path) -> JsonObject:
         raise DataError(f"{file} is not a tokenizer.json ({error}); download it again") from error
     pairs = vocab.items() if isinstance(vocab, dict) else ((v[0], i) for i, v in enumerate(vocab))
     tokens = {number: token for token, number in pairs} | added
-    if max(tokens, default=0) >= source.vocab_size:
+    if max(tokens, default=0) >= source.inputs.vocab_size:
         raise DataError(
             f"{file} has tokens up to {max(tokens)}, but the model of {source.path} has "
-            f"{source.vocab_size}: give the model its own tokenizer"
+            f"{source.inputs.vocab_size}: give the model its own tokenizer"
         )
     ids = (_first(source.config.get(f"{which}_token_id")) for which in ("bos", "eos"))
-    named = [ENDS] if ENDS in tokens.values() else [tokens[i] for i in ids if i in tokens]
+    ends = [token for token in ENDS if token in tokens.values()]
+    named = ends or [tokens[i] for i in ids if i in tokens]
     # An added token that ends documents would exceed the model's vocabulary.
-    if not named and max(tokens, default=0) + 1 >= source.vocab_size:
+    if not named and max(tokens, default=0) + 1 >= source.inputs.vocab_size:
         named = [tokens[max(tokens)]]
     end = {"end_of_document": named[0]} if named else {}
-    return {"type": "bpe", "file": str(file), **end, "vocab_size": source.vocab_size}
+    return {"type": "bpe", "file": str(file), **end, "vocab_size": source.inputs.vocab_size}
 
 
 def _first(found: Any) -> Any:

@@ -14,11 +14,17 @@ import numpy as np
 from jaxdist.config.files import read_json
 from jaxdist.errors import ConfigError, DataError, RunError
 from jaxdist.interchange import safetensors
-from jaxdist.interchange.families import Row, architecture, families_of, family_of
+from jaxdist.interchange.families import (
+    Described,
+    architecture,
+    describes,
+    families_of,
+    family_of,
+)
+from jaxdist.interchange.family import Inputs, Row
 from jaxdist.interchange.layouts import WeightLayout
 from jaxdist.interchange.leaves import EXPERT, names_of
 from jaxdist.interchange.source import BESIDES, CONFIG, INDEX, SINGLE
-from jaxdist.models.gpt import GptConfig
 from jaxdist.types import JsonObject
 
 FILE_BYTES = 5_000_000_000
@@ -84,10 +90,11 @@ def assembled(pieces: Sequence[TensorPiece], value: Value, dtype: np.dtype) -> n
     return out
 
 
-def config_of(model: GptConfig, vocab_size: int, folder: Path | None, length: int) -> JsonObject:
+def config_of(model: Described, inputs: Inputs, folder: Path | None, length: int) -> JsonObject:
     """Return the config.json of a model: the config.json in `folder` if it describes the model.
 
     Args:
+      inputs: sizes of the data that the model was trained on.
       folder: the folder of the model's tokenizer, which may have the source's config.json.
       length: length of the sequences that the model was trained on.
 
@@ -96,17 +103,21 @@ def config_of(model: GptConfig, vocab_size: int, folder: Path | None, length: in
       DataError: the folder's config.json cannot be read.
     """
     own = _own(folder)
-    if own is not None and _describes(own, model, vocab_size):
-        return own
+    if own is not None and describes(own, model):
+        family = family_of(own, where=CONFIG)
+        if family.inputs(own) == inputs._replace(image=family.inputs(own).image):
+            # A model that was saved without its head is written with one.
+            named = family.config(architecture(model))["architectures"]
+            return {**own, "architectures": named}
     fitting = families_of(model)
     if not fitting:
         raise ConfigError(
             "no model family of Hugging Face has the options of this model: "
             "docs/guides/hugging-face.md lists the options of each family"
         )
-    made = fitting[0].config(architecture(model))
+    made = fitting[0].config(architecture(model)) | fitting[0].written_inputs(inputs)
     ids: JsonObject = {"bos_token_id": None, "eos_token_id": None}
-    return {"max_position_embeddings": length, **ids, **made, "vocab_size": vocab_size}
+    return {"max_position_embeddings": length, **ids, **made} if inputs.vocab_size else made
 
 
 def write_directory(
@@ -166,15 +177,6 @@ def _files(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> dict[str, li
     if len(files) == 1:
         return {SINGLE: files[0]}
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": n for i, n in enumerate(files, 1)}
-
-
-def _describes(config: JsonObject, model: GptConfig, vocab_size: int) -> bool:
-    try:
-        made = GptConfig.model_validate(family_of(config, where=CONFIG).model(config))
-    except ValueError:
-        # The tokenizer may be that of a model which `gpt` does not compute.
-        return False
-    return architecture(made) == architecture(model) and config.get("vocab_size") == vocab_size
 
 
 def _own(folder: Path | None) -> JsonObject | None:

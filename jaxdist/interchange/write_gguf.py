@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from jaxdist.errors import ConfigError, RunError
-from jaxdist.interchange.families import LLAMA_ROWS, Family, Row
+from jaxdist.interchange.families import LLAMA_ROWS
+from jaxdist.interchange.family import Family, Row
 from jaxdist.interchange.gguf_files import ALIGNMENT, FLOATS, MAGIC, rows
 from jaxdist.interchange.source import TOKENIZER
 from jaxdist.interchange.tokenizers import pre_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxdist.commands.import_model import config_values
+from jaxdist.commands.import_model import config_values, synthetic_data
 from jaxdist.config import plain_yaml
 from jaxdist.errors import RunError
 from jaxdist.experiment import load
@@ -61,7 +61,7 @@ def adopt(
     values = _values(source, path, chips)
     document, _ = load(values, overrides)
     # The search needs shapes only: with the real data it would read and tokenize the text.
-    stand_in: Any = {**document.values, "data": _without_text(document.values["data"], source)}
+    stand_in: Any = {**document.values, "data": _stand_in(document.values["data"], source)}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "adopted.yaml"
         file.write_text(plain_yaml(stand_in), encoding="utf-8")
@@ -90,18 +90,16 @@ def adopt(
 def _values(source: Any, path: Path, chips: int) -> Any:
     folder = path if path.is_dir() else path.parent
     values: Any = config_values(source, folder, begin_with=path.absolute())
-    length = source.config.get("max_position_embeddings") or source.config.get("n_positions")
-    values["data"]["window"] = min(WINDOW, length or WINDOW)
+    if "window" in values["data"] and source.family.kind == "gpt":
+        length = source.config.get("max_position_embeddings") or source.config.get("n_positions")
+        values["data"]["window"] = min(WINDOW, length or WINDOW)
     values["model"]["compute_dtype"] = "bfloat16"
     values["train"]["batch_size"] = SEQUENCES * chips
     return values
 
 
-def _without_text(data: Any, source: Any) -> JsonObject:
+def _stand_in(data: Any, source: Any) -> JsonObject:
     """Return synthetic data of the same shapes, in place of text to read and tokenize."""
-    return {
-        "type": "synthetic",
-        "kind": "tokens",
-        "window": data["window"],
-        "vocab_size": source.vocab_size,
-    }
+    if data["type"] != "text":
+        return data
+    return {**synthetic_data(source), "window": data["window"]}

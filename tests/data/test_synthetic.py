@@ -77,3 +77,14 @@ def test_pictures_larger_than_the_machine_are_refused_before_one_is_drawn() -> N
     message = r"10 pictures and 64 noises of \[32, 32, 2000000000\] are 151,552.0 GB, but this"
     with pytest.raises(DataError, match=message):
         SyntheticConfig(kind="images", channels=2_000_000_000).build()
+
+
+def test_labelled_tokens_have_the_class_of_their_first_token() -> None:
+    dataset = _dataset({**_TOKENS, "kind": "labelled_tokens"}, classes=3)
+    batch = take(dataset.train, np.arange(100))
+    assert dataset.classes == 3
+    assert dataset.vocab_size == 50
+    assert batch["tokens"].shape == batch["segments"].shape == (100, 40)
+    np.testing.assert_array_equal(batch["label"], batch["tokens"][:, 0] % 3)
+    with pytest.raises(ValidationError, match=r"height has no effect with kind 'labelled_tokens'"):
+        _dataset({**_TOKENS, "kind": "labelled_tokens"}, height=3)

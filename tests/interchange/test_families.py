@@ -11,21 +11,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.models.drawn import CONFIGS, SEEN, ours, tokens, write_drawn
+from benchmarks.models.drawn import CONFIGS, given, ours, seen, write_drawn
 from jaxdist.errors import ConfigError, DataError
-from jaxdist.interchange.families import FAMILIES, architecture, families_of, family_of
+from jaxdist.interchange.families import (
+    FAMILIES,
+    architecture,
+    config_for,
+    families_of,
+    family_of,
+)
+from jaxdist.interchange.family import Inputs
+from jaxdist.interchange.source import open_source
 from jaxdist.interchange.write import config_of
-from jaxdist.models.gpt import GptConfig
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
-QUICK = ("llama3", "gpt2")
+QUICK = ("llama3", "gpt2", "bert", "vit", "resnet")
 """Between them they have all layouts; the others run with `-m full`."""
 
 
 @cache
 def computed(name, folder):
     write_drawn(name, folder / name)
-    return ours(folder / name, tokens())
+    return ours(folder / name, given(open_source(folder / name)))
 
 
 @pytest.mark.parametrize(
@@ -34,9 +41,10 @@ def computed(name, folder):
 def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
     """To 1e-5 of the largest, at positions 1 to 512."""
     found, right = computed(name, tmp_path), GOLDEN[name]
-    logits = np.stack([right["logits"][str(at)] for at in SEEN])
+    logits = np.stack([*right["logits"].values()])
     most = np.abs(logits).max()
-    np.testing.assert_allclose(found["logits"][list(SEEN), ::16], logits, rtol=0, atol=1e-5 * most)
+    own = np.stack([*seen(found["logits"]).values()])
+    np.testing.assert_allclose(own, logits, rtol=0, atol=1e-5 * most)
     most = max(right["grads"].values())
     for tensor, norm in right["grads"].items():
         assert abs(np.linalg.norm(found[tensor]) - norm) < 1e-5 * most, tensor
@@ -48,12 +56,13 @@ def test_every_family_is_drawn():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_is_written_as_it_was_read(name):
-    """From options of gpt back to the family, and to the same options."""
+    """From options of our model back to the family, and to the same options and sizes."""
     family = family_of(CONFIGS[name], where=name)
-    model = GptConfig.model_validate(family.model(CONFIGS[name]))
+    model, sizes = config_for(family.model(CONFIGS[name])), family.inputs(CONFIGS[name])
     assert family in families_of(model)
-    again = GptConfig.model_validate(family.model(family.config(architecture(model))))
-    assert architecture(again) == architecture(model)
+    written = family.config(architecture(model)) | family.written_inputs(sizes)
+    assert architecture(config_for(family.model(written))) == architecture(model)
+    assert family.inputs(written) == sizes
 
 
 def test_a_window_counts_the_position_itself_in_their_config_only():
@@ -62,7 +71,19 @@ def test_a_window_counts_the_position_itself_in_their_config_only():
 
 
 REFUSED = [
-    ({"model_type": "bert"}, r"model_type 'bert' is not a known architecture \(there is no model"),
+    ({"model_type": "t5"}, r"model_type 't5' is not a known architecture; allowed: llama"),
+    ({**CONFIGS["bert"], "hidden_act": "relu"}, r"hidden_act is 'relu', .* bert computes 'gelu'"),
+    (
+        {**CONFIGS["bert"], "architectures": ["BertForQuestionAnswering"]},
+        r"architectures names BertForQuestionAnswering, but .* set architectures to \[BertModel\]",
+    ),
+    ({**CONFIGS["vit"], "qkv_bias": False}, r"qkv_bias is False, .* vit computes True"),
+    ({**CONFIGS["resnet"], "hidden_sizes": [32, 48]}, r"hidden_sizes is \[32, 48\] with depths"),
+    ({**CONFIGS["resnet"], "layer_type": "wide"}, r"layer_type is 'wide', but model.type resnet"),
+    (
+        {**CONFIGS["resnet"], "downsample_in_bottleneck": True},
+        r"downsample_in_bottleneck is True, but",
+    ),
     ({"model_type": "lama"}, r"did you mean 'llama'\? \(allowed: llama, mistral"),
     ({}, r"model_type 'None' is not a known architecture; allowed: llama.* --table FILE"),
     ({**CONFIGS["llama"], "hidden_act": "relu"}, r"hidden_act is 'relu', but .* 'silu'"),
@@ -122,7 +143,32 @@ def test_a_scaling_without_its_keys_is_one_message(key, rope, words):
 def test_a_config_of_another_model_beside_the_tokenizer_is_left_out(other, tmp_path):
     """A tokenizer may be that of any model, also of a family that our model does not compute."""
     (tmp_path / "config.json").write_text(json.dumps(other))
-    model = GptConfig.model_validate(family_of(CONFIGS["llama"], where="").model(CONFIGS["llama"]))
-    found = config_of(model, 67, tmp_path, 16)
+    model = config_for(family_of(CONFIGS["llama"], where="").model(CONFIGS["llama"]))
+    found = config_of(model, Inputs(67), tmp_path, 16)
     assert (found["model_type"], found["hidden_act"]) == ("llama", "silu")
     assert found["num_hidden_layers"] == CONFIGS["llama"]["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "words"),
+    [
+        ("llama", "vocab_size", None, r"has None for vocab_size; give the model's own"),
+        ("vit", "image_size", "24", r"has '24' for image_size"),
+        ("bert_classes", "num_labels", 0, r"has 0 for num_labels"),
+    ],
+)
+def test_a_size_that_is_none_is_one_message(name, key, value, words):
+    config = {**CONFIGS[name], "id2label": None, key: value}
+    with pytest.raises(ConfigError, match=words):
+        family_of(config, where="config.json").inputs(config)
+
+
+def test_options_that_do_not_fit_each_other_are_one_message():
+    config = {**CONFIGS["bert"], "num_attention_heads": 5}
+    with pytest.raises(ConfigError, match=r"config.json describes no model: .*heads 5 must divide"):
+        config_for(family_of(config, where="").model(config))
+
+
+def test_images_that_are_no_squares_have_no_config_of_a_vit():
+    with pytest.raises(ConfigError, match=r"24 x 16 pixels, and config.json .* describes squares"):
+        FAMILIES["vit"].written_inputs(Inputs(classes=3, image=(24, 16, 3)))

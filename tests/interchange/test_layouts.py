@@ -11,6 +11,12 @@ CASES = [
     ("V D -> D V", (7, 4), (4, 7), lambda x: x.T),
     ("(H d) D -> D H d", (6, 5), (5, 2, 3), lambda x: x.reshape(2, 3, 5).transpose(2, 0, 1)),
     ("D (H d) -> H d D", (5, 6), (2, 3, 5), lambda x: x.reshape(5, 2, 3).transpose(1, 2, 0)),
+    (
+        "D I i=2 j=3 -> (i=2 j=3 I) D",
+        (5, 4, 2, 3),
+        (24, 5),
+        lambda x: x.transpose(2, 3, 1, 0).reshape(24, 5),
+    ),
     # Pairs side by side become halves: rows 0 2 4 1 3 5 of each head.
     (
         "(H h 2) D -> D H (2 h)",
@@ -55,6 +61,8 @@ def test_text_that_is_no_layout_is_refused(text):
 
 
 def test_parameters_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="must give a size as a number"):
+        Layout("i=a")
     with pytest.raises(ConfigError, match=r"has 2 dims, but the parameter has shape \(4,\)"):
         WeightLayout("H d").file_shape((4,))
     with pytest.raises(ConfigError, match=r"does not divide a parameter of shape \(5,\)"):

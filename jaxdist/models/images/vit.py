@@ -53,6 +53,9 @@ class VitConfig(PartConfig):
     """Number of heads; must divide embed."""
     mlp: Count | None = None
     """Hidden width of the MLP; null is 4 times embed."""
+    class_token: bool = False
+    """A learned token before the patches, whose state the class is read from; false reads the class
+    from the mean over the patches."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
     """Epsilon that norms add to a variance."""
     attention: KernelName = "auto"
@@ -69,7 +72,7 @@ class VitConfig(PartConfig):
         check_encoder(self.embed, self.heads, self.layers, self.scan_unroll)
         return self
 
-    def block(self, patches: int) -> GptConfig:
+    def block(self, tokens: int) -> GptConfig:
         """Return the config of the blocks, which are those of `gpt`."""
         return GptConfig.model_construct(
             type="gpt",
@@ -80,7 +83,7 @@ class VitConfig(PartConfig):
             mlp_type="gelu_erf",
             norm="layer",
             norm_epsilon=self.norm_epsilon,
-            positions=patches,
+            positions=tokens,
             biases="all",
             compute_dtype=self.compute_dtype,
         )
@@ -115,9 +118,9 @@ class VitConfig(PartConfig):
                 f"{near}, or change data.size",
                 setting=("patch",),
             )
-        patches = height // self.patch * (width // self.patch)
-        block = self.block(patches)
-        ask = replace(block.ask(platform, hint, patches, family), causal=False)
+        tokens = height // self.patch * (width // self.patch) + self.class_token
+        block = self.block(tokens)
+        ask = replace(block.ask(platform, hint, tokens, family), causal=False)
         choose_kernel(self.attention, ask)
         attend = Attend(self.attention, ask, hint)
         return Vit(self, block, rngs, channels=channels, classes=classes, hint=hint, attend=attend)
@@ -141,19 +144,29 @@ class Vit(Stacked):
         self.remat, self.unroll = config.remat, config.scan_unroll
         D, P, L = config.embed, config.patch**2 * channels, block.positions or 0
         self.patches = Linear((P, D), ("features", "embed"), rngs)
-        self.positions = param(rngs, nnx.initializers.normal(0.02), (L, D), (None, "embed"))
+        init = nnx.initializers.normal(0.02)
+        if config.class_token:
+            self.class_token = param(rngs, init, (1, D), (None, "embed"))
+        self.positions = param(rngs, init, (L, D), (None, "embed"))
         self.blocks = stack(lambda r: Block(block, r, hint, attend), config.layers, rngs)
         self.norm = LayerNorm(D, rngs, epsilon=config.norm_epsilon)
         self.output = Linear((D, classes), ("embed", "classes"), rngs)
 
     def embed(self, image: jax.Array) -> jax.Array:
-        """Embed the patches of images, row by row, as `[B, L, D]` in the compute dtype."""
+        """Embed the patches of images, row by row, as `[B, L, D]` in the compute dtype.
+
+        A class token comes first.
+        """
         with jax.named_scope("embed"):
             B, height, width, channels = image.shape
             side = self.config.patch
             grid = image.reshape(B, height // side, side, width // side, side, channels)
             x_BLP = grid.swapaxes(2, 3).reshape(B, -1, side * side * channels)
             x_BLD = self.patches(x_BLP.astype(jnp.dtype(self.config.compute_dtype)))
+            if self.config.class_token:
+                first_1D = self.class_token[...].astype(x_BLD.dtype)
+                first_B1D = jnp.broadcast_to(first_1D[None], (B, *first_1D.shape))
+                x_BLD = jnp.concatenate([first_B1D, x_BLD], 1)
             x_BLD = x_BLD + self.positions[...][None].astype(x_BLD.dtype)
         return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)
 
@@ -163,8 +176,10 @@ class Vit(Stacked):
         return (None,)
 
     def head(self, x_BLD: jax.Array) -> jax.Array:
-        """Return logits `[B, classes]` of the mean state over the patches."""
+        """Return logits `[B, classes]` of the class token, or of the mean over the patches."""
         with jax.named_scope("head"):
             x_BLD = self.norm(self.hint(x_BLD, *WITHIN, was=RESIDUAL))
+            if self.config.class_token:
+                return self.output(x_BLD[:, 0].astype(jnp.float32))
             # The mean of many patches is taken in float32: bfloat16 would lose most of them.
             return self.output(x_BLD.astype(jnp.float32).mean(1))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from jaxdist.interchange.leaves import Leaf, place
+from jaxdist.interchange.leaves import BUFFERS, Leaf, Room, largest, place
 from jaxdist.interchange.source import CONFIG, leaves_of, open_source
 from jaxdist.run.directory import RunDirectory
 from jaxdist.train.state import TrainState
@@ -33,16 +34,22 @@ def matched(program: Program, path: Path) -> list[Leaf]:
 def load_params(program: Program, leaves: list[Leaf]) -> Params:
     """Load parameters in the form of checkpoints; each process reads only its devices' shards.
 
-    While a process loads, its memory holds a single shard more than its devices do.
+    While a process loads, its memory holds one tensor more than its devices do, the largest, or a
+    single shard if that is larger.
     """
-    by_name = {leaf.name: leaf for leaf in leaves}
-    shapes = program.state_shapes.params
-    held = [place(by_name[name], shape) for name, shape in flatten_with_names(shapes)]
+    return _loaded(program.state_shapes.params, leaves, "")
+
+
+def _loaded(shapes: Any, leaves: list[Leaf], prefix: str) -> Any:
+    by_name, room = {leaf.name: leaf for leaf in leaves}, Room(largest(leaves))
+    named = flatten_with_names(shapes)
+    held = [place(by_name[prefix + name], shape, room) for name, shape in named]
     return jax.tree.unflatten(jax.tree.structure(shapes), held)
 
 
 def initial_state(program: Program, leaves: list[Leaf]) -> TrainState:
-    """Return an initial state with a model's parameters, in the form of checkpoints."""
+    """Return an initial state with a model's parameters and buffers, in the form of checkpoints."""
     # The drawn parameters are dropped before the model's are read, so that devices never hold both.
     rest = replace(program.home.to_files(program.init()), params=None)
-    return replace(rest, params=load_params(program, leaves))
+    buffers = _loaded(program.state_shapes.buffers, leaves, f"{BUFFERS}/")
+    return replace(rest, params=load_params(program, leaves), buffers=buffers)
