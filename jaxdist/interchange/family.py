@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
     Attributes:
       vocab_size: number of tokens; 0 for models of images.
       classes: number of classes; 0 for models of tokens alone.
-      image: height, width and channels of an image; None for models of tokens.
+      image: height, width and channels of an image, or None for models of tokens.
     """
 
     vocab_size: int = 0
