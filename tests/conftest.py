@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ if tunables := environment.plan_tunables(os.environ, platform.libc_ver()[0]):
 
 import jax  # noqa: E402  (the environment comes first)
 import pytest  # noqa: E402  (the same)
+import typer.main  # noqa: E402  (the same)
 from jax.experimental.compilation_cache.compilation_cache import (  # noqa: E402  (the same)
     reset_cache,
 )
@@ -58,6 +60,9 @@ def read_flags_with(*added: str) -> None:
 # Later versions of XLA have but one way to make a fusion's loops.
 read_flags_with(IN_ONE_PIECE, *([OLD_LOOPS] if jax.__version_info__ < (0, 11) else []))
 CACHE = jax.config.jax_compilation_cache_dir
+
+# Each call of the command line would build all its commands anew, a tenth of a second.
+typer.main.get_command = cache(typer.main.get_command)
 
 
 @pytest.fixture(scope="session", autouse=True)

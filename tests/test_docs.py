@@ -73,6 +73,7 @@ def test_a_loop_of_ones_own(capsys, monkeypatch):
     assert "'Dense_0'" in lines[5]
 
 
+@pytest.mark.full
 def test_fit_with_a_hook_and_with_a_model_of_a_notebook(tmp_path, capsys, monkeypatch):
     """In a module of a name, as a notebook is one, and where runs may be written."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -117,6 +118,7 @@ def trained_on_digits(model, mesh, steps, microbatches=1, devices=8):
     return program, losses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "args"), [("LinenNet", {"width": 16, "layers": 4}), ("EquinoxNet", {"width": 16})]
 )

@@ -68,6 +68,7 @@ def test_an_image_job(run: Any) -> None:
     assert printed.count("taken for") == 3
 
 
+@pytest.mark.full
 def test_a_plot_that_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cells one after another, with what a notebook would show counted."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "python.md"
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
+@pytest.mark.full
 def test_the_guide_s_loop_trains_saves_evaluates_and_goes_on(tmp_path):
     """ZeRO and stages, gradients and update apart."""
     (code,) = re.findall(r"```python title=\"loop.py\"\n(.*?)```", GUIDE.read_text(), re.S)

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 
+import pytest
 from documents import FENCE, ROOT
 from runs import Jaxdist
 
@@ -28,6 +29,7 @@ def missing(shown: list[str], printed: str) -> list[str]:
     return left
 
 
+@pytest.mark.full
 def test_every_command_prints_what_the_page_shows(jaxdist: Jaxdist, monkeypatch) -> None:
     monkeypatch.delitem(sys.modules, "mymodel", raising=False)
     for name, text in TITLED.findall(PAGE):

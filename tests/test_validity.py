@@ -458,6 +458,7 @@ def test_bad_input_is_told_before_anything_is_compiled(
     assert compilations
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", [pytest.param("train", marks=pytest.mark.full), "inspect"])
 def test_a_stage_without_effect_warns_on_the_console(command, tmp_path):
     sections = {**SECTIONS, "parallel": {"zero": {"stage": 2}}, "mesh": {"data": 1}}

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import attention
 from jaxdist.models.attention.blockwise import Blockwise
 from jaxdist.models.attention.plain import Plain
 
 
+@pytest.mark.slow
 def test_the_report_holds_time_and_memory(monkeypatch):
     monkeypatch.setattr(attention, "WARMUP", 0)
     monkeypatch.setattr(attention, "ROWS", 1)

@@ -9,7 +9,7 @@ from benchmarks import compile as bench_compile
 from benchmarks.compile import experiment, persistent_cache, warm_and_cold
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_report_holds_both_figures(monkeypatch):
     monkeypatch.setattr(bench_compile, "WARMUP", 0)
     report = bench_compile.bench(repeats=1, shallow=1, deep=2)
@@ -28,6 +28,7 @@ def test_depth_does_not_lengthen_the_program():
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.slow
 def test_a_warm_start_reads_what_a_cold_one_wrote(tmp_path):
     hits = []
     jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))

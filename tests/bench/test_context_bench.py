@@ -13,7 +13,12 @@ NEEDS = replace(context.NEEDS, length=256, heads=8, kv_heads=4, head_dim=4)
 
 
 @pytest.mark.parametrize(
-    "degree", [2, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)]
+    "degree",
+    [
+        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param(4, marks=pytest.mark.full),  # the least that has every way
+        pytest.param(8, marks=pytest.mark.slow),
+    ],
 )
 def test_bytes_and_balance_are_those_of_the_formulas(degree):
     needs = replace(NEEDS, kv_heads=degree) if degree > 4 else NEEDS

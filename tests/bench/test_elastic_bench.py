@@ -73,6 +73,7 @@ def test_torchrun_goes_on_from_its_last_checkpoint(tmp_path: Path):
     assert all(0 < one.lost_steps <= peer.EVERY for one in found)
 
 
+@pytest.mark.slow
 def test_steps_with_and_without_snapshots_and_what_is_held(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cost, "CONFIG", "mlp/digits")
     monkeypatch.setattr(cost, "BEATS_SECONDS", 0.01)
@@ -84,7 +85,7 @@ def test_steps_with_and_without_snapshots_and_what_is_held(monkeypatch: pytest.M
     assert told.reference == step.reference
 
 
-@pytest.mark.full
+@pytest.mark.slow  # that a signal saves: tests/run/test_elastic.py
 def test_sigterm_saves_and_ends_with_its_code():
     """A trial raises where the last step was not saved, or where the exit code is another."""
     figure = sigterm.figure(2)

@@ -29,6 +29,7 @@ def test_a_machine_without_a_gpu_has_no_figures() -> None:
     assert "the device is a cpu" in figure.note
 
 
+@pytest.mark.slow
 def test_a_case_is_trained_and_compared_with_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "find_device", lambda kind: find_device("h100"))
     peer, step, memory = gpu.step_figures(TINY, 2, "no torch here")

@@ -36,7 +36,7 @@ def test_bytes_and_temporaries_are_the_compiled_steps_own():
     assert figures["ResNet-50: LARS temporaries"].ratio < 0.01
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_times_have_goals_where_a_loop_of_your_own_runs_them():
     plain, huge = (timed(1, suffix, bert=SMALL, resnet=SMALL) for suffix in ("", "huge pages"))
     assert [figure.goal for figure in plain] == [

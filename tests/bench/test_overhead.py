@@ -23,7 +23,7 @@ SMALL_GPT = {
 @pytest.mark.parametrize(
     ("settings", "loss"),
     [
-        pytest.param(SMALL_GPT, partial(gpt_loss, vocab_size=11), marks=pytest.mark.full),
+        pytest.param(SMALL_GPT, partial(gpt_loss, vocab_size=11), marks=pytest.mark.slow),
         (TINY, mlp_loss),
     ],
     ids=["gpt", "mlp"],
@@ -42,7 +42,7 @@ def test_both_steps_report_the_same_losses_and_gradient_norms(settings, loss):
 @pytest.mark.parametrize(
     ("settings", "loss"),
     [
-        pytest.param(SMALL_GPT, partial(gpt_loss, vocab_size=11), marks=pytest.mark.full),
+        pytest.param(SMALL_GPT, partial(gpt_loss, vocab_size=11), marks=pytest.mark.slow),
         (TINY, mlp_loss),
     ],
     ids=["gpt", "mlp"],
@@ -97,7 +97,7 @@ def test_the_budget_is_seconds_per_step_beyond_the_bare_call():
     assert beyond_figure("loop", Sample((1.04,)), Sample((1.0,)), 1000, "").holds is True
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_report_holds_the_five_figures(monkeypatch):
     for name, cheap in (("GPT", TINY), ("gpt_loss", mlp_loss), ("MLP", TINY)):
         monkeypatch.setattr(overhead, name, cheap)

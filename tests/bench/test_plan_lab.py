@@ -47,6 +47,7 @@ FAST, SLOW = (rates(1e-4, speed) for speed in (1e8, 1e7))
 REASON = core_lab.unavailable(Lab(sites=2))
 
 
+@pytest.mark.full
 def test_predictions_are_of_the_plans_own_programs() -> None:
     devices = jax.devices()[:2]
     split = step_of(SMALL, Plan(data=2, zero=0, remat="minimal"), devices)
@@ -136,7 +137,7 @@ def test_without_a_lab_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     assert figure.note == "skipped: no namespaces"
 
 
-@pytest.mark.full  # test_predictions_are_of_the_plans_own_programs is the quicker neighbour
+@pytest.mark.slow  # tests/bench/core/test_lab.py, test_predictions_are_of_the_plans_own_programs
 @pytest.mark.skipif(REASON is not None, reason=f"no slow-link lab: {REASON}")
 def test_two_hosts_of_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab, "VALUES", SMALL)

@@ -37,6 +37,7 @@ def test_a_small_run_is_timed_and_judged(config, monkeypatch, tmp_path):
     assert loss.holds is False
 
 
+@pytest.mark.slow
 def test_a_failing_run_is_named_with_its_last_line(config, tmp_path):
     config.write_text(CONFIG % (tmp_path, "never"))
     with pytest.raises(RunError, match=r"small.yaml run.directory=\S+` failed: exit code 2: "):

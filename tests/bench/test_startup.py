@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from benchmarks import startup
 
 
@@ -10,6 +12,7 @@ def test_a_backend_start_is_told_from_none():
     assert not startup.starts_backend(startup.IMPORT_JAX)
 
 
+@pytest.mark.slow
 def test_the_report_holds_the_three_figures(monkeypatch):
     quick = (sys.executable, "-S", "-c", "pass")
     for name in ("IMPORT_JAX", "IMPORT_JAXDIST", "HELP"):

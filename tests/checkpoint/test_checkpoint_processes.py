@@ -209,6 +209,7 @@ RESTORE = textwrap.dedent("""
 """)
 
 
+@pytest.mark.full
 def test_two_processes_restore_what_one_saved(tmp_path: Path) -> None:
     w = np.arange(64, dtype=np.float32).reshape(8, 8)
     with CheckpointStore(tmp_path, keep=1, keep_best=False, on_event=pytest.fail) as store:

@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxdist.collectives import Ring, all_reduce
@@ -27,6 +28,7 @@ def overlapped_share(devices: list[Device], ring: Ring) -> float:
     return hidden / found.sent_bytes()
 
 
+@pytest.mark.full
 def test_chunks_and_a_second_direction_overlap_more(tpu_devices: list[Device]) -> None:
     one_way, two_ways = (
         [overlapped_share(tpu_devices, Ring(directions=ways, chunks=count)) for count in (1, 2, 4)]

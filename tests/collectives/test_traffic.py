@@ -17,6 +17,9 @@ from jaxdist.collectives import CollectiveError, Hierarchical, Ring, Tree, Xla
 from jaxdist.collectives.contract import KINDS, NOTHING
 
 SIZES = (2, 3, 4, 5, 6, 7, 8, 16, 64)
+# In quick tests the least, an odd and an even number of devices; 7 leaves most over a power of two.
+MARKS = dict.fromkeys((7, 16), pytest.mark.full) | dict.fromkeys((3, 4, 6, 64), pytest.mark.slow)
+TRACED = [pytest.param(size, marks=MARKS.get(size, ())) for size in SIZES]
 CHUNKS = 6
 
 
@@ -89,7 +92,7 @@ def check(kind, algorithm, sizes):
     return sends, formula
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", TRACED)
 @pytest.mark.parametrize("algorithm", FLAT[1:], ids=label)
 def test_program_equals_formula(algorithm, size):
     for kind in KINDS:
@@ -99,7 +102,16 @@ def test_program_equals_formula(algorithm, size):
             assert sends.longest[1] == pytest.approx(formula.serial_bytes, rel=1e-12), kind
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), (3, 2), (8, 8), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((2, 4), marks=pytest.mark.full),
+        (3, 2),
+        pytest.param((8, 8), marks=pytest.mark.slow),
+        (2, 3, 4),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("algorithm", LEVELS, ids=label)
 def test_levels_equal_the_sum_of_their_formulas(algorithm, sizes):
     if Xla() in (algorithm.inside, algorithm.across):

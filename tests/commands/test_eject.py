@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -77,6 +78,12 @@ GPT_CASES = {
 }
 
 
+def marked(cases: dict[str, list[str]], *slow: str) -> list[Any]:
+    """Cases of the full tests; of the slow sweep those whose settings others of them have too."""
+    marks = {name: pytest.mark.slow if name in slow else pytest.mark.full for name in cases}
+    return [pytest.param(cases[name], id=name, marks=mark) for name, mark in marks.items()]
+
+
 def losses_of(path: Path, overrides: list[str]) -> list[float]:
     """Of the first steps, as jaxdist trains."""
     document, config = load(path, overrides)
@@ -121,14 +128,12 @@ def test_a_ring(tmp_path: Path) -> None:
     assert "WAYS = ((1, 4), (-1, 3))" in text
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("overrides", DIGITS_CASES.values(), ids=DIGITS_CASES)
+@pytest.mark.parametrize("overrides", marked(DIGITS_CASES, "tensor", "zero 1", "zero 2"))
 def test_plans_and_optimizers_of_an_mlp(overrides: list[str], tmp_path: Path) -> None:
     check(DIGITS, overrides, tmp_path)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("overrides", GPT_CASES.values(), ids=GPT_CASES)
+@pytest.mark.parametrize("overrides", marked(GPT_CASES, "zero 1", "ring", "gpipe"))
 def test_plans_and_optimizers_of_a_decoder(overrides: list[str], tmp_path: Path) -> None:
     check(GPT, [*SMALL, *overrides], tmp_path)
 

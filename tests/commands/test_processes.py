@@ -100,7 +100,8 @@ def test_mixed_lines_of_gloo_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
     [
-        full({"data": 4}, {}),
+        # Its axis and its reduction are in the rows below.
+        pytest.param({"data": 4}, {}, marks=pytest.mark.slow),
         full({"data": 2, "tensor": 2}, {}),
         # In one process: tests/equivalence and tests/parallel; between two, the other four.
         pytest.param({"data": 4}, {"reduce": {"type": "xla"}}, marks=pytest.mark.slow),
@@ -134,7 +135,7 @@ def test_the_numbers_of_one_process(
     [
         # One process: tests/run/test_resume.py. Told to the second alone: SIGHUP, below.
         pytest.param(signal.SIGTERM, [1], 400, marks=pytest.mark.slow),
-        full(signal.SIGINT, [0, 1], 400),
+        pytest.param(signal.SIGINT, [0, 1], 400, marks=pytest.mark.slow),
         full(signal.SIGHUP, [1], 1),
     ],
 )

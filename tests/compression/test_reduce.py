@@ -74,13 +74,15 @@ MIXED = PerParameter(
 COMBINED = (
     (Cast(), CLASSIC),
     (Quantize(block=8), Ef21()),
-    (Quantize(bits=4, block=8, rounding="stochastic"), NoFeedback()),
+    pytest.param(
+        Quantize(bits=4, block=8, rounding="stochastic"), NoFeedback(), marks=pytest.mark.full
+    ),
     pytest.param(Adaptive(bits=3, block=8), CLASSIC, marks=pytest.mark.full),
     (Sign(block=8), CLASSIC),
     pytest.param(Sign(block=8), Ef21(), marks=pytest.mark.full),
     (TopK(fraction=0.1), MomentumCorrection(clip_norm=1.0)),
     pytest.param(TopK(fraction=0.1, method="exact"), Ef21(), marks=pytest.mark.full),
-    (RandomK(fraction=0.1), CLASSIC),
+    pytest.param(RandomK(fraction=0.1), CLASSIC, marks=pytest.mark.full),
     pytest.param(RandomK(fraction=0.1, scaled=True), NoFeedback(), marks=pytest.mark.full),
     (PerParameter(otherwise=LowRank(rank=2)), CLASSIC),
     pytest.param(PerParameter(otherwise=LowRank(rank=2)), Ef21(), marks=pytest.mark.full),
@@ -222,6 +224,7 @@ def test_the_schedule_of_deep_gradient_compression():
     assert sparsity_warm_up(TopK(fraction=0.5), 8) == TopK(fraction=0.5)
 
 
+@pytest.mark.full
 def test_hand_written_collectives_carry_messages_too(devices):
     for codec in (Sign(block=8), TopK(fraction=0.1), PerParameter(otherwise=LowRank(rank=2))):
         plain, _, _ = run(codec, rounds=2)

@@ -66,7 +66,7 @@ def test_the_first_host_is_lost_and_another_comes(play: Play):
     lost_and_back(play, 0)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_last_host_is_lost_and_another_comes(play: Play):
     lost_and_back(play, 1)
 

@@ -165,11 +165,12 @@ def reference():
 @pytest.mark.parametrize(
     ("name", "mesh", "reduce", "zero", "pipeline", "microbatches"),
     [
-        ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, None, {"stage": 3}, {}, 1),
+        pytest.param("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, None, {"stage": 3}, {},
+                     1, marks=pytest.mark.full),
         ("cnn", {"data": 8}, {"type": "ring"}, {"stage": 2}, {}, 1),
         ("mlp", {"data": {"dcn": 2, "ici": 4}}, {"type": "xla"}, {"stage": 3}, {}, 1),
-        ("gpt-four-layers", {"data": 2, "stage": 2, "tensor": 2}, None, {"stage": 2},
-         {"schedule": {"type": "zb_v"}}, 4),
+        pytest.param("gpt-four-layers", {"data": 2, "stage": 2, "tensor": 2}, None, {"stage": 2},
+                     {"schedule": {"type": "zb_v"}}, 4, marks=pytest.mark.full),
     ],
     ids=str,
 )  # fmt: skip
@@ -186,9 +187,15 @@ def and_in_full(rows, more):
     return [*rows, *(pytest.param(*row, marks=pytest.mark.full) for row in more)]
 
 
-@pytest.mark.parametrize(("name", "mesh"), and_in_full(CELLS, MORE_CELLS), ids=str)
+@pytest.mark.parametrize(("name", "mesh"), CELLS, ids=str)
 def test_a_mesh_equals_one_device(name, mesh, reference):
     same(train(name, mesh), reference[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), MORE_CELLS, ids=str)
+def test_every_other_mesh_equals_one_device(name, mesh, reference):
+    test_a_mesh_equals_one_device(name, mesh, reference)
 
 
 @pytest.mark.parametrize(("name", "mesh", "reduce", "changes"), REDUCTIONS, ids=str)
@@ -219,7 +226,7 @@ def with_lamb():
     ("mesh", "reduce", "zero", "microbatches"),
     [
         ({"data": 4, "tensor": 2}, {"type": "xla"}, {"stage": 3}, 1),
-        ({"data": 8}, None, {"stage": 1}, 1),
+        pytest.param({"data": 8}, None, {"stage": 1}, 1, marks=pytest.mark.slow),
         ({"data": 2, "stage": 2, "tensor": 2}, None, {"stage": 2}, 2),
     ],
     ids=str,
@@ -230,7 +237,7 @@ def test_lamb_sees_whole_layers_in_their_shards(mesh, reduce, zero, microbatches
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 4}], ids=str)
-@pytest.mark.parametrize("name", ["gpt", "cnn"])
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "cnn"])
 def test_microbatches_on_a_mesh_equal_one_device(name, mesh, reference):
     same(train(name, mesh, microbatches=4), reference[name])
 

@@ -69,7 +69,7 @@ def store(path):
     return CheckpointStore(path, keep=1, keep_best=False, on_event=print)
 
 
-full = pytest.mark.full
+full, slow = pytest.mark.full, pytest.mark.slow
 HUB = "zero 3, manual"
 STAGED, V_SHAPED = "stage x data, zero 1", "two stages' layers in a V"
 AWKWARD = {
@@ -78,6 +78,10 @@ AWKWARD = {
     (STAGED, "tensor x data, zero 1"),
 }
 """Layers that change their order or their stages, and none of it through the hub."""
+
+
+ALONE = {STAGED: full, "zero 2, two networks": full}
+"""Plans whose steps the full tests take; those of the others are taken in tests/equivalence."""
 
 
 def pair(writer, reader):
@@ -105,7 +109,11 @@ def restored(path, program):
 
 
 @pytest.mark.parametrize(
-    "reader", [plan if plan == V_SHAPED else pytest.param(plan, marks=full) for plan in PLANS]
+    "reader",
+    [
+        V_SHAPED,
+        *(pytest.param(plan, marks=ALONE.get(plan, slow)) for plan in PLANS if plan != V_SHAPED),
+    ],
 )
 def test_steps_go_on_with_what_is_loaded(reader, saved):
     made = experiment(reader)

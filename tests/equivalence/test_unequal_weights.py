@@ -17,14 +17,15 @@ from jaxdist.errors import ConfigError
 from jaxdist.experiment import build
 
 full = partial(pytest.param, marks=pytest.mark.full)
+slow = partial(pytest.param, marks=pytest.mark.slow)
 RING = {"reduce": {"type": "ring"}}
 PLANS = [
-    ({"data": 4}, 1, RING),
+    full({"data": 4}, 1, RING),
     ({"data": 2, "stage": 2}, 4, {}),
-    full({"data": 2}, 4, {}),
+    slow({"data": 2}, 4, {}),
     full({"data": 4}, 4, {**RING, "zero": {"stage": 2, "whole_below": 0}}),
     full({"data": 4}, 1, {"deterministic": {"type": "strict", "shards": 8}}),
-    full({"data": 4, "tensor": 2}, 2, {}),
+    slow({"data": 4, "tensor": 2}, 2, {}),
     full({"data": 2, "stage": 2, "tensor": 2}, 4, {"zero": {"stage": 2, "whole_below": 0}}),
 ]
 
@@ -87,6 +88,7 @@ def test_a_penalty_for_each_unit_of_weight_is_that_of_one_device() -> None:
     assert ours["loss"] > 1.01 * alone("as_sum")["loss"]
 
 
+@pytest.mark.full
 def test_a_scalar_is_right_where_nothing_cuts_the_batch() -> None:
     same(found({"data": 4}, 1, {}, "as_scalar"), alone("as_sum"))
 

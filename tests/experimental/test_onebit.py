@@ -195,8 +195,15 @@ def test_a_step_that_is_left_out_of_the_warm_up_makes_it_no_shorter(devices):
         np.testing.assert_allclose(ours, expected, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["whole", "in shards"])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("shards", "decay"),
+    [
+        pytest.param(False, 0.0, marks=pytest.mark.full),
+        (True, 0.0),
+        (False, 0.1),
+        pytest.param(True, 0.1, marks=pytest.mark.full),
+    ],
+)
 def test_onebit_lamb_step_by_step(devices, decay, shards):
     # Of the ratios and factors some meet each of these bounds, and others none.
     rule = OnebitLambRule(
@@ -220,6 +227,7 @@ def pulled_apart(step, w):
     return 0.2 * (w - np.linspace(-1, 1, SIZE)) + 0.2 * np.array([[1], [-1], [1], [-1]])
 
 
+@pytest.mark.slow
 def test_without_feedback_the_weights_go_elsewhere(devices):
     direction = scale_by_frozen_adam(B1, B2, EPS, freeze_step=FREEZE)
     transform, error = optax.chain(direction, optax.scale(-RATE)), {}

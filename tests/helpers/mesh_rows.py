@@ -4,21 +4,20 @@ import itertools
 
 MESHES = ({"data": 8}, {"tensor": 8}, {"data": 2, "tensor": 4}, {"data": 4, "tensor": 2})
 CELLS = [
-    ("gpt", {"data": 8}),
     ("cnn", {"data": 4, "tensor": 2}),
     ("mlp", {"tensor": 8}),
     ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}),
     ("gpt", {"tensor": 2, "data": {"dcn": 2, "ici": 2}}),
 ]
 MORE_CELLS = [row for row in itertools.product(("gpt", "cnn", "mlp"), MESHES) if row not in CELLS]
-"""What those, and the rows below, stand for in quick tests; so is `MORE_ZERO`."""
+"""What those, and the rows below, stand for; so is `MORE_ZERO`, which the full tests have."""
 
 
 SPLIT = {"data": {"dcn": 2, "ici": 4}}
 REDUCTIONS = [
-    ("gpt", {"data": 8}, {"type": "ring"}, {}),
+    ("mlp", {"data": 8}, {"type": "ring"}, {}),
     ("gpt", {"data": 4, "tensor": 2}, {"type": "ring", "directions": 2}, {"microbatches": 2}),
-    ("gpt", SPLIT, {"type": "hierarchical"}, {"microbatches": 2}),
+    ("mlp", SPLIT, {"type": "hierarchical"}, {"microbatches": 2}),
     ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, {"type": "tree"}, {}),
     ("cnn", {"data": 8}, {"type": "halving", "bucket_bytes": 4096}, {}),
     ("cnn", {"data": 4, "tensor": 2}, {"type": "xla", "bucket_bytes": None}, {}),
@@ -29,14 +28,6 @@ REDUCTIONS = [
 
 ICI = {"stage": 3, "scope": "ici"}
 ZERO = [
-    ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, None, {"stage": 3}, {}),
-    (
-        "gpt-grouped-untied-remat",
-        {"data": 4, "tensor": 2},
-        {"type": "ring"},
-        {"stage": 3, "prefetch": True},
-        {"microbatches": 2},
-    ),
     ("cnn", {"data": 8}, {"type": "xla"}, {"stage": 1}, {}),
     ("gpt", SPLIT, {"type": "ring"}, ICI, {"microbatches": 2}),
     ("mlp", SPLIT, {"type": "hierarchical"}, {"stage": 2}, {}),
@@ -45,6 +36,14 @@ ZERO = [
     ("mlp", {"data": 4, "tensor": 2}, {"type": "xla"}, {"stage": 3, "whole_below": 0}, {}),
 ]
 MORE_ZERO = [
+    (
+        "gpt-grouped-untied-remat",
+        {"data": 4, "tensor": 2},
+        {"type": "ring"},
+        {"stage": 3, "prefetch": True},
+        {"microbatches": 2},
+    ),
+    ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, None, {"stage": 3}, {}),
     ("gpt", {"data": 8}, None, {"stage": 1}, {}),
     ("gpt", SPLIT, None, ICI, {}),
     ("gpt", {"data": 4, "tensor": 2}, {"type": "ring"}, {"stage": 1}, {"microbatches": 2}),

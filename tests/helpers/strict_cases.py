@@ -156,9 +156,19 @@ def _digest(pieces: list[bytes]) -> str:
 
 def on_all(sections: dict[str, Any]) -> dict[int, dict[str, str]]:
     """By number of devices, of those that there are and that divide the shards."""
+    return {n: prints(built(sections, {"data": n}, n)) for n in _counts(sections)}
+
+
+def on_three(sections: dict[str, Any]) -> dict[int, dict[str, str]]:
+    """The same of the least, the greatest and the middle one of those numbers."""
+    counts = _counts(sections)
+    chosen = (counts[0], counts[len(counts) // 2], counts[-1])
+    return {n: prints(built(sections, {"data": n}, n)) for n in chosen}
+
+
+def _counts(sections: dict[str, Any]) -> list[int]:
     shards = sections["parallel"]["deterministic"]["shards"]
-    counts = [n for n in range(1, len(jax.devices()) + 1) if shards % n == 0]
-    return {n: prints(built(sections, {"data": n}, n)) for n in counts}
+    return [n for n in range(1, len(jax.devices()) + 1) if shards % n == 0]
 
 
 def compare(first: int, last: int) -> int:

@@ -80,6 +80,7 @@ def test_the_quickstart_on_eight_devices(tmp_path: Path) -> None:
     assert "of ideal" in looked.out
 
 
+@pytest.mark.slow
 @pytest.mark.needs_libtpu
 def test_the_quickstart_for_tpus(tmp_path: Path) -> None:
     looked = Looked(tmp_path, QUICKSTART, *MESH, "model.compute_dtype=bfloat16", topology="v5e:2x4")

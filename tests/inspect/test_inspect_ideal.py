@@ -87,6 +87,7 @@ def test_one_device_without_remat_is_the_ideal(sections: dict[str, Any]) -> None
     assert found == pytest.approx(model_flops(config, jax.devices()[0]), rel=0.02)
 
 
+@pytest.mark.slow
 def test_neither_remat_nor_kernels_nor_microbatches_nor_mesh_change_the_ideal() -> None:
     plain, device = experiment(GPT), jax.devices()[0]
     for changes in (

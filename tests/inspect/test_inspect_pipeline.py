@@ -87,6 +87,7 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> Inspected:
     )
 
 
+@pytest.mark.full
 def test_the_program_runs_the_ticks(inspected: Inspected) -> None:
     assert mismatch(inspected.timed[0], inspected.lockstep) is None
     assert inspected.time.schedule == f"zb_h1, {inspected.lockstep.ticks} ticks"

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chosen import quick
 from flax import nnx
 from programs import build_program, place
 
@@ -85,7 +86,7 @@ def trained(make, mesh, **plan):
     return found, found.home.used(state).params, losses
 
 
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("name", quick("linen", of=MAKES, slow=True))
 def test_on_a_mesh_as_on_one_device(name):
     _, alone, expected = trained(MAKES[name], {"data": 1})
     _, found, losses = trained(MAKES[name], {"data": 4}, reduce=Ring(), zero=3, microbatches=2)

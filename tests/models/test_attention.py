@@ -63,17 +63,20 @@ def agree(kernel, arrays, segments, window, *, seed):
         assert np.abs(ours - reference).max() <= bound * np.abs(reference).max()
 
 
-def seeds(few, many):
-    return [*range(few), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(few, many))]
+def seeds(few, more, all_of_them):
+    """Few draws in quick tests, more in full ones, and the rest in the slow sweep."""
+    full = (pytest.param(seed, marks=pytest.mark.full) for seed in range(few, more))
+    slow = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(more, all_of_them))
+    return [*range(few), *full, *slow]
 
 
-@pytest.mark.parametrize("seed", seeds(4, 40))
+@pytest.mark.parametrize("seed", seeds(3, 12, 40))
 def test_blockwise_gives_plain_numbers(seed):
     kernel = Blockwise(most=random.Random(seed).choice((8, 16, 40)))
     agree(kernel, *drawn(seed, range(1, 90), 12), seed=seed)
 
 
-@pytest.mark.parametrize("seed", seeds(2, 12))
+@pytest.mark.parametrize("seed", seeds(2, 5, 12))
 def test_splash_gives_plain_numbers(seed):
     arrays, segments, _ = drawn(seed, (128, 256, 640), 64)
     window = random.Random(seed).randint(1, 120) if seed % 2 else None

@@ -161,6 +161,7 @@ def batch(rows=3, length=8):
     return {"tokens": tokens, "segments": tokens[:, :-1] * 0, "weight": weight}
 
 
+@pytest.mark.full
 def test_the_loss_has_what_routers_add_only_in_training():
     module = model(balance_loss=0.5, z_loss=0.25)
     module.train()
@@ -176,6 +177,7 @@ def test_the_loss_has_what_routers_add_only_in_training():
     )
 
 
+@pytest.mark.slow
 def test_losses_of_two_parts_of_a_batch_add_up():
     module, whole = model(capacity_factor=1.0, shared=1), batch()
     parts = [{name: x[i] for name, x in whole.items()} for i in (slice(0, 1), slice(1, 3))]

@@ -24,6 +24,7 @@ from jaxdist.trees import tree_size
 
 VOCAB = 257
 full = partial(pytest.param, marks=pytest.mark.full)
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def gpt(**changes):
@@ -104,15 +105,20 @@ def test_isolated_documents_do_not_see_each_other():
     "changes",
     [
         {"remat": "full"},
-        full({"remat": "dots"}),
-        {"remat": "elementwise"},
-        {"scan_unroll": 3},
-        full({"remat": ("full", "none"), "layers": 6}),
+        slow({"remat": "dots"}),
+        full({"remat": "elementwise"}),
+        slow({"scan_unroll": 3}),
+        slow({"remat": ("full", "none"), "layers": 6}),
         full({"remat": ("full", "none"), "layers": 6, "scan_unroll": 4}),
         {"remat": ("full", "none", "dots", "elementwise"), "layers": 6},
-        {"remat": ("minimal", "save_dots_except_mlp", "save_qkv", "save_attention"), "layers": 6},
-        {"remat": {"query": "save", "mlp_gate": "save", "value": "recompute"}},
-        full({"remat": ("full", "none")}),
+        full(
+            {
+                "remat": ("minimal", "save_dots_except_mlp", "save_qkv", "save_attention"),
+                "layers": 6,
+            }
+        ),
+        full({"remat": {"query": "save", "mlp_gate": "save", "value": "recompute"}}),
+        slow({"remat": ("full", "none")}),
         full({"remat": ("full", "none", "dots")}),
     ],
     ids=str,
@@ -135,7 +141,7 @@ def plain_gradient(layers):
     return gradient(gpt(layers=layers))
 
 
-@pytest.mark.parametrize("unroll", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("unroll", [1, full(2), slow(4)])
 def test_remat_recomputes(unroll):
     """The rematerialised backward pass computes more; in a loop it keeps less, too."""
 
@@ -164,7 +170,7 @@ def test_remat_recomputes(unroll):
 @pytest.mark.parametrize(
     ("layers", "recomputed"),
     # Eleven blocks leave a rest of either list.
-    [(11, (5, 8)), full(8, (4, 6)), full(9, (4, 6))],
+    [(11, (5, 8)), slow(8, (4, 6)), slow(9, (4, 6))],
 )
 def test_remat_of_some_blocks_recomputes_those_and_keeps_less(layers, recomputed):
     def compiled(remat):

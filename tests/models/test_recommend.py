@@ -58,8 +58,8 @@ def one_device() -> tuple[Any, list[Any], dict[str, float]]:
 @pytest.mark.parametrize(
     ("mesh", "rules"),
     [
-        ({"data": 8}, {}),
-        ({"data": 8}, {"rows": "data"}),
+        pytest.param({"data": 8}, {}, marks=pytest.mark.slow),
+        pytest.param({"data": 8}, {"rows": "data"}, marks=pytest.mark.full),
         ({"data": 2, "tensor": 2}, {"rows": "data"}),
         ({"data": 2, "tensor": 2}, {"rows": "tensor"}),
     ],

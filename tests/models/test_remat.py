@@ -97,6 +97,7 @@ def compiled(remat: str) -> tuple[int, int]:
     return statistics.temp_size_in_bytes, int(ledger(found, mesh).flops_high)
 
 
+@pytest.mark.slow
 def test_presets_stand_between_none_and_full_in_memory_and_in_flops() -> None:
     names = ("none", "minimal", "save_dots_except_mlp", "save_qkv", "full")
     memory, flops = zip(*map(compiled, names), strict=True)
@@ -216,6 +217,7 @@ def offloading(mesh: dict[str, int], **parallel: Any) -> Experiment:
     return build(validate(Document(sections), ExperimentConfig))
 
 
+@pytest.mark.full
 def test_offloading_changes_no_number(devices: Any) -> None:
     """On CPU both memories are the machine's; collectives of ours stand between."""
     found = offloading({"data": 8}, reduce={"type": "ring"}, zero={"stage": 3}).program

@@ -34,6 +34,7 @@ def test_sizes_are_the_published_ones(settings, classes, params, statistics):
     assert all(dims and None not in dims for dims in model.dims.values())
 
 
+@pytest.mark.full
 def test_version_1_5_has_the_stride_in_the_window_of_3_and_quarters_the_image_first():
     model = resnet((64, 64, 3), 10, blocks=[1, 1], width=4, bottleneck=True)
     params, buffers = model.init(jax.random.key(0))
@@ -66,6 +67,7 @@ def test_running_statistics_move_in_training_and_serve_evaluation():
     np.testing.assert_allclose(module(x), trained, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.full
 def test_group_norm_has_no_state_and_treats_each_image_by_itself():
     model = resnet((8, 8, 1), 3, blocks=[1, 1], width=8, stem="cifar", norm="group", groups=4)
     params, buffers = model.init(jax.random.key(0))

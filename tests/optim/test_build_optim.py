@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from chosen import quick
 from pydantic import ValidationError
 
 from jaxdist.errors import ConfigError
@@ -124,7 +125,8 @@ COUNTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COUNTED)
+# What is not finite, with moments and without, and spikes.
+@pytest.mark.parametrize("name", quick("lars", "adamw", "spikes", of=COUNTED, slow=True))
 def test_a_schedule_counts_steps_and_a_bias_correction_counts_updates(name):
     """The direction for equal gradients is 1 only where moments are corrected by updates."""
     params = {"b": jnp.zeros(4), "stack": jnp.zeros((2, 3))}

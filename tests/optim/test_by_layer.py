@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from chosen import quick
 from optax import contrib
 
 from jaxdist.errors import ConfigError
@@ -94,7 +95,11 @@ def moved(transform, params, grads):
     return jax.tree.map(lambda new, old: new - old, params, begun)
 
 
-@pytest.mark.parametrize("name", RULES)
+FEW = ("muon", "lamb", "galore", "adafactor", "partition by dims", "apply_if_finite", "prodigy")
+"""Rules that look at a matrix, at a layer, at dims, at all parameters."""
+
+
+@pytest.mark.parametrize("name", quick(*FEW, of=RULES, slow=True))
 def test_a_stack_moves_as_a_list_of_layers_does(name):
     transform, params, grads = taking_extra(RULES[name]), stacks(0), [stacks(1), stacks(2)]
     found = moved(by_layer(transform, STACKED), params, grads)

@@ -110,6 +110,7 @@ def test_what_the_reduction_cannot_do_is_told_when_the_config_is_read():
         experiment({"data": 8}, {"type": "hierarchical"})
 
 
+@pytest.mark.full
 def test_the_mean_of_whole_gradients_takes_no_more_memory_than_by_constraints():
     """Turns are few layers of the stacks, and the mean is taken in them."""
 

@@ -37,14 +37,14 @@ def plan(mesh: dict[str, int], reduce: Any, stage: int, *, full: bool = False) -
 
 
 PLANS = [
-    plan(WHOLE, None, 0),
+    plan(WHOLE, None, 0, full=True),
     plan(WHOLE, None, 1),
     plan(WHOLE, None, 2, full=True),
-    plan(WHOLE, None, 3),
+    plan(WHOLE, None, 3, full=True),
     plan(TENSOR, None, 0),
     plan(TENSOR, None, 1, full=True),
     plan(WHOLE, RING, 0),
-    plan(WHOLE, RING, 1),
+    plan(WHOLE, RING, 1, full=True),
     plan(WHOLE, RING, 2, full=True),
     plan(TENSOR, RING, 0, full=True),
     plan(TENSOR, RING, 3),

@@ -72,7 +72,7 @@ CELLS = (
         for cell, marks in (
             ("tpu", [pytest.mark.full]),
             ("tpu manual", [pytest.mark.full]),
-            ("tpu split", []),
+            ("tpu split", [pytest.mark.full]),
         )
     ),
 )
@@ -87,6 +87,7 @@ def test_neither_logits_nor_the_table_are_gathered(cell, devices):
     assert found.flops_high / ideal_flops == pytest.approx(1, abs=0.03)
 
 
+@pytest.mark.full
 @pytest.mark.needs_libtpu
 @pytest.mark.parametrize("cell", ["tpu", pytest.param("tpu manual", marks=pytest.mark.full)])
 def test_the_tensor_axis_carries_what_the_bound_says(cell):
@@ -101,6 +102,7 @@ def test_the_tensor_axis_carries_what_the_bound_says(cell):
     assert 0.75 * bound <= found.sent_bytes("tensor") <= 1.02 * bound
 
 
+@pytest.mark.full
 @pytest.mark.needs_libtpu
 def test_a_split_sequence_turns_all_reduces_into_their_halves():
     whole, split = (compiled(cell)[0] for cell in ("tpu", "tpu split"))
@@ -145,7 +147,11 @@ def alone():
             marks=pytest.mark.full,
         ),
         ({"data": 4, "tensor": 2}, {"reduce": {"type": "xla"}, "zero": 3, "remat": "minimal"}),
-        ({"data": 2, "tensor": 4}, {"ring": True, "zero": 3, "remat": "minimal"}),
+        pytest.param(
+            {"data": 2, "tensor": 4},
+            {"ring": True, "zero": 3, "remat": "minimal"},
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             {"data": 4, "tensor": 2},
             {"ring": True, "reduce": {"type": "ring"}, "zero": 2, "remat": "full"},

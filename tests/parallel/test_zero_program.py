@@ -13,6 +13,7 @@ from jaxdist.hlo import ledger, program_memory
 from jaxdist.trees import tree_bytes
 
 full = partial(pytest.param, marks=pytest.mark.full)
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 DEVICES = 8
 STATE_BYTES = {0: 12, 1: 4 + 8 / DEVICES, 2: 4 + 8 / DEVICES, 3: 12 / DEVICES}
@@ -78,6 +79,7 @@ def test_the_explicit_form_sends_what_the_bound_says(stage, devices):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reduce", [None, {"type": "xla"}], ids=["auto", "manual"])
 def test_elementwise_remat_keeps_no_gathered_parameters(reduce, devices):
     whole, some = (compiled(3, reduce, remat=remat)[0] for remat in ("none", "elementwise"))
@@ -85,7 +87,7 @@ def test_elementwise_remat_keeps_no_gathered_parameters(reduce, devices):
     assert some.sent_bytes("data") == whole.sent_bytes("data")
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(1), full(2), 3])
 @pytest.mark.parametrize("reduce", [None, {"type": "xla"}], ids=["auto", "manual"])
 def test_the_state_is_split(stage, reduce, devices):
     found, model_bytes = compiled(stage, reduce)
@@ -107,6 +109,7 @@ def test_a_gradient_is_reduced_in_place(stage, devices):
     assert found.memory.temp_bytes < 1.6 * model_bytes
 
 
+@pytest.mark.full
 def test_microbatches_wait_for_the_last_one_to_be_reduced_in_stage_1_alone(devices):
     once, _ = compiled(1, {"type": "xla"}, microbatches=3)
     each, _ = compiled(2, {"type": "xla"}, microbatches=3)
@@ -151,7 +154,7 @@ def dtypes(found, *kinds):
     return {dtype for c in larger for dtype in c.dtypes}
 
 
-@pytest.mark.parametrize("stage", [full(0), full(1), full(2), 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), full(2), 3])
 def test_gradients_travel_in_the_dtype_asked_for(stage, tpu_devices):
     """On the TPU program, since XLA:CPU widens bfloat16 reductions."""
     found, _ = compiled(stage, {"type": "xla"}, reduce_dtype="bfloat16", devices=tpu_devices)
@@ -167,12 +170,12 @@ def test_parameters_are_gathered_in_the_dtype_asked_for(tpu_devices):
 @pytest.mark.parametrize(
     ("stage", "algorithm"),
     [
-        (1, "xla"),
-        (2, "ring"),
+        slow(1, "xla"),
+        full(2, "ring"),
         (3, "xla"),
-        full(1, "ring"),
-        full(2, "xla"),
-        full(3, "ring"),
+        slow(1, "ring"),
+        slow(2, "xla"),
+        slow(3, "ring"),
     ],
 )
 def test_a_tensor_axis_goes_on_splitting_what_travels(stage, algorithm, devices):
@@ -191,6 +194,7 @@ def test_a_named_axis_of_size_1_splits_nothing_of_what_travels(stage, devices):
     assert jax.tree.structure(state) == jax.tree.structure(program.state_shapes)
 
 
+@pytest.mark.full
 def test_layers_fetched_ahead_send_the_same_and_cost_a_layer(devices):
     (found, model_bytes), (plain, _) = (
         compiled(3, {"type": "xla"}, remat="full", zero={"prefetch": ahead})
@@ -211,7 +215,7 @@ def test_layers_fetched_ahead_are_recomputed(devices, remat, said):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("stage", "reduce"), [full(0, None), full(2, LAYERS), (3, LAYERS), full(3, None)]
+    ("stage", "reduce"), [slow(0, None), slow(2, LAYERS), (3, LAYERS), slow(3, None)]
 )
 def test_what_some_blocks_keep_lies_between_what_none_and_all_keep(stage, reduce, devices):
     none, some, full = (

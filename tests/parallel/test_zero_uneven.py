@@ -180,13 +180,13 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("mesh", "stage", "reduce", "zero"),
     [
-        full(FIVE, 1, None, {}),
+        slow(FIVE, 1, None, {}),
         full(FIVE, 2, XLA, {}),
         (FIVE, 3, RING, {}),
-        full(THREE, 1, XLA, {}),
-        (THREE, 2, RING, {}),
+        slow(THREE, 1, XLA, {}),
+        full(THREE, 2, RING, {}),
         (THREE, 3, None, {}),
-        (NETWORKS, 1, RING, {"scope": "ici"}),
+        full(NETWORKS, 1, RING, {"scope": "ici"}),
         full(NETWORKS, 2, None, {}),
         (NETWORKS, 3, XLA, {}),
     ],

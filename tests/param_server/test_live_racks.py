@@ -229,8 +229,8 @@ def test_rounds_have_the_bits_of_the_simulated_run(workers, size):
 
 FULL = pytest.mark.full
 MODELS = [
-    pytest.param({"type": "bsp", "backups": 1}, id="backups"),
-    pytest.param({"type": "ssp", "bound": 1}, id="ssp"),
+    pytest.param({"type": "bsp", "backups": 1}, id="backups", marks=FULL),
+    pytest.param({"type": "ssp", "bound": 1}, id="ssp", marks=FULL),
     pytest.param({"type": "ssp", "bound": 2, "reads": "ahead"}, id="ahead"),
     pytest.param({"type": "async", "delay_compensation": {"decay": 0.9}}, id="async", marks=FULL),
     pytest.param({"type": "adaptive", "least": 1, "most": 3}, id="adaptive", marks=FULL),
@@ -256,6 +256,7 @@ def test_every_model_that_goes_with_racks_lowers_the_loss(model):
         assert not server.counters.refused
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "codec", [None, pytest.param({"type": "sign"}, marks=FULL)], ids=["whole", "sign"]
 )

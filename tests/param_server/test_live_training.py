@@ -90,7 +90,7 @@ def each(quick):
     ]
 
 
-@pytest.mark.parametrize("model", each({0, 2, 5}))
+@pytest.mark.parametrize("model", each({2, 5}))
 def test_every_model_lowers_the_loss_and_loses_nothing(model):
     sections = {
         "optim": {"type": "sgd", "learning_rate": 0.1, "momentum": 0.0},
@@ -109,7 +109,7 @@ def test_every_model_lowers_the_loss_and_loses_nothing(model):
 def replays():
     """Models of consistency with codecs, and without."""
     kept = [pytest.param(*param.values, None, id=param.id, marks=param.marks)
-            for param in each({0, 1, 6})]  # fmt: skip
+            for param in each({0})]  # fmt: skip
     sign = [
         pytest.param(MODELS[0], {"type": "sign"}, id="ssp-sign"),
         pytest.param(BACKUP, {"type": "sign"}, id="bsp-backup-sign", marks=pytest.mark.full),

@@ -161,8 +161,8 @@ def masked_slot(monkeypatch):
     ("model", "codec"),
     [
         ({"type": "bsp"}, {"type": "sign"}),
-        ({"type": "ssp", "bound": 1}, None),
-        ({"type": "decoupled", "local_steps": 3}, None),
+        pytest.param({"type": "ssp", "bound": 1}, None, marks=pytest.mark.slow),
+        pytest.param({"type": "decoupled", "local_steps": 3}, None, marks=pytest.mark.full),
     ],
     ids=["bsp-sign", "ssp", "decoupled"],
 )

@@ -233,6 +233,7 @@ def test_a_reduction_that_loses_a_part_is_found(monkeypatch, devices):
     assert wrong.differences.gradient > 100 * wrong.limit.gradient
 
 
+@pytest.mark.full
 def test_shards_that_another_plan_reads_in_another_order_are_found(monkeypatch, devices):
     seed = seed_of(("ZeRO", "3"), ("axes", "data"), ("whole_below", "0"))
     right = judge_draw(seed)

@@ -19,6 +19,7 @@ def test_a_dump_that_is_missing_is_told_with_the_command_that_makes_it(tmp_path:
         maxtext.figures(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_first_plan_stands_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

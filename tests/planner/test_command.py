@@ -155,6 +155,7 @@ def test_gpus_are_not_compiled_for(jaxdist: Jaxdist) -> None:
     assert "--memory: h100:2x8: By formulas only" in refused.message
 
 
+@pytest.mark.full
 @pytest.mark.needs_libtpu
 def test_the_best_plans_compiled_for_a_tpu(jaxdist: Jaxdist) -> None:
     jaxdist.config(CONFIG)

@@ -107,8 +107,8 @@ def assert_each_once_an_epoch(run: Path) -> None:
     np.testing.assert_array_equal(counts, np.full(EXAMPLES, EPOCHS))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow  # of scripts in place of training: tests/elastic/test_hosts_agents.py
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_lost_host_is_done_without_until_it_comes_back(jaxdist: Jaxdist, victim: int):
     run = prepared(jaxdist)
     jaxdist.config(CONFIG, checkpoint={"every": 100_000, "memory_every": 100})

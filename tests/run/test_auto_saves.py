@@ -8,6 +8,7 @@ from runs import Jaxdist, checkpoint, metrics, steps
 TRAIN = {"steps": 60, "batch_size": 64, "log_every": 1}
 
 
+@pytest.mark.full
 def test_only_when_it_saves_depends_on_it(jaxdist: Jaxdist):
     jaxdist.config(train=TRAIN, eval={"every": None}, checkpoint={"every": 60})
     assert jaxdist.here("train", "config.yaml", "run.directory=fixed").code == 0

@@ -116,7 +116,7 @@ class Data:
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_process_whose_data_is_slow_is_named(jaxdist: Jaxdist):
     """Both have the same step time; it is told who makes it, while the run goes on."""
     (jaxdist.folder / "slow_data.py").write_text(SLOW_DATA)
@@ -138,6 +138,7 @@ def test_a_process_whose_data_is_slow_is_named(jaxdist: Jaxdist):
     assert "process 1 is slow, " in jaxdist.here("report", run).out
 
 
+@pytest.mark.full
 def test_what_a_config_gets_wrong_is_told_once(jaxdist: Jaxdist):
     jaxdist.config({**DIGITS, "model": {"type": "mlp", "hiden": [16]}})
     done = jaxdist("train", "config.yaml", *ELASTIC)

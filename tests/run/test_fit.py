@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from runs import DIGITS, Jaxdist, assert_same_run, metrics, steps
+from runs import DIGITS, QUICK, Jaxdist, assert_same_run, metrics, steps
 
 import jaxdist as jd
 from jaxdist.errors import ConfigError
@@ -40,6 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.full
 def test_it_is_the_run_of_the_command(jaxdist: Jaxdist, capsys: pytest.CaptureFixture[str]):
     jaxdist.config(SHORT)
     done = jaxdist.here("train", "config.yaml", "run.directory=theirs")
@@ -67,12 +68,14 @@ def test_a_dict_a_config_and_a_file_are_the_same_run(jaxdist: Jaxdist):
         assert_same_run(other.directory, found[0].directory)
 
 
+@pytest.mark.slow
 def test_a_config_without_a_file_has_a_directory_of_its_own_name():
     short = {**SHORT, "train": {"steps": 2, "batch_size": 64}}
     assert jd.fit(short, quiet=True).directory == Path("runs/fit")
     assert jd.fit(short, quiet=True).directory == Path("runs/fit-2")
 
 
+@pytest.mark.full
 def test_it_goes_on_in_the_same_process(jaxdist: Jaxdist):
     jaxdist.config(SHORT)
     whole = jd.fit("config.yaml", ["run.directory=whole"], quiet=True)
@@ -173,12 +176,13 @@ print(found.experiment.layout.mesh.devices.size, "devices")
     environ = {key: value for key, value in os.environ.items() if key not in foreign}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
-        env={**environ, "JAX_COMPILATION_CACHE_DIR": str(compiled)},
+        env={**environ, "JAX_COMPILATION_CACHE_DIR": str(compiled), "XLA_FLAGS": QUICK},
         cwd=tmp_path, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.stdout.splitlines() == ["step 1", "step 2", "4 devices"], done.stderr
 
 
+@pytest.mark.full
 def test_the_config_of_a_run_is_a_config(jaxdist: Jaxdist):
     """What `fit` got as a dict the command continues."""
     found = jd.fit(SHORT, ["train.steps=3", "run.directory=mine"], quiet=True)

@@ -48,6 +48,7 @@ def test_two_clocks_agree(trained: Jaxdist) -> None:
     assert counted == pytest.approx(passed, rel=0.01, abs=0.01)
 
 
+@pytest.mark.full
 def test_a_killed_run_has_a_report_and_its_lives_are_joined(jaxdist: Jaxdist) -> None:
     energy = {"meter": "model", "watts": 100}
     given = {"checkpoint": {"every": 40}, "eval": {"every": 40}, "energy": energy}

@@ -45,6 +45,7 @@ def write_config(jaxdist: Jaxdist, data: str, **optim: object) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_bad_example_costs_its_steps_and_nothing_else(jaxdist: Jaxdist) -> None:
     write_config(
         jaxdist,

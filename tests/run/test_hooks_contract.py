@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chosen import quick
 from runs import DIGITS, Jaxdist, metrics, steps
 
 import jaxdist as jd
@@ -145,7 +146,10 @@ class Broken(jd.Hook):
         setattr(self, where, fail)
 
 
-@pytest.mark.parametrize("where", ["start", "step", "evaluation", "save", "record", "end"])
+@pytest.mark.parametrize(
+    "where",
+    quick("step", "end", of=["start", "step", "evaluation", "save", "record", "end"], slow=True),
+)
 def test_a_hook_that_raises_is_named_and_all_hear_of_the_end(where: str):
     first, last = Seen(), Seen()
     with pytest.raises(RunError, match=rf"hook Broken raised in its {where}, at step") as raised:
@@ -192,6 +196,7 @@ def test_hooks_that_a_config_names(jaxdist: Jaxdist):
     assert not (jaxdist.folder / "none").exists()
 
 
+@pytest.mark.full
 def test_no_hook_costs_nothing(monkeypatch: pytest.MonkeyPatch):
     """Nothing is called at a step, and nothing is told of a record."""
     made: list[Any] = []
@@ -265,7 +270,10 @@ class Second(jaxdist.Hook):
 """
 
 
-@pytest.mark.parametrize("hook", ["First", "Second"])
+@pytest.mark.parametrize(
+    "hook",
+    ["First", pytest.param("Second", marks=pytest.mark.full)],
+)
 def test_processes_of_an_agent_end_at_one_step_where_a_hook_says_so(jaxdist: Jaxdist, hook: str):
     """The run has come to its end: the agent begins nothing anew, and its exit code is 0."""
     (jaxdist.folder / "team_hooks.py").write_text(OF_A_TEAM)

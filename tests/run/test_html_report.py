@@ -145,6 +145,7 @@ def test_loads_of_many_experts_fit_a_page(tmp_path: Path) -> None:
     assert run["loads"][0]["steps"][-1] == 19
 
 
+@pytest.mark.full
 def test_many_runs_fit_a_page_or_are_refused(tmp_path: Path) -> None:
     names = [f"metric_{number}" for number in range(40)]
     lines = [line(step, **dict.fromkeys(names, step / 7)) for step in range(1, 400)]

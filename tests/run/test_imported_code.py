@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chosen import quick
 from runs import DIGITS, Jaxdist
 
 from jaxdist.errors import ConfigError, DataError
@@ -235,7 +236,12 @@ def test_data_that_break_in_the_middle_end_the_run(jaxdist: Jaxdist) -> None:
     assert refused.message == f"error: data: example 50 raised OSError: a broken sector {place}"
 
 
-@pytest.mark.parametrize("command", ["inspect", "plan", "audit", "eval", "generate", "replay"])
+@pytest.mark.parametrize(
+    "command",
+    quick(
+        "inspect", "eval", of=["inspect", "plan", "audit", "eval", "generate", "replay"], slow=True
+    ),
+)
 def test_whose_code_is_imported_is_said_before(jaxdist: Jaxdist, command: str) -> None:
     (jaxdist.folder / "hostile.py").write_text("raise ValueError('it ran')")
     jaxdist.config(

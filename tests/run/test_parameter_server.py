@@ -42,6 +42,7 @@ def children_of(pid: int) -> list[int]:
     return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
+@pytest.mark.full
 def test_a_run_whose_worker_is_killed(jaxdist: Jaxdist):
     """The others go on, a new one joins; what was trained is evaluated and inspected."""
     jaxdist.config(train={"steps": 400, "batch_size": 64, "log_every": 1},

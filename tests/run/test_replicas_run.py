@@ -87,6 +87,7 @@ def test_it_stops_and_what_is_saved_is_from_before(jaxdist, clean):
     assert_same_bits(jaxdist.run, clean)
 
 
+@pytest.mark.full
 def test_a_device_that_flips_again_ends_the_run_and_is_named_each_time(jaxdist):
     write(jaxdist, max_restores=2)
     with flipping(Flip(Again([9]))):
@@ -119,6 +120,7 @@ HIGHEST_EXPONENT_BIT = 2 * 32 + 30
 """Of the third element."""
 
 
+@pytest.mark.full
 def test_a_bit_that_makes_the_loss_infinite_is_recomputed_too(jaxdist, clean):
     write(jaxdist)
     with flipping(Flip([13], HIGHEST_EXPONENT_BIT, leaf=0)):

@@ -89,9 +89,10 @@ def test_sigkill_at_random_steps(noisy: Jaxdist, whole: Path, seed: int) -> None
 @pytest.mark.parametrize(
     "number",
     [
-        signal.SIGTERM,
-        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),  # as test_termination.py has it
-        pytest.param(signal.SIGINT, marks=pytest.mark.full),
+        # In this process: test_termination.py.
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_saves_and_exits_75(noisy: Jaxdist, whole: Path, number: signal.Signals) -> None:

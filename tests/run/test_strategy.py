@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from rich.console import Console
 from runs import DIGITS, Jaxdist, assert_same_run, metrics, steps
 
@@ -103,6 +104,7 @@ def done(run: Callable[[RunJob], Any], folder: Path) -> tuple[Any, str]:
     return state, out.getvalue()
 
 
+@pytest.mark.full
 def test_a_strategy_may_go_on_with_other_devices(tmp_path: Path) -> None:
     """From the checkpoint of the part before, with the same batches and one file of metrics."""
     moves = Moves()

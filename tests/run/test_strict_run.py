@@ -9,11 +9,14 @@ from runs import DIGITS, Jaxdist, checkpoint, metrics, steps
 
 STRICT = {"deterministic": {"type": "strict", "shards": 4}, "zero": {"stage": 1, "whole_below": 9}}
 LAST = 24
+OPTIMIZED = "--xla_backend_optimization_level=3"
+"""As XLA has it: bits must be the same of programs that are optimized."""
 
 
 def train(jaxdist: Jaxdist, name: str, devices: int, processes: int, *more: Any) -> None:
     peers = ["--processes", processes] if processes > 1 else []
-    done = jaxdist.train(f"run.directory=runs/{name}", "--devices", devices, *peers, *more)
+    where = f"run.directory=runs/{name}"
+    done = jaxdist.train(where, "--devices", devices, *peers, *more, xla_flags=OPTIMIZED)
     assert done.code == 0, done
 
 
@@ -31,7 +34,7 @@ def assert_same(jaxdist: Jaxdist, name: str, reference: str) -> None:
 @pytest.mark.parametrize(
     "plans",
     [
-        pytest.param([(4, 1), (2, 2), (1, 4)], marks=pytest.mark.full),
+        pytest.param([(2, 2), (1, 4)], marks=pytest.mark.full),
         pytest.param([(2, 1), (1, 2)], marks=pytest.mark.slow),  # below, one after the other
     ],
     ids=str,

@@ -84,6 +84,7 @@ def generated(jaxdist: Jaxdist, *options: object, devices: int = 8) -> str:
     return out.out
 
 
+@pytest.mark.full
 def test_generate(speaking: Jaxdist) -> None:
     text = generated(speaking, "--seed", 3, "--json", "a.json")
     found = json.loads((speaking.folder / "a.json").read_text())
@@ -100,6 +101,7 @@ def test_generate(speaking: Jaxdist) -> None:
     assert generated(speaking, "--temperature", 0, "--step", 20) != greedy
 
 
+@pytest.mark.full
 def test_a_batch_of_prompts_and_a_stop(speaking: Jaxdist) -> None:
     words = ("--prompt", "the ", "--prompt", "one of ", "--tokens", 30, "--devices", 8)
     out = speaking.here("generate", RUN, *words, "--stop", "e", "--top-k", 1, "--json", "b.json")

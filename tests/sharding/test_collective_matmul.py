@@ -110,6 +110,7 @@ def on_tpu(ring):
     return ledger(compiled, found.layout.mesh, text), parse(text)
 
 
+@pytest.mark.full
 @pytest.mark.needs_libtpu
 def test_the_collectives_of_an_mlp_run_beside_its_matmuls():
     """As many bytes, of which those of the MLPs are no longer waited for."""

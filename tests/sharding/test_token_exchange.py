@@ -55,9 +55,9 @@ def gradients(hint, capacity=None):
 
 
 CASES = [
-    ({"data": 2, "expert": 2}, "padded", None),
+    pytest.param({"data": 2, "expert": 2}, "padded", None, marks=pytest.mark.full),
     ({"data": 2, "expert": 2}, "padded", 1),
-    ({"expert": 4}, "ring", None),
+    pytest.param({"expert": 4}, "ring", None, marks=pytest.mark.full),
     ({"expert": 2, "tensor": 2}, "ring", 1),
     ({"data": 4}, "auto", None),
 ]

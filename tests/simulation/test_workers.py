@@ -145,6 +145,7 @@ def problem(shares, **sections):
     return found, ModelProblem(found.program, found.loader, shares, pieces, found.heldout)
 
 
+@pytest.mark.full
 def test_gradients_of_shares_add_up_to_that_of_the_batch():
     """Weighted by their rows; drawn at random."""
     rng = np.random.default_rng(11)

@@ -21,6 +21,7 @@ def choice(*settings: str, file: Path | None = None) -> tuple[str, list[Choice]]
     return out.getvalue(), rows
 
 
+@pytest.mark.slow
 def test_the_table_and_its_file(tmp_path: Path) -> None:
     """A dense model over slow links wants an all-reduce; a sparse one with a straggler does not."""
     out, rows = choice(*SMALL, file=tmp_path / "choice.json")
@@ -37,6 +38,7 @@ def test_the_table_and_its_file(tmp_path: Path) -> None:
     assert written["config"]["workers"] == 4
 
 
+@pytest.mark.slow
 def test_bsp_moves_what_its_cards_can() -> None:
     """All in step: each server sends all its workers their parameters, and hears them, in turn."""
     _, rows = choice("gbits=[1]", "touched=[1]", "workers=4", "servers=2", "step_seconds=0.001")

@@ -74,6 +74,7 @@ def test_what_a_config_refuses_of_them_is_left_out(
     assert "PowerSGD rank 4" not in names
 
 
+@pytest.mark.full
 def test_an_interrupted_study_goes_on(
     config: Path, trained: list[VariantTrial], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_one_run_twice_gives_the_same_file(config: Path) -> None:
     assert run["largest_lead"] <= run["bound"] == 2
 
 
+@pytest.mark.slow
 def test_variants_side_by_side(config: Path) -> None:
     racks = "racks=strategy.aggregation={type: racks, size: 2} strategy.codec={type: cast}"
     args = [*PLAIN, *BSP, *ASYNC, "--variant", racks, "--seeds", 2, "--target", 2.0]

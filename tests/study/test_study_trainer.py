@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from chosen import quick
 
 from jaxdist.errors import ConfigError, DataError
 from jaxdist.experiment import build, load
@@ -39,7 +40,7 @@ def plainly(path: Path, trial: Trial) -> dict[str, float]:
         return evaluate(experiment.program, state.params, state.buffers, batches)
 
 
-@pytest.mark.parametrize("name", contenders())
+@pytest.mark.parametrize("name", quick("sgd", "lamb", of=contenders(), slow=True))
 def test_a_trial_is_the_plain_run(config: Path, name: str) -> None:
     trial = Trial(name, 64, 5, RATES[name], 4)
     done = Trainer(config, [])(trial)

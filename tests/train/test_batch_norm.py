@@ -77,11 +77,12 @@ def left_to_xla(microbatches):
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ({"data": 4}, {"reduce": RING}),
-        ({"data": 4}, {"reduce": RING, "microbatches": 2}),
+        # The rows after this one have all of it.
+        pytest.param({"data": 4}, {"reduce": RING}, marks=pytest.mark.slow),
+        pytest.param({"data": 4}, {"reduce": RING, "microbatches": 2}, marks=pytest.mark.slow),
         ({"data": 4}, {"reduce": RING, "zero": 3}),
         ({"data": 4}, {"reduce": Xla(), "zero": 2, "microbatches": 2}),
-        ({"data": 2, "tensor": 2}, {"reduce": RING, "zero": 1}),
+        pytest.param({"data": 2, "tensor": 2}, {"reduce": RING, "zero": 1}, marks=pytest.mark.full),
         ({"data": 4, "tensor": 2}, {}),
     ],
     ids=str,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chosen import quick
 from flax import nnx
 from programs import place, shapes_of
 
@@ -48,6 +49,7 @@ PLANS = {
         ACROSS,
     ),
 }
+FULL = pytest.mark.full
 CODECS = {
     "sign": {"type": "sign", "block": 8},
     "int4": {"type": "quantize", "bits": 4, "block": 8},
@@ -121,7 +123,9 @@ def total(tree):
     return sum(np.asarray(leaf, np.float64).sum() for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=(FULL if i % 2 else ())) for i, n in enumerate(PLANS)]
+)
 def test_what_loses_nothing_is_the_plain_gradient(name):
     codec = {"type": "whole", "error_feedback": False}
     found = planned(name, codec, microbatches=2 if "zero" in name else 1)
@@ -154,7 +158,10 @@ def plus_plus(name, **settings):
     return program(mesh, plan, plan.pop("compression", None), **settings)
 
 
-@pytest.mark.parametrize("name", [name for name in PLUS_PLUS if name.startswith("secondary")])
+SECOND = [name for name in PLUS_PLUS if name.startswith("secondary")]
+
+
+@pytest.mark.parametrize("name", quick("secondary, tensor", of=SECOND, slow=True))
 def test_a_second_copy_of_the_shards_changes_no_bit(name):
     mesh, parallel = PLUS_PLUS[name]
     plan = {"reduce": {"type": "xla"}, **parallel, "zero": {"stage": 3, "whole_below": 16}}
@@ -174,10 +181,10 @@ def test_messages_of_shards_are_near_what_they_stand_for(name):
 
 
 def each_plan_and_each_codec():
-    """Every plan and every codec; all their pairs with the full tests."""
+    """Each codec on a plan; in full tests each plan too; all of both in the slow sweep."""
     for i, name in enumerate(PLANS):
         for j, codec in enumerate(CODECS):
-            marks = () if (i + j) % len(CODECS) == 0 else pytest.mark.full
+            marks = pytest.mark.slow if (i + j) % len(CODECS) else FULL if i >= len(CODECS) else ()
             yield pytest.param(name, codec, marks=marks)
 
 
@@ -259,6 +266,7 @@ def restored(directory, found, say=pytest.fail):
         return store.restore_as(adapted(found, say)).state
 
 
+@pytest.mark.full
 def test_a_run_goes_on_to_the_bit(saved):
     directory, old = saved
     found = planned("flat", SIGN)
@@ -270,10 +278,10 @@ def test_a_run_goes_on_to_the_bit(saved):
 @pytest.mark.parametrize(
     ("devices", "feedback"),
     [
-        (2, "classic"),
+        pytest.param(2, "classic", marks=pytest.mark.full),
         (8, "ef21"),
         *(
-            pytest.param(*case, marks=pytest.mark.full)
+            pytest.param(*case, marks=pytest.mark.slow)
             for case in ((4, "classic"), (8, "classic"), (2, "ef21"), (4, "ef21"))
         ),
     ],

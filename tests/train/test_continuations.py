@@ -39,7 +39,11 @@ def of(mesh=None, model=None, window=16, **more):
 
 @pytest.mark.parametrize(
     "family",
-    [*("window", "gpt2"), *(pytest.param(f, marks=pytest.mark.full) for f in (*FAMILIES,)[2:])],
+    [
+        "window",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("gemma", "llama3")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "qwen3", "blockwise")),
+    ],
 )
 def test_a_cache_changes_no_token(family):
     run = of(model=FAMILIES[family])[0]
@@ -48,6 +52,7 @@ def test_a_cache_changes_no_token(family):
     assert [t.tokens[: len(p)] for t, p in zip(cached, PROMPTS, strict=True)] == PROMPTS
 
 
+@pytest.mark.full
 def test_on_a_mesh_past_the_window_with_log_probabilities_of_training():
     """A text does not depend on the mesh; three rows fill up two parts of the data axis."""
     model = {"layers": 1}

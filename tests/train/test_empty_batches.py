@@ -97,6 +97,7 @@ def test_the_step_is_skipped_and_counted(
     assert all(a != b for a, b in zip(bits(state.params), before, strict=False))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "parallel"),
     [

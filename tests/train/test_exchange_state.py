@@ -204,13 +204,13 @@ def test_counters_of_skipped_steps_come_and_go(saved, tmp_path):
 @pytest.mark.parametrize(
     "plan",
     [
-        {"reduce": None},
+        pytest.param({"reduce": None}, marks=pytest.mark.slow),
         {"reduce": None, "zero": 1, "microbatches": 2},
-        {"reduce": None, "zero": 3},
-        {},
-        {"zero": 1},
+        pytest.param({"reduce": None, "zero": 3}, marks=pytest.mark.full),
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"zero": 1}, marks=pytest.mark.slow),
         {"zero": 2, "microbatches": 2},
-        {"zero": 3},
+        pytest.param({"zero": 3}, marks=pytest.mark.full),
         "stateful",
     ],
     ids=str,

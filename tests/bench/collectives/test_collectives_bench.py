@@ -158,7 +158,7 @@ def test_fusion_is_figured_in_time_and_permutes():
     assert time.ratio > 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_large_figures_name_the_ring_and_leave_a_missing_peer_out(monkeypatch):
     monkeypatch.setattr(collectives_time, "SECONDS_A_SIZE", 0.0)
     monkeypatch.setattr(collectives_time, "RINGS", (Ring(), Ring(directions=2)))
@@ -193,7 +193,7 @@ def test_times_are_taken_in_turn_and_the_first_round_is_left_out():
     assert [len(sample.seconds) for sample in found.values()] == [3, 3]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_size_is_timed_with_every_algorithm(monkeypatch):
     monkeypatch.setattr(collectives_time, "SECONDS_A_SIZE", 0.0)
     found = collectives_time.by_size(
@@ -251,7 +251,7 @@ def test_a_picture_that_cannot_be_written_is_said(tmp_path):
         plot_time_over_size(SECONDS, tmp_path / "file", title="All-reduce")
 
 
-@pytest.mark.full
+@pytest.mark.slow  # its parts: above
 def test_the_report_in_one_piece(monkeypatch, tmp_path):
     for name, value in {"SIZES": (4096, 8192), "TENSOR_COUNTS": (3,), "SECONDS_A_SIZE": 0}.items():
         monkeypatch.setattr(collectives_time, name, value)

@@ -103,6 +103,7 @@ def test_a_small_one_compiles():
     assert math.isnan(pipeline_pod.figures([pod])[0].reference)
 
 
+@pytest.mark.slow
 def test_what_the_compiler_refuses_is_told(monkeypatch):
     message = "CompileTimeHbmOom: total memory required (2.50G) exceeds available HBM (1G)"
 

@@ -75,6 +75,7 @@ def small(monkeypatch):
     zero_program.ideal_flops.cache_clear()
 
 
+@pytest.mark.full
 def test_a_step_is_read_beside_its_formula(small):
     found = zero_program.row("cpu", jax.devices()[:4], 3, "explicit", memory=True)
     assert (found.devices, found.stage, found.form, found.remat) == (4, 3, "explicit", "full")

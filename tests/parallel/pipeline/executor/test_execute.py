@@ -71,6 +71,7 @@ def test_evaluation_runs_forward_tasks_alone(placement):
     assert float(sums["rows"]) == M * 4
 
 
+@pytest.mark.full
 def test_random_layers_draw_the_same_by_any_policy():
     """Masks are drawn again where a chunk is computed again, others for each microbatch."""
     found = []

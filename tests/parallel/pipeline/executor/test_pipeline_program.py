@@ -116,6 +116,7 @@ def test_where_tasks_take_turns_nothing_is_sent_before_the_tick_ends(table, wait
     assert (operations.index("collective-permute") == operations.count("conditional")) is waits
 
 
+@pytest.mark.full
 @pytest.mark.needs_libtpu
 def test_a_tpu_program_with_tensor_collectives_in_conditionals(tpu_devices):
     ticks = lower(TABLES["eager"](2, 4))

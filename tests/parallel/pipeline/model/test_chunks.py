@@ -82,7 +82,11 @@ ENDS = {
 
 @pytest.mark.parametrize(
     ("layers", "policy"),
-    [((3, 2, 2, 1), "recompute"), ((3, 2, 2, 1), "stash"), ((2, 2, 2, 2), "recompute")],
+    [
+        ((3, 2, 2, 1), "recompute"),
+        pytest.param((3, 2, 2, 1), "stash", marks=pytest.mark.full),
+        pytest.param((2, 2, 2, 2), "recompute", marks=pytest.mark.full),
+    ],
 )
 def test_chunks_may_have_different_numbers_of_layers(layers, policy):
     cut = Cut(layers)
@@ -161,8 +165,8 @@ def whole(params, shared):
 @pytest.mark.parametrize(
     ("table", "policy"),
     [
-        (TABLES["1f1b"](4, M), "recompute"),
-        (TABLES["zb_h1"](4, M), "stash"),
+        pytest.param(TABLES["1f1b"](4, M), "recompute", marks=pytest.mark.full),
+        pytest.param(TABLES["zb_h1"](4, M), "stash", marks=pytest.mark.full),
         (greedy("uneven", (0, 1, 1, 2), M), "recompute"),
     ],
     ids=lambda given: getattr(given, "name", given),

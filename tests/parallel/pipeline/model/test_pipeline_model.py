@@ -112,6 +112,7 @@ def test_a_stage_holds_its_own_layers_and_sends_activations(devices):
     assert others < 1.1 * rest + 4096
 
 
+@pytest.mark.full
 def test_gradients_cross_the_data_axis_once_however_many_microbatches(devices):
     sent = {
         count: step_of(experiment({"data": 2, "stage": 2}, microbatches=count, count=4)).sent_bytes(
@@ -122,6 +123,7 @@ def test_gradients_cross_the_data_axis_once_however_many_microbatches(devices):
     assert sent[8] == pytest.approx(sent[2], rel=0.01)
 
 
+@pytest.mark.full
 def test_zero_2_sums_gradients_in_shards_once_a_microbatch(devices):
     wide = {**GPT, "embed": 256}
     one, two = (
@@ -150,6 +152,7 @@ def steps_of(made, count=3):
     return found, state
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_loss_scale_reaches_every_stage_and_changes_no_gradient(zero, devices):
     scale = {"type": "dynamic", "init_scale": 2.0**10, "growth_steps": 2}

@@ -27,6 +27,7 @@ def layers_of(made):
     return made.program.compute.cut.layers
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "pipeline", "model"),
     [

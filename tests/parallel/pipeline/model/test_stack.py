@@ -83,6 +83,7 @@ def test_a_step_sends_no_layers():
     assert max(moved) == rows * window * width * 4 < layer_matrix
 
 
+@pytest.mark.full
 def test_the_state_in_the_model_s_order_is_that_of_one_device():
     made = experiment({"stage": 2}, CHUNKS)
     found, (expected, _) = made.program.init(), alone()
@@ -99,6 +100,7 @@ def test_the_state_in_the_model_s_order_is_that_of_one_device():
     )
 
 
+@pytest.mark.full
 def test_every_split_stays_as_it_is():
     made = experiment({"data": 2, "stage": 2, "tensor": 2}, CHUNKS)
     program = made.program
@@ -112,6 +114,7 @@ def test_every_split_stays_as_it_is():
         )
 
 
+@pytest.mark.full
 def test_layers_that_are_whole_on_every_stage_keep_the_model_s_order():
     whole = experiment({"stage": 2}, CHUNKS, sharding={"rules": {"layers": None}})
     assert whole.program.compute.stack is None
@@ -127,6 +130,7 @@ def with_optimizer(path, pipeline, *, layers=6, **args):
     return build(config.model_copy(update={"optim": optim}), devices=jax.devices()[:stages])
 
 
+@pytest.mark.full
 def test_a_factored_statistic_counts_layers_in_the_order_of_its_parameter():
     program = with_optimizer("optax:adafactor", CHUNKS, min_dim_size_to_factor=8).program
     rng = np.random.default_rng(0)

@@ -6,6 +6,7 @@ from functools import cache, partial
 import jax
 import numpy as np
 import pytest
+from chosen import quick
 
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
@@ -71,7 +72,8 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+# That a step gathers once is below; of its results a test of the full ones has each form.
+@pytest.mark.parametrize("name", quick("task, in a V, tensor", of=PLANS))
 def test_results_are_those_of_one_device(name, devices):
     mesh, parallel, optim = PLANS[name]
     losses, params = trained(experiment(mesh, parallel, **optim))
