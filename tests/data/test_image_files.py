@@ -150,6 +150,10 @@ def test_broken_files_are_named_and_left_out_only_on_request(tmp_path: Path) -> 
         ("npz half", "has no labels for the split train"),
         ("npz dtype", "are float64, expected uint8"),
         ("npz labels", "labels are float64 from 0.0, expected integers"),
+        (
+            "npz heldout",
+            "2 held-out images have labels that training lacks, such as 12, .* 0 to 11",
+        ),
     ],
 )
 def test_bad_files_are_refused_by_name(tmp_path: Path, change: str, message: str) -> None:
@@ -193,6 +197,7 @@ def test_bad_files_are_refused_by_name(tmp_path: Path, change: str, message: str
                 "npz half": {"x_train": PIXELS},
                 "npz dtype": {**arrays, "x_train": PIXELS.astype(float)},
                 "npz labels": {**arrays, "y_train": np.linspace(0, 1, 12)},
+                "npz heldout": {**arrays, "x_test": PIXELS, "y_test": [*range(10), 12, 12]},
             }[change]
             np.savez(path, **arrays)
     with pytest.raises(DataError, match=message):

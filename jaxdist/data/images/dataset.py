@@ -134,7 +134,13 @@ def _dataset(name: str, train: Labelled, heldout: Labelled | None) -> Dataset:
         raise DataError(f"data: {name}: training and held-out images differ in shape: {shapes}")
     if min(len(split.label) for split in splits) == 0:
         raise DataError(f"data: {name}: a split has no images")
-    classes = 1 + max(int(split.label.max()) for split in splits)
+    classes = 1 + int(train.label.max())
+    if heldout is not None and (beyond := heldout.label >= classes).any():
+        raise DataError(
+            f"data: {name}: {beyond.sum()} held-out images have labels that training lacks, such "
+            f"as {heldout.label.max()}, and those of training are 0 to {classes - 1}: remove them, "
+            "or add training images of their classes"
+        )
     examples = [len(split.label) for split in splits]
     return Dataset(
         train=ArraySource(**train._asdict()),
