@@ -33,6 +33,7 @@ BENCHES: dict[str, str] = {
     "elastic": "benchmarks.elastic.report:bench",
     "experts": "benchmarks.experts:bench",
     "gpu": "benchmarks.gpu:bench",
+    "hybrid": "benchmarks.param_server.hybrid:bench",
     "models": "benchmarks.models.report:bench",
     "optim": "benchmarks.optim:bench",
     "overhead": "benchmarks.overhead:bench",

@@ -21,6 +21,7 @@ LAYERS = (
     ("wire", "secure"),
     ("parallel", "param_server"),
     ("replication",),
+    ("tables",),
     ("checkpoint", "metrics"),
     ("heartbeat",),
     ("train",),

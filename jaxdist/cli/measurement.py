@@ -40,7 +40,8 @@ def bench(
         str,
         typer.Argument(
             help="overhead, compile, startup, quickstart, attention, collectives, optim, zero, "
-            "pipeline, tpu, plan, compression, param-server, elastic, prove, models, gpu, experts."
+            "pipeline, tpu, plan, compression, param-server, elastic, prove, models, gpu, experts, "
+            "hybrid."
         ),
     ],
     json_file: shared.JsonFile = None,

@@ -22,8 +22,8 @@ from jaxdist.models.build import default_loss
 from jaxdist.models.mean import scalars_in
 from jaxdist.models.recommend.rows import seed_of
 from jaxdist.models.recommend.tables import RecommenderConfig
-from jaxdist.param_server.tables.batch import RowsLoader, TableRows
 from jaxdist.sharding import Layout, make_layout
+from jaxdist.tables.batch import RowsLoader, TableRows
 from jaxdist.train import replicas as replica_check
 from jaxdist.train.parts import check_parts
 from jaxdist.train.plan import (

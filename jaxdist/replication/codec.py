@@ -65,15 +65,6 @@ def to_entry(envelope: Envelope) -> tuple[LogEntry, list[tuple[float, bool]]]:
     return entry, [(rate, has) for rate, has in told["updates"]]
 
 
-def restored(like: PyTree, raw: Sequence[np.ndarray]) -> PyTree:
-    """Return the arrays of a snapshot, in the shapes of `like`."""
-    leaves = [
-        one.view(leaf.dtype).reshape(leaf.shape)
-        for one, leaf in zip(raw, jax.tree.leaves(like), strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
 def of_copied(copied: Copied, tensor: int) -> Envelope:
     """Convert a follower's reply to an envelope; an index of -1 is written as the flag."""
     index = max(copied.index, 0)

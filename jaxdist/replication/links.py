@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.replication import codec
-from jaxdist.replication.decision import Copied, Follower, Leader, RangeView
-from jaxdist.wire.contract import Envelope, Op, Peer, Session, Spec, Wire, WireError
+from jaxdist.replication.decision import Copied, Follower, Leader, LogEntry, RangeView
+from jaxdist.wire.contract import Envelope, Op, Peer, Spec, Wire
 from jaxdist.wire.frames import FrameError
+from jaxdist.wire.kept import KeptSession
 
-AWAY_SECONDS = 0.05
-MOST_BYTES = 2**32
+MOST_BYTES = 2**40
 """Largest size of an entry's state, or of a leaf of a snapshot."""
 
 
-class CopyLink:
+class CopyLink(KeptSession):
     """A session with a follower, which a thread reopens when it ends.
 
     Args:
@@ -29,41 +29,11 @@ class CopyLink:
     def __init__(
         self, wire: Wire, opened: Callable[[CopyLink], None], copied: Callable[[Copied], None]
     ) -> None:
-        self._wire, self._opened, self._copied = wire, opened, copied
-        self._session: Session | None = None
-        self._lost, self._closed = threading.Event(), threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="copies", daemon=True)
-        self._keeper.start()
+        def hear(envelope: Envelope) -> None:
+            if envelope.op is Op.COPIED:
+                copied(codec.to_copied(envelope))
 
-    def send(self, envelopes: Iterable[Envelope]) -> None:
-        """Queue envelopes, which are lost if no session is open or the session ends."""
-        session = self._session
-        if session is not None:
-            for one in envelopes:
-                session.send(one)
-
-    def close(self) -> None:
-        """End the session, without a wait for the thread."""
-        self._closed.set()
-        self._lost.set()
-
-    def _keep(self) -> None:
-        while not self._closed.is_set():
-            self._lost.clear()
-            try:
-                session = self._wire.open(self._hear, lambda reason: self._lost.set())
-            except WireError:
-                self._closed.wait(AWAY_SECONDS)
-                continue
-            self._session = session
-            self._opened(self)
-            self._lost.wait()
-            self._session = None
-            session.close()
-
-    def _hear(self, envelope: Envelope) -> None:
-        if envelope.op is Op.COPIED:
-            self._copied(codec.to_copied(envelope))
+        super().__init__(wire, opened, hear)
 
 
 class CopyService:
@@ -106,11 +76,16 @@ class CopyService:
 
     def _entry(self, envelope: Envelope, arrays: list[np.ndarray]) -> None:
         entry, updates = codec.to_entry(envelope)
-        self.follower, takes = self.follower.follow(entry)
-        if not takes:
-            return
+        follower, takes = self.follower.follow(entry)
+        if takes:
+            self._take(entry, updates, arrays)
+        self.follower = follower
+
+    def _take(
+        self, entry: LogEntry, updates: list[tuple[float, bool]], arrays: list[np.ndarray]
+    ) -> None:
         if entry.whole:
-            self.shard.load(*codec.restored(self.shard.arrays, arrays))
+            self.shard.restore(arrays)
             return
         given = iter(arrays)
         last = entry.state.clocks.version

@@ -26,6 +26,7 @@ class Seat:
       wire_to: returns a wire to the copies on another server's port.
       say: sends the arbiter a report: the port of the copies, a takeover, or a server that may now
         follow.
+      kind: class of the server that leads.
       more: further arguments of the server.
     """
 
@@ -39,10 +40,12 @@ class Seat:
         opens: Callable[[Service], int],
         wire_to: Callable[[int], Wire],
         say: Callable[[JsonObject], None],
+        kind: type[ReplicatedServer] = ReplicatedServer,
         more: Mapping[str, Any] | None = None,
     ) -> None:
         self.number, self.model, self.range = number, model, shard.layout.server
         self._opens, self._wire_to, self._say, self._more = opens, wire_to, say, dict(more or {})
+        self._kind = kind
         self._admitted: list[int] = []
         self._gone: list[int] = []
         self.copies = CopyService(number, shard)
@@ -87,7 +90,7 @@ class Seat:
             self._say({"event": "synced", "range": self.range, "server": server, "number": number})
 
         given = (self.number, self.copies.shard, self.model, leader, synced)
-        self.server = ReplicatedServer(*given, **self._more)
+        self.server = self._kind(*given, **self._more)
         for client in self._admitted:
             self.server.admit(client)
         for client in self._gone:

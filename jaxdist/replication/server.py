@@ -75,11 +75,7 @@ class ReplicatedServer(Server):
             tensor = self._spec.tensor
             if at is None:
                 entry = self.leader.snapshot()
-                link.send(
-                    codec.snapshot_envelopes(
-                        entry, self.number, tensor, (self.shard.params, self.shard.kept())
-                    )
-                )
+                link.send(codec.snapshot_envelopes(entry, self.number, tensor, self.shard.arrays))
                 at = entry.index
             for entry in self.leader.entries:
                 if entry.index > at:

@@ -7,12 +7,12 @@ import json
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, ExperimentConfig
 from jaxdist.param_server.contract import vectors
-from jaxdist.param_server.tables.batch import RowsLoader
 from jaxdist.param_server.training.checks import peak
 from jaxdist.simulation.engine.report import Report
 from jaxdist.simulation.engine.run import simulate_training
 from jaxdist.simulation.rule import ServerRule
 from jaxdist.simulation.workers import ModelProblem
+from jaxdist.tables.batch import RowsLoader
 from jaxdist.train.strategy.config import ParameterServer
 
 POINTS = 20

@@ -22,18 +22,18 @@ from jaxdist.param_server.consistency.contract import Clocks, Consistency
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.client import Timeouts
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.param_server.tables.client import TableClient
-from jaxdist.param_server.tables.messages import payload_spec, spec_of_reply, step_bytes
-from jaxdist.param_server.tables.optimizer import (
+from jaxdist.param_server.training.hybrid import TableProgram
+from jaxdist.param_server.training.table_files import prune_tables, read_tables, write_tables
+from jaxdist.tables.client import TableClient
+from jaxdist.tables.messages import pack, payload_spec, spec_of_reply, step_bytes
+from jaxdist.tables.optimizer import (
     RowAdagrad,
     RowLazyAdam,
     RowOptimizer,
     RowSgd,
 )
-from jaxdist.param_server.tables.server import TableServer
-from jaxdist.param_server.tables.store import RowStore, summed
-from jaxdist.param_server.training.hybrid import TableProgram
-from jaxdist.param_server.training.table_files import prune_tables, read_tables, write_tables
+from jaxdist.tables.server import TableServer, TableShard
+from jaxdist.tables.store import RowStore, summed
 from jaxdist.train.evaluate import evaluate
 from jaxdist.wire import local
 from jaxdist.wire.frames import HEADER_BYTES
@@ -62,8 +62,8 @@ class Tables:
             RowStore(form, optimizer, seed, server=at, servers=servers) for at in range(servers)
         ]
         self.servers = [
-            TableServer(store, self.model, RangeState(Clocks(clients)), server=at, most_rows=MOST)
-            for at, store in enumerate(self.stores)
+            TableServer(TableShard(store, MOST), self.model, RangeState(Clocks(clients)))
+            for store in self.stores
         ]
         for server in self.servers:
             for client in range(clients):
@@ -272,6 +272,20 @@ def test_a_server_that_does_not_answer_is_named() -> None:
         late.close()
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_server_takes_the_rows_and_the_updates_of_another(count: int) -> None:
+    leader, follower = (TableShard(RowStore(FORM, RowAdagrad(), SEED), MOST) for _ in range(2))
+    rows, grads = np.arange(count, dtype=np.uint32), np.ones((count, 4), np.float32)
+    leader.store.update(rows, grads, 0.1)
+    follower.restore([np.frombuffer(one.tobytes(), np.uint8) for one in leader.arrays])
+    change = pack(np.array([0.5], np.float32), np.array([7], np.uint32), grads[:1] + 1)
+    if count:
+        for shard in (leader, follower):
+            shard.move(change, 0.5)
+    for one, other in zip(leader.arrays, follower.arrays, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_duplicates_are_summed() -> None:
     rows, grads = summed(np.array([5, 2], np.uint32), np.array([[1.0], [2.0]]))
     assert (rows.tolist(), grads.tolist()) == ([2, 5], [[2.0], [1.0]])
@@ -402,6 +416,8 @@ def test_gradients_of_rows_cost_no_second_pass() -> None:
         ({"strategy": {**_HYBRID, "consistency": {"type": "ssp", "reads": "lazy"}}}, "each_clock"),
         ({"strategy": {**_HYBRID, "consistency": {"type": "bsp", "backups": 1}}}, "backups"),
         ({"strategy": {**_HYBRID, "optimizer": {"type": "lamb"}}}, "lazy_adam"),
+        ({"strategy": {**_HYBRID, "servers": 1, "replicas": 2}}, "replicas 2 of 1 servers"),
+        ({"strategy": {**_HYBRID, "replicas": 2, "processes": {"port": 4000}}}, "further ports"),
         ({"sharding": {"rules": {"rows": "data"}}}, "no parameter has this dim"),
     ],
 )  # fmt: skip

@@ -9,9 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from runs import Jaxdist
 
+from benchmarks.param_server.tables import killed, table_servers
+from jaxdist.errors import RunError
+
+STEPS = 200
 CLICKS = {
     "model": {"type": "dlrm", "width": 4, "bottom": [4], "top": [4]},
     "data": {"type": "clicks", "fields": 3, "ids": 50, "examples": 256, "heldout_examples": 32},
@@ -21,13 +26,14 @@ CLICKS = {
         "learning_rate": 0.5,
         "schedule": {"type": "constant"},
     },
-    "train": {"steps": 6, "batch_size": 16, "log_every": 1},
-    "checkpoint": {"every": 3},
+    "train": {"steps": STEPS, "batch_size": 16, "log_every": 1},
+    "checkpoint": {"every": STEPS // 2},
 }
 
 
-def _strategy(servers: int) -> str:
-    return f"strategy={{type: hybrid, servers: {servers}, optimizer: {{type: sgd}}}}"
+def _strategy(servers: int, replicas: int = 1) -> str:
+    more = f"replicas: {replicas}, optimizer: {{type: sgd}}"
+    return f"strategy={{type: hybrid, servers: {servers}, {more}}}"
 
 
 def _records(run: Path, split: str) -> list[dict[str, Any]]:
@@ -36,20 +42,31 @@ def _records(run: Path, split: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-def test_a_run_equals_one_mesh_and_goes_on_with_other_servers(jaxdist: Jaxdist) -> None:
+def test_a_run_whose_server_is_killed_equals_one_mesh_and_goes_on_with_others(
+    jaxdist: Jaxdist,
+) -> None:
     jaxdist.config(CLICKS)
-    assert jaxdist.train("run.directory=alone").code == 0
-    found = jaxdist.train("--devices", 2, "run.directory=run", _strategy(2))
-    assert found.code == 0, found.err
+    assert jaxdist.here("train", "config.yaml", "run.directory=alone").code == 0
+    given = "--devices", 2, "run.directory=run", _strategy(2, 2)
+    process = jaxdist.start("train", "config.yaml", *given)
     alone, run = jaxdist.folder / "alone", jaxdist.folder / "run"
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or not _records(run, "train"):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    os.kill(_table_server(run), signal.SIGKILL)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "table 1 ended (signal SIGKILL): its followers take over" in out
     for one, other in zip(_records(alone, "train"), _records(run, "train"), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
     (heldout,) = _records(run, "heldout")
     (first, counted) = _records(run, "servers")
-    assert first["ids"] * 2 == counted["ids"] == 6 * 16 * 3
+    assert first["ids"] * 2 == counted["ids"] == STEPS * 16 * 3
     assert counted["unique_ratio"] == counted["unique_ids"] / counted["ids"] < 1
     formula = counted["unique_ids"] * (8 + 2 * 4 * 4)
-    assert formula <= counted["bytes"] <= formula + 6 * 2 * 4
+    assert formula <= counted["bytes"] <= formula + STEPS * 2 * 4
     told = jaxdist("eval", "run", "--json", "eval.json")
     assert told.code == 0, told.err
     means = json.loads((jaxdist.folder / "eval.json").read_text())["heldout"]
@@ -60,27 +77,28 @@ def test_a_run_equals_one_mesh_and_goes_on_with_other_servers(jaxdist: Jaxdist) 
     newest.rmdir()
     again = jaxdist.train("--resume", "run.directory=run", _strategy(3))
     assert again.code == 0, again.err
-    assert "resume from step 3" in again.out
+    assert f"resume from step {STEPS // 2}" in again.out
     assert _records(run, "heldout")[-1]["loss"] == pytest.approx(heldout["loss"], rel=1e-5)
 
 
 @pytest.mark.full
-def test_a_server_that_dies_ends_the_run_which_its_checkpoint_continues(jaxdist: Jaxdist) -> None:
-    jaxdist.config(CLICKS, train={"steps": 100_000, "log_every": 1000})
-    process = jaxdist.start("train", "config.yaml", "run.directory=run", _strategy(2))
-    tables = jaxdist.folder / "run" / "checkpoints"
-    deadline = time.monotonic() + 120
-    while not list(tables.glob("step_*")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
-    os.kill(_table_server(jaxdist.folder / "run"), signal.SIGKILL)
-    _, err = process.communicate()
-    assert "table 1 ended (signal SIGKILL)" in err
-    assert "--resume" in err
-    step = max(int(path.name.removeprefix("step_")) for path in tables.glob("step_*"))
-    again = jaxdist.train("--resume", "run.directory=run", _strategy(1), f"train.steps={step + 1}")
-    assert again.code == 0, again.err
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_every_push_that_table_servers_acknowledge_counts_once(kills: int) -> None:
+    sums, seconds = killed(kills, takeover_seconds=2.0)
+    assert len(seconds) == kills - 1, "the first server is stopped, and found by its silence"
+    assert np.abs(sums[1]).max() > 0
+    np.testing.assert_array_equal(*sums)
+
+
+@pytest.mark.full
+def test_a_server_without_followers_ends_the_run_with_its_name() -> None:
+    with table_servers() as (team, (client,)):
+        client.pull(np.arange(8, dtype=np.uint32))
+        team.servers[1].process.kill()
+        with pytest.raises(RunError, match=r"table 1 ended \(signal SIGKILL\).*--resume"):
+            client.wait_until(lambda: False, "the end")
+        with pytest.raises(RunError, match="table 1 ended"):
+            team.ask({"count": 0})
 
 
 def _table_server(run: Path) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -147,8 +147,13 @@ class ServerShard:
         """Parameters and state of the optimizer, which the next update overwrites."""
         return self.params, self.optimizer
 
-    def load(self, params: np.ndarray, optimizer: OptState) -> None:
-        """Take the arrays of another server."""
+    def restore(self, raw: Sequence[np.ndarray]) -> None:
+        """Take the arrays of another server, given the bytes of each leaf."""
+        leaves = [
+            one.view(leaf.dtype).reshape(leaf.shape)
+            for one, leaf in zip(raw, jax.tree.leaves(self.arrays), strict=True)
+        ]
+        params, optimizer = jax.tree.unflatten(jax.tree.structure(self.arrays), leaves)
         self._flat, self.optimizer = jnp.asarray(params), jax.device_put(optimizer)
         self.params = np.asarray(self._flat)
 

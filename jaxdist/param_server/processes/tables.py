@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import traceback
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -11,66 +16,138 @@ from jaxdist.errors import JaxdistError
 from jaxdist.models.recommend.rows import RowForm
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.processes.setup import run_of
+from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.param_server.tables.server import TableServer
-from jaxdist.param_server.tables.store import RowStore
 from jaxdist.param_server.training.table_files import read_tables, write_tables
+from jaxdist.replication.decision import RangeView
+from jaxdist.replication.seat import Seat
 from jaxdist.runtime.children import Parent
+from jaxdist.tables.messages import spec_of_reply
+from jaxdist.tables.server import ReplicatedTables, TableShard
+from jaxdist.tables.store import RowStore
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import JsonObject
-from jaxdist.wire.rpc import RpcServer
+from jaxdist.wire.contract import Service
+from jaxdist.wire.rpc import RpcServer, RpcWire
 from jaxdist.wire.security import read_tls, read_token
 
 
 class TableProcess:
-    """A table server: its rows, its port, and its checkpoints."""
+    """A table server: the ranges of rows that it leads or copies, their ports and checkpoints."""
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.run, self.number, self.parent = run_of(setup), setup["number"], parent
-        strategy = TypeAdapter(Hybrid).validate_json(setup["strategy"])
+        self.strategy = TypeAdapter(Hybrid).validate_json(setup["strategy"])
         self.about: JsonObject = setup["about"]
-        form = RowForm(**self.about["form"])
-        given: dict[str, Any] = {"server": self.number, "servers": strategy.servers}
-        store = RowStore(form, strategy.optimizer, self.about["seed"], **given)
-        step, clients, model = setup["step"], setup["clients"], strategy.consistency
+        self._setup, self._token = setup, read_token(Path(setup["token"]))
+        tls = self.strategy.processes.tls
+        self._tls = tls and read_tls(tls)
+        self._rpcs: list[RpcServer] = []
+        self.seats: dict[int, Seat] = {}
+        # Orders may take long, and questions whether this process is alive are answered meanwhile.
+        self._orders: SimpleQueue[JsonObject | None] = SimpleQueue()
+        self._orderly = threading.Thread(target=self._follow_orders)
+        self._orderly.start()
+        if setup["leads"] is not None:
+            self._orders.put({"lead": setup["leads"]})
+
+    def order(self, what: JsonObject) -> None:
+        """Queue an order of the run, or answer that this process is alive."""
+        if "alive" in what:
+            self.parent.say("alive")
+        else:
+            self._orders.put(what)
+
+    def _follow_orders(self) -> None:
+        while (what := self._orders.get()) is not None:
+            try:
+                self._follow(what)
+            except JaxdistError as error:
+                self.parent.say("failed", error=str(error))
+            except Exception:
+                # Without this thread the process would be alive and follow no order.
+                traceback.print_exc()
+                os._exit(1)
+
+    def _follow(self, what: JsonObject) -> None:
+        match what:
+            case {"lead": int(at)}:
+                self._sit(at, leads=True)
+            case {"follow": int(at)}:
+                self._sit(at, leads=False)
+            case {"view": order, "ports": ports, "range": int(at)}:
+                self.seats[at].view(RangeView(*order), dict(ports))
+            case {"save": int(step), "range": int(at)}:
+                server = self._leader(at)
+                about = {**self.about, "servers": self.strategy.servers}
+                write_tables(self.run, at, step, about, *server.kept())
+                self.parent.say("done", range=at)
+            case {"count": _, "range": int(at)}:
+                server = self._leader(at)
+                stats = {**server.stats(), "rows": server.store.touched}
+                self.parent.say("done", range=at, stats=stats)
+            case _:
+                raise AssertionError(what)
+
+    def _leader(self, at: int) -> ReplicatedTables:
+        server = self.seats[at].server
+        assert isinstance(server, ReplicatedTables)
+        return server
+
+    def _sit(self, at: int, *, leads: bool) -> None:
+        """Take a seat in a range: that of the leader, or of a server that begins to follow."""
+        strategy, setup = self.strategy, self._setup
+        given = {"server": at, "servers": strategy.servers}
+        store = RowStore(
+            RowForm(**self.about["form"]), strategy.optimizer, self.about["seed"], **given
+        )
+        shard: Any = TableShard(store, setup["most_rows"] * setup["clients"])
+        self.seats[at] = Seat(
+            self.number,
+            shard,
+            strategy.consistency,
+            self._begun(store) if leads else None,
+            opens=self._opens,
+            wire_to=partial(self._wire_to, shard),
+            say=lambda what: self.parent.say(**what),
+            kind=ReplicatedTables,
+        )
+
+    def _begun(self, store: RowStore) -> RangeState:
+        """Load the rows of the step to continue from, and return the protocol's state at it."""
+        step, clients = self._setup["step"], self._setup["clients"]
+        model = self.strategy.consistency
         if step:
             for rows, values in read_tables(self.run, step, self.about):
                 store.load(rows, values)
         version = step if model.type == "bsp" else step * clients
         state = RangeState(Clocks(clients, version=version, floor=step))
-        self.server = TableServer(
-            store, model, state, server=self.number, most_rows=setup["most_rows"]
-        )
         for client in range(clients):
-            self.server.join(client)
-        processes = strategy.processes
-        self.rpc = RpcServer(
-            self.server,
-            read_token(Path(setup["token"])),
+            state = protocol.join(model, state, client).state
+        return state
+
+    def _opens(self, service: Service) -> int:
+        processes = self.strategy.processes
+        rpc = RpcServer(
+            service,
+            self._token,
             host=processes.host,
             port=processes.port and processes.port + self.number,
-            tls=processes.tls and read_tls(processes.tls),
-            sessions=4 * clients + 8,
+            tls=self._tls,
+            sessions=4 * self._setup["clients"] + 8,
         )
-        self.strategy = strategy
-        parent.say("listening", number=self.number, ports=[self.rpc.port])
+        self._rpcs.append(rpc)
+        return rpc.port
 
-    def order(self, what: JsonObject) -> None:
-        """Follow an order of the run: save a step, or tell the counters."""
-        if "save" not in what:
-            stats = {**self.server.stats(), "rows": self.server.store.touched}
-            self.parent.say("counted", number=self.number, stats=stats)
-            return
-        step = int(what["save"])
-        about = {**self.about, "servers": self.strategy.servers}
-        try:
-            write_tables(self.run, self.number, step, about, *self.server.kept())
-        except JaxdistError as error:
-            self.parent.say("failed", error=str(error))
-        else:
-            self.parent.say("saved", step=step)
+    def _wire_to(self, shard: TableShard, port: int) -> RpcWire:
+        spec_of = partial(spec_of_reply, spec=shard.layout.spec)
+        return RpcWire(f"{self.strategy.processes.host}:{port}", self._token, spec_of, self._tls)
 
     def close(self) -> None:
-        """Close the port and end the server."""
-        self.rpc.close()
-        self.server.close()
+        """Close all ports and end all servers."""
+        self._orders.put(None)
+        self._orderly.join()
+        for rpc in self._rpcs:
+            rpc.close()
+        for seat in self.seats.values():
+            seat.close()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.tables.optimizer import RowAdagrad, RowOptimizerConfig
+from jaxdist.tables.optimizer import RowAdagrad, RowOptimizerConfig
 from jaxdist.train.strategy.lookahead import Lookahead
 from jaxdist.wire.config import ProcessesConfig
 
@@ -58,6 +58,11 @@ class Hybrid(Config):
     """Selects this strategy."""
     servers: Count = 1
     """Number of servers that share the rows of all tables."""
+    replicas: Annotated[int, Field(ge=1, le=2)] = 1
+    """Number of servers that have each row; with 2, a follower takes over when a server dies."""
+    takeover_seconds: PositiveFloat = 10.0
+    """Time without an answer after which a server is killed and followers take over, if replicas is
+    2; that a process has died is seen at once."""
     optimizer: RowOptimizerConfig = RowAdagrad()
     """Optimizer of rows, by type; optim is that of all other parameters."""
     consistency: RowConsistency = BSP()
@@ -78,6 +83,20 @@ class Hybrid(Config):
             if getattr(model, name, off) != off:
                 raise ValueError(f"{name} is for whole parameters, not for rows: leave it out")
         return model
+
+    @model_validator(mode="after")
+    def _replicated(self) -> Hybrid:
+        if self.replicas > self.servers:
+            raise ValueError(
+                f"replicas {self.replicas} of {self.servers} servers: the copies of a row are on "
+                f"different servers; set servers: {self.replicas} or more, or replicas: 1"
+            )
+        if self.replicas > 1 and self.processes.port:
+            raise ValueError(
+                f"strategy.processes.port {self.processes.port} with replicas {self.replicas}: "
+                "servers that take over open further ports; set strategy.processes.port: 0"
+            )
+        return self
 
     def outer(self) -> None:
         return None

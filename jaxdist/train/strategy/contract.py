@@ -16,8 +16,8 @@ from jaxdist.data.loader import Loader
 from jaxdist.metrics.account import Account
 from jaxdist.optim.build import Optimizer
 from jaxdist.optim.common import OptimizerConfig
-from jaxdist.param_server.tables.batch import TableRows
 from jaxdist.sharding import Dims, Layout
+from jaxdist.tables.batch import TableRows
 from jaxdist.train.loop import Hooks
 from jaxdist.train.plan import TrainConfig
 from jaxdist.train.state import Outer, TrainState

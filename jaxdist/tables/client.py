@@ -15,8 +15,8 @@ from jaxdist.param_server.live.exchange import ServerLink, Sessions
 from jaxdist.param_server.protocol import client as protocol
 from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Answer, Reply
-from jaxdist.param_server.tables.messages import pack
-from jaxdist.param_server.tables.store import servers_of
+from jaxdist.tables.messages import pack
+from jaxdist.tables.store import servers_of
 from jaxdist.wire.contract import Wire
 
 
@@ -113,14 +113,31 @@ class TableClient:
                 self.sent_bytes += payload.nbytes
                 link.send(message)
 
+    def move(self, server: int, wire: Wire, epoch: int) -> None:
+        """Continue with the server that leads a range in a new epoch.
+
+        All messages without a final reply are sent again, and count once.
+        """
+        with self._changed:
+            if epoch > self._links[server].state.epoch:
+                self._exchange.move(self._links[server], wire, epoch)
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for a condition that replies make true, named in the message of an error.
+
+        Raises:
+          RunError: the deadline passed, or a server refused a message or has died.
+        """
+        with self._changed:
+            self._wait(condition, what)
+
     def drain(self) -> None:
         """Wait until all pushes are acknowledged.
 
         Raises:
           RunError: the deadline passed, or a server refused a message or has died.
         """
-        with self._changed:
-            self._wait(self._settled, "the last pushes to be applied")
+        self.wait_until(self._settled, "the last pushes to be applied")
 
     def _settled(self) -> bool:
         return not any(link.payloads for link in self._links)

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from jaxdist.models.recommend.rows import RowForm
-from jaxdist.param_server.tables.optimizer import RowOptimizer
+from jaxdist.tables.optimizer import RowOptimizer
 
 
 def _reserved(shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
@@ -34,6 +34,7 @@ class RowStore:
       seed: seed of initial rows.
 
     Attributes:
+      server: number of the server, which is that of its rows.
       touched: number of rows that exist.
     """
 
@@ -47,7 +48,7 @@ class RowStore:
         servers: int = 1,
     ) -> None:
         self.form, self.optimizer, self._seed = form, optimizer, np.array(seed, np.uint32)
-        self._server, self._servers = server, servers
+        self.server, self._servers = server, servers
         own = -(-form.rows // servers)
         self.columns = form.width + optimizer.state_width(form.width)
         self._slots = _reserved((own,), np.int32)
@@ -61,7 +62,7 @@ class RowStore:
             return None
         if int(rows.max()) >= self.form.rows:
             return f"row {rows.max()} of tables with {self.form.rows} rows"
-        if (servers_of(rows, self._servers) != self._server).any():
+        if (servers_of(rows, self._servers) != self.server).any():
             return "a row of another server: both sides need the same number of servers"
         return None
 
@@ -105,7 +106,7 @@ class RowStore:
 
     def load(self, rows: np.ndarray, values: np.ndarray) -> None:
         """Take those of saved rows that this server owns."""
-        mine = servers_of(rows, self._servers) == self._server
+        mine = servers_of(rows, self._servers) == self.server
         self._values[self._found(rows[mine])] = values[mine]
 
 

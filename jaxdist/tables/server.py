@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jaxdist.param_server.consistency.contract import Arrival, Consistency, Merge
+from jaxdist.param_server.consistency.contract import Arrival, Merge
 from jaxdist.param_server.live.server import Server
 from jaxdist.param_server.protocol.messages import Answer, Reply
-from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.param_server.tables.messages import payload_spec, spec_of_message, unpack_push
-from jaxdist.param_server.tables.store import RowStore, summed
+from jaxdist.replication.server import ReplicatedServer
+from jaxdist.tables.messages import pack, payload_spec, spec_of_message, unpack_push
+from jaxdist.tables.store import RowStore, summed
 from jaxdist.wire.contract import Envelope, Op, Peer, Spec
 
 
@@ -22,21 +22,29 @@ from jaxdist.wire.contract import Envelope, Op, Peer, Spec
 class TableLayout:
     """The payloads of a table server, in the place of a shard's layout."""
 
+    server: int
     spec: Spec
 
 
 class TableShard:
     """The rows of one server, in the place of a `jaxdist.param_server.live.shard.ServerShard`.
 
+    Args:
+      most_rows: largest number of rows in a message, and in the sum of all pushes of a round.
+
     Attributes:
       staleness: number of changes for each staleness.
       square: squared norm of the last applied change.
+      moved: last applied change, as the payload of a push.
     """
 
-    def __init__(self, store: RowStore, layout: TableLayout) -> None:
-        self.store, self.layout = store, layout
+    def __init__(self, store: RowStore, most_rows: int) -> None:
+        self.store = store
+        spec = payload_spec(store.server, most_rows, store.form.width)
+        self.layout = TableLayout(store.server, spec)
         self.staleness: Counter[int] = Counter()
         self.square = 0.0
+        self.moved: np.ndarray | None = None
 
     def read(self, client: int, version: int) -> None:
         """Return nothing, because an answer has only the rows of its pull, as in `TableServer`."""
@@ -58,27 +66,44 @@ class TableShard:
             grads.append(found[2] if part.weight == 1 else found[2] * np.float32(part.weight))
         unique, total = summed(np.concatenate(rows), np.concatenate(grads))
         total = total if merge.total == 1 else total / np.float32(merge.total)
-        self.square = float(np.square(total).sum())
-        self.store.update(unique, total, max(rates) * merge.rate)
+        self.move(pack(np.array([max(rates)], np.float32), unique, total), merge.rate)
+
+    def move(self, change: np.ndarray, rate: float) -> None:
+        """Apply a merged change, with this factor of the learning rate."""
+        found = unpack_push(change, self.store.form.width)
+        assert found is not None, "a change has the form of a push"
+        self.moved = change
+        self.square = float(np.square(found[2]).sum())
+        self.store.update(found[1], found[2], found[0] * rate)
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Touched rows, and their values with their state, which the next update overwrites."""
+        return self.store.kept()
+
+    def restore(self, raw: Sequence[np.ndarray]) -> None:
+        """Take the arrays of another server, given the bytes of each."""
+        rows, values = raw[0].view(np.uint32), raw[1].view(np.float32)
+        self.store.load(rows, values.reshape(len(rows), self.store.columns))
 
 
 class TableServer(Server):
     """A service for the workers of a run, which pull and push rows of one server.
 
     Args:
-      most_rows: largest number of rows in a message.
-      state: state of the protocol.
+      given, more: those of the class beside or below, with a `TableShard` as the shard.
     """
 
-    def __init__(
-        self, store: RowStore, model: Consistency, state: RangeState, *, server: int, most_rows: int
-    ) -> None:
-        layout = TableLayout(payload_spec(server, most_rows, store.form.width))
-        shard: Any = TableShard(store, layout)
-        self.store = store
+    def __init__(self, *given: Any, **more: Any) -> None:
         self._wanted: dict[int, np.ndarray] = {}
         self.rows_pulled = 0
-        super().__init__(shard, model, state)
+        super().__init__(*given, **more)
+
+    @property
+    def store(self) -> RowStore:
+        """The rows of this server."""
+        shard: Any = self.shard
+        return shard.store
 
     def spec(self, envelope: Envelope) -> Spec | None:
         """Return the payload's specification; pulls have one too."""
@@ -125,3 +150,10 @@ class TableServer(Server):
         with self._changed:
             rows, values = self.store.kept()
             return rows.copy(), values.copy()
+
+
+class ReplicatedTables(TableServer, ReplicatedServer):
+    """A table server whose rows have a follower on another server.
+
+    The rows of an answer are read before it waits for the follower: later ones could be lost.
+    """

@@ -1,0 +1,237 @@
+"""The table servers of a run as process 0 sees them: who leads which rows, and who takes over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from jaxdist.errors import RunError
+from jaxdist.param_server.training.children import RunProcess
+from jaxdist.replication.seat import Arbiter
+from jaxdist.runtime.children import Event, end_together, how_ended
+from jaxdist.train.strategy.config import Hybrid
+from jaxdist.types import JsonObject
+
+ASK_SECONDS = 0.5
+"""Time between two questions to servers whether they still answer."""
+
+Moved = Callable[[int, int, int], None]
+"""A function that hears the range, the port and the epoch of a server that begins to lead."""
+
+
+class TableTeam:
+    """The table servers that process 0 has started: it watches them and replaces those that die.
+
+    Each range of rows has a leader and, with two replicas, a follower on another server. A server
+    that takes the place of another has a number that no server had.
+
+    Args:
+      begin: starts the process of a server, given its number, and the range that it leads or None.
+      note: prints a line about what happened.
+    """
+
+    def __init__(
+        self,
+        strategy: Hybrid,
+        begin: Callable[[int, int | None, SimpleQueue[Event]], RunProcess],
+        note: Callable[[str], None],
+    ) -> None:
+        self._strategy, self._begin, self._note = strategy, begin, note
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._changed = threading.Condition(threading.RLock())
+        self.servers: dict[int, RunProcess] = {}
+        self._seats: dict[int, set[int]] = {}
+        self._heard: dict[int, float] = {}
+        self._questions: dict[int, float] = {}
+        self._pause = min(ASK_SECONDS, strategy.takeover_seconds / 4)
+        self._next = self._deaths = 0
+        self._closed = False
+        self._asked: dict[int, JsonObject] = {}
+        self._answers: dict[int, JsonObject] = {}
+        self._arbiters = [Arbiter(at, at, self._tell) for at in range(strategy.servers)]
+        self.failure: str | None = None
+        self._failed: Callable[[str], None] = lambda reason: None
+        self._moved: Moved = lambda server, port, epoch: None
+
+    @property
+    def leaders(self) -> list[tuple[int, int]]:
+        """The port and the epoch of each range's leader; port 0 while a server takes over."""
+        with self._changed:
+            found = [(one.port or 0, one.view) for one in self._arbiters]
+            return [(port, view.epoch if view else 0) for port, view in found]
+
+    @property
+    def safe(self) -> bool:
+        """Whether each range has a leader that answers and a follower that has everything."""
+        with self._changed:
+            return all(one.safe for one in self._arbiters)
+
+    def start(self) -> None:
+        """Start all servers, and wait until each range has a leader and its followers.
+
+        Raises:
+          RunError: a server failed or died.
+        """
+        with self._changed:
+            for at in range(self._strategy.servers):
+                self._started(leads=at)
+            threading.Thread(target=self._listen, name="tables", daemon=True).start()
+            self._wait(lambda: all(one.port is not None for one in self._arbiters))
+            self._fill()
+            if self._strategy.replicas > 1:
+                self._wait(lambda: all(one.safe for one in self._arbiters))
+
+    def follow(self, failed: Callable[[str], None], moved: Moved) -> None:
+        """Call functions when the servers fail, or others lead; at once for the current leaders."""
+        with self._changed:
+            self._failed, self._moved = failed, moved
+            if self.failure is not None:
+                failed(self.failure)
+            for one in self._arbiters:
+                if one.port is not None and one.view is not None:
+                    moved(one.range, one.port, one.view.epoch)
+
+    def ask(self, what: JsonObject) -> list[JsonObject]:
+        """Send an order to the leader of each range, or to the next, and return their answers.
+
+        Raises:
+          RunError: a server failed, or a range has no server any more.
+        """
+        with self._changed:
+            self._answers = {}
+            self._asked = {one.range: {**what, "range": one.range} for one in self._arbiters}
+            for at in self._asked:
+                self._order(at)
+            self._wait(lambda: not self._asked)
+            return [self._answers[at] for at in sorted(self._answers)]
+
+    def close(self) -> None:
+        """End all servers."""
+        with self._changed:
+            self._closed = True
+            ended, self.servers = [*self.servers.values()], {}
+        end_together(ended)
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: self.failure is not None or condition())
+        if self.failure is not None:
+            raise RunError(self.failure)
+
+    def _started(self, leads: int | None = None) -> int:
+        number, self._next = self._next, self._next + 1
+        self.servers[number] = self._begin(number, leads, self._events)
+        self._seats[number] = set() if leads is None else {leads}
+        self._heard[number] = time.monotonic()
+        return number
+
+    def _tell(self, server: int, order: JsonObject) -> None:
+        if server in self.servers:
+            self.servers[server].say(order)
+
+    def _order(self, at: int) -> None:
+        """Give the leader of a range its order; one that takes over gets it when it leads."""
+        arbiter = self._arbiters[at]
+        if at in self._asked and arbiter.port is not None and arbiter.view is not None:
+            self._tell(arbiter.view.leader, self._asked[at])
+
+    def _listen(self) -> None:
+        """Hear servers until all are told to end."""
+        while True:
+            try:
+                event = self._events.get(timeout=self._pause)
+            except Empty:
+                event = None
+            with self._changed:
+                if self._closed:
+                    return
+                if event is not None:
+                    self._hear(event)
+                if self._strategy.replicas > 1:
+                    self._ask_alive()
+                self._changed.notify_all()
+
+    def _ask_alive(self) -> None:
+        """Kill servers that have not answered for too long, and ask the others."""
+        now, patience = time.monotonic(), self._strategy.takeover_seconds
+        for number, child in self.servers.items():
+            begun = self._questions.get(number)
+            if begun is None and now - self._heard[number] >= self._pause:
+                self._questions[number] = now
+                child.say({"alive": True})
+            elif begun is not None and now - begun > patience:
+                self._note(f"{child} has not answered for {patience:g} s, and is killed")
+                child.process.kill()
+                self._questions[number] = now
+
+    def _hear(self, event: Event) -> None:
+        number = event.child.number
+        if self.servers.get(number) is not event.child:
+            return
+        if event.code is not None:
+            self._died(event.child, event.code)
+            return
+        self._heard[number] = time.monotonic()
+        self._questions.pop(number, None)
+        what = event.what
+        match what["event"]:
+            case "failed":
+                self._fail(f"{event.child}: {what['error']}")
+            case "leads" | "copies" | "synced":
+                self._seated(what)
+            case "done" if what["range"] in self._asked:
+                del self._asked[what["range"]]
+                self._answers[what["range"]] = what
+
+    def _seated(self, what: JsonObject) -> None:
+        at = what["range"]
+        arbiter = self._arbiters[at]
+        arbiter.hear(what)
+        if what["event"] == "synced":
+            self._deaths = 0
+        if what["event"] == "leads" and arbiter.port == what["port"]:
+            self._moved(at, what["port"], what["epoch"])
+            self._order(at)
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        self._failed(reason)
+
+    def _died(self, child: RunProcess, code: int) -> None:
+        """Let followers take over, and start a server in the place of the one that died."""
+        number, how = child.number, how_ended(code)
+        del self.servers[number], self._heard[number]
+        self._questions.pop(number, None)
+        seats = self._seats.pop(number)
+        for at in seats:
+            self._arbiters[at].failed(number)
+        if any(one.view is None for one in self._arbiters):
+            self._fail(
+                f"{child} ended ({how}) and with it the rows that it held; continue from the "
+                f"newest checkpoint with --resume. {child.last_words()}".strip()
+            )
+            return
+        self._deaths += 1
+        again = self._deaths <= self._strategy.processes.deaths
+        then = "another is started" if again else "no other is started after so many deaths"
+        self._note(f"{child} ended ({how}): its followers take over, and {then}")
+        if again:
+            self._started()
+        self._fill()
+
+    def _fill(self) -> None:
+        """Give a follower to each range that has none, on the server with the fewest seats."""
+        if self._strategy.replicas < 2:
+            return
+        for arbiter in self._arbiters:
+            view, at = arbiter.view, arbiter.range
+            seated = [one for one, seats in self._seats.items() if at in seats]
+            # The next server comes first, so that the followers of a server's ranges are spread.
+            free = sorted(
+                self._seats.keys() - seated,
+                key=lambda one: (len(self._seats[one]), (one - at) % len(self._arbiters)),
+            )
+            if view is not None and len(seated) < 2 and free:
+                self._seats[free[0]].add(at)
+                self._tell(free[0], {"follow": at})

@@ -1,0 +1,104 @@
+"""A session that a thread reopens when it ends, and a text that one process shows to others so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from jaxdist.wire.contract import Envelope, Hear, Op, Peer, Session, Spec, Wire, WireError
+from jaxdist.wire.frames import TEXT_BYTES, FrameError, text_payload
+
+AWAY_SECONDS = 0.05
+
+
+class KeptSession:
+    """A session with a peer, which a thread reopens when it ends.
+
+    Args:
+      opened: called with this object when a session begins; what was sent before may be lost.
+      hear: called with each envelope of the peer.
+    """
+
+    def __init__(self, wire: Wire, opened: Callable[[Any], None], hear: Hear) -> None:
+        self._wire, self._opened, self._hear = wire, opened, hear
+        self._session: Session | None = None
+        self._lost, self._closed = threading.Event(), threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="kept session", daemon=True)
+        self._keeper.start()
+
+    def send(self, envelopes: Iterable[Envelope]) -> None:
+        """Queue envelopes, which are lost if no session is open or the session ends."""
+        session = self._session
+        if session is not None:
+            for one in envelopes:
+                session.send(one)
+
+    def close(self) -> None:
+        """End the session, without a wait for the thread."""
+        self._closed.set()
+        self._lost.set()
+
+    def _keep(self) -> None:
+        while not self._closed.is_set():
+            self._lost.clear()
+            try:
+                session = self._wire.open(self._hear, lambda reason: self._lost.set())
+            except WireError:
+                self._closed.wait(AWAY_SECONDS)
+                continue
+            self._session = session
+            self._opened(self)
+            self._lost.wait()
+            self._session = None
+            session.close()
+
+
+class Board:
+    """A `jaxdist.wire.contract.Service` that shows a text to all peers, whenever it changes."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._peers: set[Peer] = set()
+        self._lock = threading.Lock()
+
+    def show(self, text: str) -> None:
+        """Show another text."""
+        with self._lock:
+            self._text = text
+            for peer in self._peers:
+                self._say(peer)
+
+    def _say(self, peer: Peer) -> None:
+        peer.say(Envelope(Op.WAITING, payload=text_payload(self._text)))
+
+    def spec(self, envelope: Envelope) -> Spec | None:
+        if envelope.op is not Op.LATE:
+            raise FrameError(f"{envelope.op.name} is not a question", envelope)
+        return None
+
+    def receive(self, peer: Peer, envelope: Envelope) -> None:
+        with self._lock:
+            self._peers.add(peer)
+            self._say(peer)
+
+    def rejected(self, peer: Peer, envelope: Envelope | None, reason: str) -> None:
+        peer.close()
+
+    def left(self, peer: Peer) -> None:
+        with self._lock:
+            self._peers.discard(peer)
+
+
+def spec_of_board(envelope: Envelope) -> Spec | None:
+    """Return the specification of what a `Board` sends."""
+    return Spec(envelope.tensor, np.dtype(np.uint8), TEXT_BYTES)
+
+
+def read_board(wire: Wire, seen: Callable[[str], None]) -> KeptSession:
+    """Call a function with the text of a `Board` now and whenever it changes, until closed."""
+    return KeptSession(
+        wire, lambda kept: kept.send([Envelope(Op.LATE)]), lambda envelope: seen(envelope.text)
+    )
