@@ -91,7 +91,7 @@ class TableServer(Server):
     """A service for the workers of a run, which pull and push rows of one server.
 
     Args:
-      given, more: those of the class beside or below, with a `TableShard` as the shard.
+      given, more: arguments of the next class, with a `TableShard` as the shard.
     """
 
     def __init__(self, *given: Any, **more: Any) -> None:
@@ -155,5 +155,6 @@ class TableServer(Server):
 class ReplicatedTables(TableServer, ReplicatedServer):
     """A table server whose rows have a follower on another server.
 
-    The rows of an answer are read before it waits for the follower: later ones could be lost.
+    The rows of an answer are read before it waits for the follower, since later updates could be
+    lost.
     """

@@ -100,7 +100,7 @@ def test_the_run_goes_on_without_servers_that_die_again_and_again(team: Any) -> 
         played[number].die()
         until(lambda number=number: number not in found.servers)
         until(lambda: len(found.servers) < 2 or found.safe)
-    assert "no other is started" in lines[-1]
+    assert "no other server is started" in lines[-1]
     assert sorted(played) == [0, 1, 2, 3]
     assert [port for port, _ in found.leaders] == [102] * 3
     played[2].die()

@@ -137,7 +137,7 @@ class TableTeam:
             self._tell(arbiter.view.leader, self._asked[at])
 
     def _listen(self) -> None:
-        """Hear servers until all are told to end."""
+        """Hear the servers until they are closed."""
         while True:
             try:
                 event = self._events.get(timeout=self._pause)
@@ -199,7 +199,7 @@ class TableTeam:
         self._failed(reason)
 
     def _died(self, child: RunProcess, code: int) -> None:
-        """Let followers take over, and start a server in the place of the one that died."""
+        """Let followers take over, and start another server."""
         number, how = child.number, how_ended(code)
         del self.servers[number], self._heard[number]
         self._questions.pop(number, None)
@@ -214,7 +214,7 @@ class TableTeam:
             return
         self._deaths += 1
         again = self._deaths <= self._strategy.processes.deaths
-        then = "another is started" if again else "no other is started after so many deaths"
+        then = "another is started" if again else "no other server is started"
         self._note(f"{child} ended ({how}): its followers take over, and {then}")
         if again:
             self._started()
