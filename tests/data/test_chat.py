@@ -145,7 +145,9 @@ def test_a_row_that_is_wrong_is_named_by_its_line(folder, row, said):
 def test_templates_that_refuse_or_rewrite_are_told(folder):
     strict = "{{ raise_exception('roles must alternate') }}"
     (folder / "chat_template.jinja").write_text(strict)
-    with pytest.raises(DataError, match=r"rows.jsonl:1: .* rejects it: roles must alternate"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:1: .* rejects the conversation: roles must alternate"
+    ):
         section(folder).build()
     counts = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(counts)

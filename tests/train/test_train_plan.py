@@ -131,7 +131,7 @@ REFUSED = [
      r"optim .*give one of learning_rate \(0.1\) and scale_from \(learning_rate 0.01 at batch 16"),
     ({}, {"steps": 9}, "optim .*give exactly one of learning_rate and scale_from"),
     ({"scale_from": SCALE, "schedule": {"warmup_steps": 5}}, {"steps": 9},
-     r"warmup_steps 5 and optim.scale_from.warmup_fraction 0.125; drop one"),
+     r"warmup_steps 5 and optim.scale_from.warmup_fraction 0.125; drop either"),
     ({"learning_rate": 0.1, "max_skipped": 4}, {"steps": 9}, "max_skipped 4 has no effect"),
     (None, {"steps": 9, "batch_ramp": RAMP, "phases": PHASES},
      "train .*at most one of batch_ramp and phases"),

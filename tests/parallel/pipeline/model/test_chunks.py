@@ -190,7 +190,9 @@ def test_such_a_model_is_evaluated_too():
 
 def test_parameters_of_two_dtypes_do_not_fit_one_vector():
     params = ({**PARAMS[0], "b": jnp.bfloat16(1)}, *PARAMS[1:])
-    with pytest.raises(ConfigError, match=r"packs parameters .* bfloat16 and float32: use a single dtype"):
+    with pytest.raises(
+        ConfigError, match=r"packs parameters .* bfloat16 and float32: use a single dtype"
+    ):
         pack_model(embed, CHUNKS, head, params, ENDS, next(visits()))
 
 
@@ -198,5 +200,7 @@ def test_activations_of_two_dtypes_do_not_fit_one_array():
     def half(params, x, visit):
         return x.astype(jnp.bfloat16)
 
-    with pytest.raises(ConfigError, match=r"packs activations .* bfloat16 and float32: use a single dtype"):
+    with pytest.raises(
+        ConfigError, match=r"packs activations .* bfloat16 and float32: use a single dtype"
+    ):
         pack_model(embed, (*CHUNKS[:3], half), head, PARAMS, ENDS, next(visits()))
