@@ -256,7 +256,7 @@ def test_another_model_is_refused_with_its_differences_and_no_fallback(
     with pytest.raises(CheckpointError) as caught:
         store.restore(target_of(new))
     for line in [
-        "step_00000002 holds another model",
+        "step_00000002 holds a model or optimizer that differs",
         "a: saved float32[2], not wanted",
         "b: saved float32[2,3], wanted float32[2,4]",
         "c: saved int32[1], wanted float32[1]",

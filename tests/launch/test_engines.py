@@ -280,7 +280,7 @@ def test_kubernetes_takes_the_job_of_a_set(settings):
         ("gke", [], {"name": "a" * 41}, "at most 40"),
         ("gke", ["tpu=v5e:2x4"], {}, "says how many hosts there are"),
         ("gke", ["slices=2"], {}, "slices 2 needs tpu"),
-        ("gke", ["tpu=v5e:2x4", "gpus_per_node=1"], {}, "a pod has either"),
+        ("gke", ["tpu=v5e:2x4", "gpus_per_node=1"], {}, "a pod has only one of these"),
         ("gke", ["tpu=v5e:2x4x4"], {}, "has 3 dims, v5e has 2"),
         ("gke", [], {"processes": 2}, "a pod is one process"),
         ("tpu-vm", [], {}, "one process on every host of the slice"),

@@ -218,7 +218,7 @@ def test_bad_experts_are_refused_with_a_remedy(experts, message):
     ("more", "message"),
     [
         ({"biases": "all"}, "experts have no biases"),
-        ({"remat": ("full", "none"), "experts": {"count": 4, "every": 2}}, "use one policy"),
+        ({"remat": ("full", "none"), "experts": {"count": 4, "every": 2}}, "use a single policy"),
     ],
 )
 def test_options_that_experts_do_not_have_are_refused(more, message):

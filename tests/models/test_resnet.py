@@ -93,8 +93,8 @@ def test_bfloat16_computes_near_float32_and_returns_float32_logits():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "give depth"),
-        ({"depth": 18, "blocks": [1]}, "give depth"),
+        ({}, "give either depth"),
+        ({"depth": 18, "blocks": [1]}, "give either depth"),
         ({"depth": 50, "norm": "group", "width": 48}, "groups 32 must divide width 48: use 24"),
     ],
 )

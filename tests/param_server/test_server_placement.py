@@ -179,9 +179,9 @@ REFUSED = {
         lambda: Balanced().place(tensors(3, 2), range(3)),
         r"3 servers, but 2 parameters make only 2 ranges \(range_bytes 4194304\): use at most 2",
     ),
-    "no server": (lambda: Balanced().place(tensors(3), []), r"servers \[\]: give at least one"),
+    "no server": (lambda: Balanced().place(tensors(3), []), r"servers \[\]: name at least one"),
     "a server twice": (lambda: Hashed().place(tensors(3), [1, 1]), r"\[1, 1\]: .* none twice"),
-    "central on two": (lambda: Central().place(tensors(3, 2), [0, 1]), r"and 2 are given: set one"),
+    "central on two": (lambda: Central().place(tensors(3, 2), [0, 1]), r"and 2 are given: set a "),
     "one name twice": (
         lambda: cut_ranges([*tensors(1), *tensors(1)], 4),
         r"two parameters are named 't0'",

@@ -58,7 +58,7 @@ def experiment(
          r"zb_h1: 4 stages need at least 4 microbatches, got 2"),
         ({"stage": 2}, {"model": {"type": "mlp", "hidden": [8]}, "data": DIGITS},
          r"mesh\.stage 2: Mlp has no blocks .*missing: embed, trunk, head.*leave out mesh\.stage"),
-        ({"stage": {"dcn": 2, "ici": 1}}, {}, "mesh.stage has two networks"),
+        ({"stage": {"dcn": 2, "ici": 1}}, {}, "mesh.stage spans two networks"),
     ],
 )  # fmt: skip
 def test_what_no_pipeline_can_run_is_refused_with_numbers(mesh, given, message, devices):
