@@ -15,7 +15,9 @@ from test_layers import MODULES, ROOT
 from jaxdist.cli import shared
 
 REPLAY = "jaxdist.commands.replay"
-SERVERS = ("jaxdist.param_server", "jaxdist.wire", "jaxdist.replication", "jaxdist.secure")
+SERVERS = (
+    "jaxdist.param_server", "jaxdist.wire", "jaxdist.replication", "jaxdist.secure", "jaxdist.tables",
+)  # fmt: skip
 
 
 def required() -> set[str]:

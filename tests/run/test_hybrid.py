@@ -47,8 +47,7 @@ def test_a_run_whose_server_is_killed_equals_one_mesh_and_goes_on_with_others(
 ) -> None:
     jaxdist.config(CLICKS)
     assert jaxdist.here("train", "config.yaml", "run.directory=alone").code == 0
-    given = "--devices", 2, "run.directory=run", _strategy(2, 2)
-    process = jaxdist.start("train", "config.yaml", *given)
+    process = jaxdist.start("train", "config.yaml", "run.directory=run", _strategy(2, 2))
     alone, run = jaxdist.folder / "alone", jaxdist.folder / "run"
     deadline = time.monotonic() + 120
     while not (run / "metrics.jsonl").exists() or not _records(run, "train"):
@@ -67,7 +66,7 @@ def test_a_run_whose_server_is_killed_equals_one_mesh_and_goes_on_with_others(
     assert counted["unique_ratio"] == counted["unique_ids"] / counted["ids"] < 1
     formula = counted["unique_ids"] * (8 + 2 * 4 * 4)
     assert formula <= counted["bytes"] <= formula + STEPS * 2 * 4
-    told = jaxdist("eval", "run", "--json", "eval.json")
+    told = jaxdist.here("eval", "run", "--json", "eval.json")
     assert told.code == 0, told.err
     means = json.loads((jaxdist.folder / "eval.json").read_text())["heldout"]
     assert means["auc"] == pytest.approx(heldout["auc"], rel=1e-5)
@@ -75,7 +74,7 @@ def test_a_run_whose_server_is_killed_equals_one_mesh_and_goes_on_with_others(
     for file in sorted(newest.rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
     newest.rmdir()
-    again = jaxdist.train("--resume", "run.directory=run", _strategy(3))
+    again = jaxdist.here("train", "config.yaml", "--resume", "run.directory=run", _strategy(3))
     assert again.code == 0, again.err
     assert f"resume from step {STEPS // 2}" in again.out
     assert _records(run, "heldout")[-1]["loss"] == pytest.approx(heldout["loss"], rel=1e-5)
