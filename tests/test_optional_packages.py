@@ -15,9 +15,9 @@ from test_layers import MODULES, ROOT
 from jaxdist.cli import shared
 
 REPLAY = "jaxdist.commands.replay"
-SERVERS = (
-    "jaxdist.param_server", "jaxdist.wire", "jaxdist.replication", "jaxdist.secure", "jaxdist.tables",
-)  # fmt: skip
+SERVERS = tuple(
+    f"jaxdist.{room}" for room in ("param_server", "wire", "replication", "secure", "tables")
+)
 
 
 def required() -> set[str]:
