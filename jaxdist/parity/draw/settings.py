@@ -281,7 +281,10 @@ def _strict(random: Random, config: Sections) -> Sections | None:
 def _freeze(random: Random, config: Sections) -> Sections | None:
     if config["model"]["type"] not in FREEZABLE or _fetched_ahead(config):
         return None
-    return with_values(config, "model", freeze=[random.choice(FREEZABLE[config["model"]["type"]])])
+    frozen = random.choice(FREEZABLE[config["model"]["type"]])
+    if frozen == "blocks/*" and config["optim"]["type"] == "muon":
+        return None  # it would have no matrix to update
+    return with_values(config, "model", freeze=[frozen])
 
 
 def _lora(random: Random, config: Sections) -> Sections | None:
