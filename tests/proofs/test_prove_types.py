@@ -22,7 +22,7 @@ from benchmarks.prove.mutations import planted
 from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.hlo.source.marks import begins, ends
+from jaxdist.hlo.source.marks import begins, ends, enters, leaves
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.ticks import NONE
 from jaxdist.parallel.pipeline.executor.trial import mistake_of
@@ -312,6 +312,16 @@ def test_what_begins_a_marked_sum_must_be_owed(op):
 
     (finding,) = typed(step, (8, 4), into=(ROWS,)).findings
     assert "4 times too large" in finding.message
+
+
+def test_an_operand_between_the_marks_of_a_shard_is_no_partial_sum():
+    def step(x: jax.Array) -> jax.Array:
+        turned = lax.ppermute(enters(x, "d", 0), "d", [(i, (i + 1) % DEVICES) for i in range(4)])
+        return leaves(turned, "d", 0)
+
+    assert typed(step, (8, 4), into=(ROWS,), out=ROWS).proved == ("y",)
+    (finding,) = typed(lambda x: step(x.sum(0, keepdims=True)), (8, 4), into=(ROWS,)).findings
+    assert "takes a partial sum over 'd' as if it were a shard" in finding.message
 
 
 TABLES = [("forward", "input"), ("backward", "microbatch"), ("backward", "chunk")]

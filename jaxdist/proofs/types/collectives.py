@@ -179,7 +179,7 @@ def marked(op: Op) -> Found:
     sums = mark in (BEGINS, ENDS)
     if mark in (BEGINS, ENTERS):
         if over and not sums and isinstance(kind, k.Owed):
-            return op.wrong("takes a partial sum over AXIS as if it were a shard")
+            kind = op.wrong("takes a partial sum over AXIS as if it were a shard")
         begun[sums, number] = summed(op, kind) if over and sums else kind, op.out.ndim
         return kind if k.spoiled([kind]) else k.MESSAGE
     total, ndim = begun[sums, number]
