@@ -27,7 +27,7 @@ from jaxdist.trees import flatten_with_names
 
 SMALL = ["data.examples=16", "data.heldout_examples=8", "data.window=16"]
 QUIET = Console(quiet=True)
-OTHERS = ("qwen3", "bert_classes", "vit", "resnet_basic")
+OTHERS = ("qwen3", "bert", "bert_classes", "vit", "resnet_basic")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def arrays(path):
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "bert", "resnet", *(pytest.param(n, marks=pytest.mark.full) for n in OTHERS)],
+    ["gpt2", "resnet", *(pytest.param(n, marks=pytest.mark.full) for n in OTHERS)],
 )
 def test_a_model_comes_back_to_the_bit(name, tmp_path):
     before, run, out = (tmp_path / word for word in ("given", "run", "out"))
