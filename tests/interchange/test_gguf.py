@@ -180,6 +180,8 @@ def test_damaged_files_are_one_message_each(tmp_path):
 def test_what_a_gguf_file_changes_is_refused(tmp_path):
     with pytest.raises(JaxdistError, match="1 added to the scales of its norms"):
         rows(family_of(CONFIGS["gemma"], where=""), {})
+    with pytest.raises(DataError, match="a bert is not read from GGUF files: import its"):
+        rows(family_of(CONFIGS["bert"], where=""), {})
 
 
 def write_tokenizer(folder, *before, prefix=False):
