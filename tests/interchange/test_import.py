@@ -83,7 +83,7 @@ def test_an_encoder_without_a_head_gets_one_of_zeros(tmp_path):
         np.testing.assert_array_equal(now[name], 0 if name.startswith("classifier") else value)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["architectures"] == ["BertForSequenceClassification"]
-    with pytest.raises(JaxdistError, match="--to gguf takes model.type gpt, not bert: use --to hf"):
+    with pytest.raises(JaxdistError, match=r"--to gguf takes model.type gpt, not bert"):
         export_model(tmp_path / "run", tmp_path / "x.gguf", gguf=True, console=QUIET)
     # A model that has the head by its architecture must have its tensors.
     (bare / "config.json").write_text(
