@@ -1,6 +1,7 @@
-"""Parameter servers: the protocol between workers and servers, its transport, and training with it.
+"""The parameter servers of a run: their protocol, the transport of messages, and training.
 
-`consistency`, `protocol` and `placement` are pure: they open no socket and read no clock. `wire`
-and `live` carry messages over threads, shared memory and gRPC. `training` has the workers and
-the supervisor of a run, and `processes` the program of each process.
+The packages `consistency`, `protocol` and `placement` contain pure functions, which open no socket
+and read no clock. The packages `live` and `jaxdist.wire` carry messages over threads, shared memory
+and gRPC. The package `training` contains the workers and the supervisor of a run, and `processes`
+contains the program of each process.
 """

@@ -1,4 +1,4 @@
-"""Ways to combine gradients between workers and servers: none, or an aggregator in each rack."""
+"""The paths of pushes from workers to servers: direct, or through an aggregator in each rack."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from jaxdist.errors import ConfigError
 
 @dataclass(frozen=True)
 class PushTraffic:
-    """Numbers of bytes that are received when every worker pushes once.
+    """The numbers of bytes that servers and aggregators receive when every worker pushes once.
 
     Attributes:
-      root: bytes received by all servers together; each of n servers with equal shares gets 1/n.
-      aggregator: bytes received by the busiest aggregator, or 0 without aggregators.
+      root: the bytes that all servers together receive; with equal shares, each of n servers
+        receives 1/n of these bytes.
+      aggregator: the bytes that the busiest aggregator receives, or 0 without aggregators.
     """
 
     root: int
@@ -26,7 +27,7 @@ class PushTraffic:
 
 
 class Direct(Config):
-    """Every worker pushes to the servers directly: N workers send N times the parameters' bytes."""
+    """Direct pushes of workers to servers: N workers send N times the parameters' bytes."""
 
     type: Literal["direct"] = "direct"
     """Select direct pushes."""
@@ -42,24 +43,26 @@ class Direct(Config):
         """Return the bytes that are received when every worker pushes once.
 
         Args:
-          size_bytes: size of one worker's push.
+          size_bytes: the size of one worker's push, in bytes.
         """
         return PushTraffic(workers * size_bytes, 0)
 
 
 class Racks(Config):
-    """Workers of a rack push to its aggregator, which sends the mean of a round to the servers.
+    """Aggregation within racks: an aggregator sends the mean of its workers' pushes to the servers.
 
-    The servers see each rack as one client. Within a rack, workers always run in lockstep, whatever
-    the consistency model; the model governs the racks. The servers receive fewer bytes, by a factor
-    of the rack's size. Means are weighted by tokens. With bulk-synchronous rounds (bsp) the result
-    equals that of direct pushes except for rounding, because the sums have another order.
+    The servers see each rack as one client. The workers of a rack always run in lockstep, and the
+    consistency model of the servers applies to the racks. The number of bytes that the servers
+    receive is divided by the size of a rack. Means are weighted by tokens. With bulk-synchronous
+    rounds (bsp) the result equals the result of direct pushes except for rounding, because the
+    changes are added in another order.
     """
 
     type: Literal["racks"] = "racks"
     """Select aggregation by racks."""
     size: Annotated[int, Field(ge=2, le=LARGEST)]
-    """Workers per rack, in the order of their numbers; the last rack may have fewer."""
+    """The number of workers in each rack. Racks are filled in the order of the workers' numbers,
+    and the last rack may have fewer workers."""
 
     def racks(self, workers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return the workers of each rack.

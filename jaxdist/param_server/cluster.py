@@ -30,29 +30,30 @@ Shares = tuple[Count, ...]
 
 
 class Cluster(Config):
-    """Workers that compute gradients, servers that hold parameters, and the rules between them."""
+    """A cluster of workers that compute gradients and servers that hold parameters."""
 
     workers: Count
-    """Number of workers; each computes gradients on its own part of a batch."""
+    """The number of workers; each worker computes gradients on its part of a batch."""
     servers: Count = 1
-    """Number of servers that share the parameters."""
+    """The number of servers that share the parameters."""
     consistency: ConsistencyConfig = SSP()
-    """Consistency model, by type: when changes are applied, and which versions workers may read."""
+    """The consistency model, by type: when changes are applied, and which versions workers may
+    read."""
     placement: PlacementConfig = Balanced()
-    """Assignment of parameters to servers, by type."""
+    """The assignment of parameters to servers, by type."""
     aggregation: AggregationConfig = Direct()
-    """Combination of pushes on their way to the servers, by type."""
+    """The combination of pushes on their way to the servers, by type."""
     codec: CodecConfig | None = None
-    """Compression of pushes, by type, except for norms and biases; null compresses nothing."""
+    """The compression of pushes, by type, except for norms and biases; null compresses nothing."""
     error_feedback: bool = True
-    """Add what compression leaves out of a push to the next push."""
+    """Whether a client adds what compression leaves out of a push to its next push."""
     batch_shares: Literal["equal", "by_speed"] | Shares = "equal"
-    """Division of a batch among workers: equal, by_speed (by simulation.step_seconds), or the
+    """The division of a batch among workers: equal, by_speed (by simulation.step_seconds), or the
     number of examples of each worker."""
     processes: ProcessesConfig = ProcessesConfig()
-    """Settings of the server and worker processes of `jaxdist train`."""
+    """The settings of the server and worker processes of `jaxdist train`."""
     simulation: SimulationConfig = SimulationConfig()
-    """Speeds, network and failures that `jaxdist simulate` assumes."""
+    """The speeds, network and failures that `jaxdist simulate` assumes."""
 
     @property
     def racks(self) -> tuple[tuple[int, ...], ...]:
@@ -70,17 +71,17 @@ class Cluster(Config):
 
     @property
     def clients(self) -> int:
-        """Number of clients that push to the servers: racks, or the workers themselves."""
+        """The number of clients that push to the servers: racks, or the workers themselves."""
         return len(self.racks) or self.workers
 
     @property
     def of_workers(self) -> Consistency:
-        """The consistency model that workers follow, towards servers or within their rack."""
+        """The consistency model that workers follow: the servers', or lockstep within a rack."""
         return WITHIN if self.racks else self.consistency
 
     @property
     def local_steps(self) -> int:
-        """Number of gradients that a worker computes from one push to the next."""
+        """The number of gradients that a worker computes from one push to the next."""
         match self.consistency:
             case Elastic():
                 return self.consistency.every
@@ -91,7 +92,7 @@ class Cluster(Config):
 
     @property
     def pooled(self) -> bool:
-        """Whether faster workers take more of the run's steps; in rounds all take equally many."""
+        """Whether faster workers take more of the run's steps; otherwise all take equally many."""
         model = self.consistency
         return isinstance(model, OnArrival) or (
             isinstance(model, Elastic) and model.order == "arrival"
@@ -99,7 +100,7 @@ class Cluster(Config):
 
     @property
     def updates_per_step(self) -> int:
-        """Number of optimizer updates in a step of all workers: one, or one for each client."""
+        """The number of updates in a step of all workers: `clients` for `OnArrival`, else 1."""
         return self.clients if isinstance(self.consistency, OnArrival) else 1
 
     def placed(self, params: Params, optim: OptimizerConfig) -> Placement:
@@ -117,11 +118,11 @@ class Cluster(Config):
 
     @property
     def feedback(self) -> Feedback:
-        """The error feedback that clients apply to pushes that a codec compresses."""
+        """The error feedback that clients apply to compressed pushes."""
         return ErrorFeedback() if self.error_feedback else NoFeedback()
 
     def clocks(self, steps: int) -> int:
-        """Return the number of pushes of a worker that takes at least `steps` steps.
+        """Return the number of pushes with which a worker takes at least `steps` steps.
 
         >>> Cluster(workers=2, consistency=Elastic(every=4)).clocks(10)
         3
@@ -129,10 +130,11 @@ class Cluster(Config):
         return -(-steps // self.local_steps)
 
     def shares(self, batch_size: int) -> Shares:
-        """Return the examples of each worker in a batch, in the order of the workers' numbers.
+        """Return the number of examples of each worker in a batch, ordered by worker.
 
         Raises:
-          ConfigError: the examples do not add up to the batch.
+          ConfigError: the given shares do not add up to the batch, or the batch cannot be divided
+            among the workers.
 
         >>> Cluster(workers=4).shares(8)
         (2, 2, 2, 2)
@@ -174,8 +176,8 @@ class Cluster(Config):
         """Refuse settings that cannot be combined.
 
         Raises:
-          ConfigError: settings cannot be combined. The error's path starts at this section, except
-            for rows of the table of validity, whose path starts at the whole config.
+          ConfigError: settings cannot be combined. The path in the error starts at this section,
+            but the path of a rule in the table of validity starts at the root of the config.
         """
         check(Facts({}, (), strategy="parameter_server", settings=self.settings))
         with blamed("simulation"):

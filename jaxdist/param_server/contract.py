@@ -9,13 +9,13 @@ import numpy as np
 from jaxdist.types import Dims, PyTree
 
 Arrays = Mapping[str, np.ndarray]
-"""Parameters, gradients or changes by name."""
+"""The parameters, gradients or changes by name."""
 RuleState = PyTree
 """The state that an update rule carries for a range from one update to the next."""
 
 
 def vectors(dims: Mapping[str, Dims]) -> frozenset[str]:
-    """Return the names of the parameters with fewer than two dims, without counting `layers`.
+    """Return the names of the parameters with fewer than two dims; `layers` does not count.
 
     Such parameters are small, and a codec harms them most, so pushes carry them uncompressed.
 

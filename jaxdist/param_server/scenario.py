@@ -18,80 +18,83 @@ class Straggler(Config):
     """A worker that is slow for a time."""
 
     worker: WorkerNumber
-    """Number of the worker."""
+    """The number of the worker."""
     factor: PositiveFloat
-    """Factor on the time of the worker's steps."""
+    """The factor on the time of the worker's steps."""
     start_seconds: NonNegativeFloat = 0.0
-    """Virtual time from which the worker is slow."""
+    """The virtual time from which the worker is slow."""
     stop_seconds: NonNegativeFloat | None = None
-    """Virtual time until which the worker is slow; null: until the end."""
+    """The virtual time until which the worker is slow; null means until the end."""
 
 
 class Crash(Config):
     """A worker that dies, and loses the changes that it has not sent yet."""
 
     worker: WorkerNumber
-    """Number of the worker."""
+    """The number of the worker."""
     at_seconds: NonNegativeFloat
-    """Virtual time at which the worker dies."""
+    """The virtual time at which the worker dies."""
     back_seconds: NonNegativeFloat | None = None
-    """Virtual time at which the worker restarts, as a new client; null: never."""
+    """The virtual time at which the worker restarts, as a new client; null means never."""
 
 
 class Pause(Config):
     """A server that accepts nothing for a time, and then continues with its state."""
 
     server: Annotated[int, Field(ge=0)]
-    """Number of the server."""
+    """The number of the server."""
     at_seconds: NonNegativeFloat
-    """Virtual time at which the server stops."""
+    """The virtual time at which the server stops."""
     back_seconds: NonNegativeFloat
-    """Virtual time at which the server continues; messages from in between are sent again."""
+    """The virtual time at which the server continues; messages that arrive in the meantime are lost
+    and sent again."""
 
 
 class NetworkConfig(Config):
     """The network links between workers and servers."""
 
     bytes_per_second: PositiveFloat = 1.25e9
-    """Bandwidth of a worker's card, in each direction; the default is 10 Gbit/s."""
+    """The bandwidth of a worker's card, in each direction; the default is 10 Gbit/s."""
     server_bytes_per_second: PositiveFloat = 1.25e9
-    """Bandwidth of a server's card, in each direction."""
+    """The bandwidth of a server's card, in each direction."""
     latency_seconds: NonNegativeFloat = 1e-4
-    """Latency from one card to another, in addition to the time for the bytes."""
+    """The latency from one card to another, in addition to the time for the bytes."""
     jitter_seconds: NonNegativeFloat = 0.0
-    """Largest random latency, drawn for each message, so that messages can overtake each other."""
+    """The largest random latency, drawn for each message, so that messages can overtake each
+    other."""
     unevenness: NonNegativeFloat = 0.1
-    """Standard deviation of the logarithm of a message's share of a card's bandwidth, which is
-    drawn for each message; messages that use a card at the same time share its bandwidth."""
+    """The standard deviation of the logarithm of a message's weight, which is drawn at random.
+    Messages that use a card at the same time share its bandwidth by their weights."""
     loss: Chance = 0.0
-    """Share of messages that do not arrive."""
+    """The share of messages that do not arrive."""
     copies: Chance = 0.0
-    """Share of messages that arrive twice."""
+    """The share of messages that arrive twice."""
     retry_seconds: PositiveFloat = 0.2
-    """Time from the loss of a message or a reply until the message is sent again."""
+    """The time from the loss of a message or a reply until the message is sent again."""
 
 
 class SimulationConfig(Config):
     """The workers' speeds, the network and the failures; the same seed gives the same bits."""
 
     step_seconds: PositiveFloat | tuple[PositiveFloat, ...] = 0.1
-    """Time of a gradient of an equal share of the batch: a number, or one number per worker."""
+    """The seconds for a gradient of an equal share of the batch: one number for all workers, or one
+    number for each worker."""
     noise: NonNegativeFloat = 0.0
-    """Standard deviation of the logarithm of a step's time, drawn for each step."""
+    """The standard deviation of the logarithm of a step's time, drawn for each step."""
     stragglers: tuple[Straggler, ...] = ()
-    """Workers that are slow for a time."""
+    """The workers that are slow for a time."""
     crashes: tuple[Crash, ...] = ()
-    """Workers that die."""
+    """The deaths of workers."""
     pauses: tuple[Pause, ...] = ()
-    """Servers that stop for a time."""
+    """The pauses of servers."""
     detect_seconds: NonNegativeFloat = 1.0
-    """Time from a worker's death until the others no longer wait for it."""
+    """The time from a worker's death until the others no longer wait for it."""
     link: NetworkConfig = NetworkConfig()
-    """Network links, and the faults of the network."""
+    """The network links, and the faults of the network."""
     seconds: PositiveFloat | None = None
-    """Virtual time that ends the run; null ends it when all workers have taken their steps."""
+    """The virtual time that ends the run; null ends it when all workers have taken their steps."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of noise, jitter, losses and duplicates."""
+    """The seed of noise, jitter, losses and duplicates."""
 
     def speeds(self, workers: int) -> tuple[float, ...]:
         """Return the seconds that each worker needs for a gradient.
@@ -132,7 +135,7 @@ class SimulationConfig(Config):
                 )
 
     def paused_until(self, server: int, now: float) -> float | None:
-        """Return the time at which a stopped server continues, or None if it is not stopped."""
+        """Return the time at which a stopped server continues, or None if it runs."""
         ends = (
             one.back_seconds
             for one in self.pauses
@@ -154,7 +157,7 @@ def shares_by_speed(step_seconds: Sequence[float], batch_size: int) -> tuple[int
     """Return the shares of a batch for which workers of unequal speed take about equal time.
 
     Args:
-      step_seconds: time of one example, by worker.
+      step_seconds: for each worker, the seconds for one example.
 
     Raises:
       ConfigError: there are fewer examples than workers.

@@ -1,4 +1,4 @@
-"""Arithmetic of servers and workers on arrays of numpy or jax, of equal shape and dtype."""
+"""The arithmetic of servers and workers, on numpy or jax arrays of equal shape and dtype."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxdist.param_server.consistency.arrival import DelayCompensation
 from jaxdist.param_server.consistency.contract import Arrival, Merge
 
 EPSILON = 1e-7
-"""Constant that is added to a running mean of squares, so that the root is never zero."""
+"""The constant that is added to a running mean of squares, so that the root is never zero."""
 
 
 class Array(Protocol):
@@ -26,13 +26,13 @@ ArrayT = TypeVar("ArrayT", bound=Array)
 
 
 def combined(merge: Merge, change_of: Callable[[Arrival], ArrayT]) -> ArrayT:
-    """Return the weighted sum of a merge's changes divided by its total, added in merge order.
+    """Return the weighted sum of a merge's changes, added in order, divided by the merge's total.
 
-    A factor of 1 is skipped, so that a single change, or a mean with equal weights, rounds like a
-    plain sum.
+    The function skips weights and totals of 1, so that a single change, or a mean with equal
+    weights, rounds like a plain sum.
 
     Args:
-      change_of: function that returns the payload of an arrival, with the model's correction.
+      change_of: the function that returns the payload of an arrival, with the model's correction.
     """
     assert merge.parts, "a merge without parts changes nothing"
     found = None
@@ -45,7 +45,7 @@ def combined(merge: Merge, change_of: Callable[[Arrival], ArrayT]) -> ArrayT:
 
 
 def elastic_difference(x: ArrayT, centre: ArrayT, alpha: float) -> ArrayT:
-    """Return alpha (x - c): what the worker loses and the centre gains in an exchange of EASGD."""
+    """Return alpha (x - c), which an exchange of EASGD moves from the worker to the centre."""
     return (x - centre) * alpha
 
 
@@ -56,16 +56,18 @@ def delay_compensated(
     then: ArrayT,
     mean_square: ArrayT | None = None,
 ) -> tuple[ArrayT, ArrayT | None]:
-    """Correct a gradient g from the parameters `then` to `now`: g + s g g (now - then).
+    """Correct a gradient g, computed at `then`, for the parameters `now`: g + s g g (now - then).
 
-    The strength s is the config's. With `decay` the correction is divided, element by element, by
-    the root of the running mean plus 1e-7.
+    The factor s is `config.strength`. If `config.decay` is set, each element of the correction is
+    divided by the root of (the running mean + 1e-7).
 
     Args:
-      mean_square: running mean of squared gradients, used with `decay`; zeros at first.
+      mean_square: the running mean of squared gradients, which starts with zeros; required only if
+        `config.decay` is set.
 
     Returns:
-      The corrected gradient and the next running mean.
+      The corrected gradient, and the next running mean, or `mean_square` unchanged if
+      `config.decay` is not set.
     """
     square = gradient * gradient
     correction = square * (now - then) * config.strength

@@ -1,4 +1,4 @@
-"""Models that apply each change on arrival: asynchronous, or with bounded staleness (SSP)."""
+"""The models that apply each change on arrival: asynchronous, or with bounded staleness (SSP)."""
 
 from __future__ import annotations
 
@@ -23,30 +23,34 @@ Reads = Literal["eager", "lazy", "each_clock", "ahead"]
 
 
 class DelayCompensation(Config):
-    """DC-ASGD: a first-order correction of stale gradients for the movement of the parameters.
+    """The settings of DC-ASGD, a first-order correction of stale gradients.
 
-    Zheng et al., "Asynchronous stochastic gradient descent with delay compensation" (arXiv
-    1609.08326). The server keeps the version that each worker has read.
+    The correction accounts for the movement of the parameters since the worker read them. Zheng et
+    al., "Asynchronous stochastic gradient descent with delay compensation" (arXiv 1609.08326). The
+    server keeps the version that each worker has read.
     """
 
     strength: PositiveFloat = 0.04
-    """Factor of the correction, lambda in the paper."""
+    """The factor of the correction, lambda in the paper."""
     decay: Beta | None = None
-    """Decay of a running mean of squared gradients, whose root divides the correction; null does
-    not divide."""
+    """The decay of a running mean of squared gradients, whose root divides the correction. If null,
+    the correction is not divided."""
 
 
 class OnArrival(Consistency):
-    """Models that apply each gradient on arrival, as a separate update."""
+    """The base class of models that apply each gradient on arrival, as a separate update."""
 
     gradient_weight: Literal["share", "whole"] = "share"
-    """share: divide the learning rate by the number of workers, so that one gradient from each
-    moves the parameters as far as one synchronous step. whole: each gradient is a full step."""
+    """The weight of a gradient. share: the learning rate is divided by the number of workers, so
+    that one gradient from each worker moves the parameters as far as one synchronous step. whole:
+    each gradient is a full step."""
     staleness_power: Annotated[float, Field(ge=0, le=4)] = 0.0
-    """Divide the learning rate by the staleness to this power, if the staleness is above 1; 0 does
-    not divide. Staleness counts clocks with gradient_weight share, and updates with whole."""
+    """The power of the staleness by which the learning rate is divided, if the staleness is above
+    1; with power 0, it is not divided. The staleness is in clocks with gradient_weight share, and
+    in updates with whole."""
     delay_compensation: DelayCompensation | None = None
-    """Correction of gradients for the parameters' movement since the read; null turns it off."""
+    """The correction of gradients for the movement of the parameters since the worker read them;
+    null corrects nothing."""
     value_bound: PositiveFloat | None = None
     """A worker pauses while any element of its unapplied changes exceeds this bound divided by the
     number of workers; null sets no bound."""
@@ -93,13 +97,15 @@ class OnArrival(Consistency):
         so the sum may exceed the bound by one change per worker.
 
         Args:
-          largest: largest magnitude of an element in the sum of the worker's unapplied changes.
+          largest: the largest magnitude of an element in the sum of the worker's unapplied changes.
         """
         # The negated comparison also holds a worker back whose changes contain a NaN.
         return self.value_bound is not None and not largest < self.value_bound / workers
 
     def rate(self, staleness: int, team: int) -> float:
-        """Return the factor of the learning rate (Zhang et al., arXiv 1511.05950, at power 1).
+        """Return the factor of the learning rate for a change with this staleness.
+
+        With power 1, the factor is from Zhang et al. (arXiv 1511.05950).
 
         >>> Asynchronous(staleness_power=1.0, gradient_weight="whole").rate(4, team=8)
         0.25
@@ -109,14 +115,17 @@ class OnArrival(Consistency):
 
 
 class Asynchronous(OnArrival):
-    """Workers never wait (Dean et al., "Large scale distributed deep networks", 2012)."""
+    """A model in which workers never wait.
+
+    Dean et al., "Large scale distributed deep networks", 2012.
+    """
 
     type: Literal["async"] = "async"
     """Select this model."""
     reads: Literal["each_clock", "ahead"] = "each_clock"
-    """The way to obtain newer parameters. each_clock: the worker pulls before every computation.
-    ahead: when a computation begins, the worker pulls for the next computation, and does not wait
-    for the answer."""
+    """The rule for pulls. each_clock: the worker pulls before every computation. ahead: when a
+    computation begins, the worker pulls for the next computation, and does not wait for the
+    answer."""
 
     def how(self) -> Reads:
         return self.reads
@@ -128,25 +137,25 @@ class Asynchronous(OnArrival):
 class SSP(OnArrival):
     """Stale synchronous parallel: no worker is more than `bound` clocks ahead of the slowest.
 
-    A worker at clock c reads a version with all changes of all workers from clocks before c -
-    bound. The version also has all changes of that worker (except with reads `ahead`) and possibly
-    newer changes (Ho et al., NIPS 2013). In that paper a worker adds its changes to its old copy
-    itself, so lazy and eager reads (ESSP; Dai et al., arXiv 1410.8043) save pulls. Here workers
-    push gradients and the server's optimizer computes the change, so a worker must pull after every
-    push.
+    A worker at clock c reads a version that contains all changes of all workers from clocks before
+    c - bound. The version also contains all changes of that worker, except with reads `ahead`, and
+    possibly newer changes of other workers (Ho et al., NIPS 2013). In that paper a worker adds its
+    changes to its old copy itself, so lazy and eager reads (ESSP; Dai et al., arXiv 1410.8043) save
+    pulls. Here workers push gradients and the server's optimizer computes the change, so a worker
+    must pull after every push.
     """
 
     type: Literal["ssp"] = "ssp"
     """Select this model."""
     bound: Bound = 2
-    """Number of clocks that a worker may be ahead of the slowest."""
+    """The number of clocks that a worker may be ahead of the slowest worker."""
     reads: Reads = "each_clock"
-    """The way to obtain newer parameters. each_clock: the worker pulls before every computation.
-    ahead: when a computation begins, the worker pulls for the next computation, which starts
-    without an answer while the old copy is within the bound: it may miss the worker's own last
-    changes. lazy: the worker pulls when its copy is older than the bound allows or misses one of
-    its own changes. eager: like lazy, and the server also sends new parameters whenever the slowest
-    clock advances."""
+    """The rule for pulls. each_clock: the worker pulls before every computation. ahead: when a
+    computation begins, the worker pulls for the next computation. While the old copy is within the
+    bound, the next computation does not wait for the answer, so the copy may lack the worker's last
+    changes. lazy: the worker pulls when its copy is older than the bound allows, or lacks one of
+    the worker's changes. eager: like lazy, and the server also sends new parameters whenever the
+    slowest clock advances."""
 
     def fresh(self, floor: int, clock: int) -> bool:
         return clock - floor <= self.bound
@@ -158,26 +167,27 @@ class SSP(OnArrival):
 class AdaptiveSSP(OnArrival):
     """SSP with an adaptive bound: a fast worker runs ahead when that shortens its wait.
 
-    Up to `least` clocks ahead of the slowest worker, no worker waits. Beyond `least`, the last two
-    push times of the reader and of the slowest worker predict the next pushes of both. The reader
-    continues, up to `most`, if its wait after some more clocks is predicted to be shorter than now.
-    Zhao et al., "Dynamic stale synchronous parallel" (arXiv 1908.11848), predict once for several
-    clocks; here every clock is predicted separately, from the newest times.
+    A worker that is at most `least` clocks ahead of the slowest worker never waits. Beyond `least`,
+    the times of the last two pushes of this worker and of the slowest worker predict the next
+    pushes of both. The worker continues, up to `most` clocks ahead, if its predicted wait after
+    further clocks is shorter than its wait now. Zhao et al., "Dynamic stale synchronous parallel"
+    (arXiv 1908.11848), predict once for several clocks; here every clock is predicted separately,
+    from the newest times.
     """
 
     type: Literal["adaptive"] = "adaptive"
     """Select this model."""
     least: Bound = 1
-    """Number of clocks that a worker may always be ahead of the slowest."""
+    """The number of clocks that a worker may always be ahead of the slowest worker."""
     most: Bound = 8
-    """Largest number of clocks that a worker can be ahead of the slowest."""
+    """The largest number of clocks that a worker can be ahead of the slowest worker."""
     reads: Reads = "each_clock"
-    """The way to obtain newer parameters. each_clock: the worker pulls before every computation.
-    ahead: when a computation begins, the worker pulls for the next computation, which starts
-    without an answer while the old copy is within the bound: it may miss the worker's own last
-    changes. lazy: the worker pulls when its copy is older than the bound allows or misses one of
-    its own changes. eager: like lazy, and the server also sends new parameters whenever the slowest
-    clock advances."""
+    """The rule for pulls. each_clock: the worker pulls before every computation. ahead: when a
+    computation begins, the worker pulls for the next computation. While the old copy is within the
+    bound, the next computation does not wait for the answer, so the copy may lack the worker's last
+    changes. lazy: the worker pulls when its copy is older than the bound allows, or lacks one of
+    the worker's changes. eager: like lazy, and the server also sends new parameters whenever the
+    slowest clock advances."""
 
     @model_validator(mode="after")
     def _fits(self) -> AdaptiveSSP:
@@ -215,11 +225,13 @@ def _slowest(clocks: Clocks) -> int:
 def extra_clocks(
     pushed: Mapping[int, tuple[float, ...]], reader: int, slowest: int, most: int
 ) -> int:
-    """Return the extra clocks that minimize the wait for the slowest worker's next push.
+    """Return the number of extra clocks that minimizes the wait for the slowest worker's next push.
 
     Args:
-      pushed: arrival times of each worker's last two changes, in seconds.
-      most: largest number of extra clocks.
+      pushed: the arrival times of each worker's last two changes, in seconds.
+      reader: the worker that may run ahead.
+      slowest: the slowest worker.
+      most: the largest number of extra clocks.
 
     Returns:
       The smallest number with the shortest wait, or 0 until both workers have pushed twice.

@@ -1,4 +1,4 @@
-"""The contract of a consistency model: one decision over the version clocks of a range.
+"""The contract of a consistency model, which decides on the merges and the reads of a range.
 
 A worker's *clock* counts its changes that have arrived at the range. The *version* counts updates
 of the parameters. The *floor* is a clock: the current version contains all changes of all workers
@@ -25,12 +25,13 @@ class Arrival:
 
     Attributes:
       client: the client that sent the change.
-      sequence: number of the message among the client's messages.
-      clock: clock at which the client computed the change; in rounds, the number of the round.
-      version: version of the parameters that the change was computed from.
-      tokens: weight in a mean, or 0 if all examples of its batch were masked.
+      sequence: the number of the message among the client's messages.
+      clock: the clock at which the client computed the change, or the number of the round in a
+        model of rounds.
+      version: the version of the parameters that the change was computed from.
+      tokens: the weight of the change in a mean, or 0 if all examples of the batch were masked.
       usable: whether the change contains no NaN and no infinity.
-      seconds: arrival time.
+      seconds: the arrival time, in seconds.
     """
 
     client: int
@@ -43,10 +44,10 @@ class Arrival:
 
     @property
     def nothing(self) -> str | None:
-        """The reason that the change does not affect the parameters, or None if it does.
+        """The reason why the change does not affect the parameters, or None if it affects them.
 
-        The client's clock advances in either case. A change with 0 tokens is 0/0 and may hold a
-        NaN.
+        The client's clock advances in either case. A change with 0 tokens is 0/0, so it may contain
+        a NaN.
         """
         if self.tokens == 0:
             return "it has no tokens"
@@ -58,8 +59,8 @@ class WeightedChange:
     """A change in a merge, with its weight.
 
     Attributes:
-      weight: factor of the change in the sum.
-      staleness: number of updates between the version that the change was computed from and the
+      weight: the factor of the change in the sum.
+      staleness: the number of updates between the version that the change was computed from and the
         current version.
     """
 
@@ -74,10 +75,10 @@ class Merge:
 
     Attributes:
       parts: the changes, in the order of addition, or an empty tuple if no change of a round
-        counts, so that only the version advances.
-      total: divisor of the weighted sum.
-      rate: factor of the learning rate.
-      without: changes that are settled but not applied, for the reason in `Arrival.nothing`.
+        counts; in this case only the version advances.
+      total: the divisor of the weighted sum.
+      rate: the factor of the learning rate.
+      without: the changes that are settled but not applied, for the reason in `Arrival.nothing`.
     """
 
     parts: tuple[WeightedChange, ...]
@@ -93,15 +94,16 @@ class Merge:
 
 @dataclass(frozen=True)
 class Clocks:
-    """Clocks, version and pending changes of one range.
+    """The clocks, the version and the pending changes of one range.
 
     Attributes:
-      team: number of workers that the run is planned with.
-      clocks: number of changes that have arrived from each member.
-      version: number of updates so far.
-      floor: a clock that never decreases; the version contains all changes from earlier clocks.
-      held: changes that have arrived and are not merged yet, in order of arrival.
-      pushed: arrival times of each member's last two changes, in seconds.
+      team: the number of workers that the run is planned with.
+      clocks: the number of changes that have arrived from each member.
+      version: the number of updates so far.
+      floor: a clock that never decreases; the version contains all changes of all members from
+        earlier clocks.
+      held: the changes that have arrived and are not merged yet, in order of arrival.
+      pushed: the arrival times of each member's last two changes, in seconds.
     """
 
     team: int
@@ -113,7 +115,7 @@ class Clocks:
 
     @property
     def missing(self) -> int:
-        """Number of members whose change of the open round is missing, if versions are rounds."""
+        """The number of members whose change of the open round is missing, in a model of rounds."""
         return sum(clock <= self.version for clock in self.clocks.values())
 
     def joined(self, client: int) -> Clocks:
@@ -122,7 +124,7 @@ class Clocks:
         return replace(self, clocks={**self.clocks, client: self.floor})
 
     def left(self, client: int) -> Clocks:
-        """Return the clocks without a member, whose earlier changes stay."""
+        """Return the clocks without a member; the member's earlier changes stay."""
         clocks = {member: clock for member, clock in self.clocks.items() if member != client}
         pushed = {member: times for member, times in self.pushed.items() if member != client}
         return replace(self, clocks=clocks, pushed=pushed)
@@ -143,10 +145,11 @@ class Decision:
     """The updates and admitted readers that follow from the changes so far.
 
     Attributes:
-      clocks: clocks, version and pending changes after the updates.
-      merges: due updates, in order.
-      admitted: waiting members that may read the version after these updates.
-      wake: time at which an update becomes due without a further message, or None for never.
+      clocks: the clocks, version and pending changes after the updates.
+      merges: the due updates, in order.
+      admitted: the waiting members that may read the version after these updates.
+      wake: the time at which an update becomes due without a further message, or None if there is
+        no such time.
     """
 
     clocks: Clocks
@@ -156,7 +159,7 @@ class Decision:
 
 
 class Consistency(Config):
-    """A consistency model: when arrived changes are merged, and which versions may be read."""
+    """A consistency model, which decides when changes are merged and which versions may be read."""
 
     payload: ClassVar[Payload] = "gradient"
 
@@ -220,11 +223,11 @@ class Consistency(Config):
 def decide(
     model: Consistency, clocks: Clocks, readers: Iterable[int] = (), now: float = 0.0
 ) -> Decision:
-    """Return all due updates, and the readers admitted after them.
+    """Return all due updates, and the readers that may read after the updates.
 
     Args:
-      readers: members that wait for parameters.
-      now: current time, in seconds.
+      readers: the members that wait for parameters.
+      now: the current time, in seconds.
     """
     merges = []
     while merge := model.due(clocks, now):

@@ -1,4 +1,4 @@
-"""Local updates without a common step: the server merges changes of parameters as they arrive."""
+"""A model of local steps, in which the server merges the workers' changes of parameters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jaxdist.param_server.consistency.rounds import mean_of
 
 
 class Decoupled(Consistency):
-    """Merge when enough workers have sent their changes, or when a grace window has closed.
+    """A model that merges when enough workers have sent changes, or when a grace window has closed.
 
-    A worker trains `local_steps` steps alone and pushes the change of its parameters. The outer
+    A worker takes `local_steps` steps alone and pushes the change of its parameters. The outer
     optimizer (SGD) moves the parameters by the mean of the pending changes, weighted by tokens. A
     change that arrives later joins the next merge. This is Decoupled DiLoCo (arXiv 2604.21428).
     With all workers in every merge it is DiLoCo (arXiv 2311.08105, algorithm 1), and with
@@ -28,20 +28,20 @@ class Decoupled(Consistency):
     """Select this model."""
     payload: ClassVar[Payload] = "outer"
     local_steps: Count = 100
-    """Number of steps of a worker from a push to the next."""
+    """The number of steps of a worker from a push to the next."""
     quorum: Count | None = None
-    """Number of pending changes that triggers a merge; null waits for all members."""
+    """The number of pending changes that triggers a merge; null waits for all members."""
     grace_seconds: NonNegativeFloat | None = None
-    """Time from the first pending change to a merge that leaves out the missing changes; null waits
-    for the quorum."""
+    """The seconds from the first pending change to a merge that leaves out the missing changes;
+    null waits for the quorum."""
     at_least: Count = 1
-    """Smallest number of changes that is merged when the grace window has closed."""
+    """The smallest number of changes that is merged when the grace window has closed."""
     oldest: Count | None = None
-    """Drop a change computed more than this number of merges ago; null drops none."""
+    """The largest age of a change, in merges. An older change is dropped; null drops no change."""
     learning_rate: PositiveFloat = 0.7
-    """Learning rate of the outer optimizer."""
+    """The learning rate of the outer optimizer."""
     momentum: Beta = 0.9
-    """Momentum of the outer optimizer; 0 keeps none."""
+    """The momentum of the outer optimizer; 0 keeps none."""
     nesterov: bool = True
     """Whether the outer momentum is Nesterov's."""
 
@@ -91,7 +91,7 @@ class Decoupled(Consistency):
         return True
 
     def admits(self, clocks: Clocks, client: int) -> bool:
-        """Return whether a worker's own changes are all merged."""
+        """Return whether all changes of a worker are merged."""
         return all(one.client != client for one in clocks.held)
 
     def reachable(self, clocks: Clocks, arrival: Arrival) -> bool:

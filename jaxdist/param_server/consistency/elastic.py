@@ -1,4 +1,4 @@
-"""Elastic averaging: workers train alone, attracted to a common centre."""
+"""The model of elastic averaging: workers train alone, attracted to a common centre."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxdist.param_server.consistency.contract import (
 
 
 class Elastic(Consistency):
-    """EASGD: every `every` steps a worker and the centre move towards each other.
+    """EASGD, in which a worker and the centre move towards each other after every `every` steps.
 
     Zhang, Choromanska and LeCun, "Deep learning with elastic averaging SGD" (arXiv 1412.6651),
     algorithm 1. The worker reads the centre c, moves by -alpha (x - c) and pushes alpha (x - c),
@@ -30,16 +30,18 @@ class Elastic(Consistency):
     """Select this model."""
     payload: ClassVar[Payload] = "elastic"
     every: Count = 10
-    """Number of steps of a worker from an exchange to the next; tau in the paper."""
+    """The number of steps of a worker from an exchange to the next; tau in the paper."""
     alpha: PositiveFloat | None = None
-    """Fraction of their distance that worker and centre move in an exchange; null is beta divided
-    by the number of workers."""
+    """The fraction of the distance between worker and centre that each of them moves in an
+    exchange; null takes beta divided by the number of workers."""
     beta: PositiveFloat | None = None
-    """alpha times the number of workers; null is 0.9 if alpha is null too."""
+    """The product of alpha and the number of workers. If alpha and beta are null, beta is 0.9."""
     order: Literal["arrival", "rounds"] = "arrival"
-    """arrival: apply each exchange separately. rounds: move the centre once for all workers."""
+    """The order of exchanges. arrival: each exchange is applied separately. rounds: the centre
+    moves once for all workers."""
     curvature: Annotated[float, Field(gt=0)] = 1.0
-    """Largest curvature of the loss, by which the stability check multiplies the learning rate."""
+    """The largest curvature of the loss, by which the stability check multiplies the learning
+    rate."""
 
     @model_validator(mode="after")
     def _fits(self) -> Elastic:
@@ -94,14 +96,15 @@ def _by_client(arrival: Arrival) -> tuple[int, int]:
 def alpha_limit(rate: float, workers: int | None) -> float:
     """Return the largest alpha at which EASGD does not diverge on x^2 / 2.
 
-    With W workers that exchange at once, this bounds both eigenvalues of the map of their mean and
-    the centre, [[1 - rate - alpha, alpha], [W alpha, 1 - W alpha]], and also |1 - rate - alpha|, by
-    1. With exchanges one after another, alpha is at most (4 - 2 rate) / (4 - rate) for any number
-    of workers, as in the paper.
+    If W workers exchange at once, the limit keeps the magnitude of three numbers at most 1. Two are
+    the eigenvalues of the map of the workers' mean and the centre,
+    [[1 - rate - alpha, alpha], [W alpha, 1 - W alpha]], and the third is 1 - rate - alpha. If
+    workers exchange one after another, the limit is (4 - 2 rate) / (4 - rate) for any number of
+    workers, as in the paper.
 
     Args:
-      rate: learning rate times curvature, at most 2.
-      workers: number of workers that exchange at once, or None for exchanges one after another.
+      rate: the product of learning rate and curvature, at most 2.
+      workers: the number of workers that exchange at once, or None for exchanges one after another.
 
     >>> alpha_limit(1.0, None)
     0.6666666666666666

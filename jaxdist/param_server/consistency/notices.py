@@ -1,4 +1,4 @@
-"""Warnings about settings that can be combined but interact."""
+"""The warnings about settings that can be combined but interact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds: a step waits for the changes of the workers and applies them as one update."""
+"""The models with rounds: a round waits for the workers' changes and applies them as one update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxdist.param_server.consistency.contract import (
 
 
 class Rounds(Consistency):
-    """Models whose version is the number of the round."""
+    """The base class of models in which the version is the number of the round."""
 
     def floor_of(self, clocks: Clocks) -> int:
         return clocks.version
@@ -43,7 +43,7 @@ class BSP(Rounds):
     type: Literal["bsp"] = "bsp"
     """Select this model."""
     backups: Annotated[int, Field(ge=0)] = 0
-    """Number of workers whose gradients a round does not wait for."""
+    """The number of workers whose gradients a round does not wait for."""
 
     def check(self, *, workers: int, learning_rate: float) -> None:
         if self.backups >= workers:
@@ -66,10 +66,11 @@ class BSP(Rounds):
 
 
 def mean_of(held: Sequence[Arrival], version: int) -> Merge:
-    """Return the mean of all changes that count, weighted by tokens, in the order of the clients.
+    """Return a merge by the mean of all usable changes, weighted by tokens, ordered by client.
 
-    Weights are relative to the largest, so that equal weights are 1 and cause no rounding. A change
-    with 0 tokens is left out, not multiplied by 0; if all have 0, the optimizer takes no step.
+    Weights are divided by the largest weight, so that equal weights become 1 and cause no rounding.
+    A change with 0 tokens is left out, not multiplied by 0. If no change counts, the merge has no
+    parts, and the optimizer takes no step.
     """
     ordered = sorted(held, key=lambda one: (one.client, one.sequence))
     counted = [one for one in ordered if one.nothing is None]

@@ -1,1 +1,1 @@
-"""Running servers and workers: threads, clocks and arrays around the protocol."""
+"""The servers and clients of a run, which add threads, clocks and arrays to the protocol."""

@@ -28,18 +28,20 @@ class Aggregator(Reception):
     that joins, the aggregator becomes a new client of the server.
 
     Args:
-      model: consistency model of the servers; workers of a rack always follow `rack.WITHIN`.
-      wire: connection to the server.
-      numbers: client numbers at the server, which the aggregator uses one after another.
-      workers: initial workers of the rack.
-      codes: encoding of the pushes of workers and aggregator; None sends them uncompressed.
-      retry_seconds: time without an answer of the server after which a message is sent again.
-      gone: called with the aggregator's client number when the last worker has left.
-      failed: called with the reason when the server refuses a message.
+      model: the consistency model of the servers; workers of a rack always follow `rack.WITHIN`.
+      wire: the connection to the server.
+      numbers: the client numbers at the server, which the aggregator uses one after another.
+      workers: the initial workers of the rack.
+      codes: the encoding of the pushes of workers and aggregator, or None for uncompressed pushes.
+      retry_seconds: the seconds without an answer of the server after which a message is sent
+        again.
+      gone: the function that is called with the aggregator's client number when the last worker has
+        left.
+      failed: the function that is called with the reason when the server refuses a message.
 
     Attributes:
-      state: state of the protocol.
-      forwarded: number of pushes to the server so far.
+      state: the state of the protocol.
+      forwarded: the number of pushes to the server so far.
     """
 
     def __init__(
@@ -168,7 +170,7 @@ class Aggregator(Reception):
         self._link.send(self.state.outer.under_way[sequence])
 
     def _written(self, effect: Forward, sequence: int) -> np.ndarray:
-        """Return a round's mean in the form that is sent; zeros if no change is usable."""
+        """Return a round's mean, encoded for the server, or zeros if no change is usable."""
 
         def payload_of(one: Arrival) -> np.ndarray:
             return self._payloads[one.client, one.sequence]

@@ -23,13 +23,13 @@ from jaxdist.wire.contract import Wire
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Timeouts of a worker.
+    """The timeouts of a worker.
 
     Attributes:
-      deadline_seconds: time limit of any wait, after which the worker fails and names the late
-        process.
-      retry_seconds: time without an answer after which a message is sent again. A stream loses
-        nothing while it is open; when it ends, all pending messages are sent again at once.
+      deadline_seconds: the time limit of any wait, in seconds. A worker that reaches the limit
+        fails, and its error names the late process.
+      retry_seconds: the seconds without an answer after which a message is sent again. An open
+        stream loses no message; when a stream ends, all pending messages are sent again at once.
     """
 
     deadline_seconds: float = 600.0
@@ -40,16 +40,16 @@ class Client:
     """A worker's sessions with all servers: a context manager, used by one thread.
 
     Args:
-      number: client number.
-      model: consistency model of the servers, or of a rack's aggregators.
-      wires: connections to the servers, or to aggregators in front of them, in the order of the
+      number: the client number.
+      model: the consistency model of the servers, or of a rack's aggregators.
+      wires: the connections to the servers, or to aggregators in front of them, in the order of the
         layouts.
-      codes: encoding of pushes to each server; () sends them uncompressed.
-      through: prefix of the servers' names in error messages, for wires through aggregators.
+      codes: the encoding of pushes to each server, or () for uncompressed pushes.
+      through: the prefix of the servers' names in error messages, for wires through aggregators.
 
     Attributes:
-      waited_seconds: time spent in `read`, `push` and `drain`.
-      received_bytes, sent_bytes: sizes of payloads.
+      waited_seconds: the seconds spent in `read`, `push` and `drain`.
+      received_bytes, sent_bytes: the total sizes of received and of sent payloads, in bytes.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Client:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Versions of the last read, by server; newer copies may have arrived since."""
+        """The versions of the last read, by server; newer copies may have arrived since."""
         return tuple(version or 0 for version in self._read)
 
     def read(self) -> list[np.ndarray]:
@@ -160,8 +160,8 @@ class Client:
         """Return a change in the form that is sent, and whether the worker finds the change usable.
 
         Servers check uncompressed changes for values that are not finite. A change with 0 tokens
-        may be 0/0, so zeros are sent without the encoder: servers apply none of it, and the
-        encoder's error feedback must not be lost with it.
+        may be 0/0. Zeros are sent instead, without the encoder: servers would not apply the change,
+        and the encoder's error feedback would be lost with it.
         """
         if tokens == 0:
             spec = self._encoders[at].codes.spec if self._encoders else None
@@ -176,7 +176,8 @@ class Client:
     def move(self, server: int, wire: Wire, epoch: int) -> None:
         """Continue with the server that leads a shard in a new epoch.
 
-        All messages without a final reply are sent again, and count once.
+        An epoch that is not newer than the known epoch changes nothing. Otherwise all messages
+        without a final reply are sent again, and the new server counts each message once.
         """
         with self._changed:
             if epoch > self._links[server].state.epoch:
@@ -192,7 +193,10 @@ class Client:
         return [codes.decode(payload, self.number, at) for at, payload in sent.items()]
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition that replies make true.
+        """Wait until a condition holds, which is checked again after each reply.
+
+        Args:
+          what: a description of the condition, for the error message.
 
         Raises:
           RunError: the deadline passed, or a server refused a message, as for `read`.

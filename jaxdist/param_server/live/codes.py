@@ -1,4 +1,4 @@
-"""Compressed pushes: the encoding of a shard's changes as bytes, and the decoding."""
+"""The encoding of a shard's changes as bytes, for compressed pushes, and the decoding."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxdist.wire.contract import Spec
 
 
 class Codes:
-    """The encoding of a shard's pushes: the messages of its ranges, concatenated, as bytes.
+    """The encoding of a shard's pushes: the concatenated bytes of the messages of its ranges.
 
     Args:
-      whole: names of parameters that are pushed uncompressed.
-      seed: seed of random codecs.
+      whole: the names of parameters that are pushed uncompressed.
+      seed: the seed of random codecs.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Codes:
         """Decode a push to a flat array in the order of the shard.
 
         Args:
-          payload: bytes of the length in `spec`; any such bytes can be decoded.
+          payload: the bytes of the length in `spec`; any such bytes can be decoded.
         """
         flat = np.empty(self.layout.length, self.layout.dtype)
         round, offset = first_round(self.seed, sequence, client), 0
@@ -83,13 +83,13 @@ class PushEncoder:
         self._states: dict[int, SenderState] = {}
 
     def __call__(self, change: np.ndarray, sequence: int) -> tuple[np.ndarray, bool]:
-        """Return an encoded push and whether it is finite.
+        """Return the encoded push, and whether all values of the change are finite.
 
-        A push that is not finite is dropped whole, and changes no residual.
+        A push with a value that is not finite is dropped as a whole, and changes no residual.
 
         Args:
-          change: flat array in the order of the shard.
-          sequence: sequence of the push's message.
+          change: the change as a flat array, in the order of the shard.
+          sequence: the sequence of the push's message.
         """
         codes = self.codes
         round = first_round(codes.seed, sequence, self.client)
@@ -112,7 +112,7 @@ class PushEncoder:
 
 
 def like(piece: ShardPiece) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a range as codecs encode it."""
+    """Return the shape of a range, and the dtype in which codecs encode the range, float32."""
     return jax.ShapeDtypeStruct(piece.shape, jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""Conversion of the protocol's messages and replies to envelopes and back."""
+"""The conversion of the protocol's messages and replies to envelopes and back."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def of_message(message: Message, tensor: int, payload: np.ndarray | None = None)
     """Convert a worker's message to an envelope.
 
     Args:
-      tensor: number of the shard.
-      payload: payload of a push, or of a pull of rows.
+      tensor: the number of the shard.
+      payload: the payload of a push, or of a pull of rows.
     """
     stamp = message.stamp
     if isinstance(message, Pull):
@@ -50,8 +50,8 @@ def of_reply(reply: Reply, tensor: int, epoch: int, payload: np.ndarray | None =
     """Convert a server's reply to an envelope.
 
     Args:
-      epoch: epoch of the range.
-      payload: parameters, for a reply that has them.
+      epoch: the epoch of the range.
+      payload: the parameters, for a reply that has them.
     """
     match reply:
         case Acknowledge(client, sequence, version):

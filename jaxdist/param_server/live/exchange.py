@@ -24,22 +24,22 @@ from jaxdist.wire.contract import (
 )
 
 AWAY_SECONDS = 0.05
-"""Time between two attempts to reach a server."""
+"""The seconds between two attempts to reach a server."""
 
 
 class ServerLink:
     """A client's state for one server; all access requires the lock of the owning `Sessions`.
 
     Args:
-      server: number of the server, which is also that of its shard.
-      name: name of the peer at the other end of the wire.
+      server: the number of the server, which is also the number of its shard.
+      name: the name of the peer at the other end of the wire.
 
     Attributes:
-      state: current state of the protocol.
-      copy: newest parameters received; set by the owner.
-      payloads: payloads of pushes that are not settled, by sequence; set by the owner.
+      state: the current state of the protocol.
+      copy: the newest parameters received; set by the owner.
+      payloads: the payloads of pushes that are not settled, by sequence; set by the owner.
       welcome: whether the server has bound the session to this client.
-      late: clients that the server waits for, from its last answer to LATE.
+      late: the clients that the server waits for, as its last answer to LATE names them.
       idle: whether no session is kept open, because the rack has no worker.
     """
 
@@ -67,7 +67,7 @@ class ServerLink:
             self.session.send(self._envelope(Op.LATE))
 
     def again(self, before: float) -> None:
-        """Send again the messages that were sent before a time and have no answer."""
+        """Send unanswered messages again if they were sent before a time of `time.monotonic`."""
         if not self.welcome:
             if self.session is not None and self._greeted <= before:
                 self._greet(self.session)
@@ -105,7 +105,7 @@ class ServerLink:
         return self.ended(self._over)
 
     def end(self) -> Session | None:
-        """End the current session; return it, to be closed."""
+        """Stop using the current session; return the session for the caller to close, or None."""
         return self.ended(self._over)
 
     def _greet(self, session: Session) -> None:
@@ -122,13 +122,14 @@ class Sessions:
     """The sessions of a client's links, which a thread keeps open.
 
     Args:
-      lock: lock of the owner, held during all callbacks.
-      retry_seconds: time without an answer after which a message is sent again.
-      heard: called with each reply of the protocol and its payload.
-      failed: called with the reason when a server's refusal makes progress impossible.
+      lock: the lock of the owner, held during all callbacks.
+      retry_seconds: the seconds without an answer after which a message is sent again.
+      heard: the function that is called with each reply of the protocol and its payload.
+      failed: the function that is called with the reason when a server's refusal makes progress
+        impossible.
 
     Attributes:
-      changed: condition that is notified after every received envelope.
+      changed: the condition that is notified after every received envelope.
     """
 
     def __init__(

@@ -22,8 +22,9 @@ class ShardPiece:
     """A range's position in its shard's flat array.
 
     Attributes:
-      shape: rows of the range, and the parameter's other dims; a scalar is one row.
-      offset: number of elements before the range.
+      shape: the number of rows of the range, then the sizes of the parameter's other dims; a scalar
+        has one row.
+      offset: the number of elements before the range.
     """
 
     range: Range
@@ -44,7 +45,7 @@ class ShardLayout:
     """The ranges of one server in a flat array.
 
     Attributes:
-      server: number of the server, which is also that of its shard.
+      server: the number of the server, which is also the number of its shard.
     """
 
     server: int
@@ -73,7 +74,7 @@ def layouts(placement: Placement, params: Params) -> tuple[ShardLayout, ...]:
     """Return the layout of each server's shard.
 
     Args:
-      params: parameters, or their shapes.
+      params: the parameters, or their shapes.
 
     Raises:
       ConfigError: the parameters have several dtypes, which one array cannot hold.
@@ -106,7 +107,7 @@ def joined_shards(
     """Join shards to parameters by name; a parameter of a single range is a view of its shard.
 
     Args:
-      shapes: shapes of the parameters, by name.
+      shapes: the shapes of the parameters, by name.
     """
     parts: dict[str, list[tuple[int, np.ndarray]]] = {name: [] for name in shapes}
     for layout, flat in zip(shards, flats, strict=True):

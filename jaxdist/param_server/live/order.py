@@ -20,8 +20,8 @@ class ProtocolCall(NamedTuple):
 
     Attributes:
       now: the server's time, in seconds.
-      client: client of a join or a leave.
-      message: received message.
+      client: the client of a join or a leave.
+      message: the received message.
     """
 
     kind: Literal["join", "leave", "tick", "receive"]
@@ -31,7 +31,7 @@ class ProtocolCall(NamedTuple):
 
 
 def step(model: Consistency, state: RangeState, taken: ProtocolCall) -> server.Step:
-    """Make a recorded call of the protocol, and return its step."""
+    """Repeat a recorded call of the protocol, and return the resulting step."""
     match taken.kind:
         case "join":
             return server.join(model, state, taken.client, taken.now)
@@ -82,7 +82,7 @@ class OrderLog:
 
 
 def read_order(path: Path) -> Iterator[ProtocolCall]:
-    """Return the calls of a log, in order; a truncated last line is skipped.
+    """Yield the calls of a log, in order; a truncated last line is skipped.
 
     Raises:
       RunError: the file cannot be read, or a line is not a call.

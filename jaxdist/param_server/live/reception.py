@@ -1,4 +1,4 @@
-"""A server's sessions, and the payloads of pushes until they are settled."""
+"""The sessions of a server, and the payloads of pushes that are not settled."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from jaxdist.wire.contract import (
 from jaxdist.wire.frames import FrameError, spec_for, text_payload
 
 MOST_REASONS = 64
-"""Largest number of distinct reasons that a counter keeps."""
+"""The largest number of distinct reasons that a counter keeps."""
 WAITING_BYTES = 256 * 2**20
-"""Size of a client's waiting pushes above which more are refused; four pushes are always
-allowed."""
+"""The size of a client's waiting pushes, in bytes, above which further pushes are refused; four
+pushes are always allowed."""
 
 
 @dataclass
@@ -37,11 +37,11 @@ class Counters:
     """Counters of a server's activity.
 
     Attributes:
-      applied: number of applied changes.
-      dropped: number of changes that were not applied, by reason.
-      refused: number of messages that changed nothing, by reason.
-      received_bytes, sent_bytes: sizes of payloads.
-      busy_seconds: time spent on messages and updates.
+      applied: the number of applied changes.
+      dropped: the number of changes that were not applied, by reason.
+      refused: the number of messages that changed nothing, by reason.
+      received_bytes, sent_bytes: the total sizes of received and of sent payloads, in bytes.
+      busy_seconds: the seconds spent on messages and updates.
     """
 
     applied: int = 0
@@ -53,7 +53,7 @@ class Counters:
 
     @staticmethod
     def count(counter: Counter[str], reason: str) -> None:
-        """Count a refusal by its reason, without the numbers in it.
+        """Count a reason; every number in its text is replaced by `n`.
 
         The number of distinct reasons is bounded, since a peer could send new reasons without end.
         """
@@ -67,8 +67,8 @@ class Reception(ABC):
     This class handles sessions and payloads; subclasses handle the messages.
 
     Args:
-      spec: required shard, dtype and length of the parameters.
-      codes: encoding of pushes, or None for uncompressed pushes.
+      spec: the required shard, dtype and length of the parameters.
+      codes: the encoding of pushes, or None for uncompressed pushes.
     """
 
     def __init__(self, spec: Spec, codes: Codes | None) -> None:
@@ -106,7 +106,7 @@ class Reception(ABC):
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start of the service."""
+        """The seconds since the start of the service."""
         return time.monotonic() - self._begun
 
     def admit(self, client: int) -> None:

@@ -23,9 +23,9 @@ class Reached:
     """A shard's arrays at the time when all changes of clocks before `floor` are applied.
 
     Attributes:
-      floor: clock that the shard has reached.
-      params: parameters, never modified afterwards.
-      optimizer: copy of the optimizer's state.
+      floor: the clock that the shard has reached.
+      params: the parameters, never modified afterwards.
+      optimizer: a copy of the optimizer's state.
     """
 
     floor: int
@@ -38,12 +38,13 @@ class Server(Reception):
     """A `jaxdist.wire.contract.Service` for the clients of one shard.
 
     Args:
-      state: state of the protocol, with the initial workers as members.
-      codes: encoding of pushes, or None for uncompressed pushes.
-      due: clocks at which `reached` is called, ascending.
-      reached: called with the shard at each clock in `due`.
-      applied: called after each update with its version and the squared norm of its change.
-      log: log of the order of messages.
+      state: the state of the protocol, with the initial workers as members.
+      codes: the encoding of pushes, or None for uncompressed pushes.
+      due: the clocks at which `reached` is called, ascending.
+      reached: the function that is called with the shard at each clock in `due`.
+      applied: the function that is called after each update with its version and the squared norm
+        of its change.
+      log: the log of the order of messages, or None without a log.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Server(Reception):
             self._log.close()
 
     def join(self, client: int) -> None:
-        """Add a member before it has a session."""
+        """Add a client as a member before the client has a session."""
         with self._changed:
             self._join(client)
 
@@ -133,7 +134,7 @@ class Server(Reception):
         self._done(found)
 
     def _done(self, found: protocol.Step) -> None:
-        """Execute a step of the protocol, its effects in order."""
+        """Execute the effects of a step of the protocol, in order."""
         self.state = found.state
         for effect in found.effects:
             if isinstance(effect, Apply):

@@ -18,7 +18,7 @@ from jaxdist.param_server.live.layout import ShardLayout
 from jaxdist.types import OptState, PyTree
 
 Tree = dict[str, jax.Array]
-"""Arrays of ranges, by the key of the range."""
+"""The arrays of ranges, by the key of the range."""
 
 
 def split_ranges(layout: ShardLayout, flat: jax.Array) -> Tree:
@@ -36,18 +36,18 @@ def shapes(layout: ShardLayout) -> dict[str, jax.ShapeDtypeStruct]:
 class ServerShard:
     """The arrays of one server.
 
-    Parameters are never modified in place, since readers keep versions.
+    Parameters are never modified in place, since readers keep references to older versions.
 
     Args:
-      transform: optimizer that is separable by tensor, made for `shapes(layout)`.
-      flat: initial parameters.
-      state: state of the optimizer, or None for a fresh state.
+      transform: the optimizer that is separable by tensor, made for `shapes(layout)`.
+      flat: the initial parameters.
+      state: the state of the optimizer, or None for a fresh state.
 
     Attributes:
-      params: newest version of the parameters, `[layout.length]`, on the host.
-      staleness: number of changes for each staleness.
-      square: squared norm of the last applied change.
-      moved: last applied change.
+      params: the newest version of the parameters, `[layout.length]`, on the host.
+      staleness: the number of applied changes for each staleness, in updates.
+      square: the squared norm of the last applied change.
+      moved: the last applied change.
     """
 
     def __init__(
@@ -97,7 +97,11 @@ class ServerShard:
         return self.model.delay_compensation if isinstance(self.model, OnArrival) else None
 
     def read(self, client: int, version: int) -> np.ndarray:
-        """Return the parameters for a worker that will compute from this version."""
+        """Return the parameters for a worker that will compute from this version.
+
+        With delay compensation, the shard also keeps these parameters until a change that the
+        worker computed from a newer version is applied.
+        """
         if self.compensation is not None:
             self._read[client, version] = self.params
         return self.params
@@ -116,7 +120,7 @@ class ServerShard:
         self.move(combined(merge, partial(self._compensated, change_of)), merge.rate)
 
     def move(self, change: np.ndarray, rate: float) -> None:
-        """Apply a merged change, with this factor of the learning rate."""
+        """Apply a merged change with a factor of the learning rate; set `square` and `moved`."""
         self.moved = change
         # numpy's BLAS is used, since XLA's sum of squares takes ten times as long as the update.
         wide = change.astype(np.float32, copy=False)
@@ -144,11 +148,11 @@ class ServerShard:
 
     @property
     def arrays(self) -> PyTree:
-        """Parameters and state of the optimizer, which the next update overwrites."""
+        """The parameters, and the optimizer's state, whose memory the next update overwrites."""
         return self.params, self.optimizer
 
     def restore(self, raw: Sequence[np.ndarray]) -> None:
-        """Take the arrays of another server, given the bytes of each leaf."""
+        """Replace `arrays` by the arrays of another server, given the raw bytes of each leaf."""
         leaves = [
             one.view(leaf.dtype).reshape(leaf.shape)
             for one, leaf in zip(raw, jax.tree.leaves(self.arrays), strict=True)

@@ -12,12 +12,12 @@ from jaxdist.param_server.placement.ranges import Range
 
 
 class Balanced(PlacementRule):
-    """Balance bytes over the servers; when a server joins or leaves, most ranges may move.
+    """A rule that balances bytes; most ranges may move if a server joins or leaves.
 
-    The fullest of n servers holds at most 4/3 - 1/(3 n) of the optimum (Graham, "Bounds on
-    multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969, theorem 2). That server also
-    holds at most the mean plus (1 - 1/n) of the largest range, which is close to 1/n of all bytes
-    if ranges are small.
+    The fullest of n servers holds at most 4/3 - 1/(3 n) times the bytes of the best placement
+    (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969, theorem 2).
+    That server also holds at most the mean plus (1 - 1/n) of the largest range, which is close to
+    1/n of all bytes if ranges are small.
     """
 
     type: Literal["balanced"] = "balanced"

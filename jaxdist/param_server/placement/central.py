@@ -11,7 +11,10 @@ from jaxdist.param_server.placement.ranges import Range
 
 
 class Central(PlacementRule):
-    """Put everything on one server: N workers send it N times the parameters' bytes in a round."""
+    """A rule that puts everything on one server, which receives the pushes of all workers.
+
+    In a round, N workers send N times the parameters' bytes to this server.
+    """
 
     type: Literal["central"] = "central"
     """Select this placement."""

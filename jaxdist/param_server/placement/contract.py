@@ -23,7 +23,7 @@ class Placement:
 
     Attributes:
       servers: the servers' numbers, ascending.
-      ranges: ranges of all parameters, in the parameters' order.
+      ranges: the ranges of all parameters, in the parameters' order.
       owners: for each range, the server that holds it.
       law: the placement rule's guarantee about bytes, as a sentence.
     """
@@ -40,7 +40,7 @@ class Placement:
 
     @property
     def bytes_by_server(self) -> dict[int, int]:
-        """Number of bytes of each server's shard.
+        """The number of bytes of each server's shard.
 
         If N workers push all parameters, a server receives N times this number.
         """
@@ -48,7 +48,7 @@ class Placement:
 
     @property
     def bound_bytes(self) -> int:
-        """Lower bound on the fullest server's bytes, for any placement of these ranges."""
+        """A lower bound on the fullest server's bytes, for any placement of these ranges."""
         return least_bytes([found.size_bytes for found in self.ranges], len(self.servers))
 
     def explain(self) -> str:
@@ -94,7 +94,8 @@ class PlacementRule(Config):
     """A rule that assigns ranges to servers."""
 
     range_bytes: Annotated[int, Field(ge=1, le=LARGEST)] | None = RANGE_BYTES
-    """Larger tensors are cut by rows into ranges of at most this size; null cuts none."""
+    """The largest size of a range, in bytes. Larger tensors are cut by rows; null cuts no
+    tensor."""
 
     def place(self, tensors: Sequence[PlaceableTensor], servers: Sequence[int]) -> Placement:
         """Assign every range of these tensors to a server.
@@ -103,8 +104,8 @@ class PlacementRule(Config):
           servers: the servers' numbers, which stay the same when other servers join or leave.
 
         Raises:
-          ConfigError: there is no server, a server twice, or more servers than ranges; also the
-            errors of `cut_ranges`.
+          ConfigError: `servers` is empty, names a server twice, or has more servers than there are
+            ranges; or `cut_ranges` raises the error.
         """
         ranges, numbers = cut_ranges(tensors, self.range_bytes), tuple(sorted(servers))
         if not numbers or len(set(numbers)) < len(numbers):
@@ -149,7 +150,7 @@ def least_bytes(sizes: Sequence[int], servers: int) -> int:
 
 
 def moved_bytes(before: Placement, after: Placement) -> dict[tuple[int, int], int]:
-    """Return the bytes that move between two placements of the same ranges, by (from, to).
+    """Return the bytes that move between two placements of the same ranges, by servers (from, to).
 
     >>> from jaxdist.param_server.placement.hashed import Hashed
     >>> tensors, rule = [PlaceableTensor("w", 1000, 4000)], Hashed(range_bytes=4)

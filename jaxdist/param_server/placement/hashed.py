@@ -14,7 +14,7 @@ from jaxdist.param_server.placement.ranges import Range
 
 
 class Hashed(PlacementRule):
-    """Assign every range to the next server on a circle, where each server has many points.
+    """A rule that assigns every range to the next server on a circle with many points per server.
 
     Karger et al., "Consistent hashing and random trees" (STOC 1997), section 4. With V points for
     each of n servers, shares differ by about 1/sqrt(V) of their mean. A server that joins n others
@@ -25,9 +25,9 @@ class Hashed(PlacementRule):
     type: Literal["hashed"] = "hashed"
     """Select this placement."""
     virtual_nodes: Annotated[int, Field(ge=1, le=2**16)] = 128
-    """Number of points of each server on the circle."""
+    """The number of points of each server on the circle."""
     seed: Annotated[int, Field(ge=0, le=2**63)] = 0
-    """Seed of the hash."""
+    """The seed of the hash."""
 
     def owners(self, ranges: Sequence[Range], servers: tuple[int, ...]) -> tuple[int, ...]:
         circle = sorted(

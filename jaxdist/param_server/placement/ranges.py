@@ -1,4 +1,4 @@
-"""Parameters cut into ranges of rows, the units of placement."""
+"""The ranges of rows into which parameters are cut; a range is the unit of placement."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class PlaceableTensor:
     """A parameter to place.
 
     Attributes:
-      name: path in the tree, joined with '/'.
-      rows: size of the first dim, or 1 for a scalar.
-      size_bytes: number of bytes of all elements.
+      name: the path of the parameter in the tree, joined with '/'.
+      rows: the size of the first dim, or 1 for a scalar.
+      size_bytes: the number of bytes of all elements.
       divisible: whether several servers may hold rows of the parameter; false if its update reads
         the whole parameter (LAMB, LARS).
     """
@@ -33,13 +33,13 @@ class PlaceableTensor:
 
 @dataclass(frozen=True, order=True)
 class Range:
-    """Rows of a parameter that are stored on one server and share a version.
+    """The rows of a parameter that one server stores, with a common version.
 
     Attributes:
-      name: name of the parameter.
-      start: first row.
-      stop: row after the last row.
-      size_bytes: number of bytes of these rows.
+      name: the name of the parameter.
+      start: the first row.
+      stop: the row after the last row.
+      size_bytes: the number of bytes of these rows.
     """
 
     name: str
@@ -78,7 +78,7 @@ def cut_ranges(tensors: Sequence[PlaceableTensor], range_bytes: int | None) -> t
     tensor depend only on that tensor, so they stay the same when servers join or leave.
 
     Args:
-      range_bytes: size limit of a range; None keeps every tensor whole.
+      range_bytes: the size limit of a range; None keeps every tensor whole.
 
     Raises:
       ConfigError: two tensors have the same name, or a tensor is empty.

@@ -1,1 +1,1 @@
-"""The processes of a run with parameter servers: a server, a worker, a rack's aggregator."""
+"""The processes of a run: a server, a worker, a rack's aggregator, and a table server."""

@@ -1,8 +1,8 @@
 """The entry point of a run's processes: servers, aggregators and workers.
 
-The supervisor starts `python -m` this module, whose process imports everything and forks the other
-processes. The first line of a process's input is its role and setup, and later lines are
-orders. The process ends when its input ends.
+The supervisor starts this module with `python -m`. Its process imports everything and forks the
+other processes. The first line of a forked process's input contains its role and its setup, and
+each later line contains an order. The process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from jaxdist.types import JsonObject
 
 STATS_SECONDS = 1.0
 BETWEEN_SECONDS = 0.02
-"""Shortest time between two reports, however many updates there are."""
+"""The shortest time between two reports, in seconds, for any number of updates."""
 
 
 class ServerProcess:
-    """A server: its shard, its port, and a thread that writes checkpoints."""
+    """A server, with its shard, its port, and a thread that writes checkpoints."""
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.run, self.number, self.parent = run_of(setup), setup["number"], parent
@@ -80,7 +80,7 @@ class ServerProcess:
         parent.say("listening", ports=[self.rpc.port])
 
     def order(self, what: JsonObject) -> None:
-        """Let a worker join or leave, or stop at a clock, as the supervisor orders."""
+        """Carry out an order: a worker leaves or may join, or a clock at which to save is added."""
         match what:
             case {"leave": int(client)}:
                 self.server.leave(client)
@@ -131,7 +131,7 @@ class ServerProcess:
 
 
 class WorkerProcess:
-    """A worker: its part of each batch, and its sessions with all servers."""
+    """A worker, with its part of each batch and its sessions with all servers."""
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.setup, self.parent = setup, parent
@@ -156,7 +156,7 @@ class WorkerProcess:
         self.worker = Worker(*given, self._measure, self._tell)
 
     def order(self, what: JsonObject) -> None:
-        """Stop at the clock that the supervisor orders."""
+        """Carry out an order of the supervisor, to stop at a clock."""
         match what:
             case {"stop": int(clock)}:
                 self.worker.stop = clock
@@ -181,7 +181,7 @@ def serve(
 
 
 def work(setup: JsonObject, parent: Parent) -> None:
-    """Run a worker until its clocks or its input end."""
+    """Run a worker until it has finished its clocks, or until its input ends."""
     process = WorkerProcess(setup, parent)
 
     def listen() -> None:

@@ -1,4 +1,4 @@
-"""The process of a rack's aggregator: for each server, a port and a session with the server."""
+"""The process of a rack's aggregator, with a port and a session for each server."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class AggregatorProcess:
         parent.say("listening", ports=[rpc.port for rpc in self.rpcs])
 
     def order(self, what: JsonObject) -> None:
-        """Follow an order of the supervisor."""
+        """Carry out an order of the supervisor: a worker leaves, or a new worker may join."""
         for one in self.aggregators:
             match what:
                 case {"leave": int(client)}:

@@ -31,9 +31,9 @@ class RecordedLife:
     """An uninterrupted part of a run.
 
     Attributes:
-      first: first clock of the part.
-      last: newest clock that all servers saved.
-      slots: number of the part of each batch that a client computes, by client.
+      first: the first clock of the part.
+      last: the newest clock at which all servers saved their state.
+      slots: for each client, the number of the part of each batch that the client computes.
     """
 
     first: int

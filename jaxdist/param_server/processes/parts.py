@@ -1,4 +1,4 @@
-"""An experiment with parameter servers, divided over servers and workers."""
+"""The division of an experiment over parameter servers and workers."""
 
 from __future__ import annotations
 

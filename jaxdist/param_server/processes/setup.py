@@ -1,4 +1,4 @@
-"""The common part of a run's processes: its experiment, and their connections to servers."""
+"""The functions that all processes of a run share, for its experiment and for connections."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sharded_run(path: Path) -> tuple[Experiment, Sharded]:
 
 
 def wires_to(sharded: Sharded, setup: JsonObject) -> list[RpcWire]:
-    """Return the wires to the ports of a setup: those of all servers, or of a rack's aggregator."""
+    """Return the wires to the ports of a setup: to all servers, or to the aggregator of a rack."""
     processes = sharded.cluster.processes
     token = read_token(Path(setup["token"]))
     tls = processes.tls and read_tls(processes.tls)
@@ -68,7 +68,7 @@ def listening(service: Service, sharded: Sharded, setup: JsonObject, place: int)
     """Open a port on which a service accepts the run's workers.
 
     Args:
-      place: index of the port among all ports of the run.
+      place: the index of the port among all ports of the run.
 
     Raises:
       WireError: the port cannot be opened, as in `RpcServer`.

@@ -33,7 +33,7 @@ from jaxdist.wire.security import read_tls, read_token
 
 
 class TableProcess:
-    """A table server: the ranges of rows that it leads or copies, their ports and checkpoints."""
+    """A table server, with the ranges of rows that it leads or copies, and their ports."""
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.run, self.number, self.parent = run_of(setup), setup["number"], parent
@@ -44,7 +44,8 @@ class TableProcess:
         self._tls = tls and read_tls(tls)
         self._rpcs: list[RpcServer] = []
         self.seats: dict[int, Seat] = {}
-        # Orders may take long, and questions whether this process is alive are answered meanwhile.
+        # A separate thread follows orders, which may take long: questions whether this process is
+        # alive need an answer meanwhile.
         self._orders: SimpleQueue[JsonObject | None] = SimpleQueue()
         self._orderly = threading.Thread(target=self._follow_orders)
         self._orderly.start()
@@ -52,7 +53,7 @@ class TableProcess:
             self._orders.put({"lead": setup["leads"]})
 
     def order(self, what: JsonObject) -> None:
-        """Queue an order of the run, or answer that this process is alive."""
+        """Queue an order of process 0, or answer its question whether this process is alive."""
         if "alive" in what:
             self.parent.say("alive")
         else:
@@ -95,7 +96,7 @@ class TableProcess:
         return server
 
     def _sit(self, at: int, *, leads: bool) -> None:
-        """Take a seat in a range: that of the leader, or of a server that begins to follow."""
+        """Take a role in a range: as its leader, or as a server that begins to follow."""
         strategy, setup = self.strategy, self._setup
         given = {"server": at, "servers": strategy.servers}
         store = RowStore(
@@ -114,7 +115,7 @@ class TableProcess:
         )
 
     def _begun(self, store: RowStore) -> RangeState:
-        """Load the rows of the step to continue from, and return the protocol's state at it."""
+        """Load the rows of the step to continue from; return the protocol's state at that step."""
         step, clients = self._setup["step"], self._setup["clients"]
         model = self.strategy.consistency
         if step:

@@ -1,1 +1,1 @@
-"""Pure state machines that exchange messages between workers and one range, once and in order."""
+"""The protocol of workers and one range: pure state machines that deliver messages in order."""

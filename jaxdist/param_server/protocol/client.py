@@ -26,13 +26,13 @@ class ClientState:
     """The state of a client for one range.
 
     Attributes:
-      sequence: sequence number of the next message.
-      clock: clock of the next computation.
-      version: version of the client's copy of the parameters, or None without a copy.
-      floor: floor of the client's copy.
-      admitted: newest clock for which a pull was answered; -1 before the first answer.
+      sequence: the sequence number of the next message.
+      clock: the clock of the next computation.
+      version: the version of the client's copy of the parameters, or None without a copy.
+      floor: the floor of the client's copy.
+      admitted: the newest clock for which a pull was answered; -1 before the first answer.
       own: the first version that contains all settled changes of the client.
-      under_way: messages without a final reply, by sequence.
+      under_way: the messages without a final reply, by sequence.
     """
 
     client: int
@@ -78,8 +78,9 @@ class Heard(NamedTuple):
 
     Attributes:
       takes: whether the reply's payload is the worker's new copy of the parameters.
-      settled: sequence of the push whose payload is no longer needed.
-      refused: reason of a refusal; the message stays pending, to be sent again later.
+      settled: the sequence of the push whose payload is no longer needed, or None.
+      refused: the reason of a refusal, or None. A refused message stays pending, and is sent again
+        later.
     """
 
     state: ClientState
@@ -101,7 +102,10 @@ def ready(model: Consistency, state: ClientState) -> bool:
 
 
 def pull(state: ClientState) -> Sending:
-    """Pull parameters for the next computation; no other pull may be pending."""
+    """Return a message that pulls parameters for the next computation.
+
+    No other pull may be pending.
+    """
     assert state.room
     assert not state.pulling
     return _send(state, Pull(Stamp(state.epoch, state.client, state.sequence)))
@@ -110,11 +114,11 @@ def pull(state: ClientState) -> Sending:
 def push(
     state: ClientState, *, version: int | None = None, tokens: float = 1.0, usable: bool = True
 ) -> Sending:
-    """Push a computed change and advance the clock.
+    """Return a message that pushes a computed change, and advance the clock.
 
     Args:
-      version: version that the change was computed from; None takes the version of the copy, which
-        is right if no newer copy has arrived since.
+      version: the version that the change was computed from; None takes the version of the copy,
+        which is correct if no newer copy has arrived since the computation began.
     """
     assert state.room
     assert state.version is not None, "nothing was read"
@@ -125,7 +129,7 @@ def push(
 
 
 def marked_unusable(state: ClientState, sequence: int) -> ClientState:
-    """Mark a pending push that is not sent yet as unusable."""
+    """Return the state after a pending push, which is not sent yet, is marked as unusable."""
     known = state.under_way[sequence]
     assert isinstance(known, Push)
     return replace(state, under_way={**state.under_way, sequence: replace(known, usable=False)})
@@ -156,7 +160,7 @@ def retries(state: ClientState) -> tuple[Message, ...]:
 
 
 def client_in_epoch(state: ClientState, epoch: int) -> ClientState:
-    """Move to a new epoch, in which all pending messages are to be sent again."""
+    """Return the state in a new epoch, in which all pending messages are to be sent again."""
     under_way = {
         number: replace(message, stamp=replace(message.stamp, epoch=epoch))
         for number, message in state.under_way.items()

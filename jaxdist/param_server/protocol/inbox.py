@@ -1,4 +1,4 @@
-"""Delivery of each message of a client once and in order, over an unreliable network."""
+"""The delivery of each message of a client once and in order, over an unreliable network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from jaxdist.param_server.protocol.messages import Acknowledge, Message, Refuse
 
 WINDOW = 64
-"""Number of messages that a client may have pending, and of outcomes kept for its retries."""
+"""The number of messages that a client may have pending, and the number of outcomes that are kept
+for its retries."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,9 @@ class Inbox:
     """The state of one client's messages.
 
     Attributes:
-      expected: sequence of the client's next message; all earlier messages have been delivered.
-      early: later messages, which wait for the messages before them.
-      outcomes: replies to the client's last settled pushes.
+      expected: the sequence of the client's next message; all earlier messages have been delivered.
+      early: the later messages, which wait for the messages before them.
+      outcomes: the replies to the client's last settled pushes.
     """
 
     expected: int = 0
@@ -47,10 +48,10 @@ class Inbox:
         return replace(self, early=early)._ready(self.expected)
 
     def settled_before(self, sequence: int) -> tuple[Inbox, tuple[Message, ...]]:
-        """Expect no message before a sequence, and return the messages that are now ready.
+        """Stop waiting for messages before a sequence, and return the messages that are now ready.
 
-        A client says with each session which is the oldest of its messages without a final reply. A
-        server that took over cannot know of the pulls before it, which are not replicated.
+        At the start of each session, a client names its oldest message without a final reply. A
+        server that has taken over cannot know of earlier pulls, because pulls are not replicated.
         """
         if sequence <= self.expected:
             return self, ()

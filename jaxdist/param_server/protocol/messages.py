@@ -16,10 +16,10 @@ class Stamp:
     """The identification of a message.
 
     Attributes:
-      epoch: epoch of the placement, which the supervisor increments when ranges move; the range
+      epoch: the epoch of the placement, which the supervisor increments when ranges move; the range
         refuses messages of other epochs.
-      client: number that was never used by another worker; a restarted worker gets a new number.
-      sequence: number of the message, counted from 0 over the client's messages to the range.
+      client: a number that no other worker has ever used; a restarted worker gets a new number.
+      sequence: the number of the message, counted from 0 over the client's messages to the range.
     """
 
     epoch: int
@@ -38,7 +38,7 @@ class Pull:
 class Push:
     """A change that a worker sends.
 
-    The fields are those of `jaxdist.param_server.consistency.contract.Arrival`.
+    `jaxdist.param_server.consistency.contract.Arrival` describes the fields.
     """
 
     stamp: Stamp
@@ -53,7 +53,7 @@ Message = Pull | Push
 
 @dataclass(frozen=True)
 class Apply:
-    """An order to merge payloads into the parameters, which then have this version."""
+    """An order to merge payloads into the parameters, and the version after the merge."""
 
     merge: Merge
     version: int
@@ -70,10 +70,10 @@ class Drop:
 
 @dataclass(frozen=True)
 class Acknowledge:
-    """A reply to a client: its push is applied or dropped, permanently.
+    """A reply to a client, by which its push is applied or dropped permanently.
 
     Attributes:
-      version: version that contains the push, or None if it was dropped.
+      version: the version that contains the push, or None if it was dropped.
     """
 
     client: int
@@ -83,10 +83,10 @@ class Acknowledge:
 
 @dataclass(frozen=True)
 class Answer:
-    """A reply to a client's pull: the current parameters.
+    """A reply to a client's pull, with the current parameters.
 
     Attributes:
-      clock: clock of the client's next computation.
+      clock: the clock of the client's next computation.
       floor: a clock; the version contains all changes of all members from earlier clocks.
     """
 
@@ -108,10 +108,10 @@ class Publish:
 
 @dataclass(frozen=True)
 class Refuse:
-    """A reply to a client: its message changed nothing.
+    """A reply to a client whose message changed nothing.
 
     Attributes:
-      epoch: epoch of the range.
+      epoch: the epoch of the range.
     """
 
     client: int

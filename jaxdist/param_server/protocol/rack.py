@@ -37,12 +37,13 @@ class RackState:
     """The state of an aggregator for one range, without arrays.
 
     Attributes:
-      inner: state towards the workers, whose versions are the rack's rounds, numbered like the
-        rack's pushes.
-      outer: state towards the servers.
-      read: oldest version that workers received for the open round.
-      answers: answers to workers, held back until the rack's own copy may be computed from.
-      owed: acknowledgements held back until the rack's push is acknowledged, by the push's
+      inner: the state towards the workers. Its versions are the rounds of the rack, numbered like
+        the rack's pushes.
+      outer: the state towards the servers.
+      read: the oldest version that workers received for the open round, or None before the first
+        answer.
+      answers: the answers to workers, held back until the rack's own copy may be computed from.
+      owed: the acknowledgements held back until the rack's push is acknowledged, by the push's
         sequence.
     """
 
@@ -91,7 +92,7 @@ def begin_rack(number: int, workers: int, *, epoch: int = 0) -> RackState:
 
     Args:
       number: the rack's number as a client of the servers.
-      workers: number of workers that the rack is planned with.
+      workers: the number of workers that the rack is planned with.
     """
     return RackState(server.begin(workers, epoch=epoch), ClientState(number, epoch))
 
@@ -102,7 +103,7 @@ def join_rack(model: Consistency, state: RackState, worker: int) -> RackStep:
 
 
 def leave_rack(model: Consistency, state: RackState, worker: int) -> RackStep:
-    """Remove a worker: the rack's round no longer waits for it."""
+    """Remove a worker, for whom the rack's round no longer waits."""
     answers = tuple(one for one in state.answers if one.client != worker)
     state = replace(state, answers=answers)
     return _heard(model, state, server.leave(WITHIN, state.inner, worker))

@@ -35,8 +35,8 @@ class RangeState:
     """The state of a range, without its arrays.
 
     Attributes:
-      inboxes: inboxes of members and of clients that have left, by client.
-      reads: waiting pulls, oldest first.
+      inboxes: the inboxes of members and of clients that have left, by client.
+      reads: the waiting pulls, oldest first.
     """
 
     clocks: Clocks
@@ -66,14 +66,14 @@ def begin(team: int, *, epoch: int = 0, version: int = 0) -> RangeState:
     """Return a range without members.
 
     Args:
-      team: number of workers that the run is planned with.
-      version: version of the initial parameters, from a checkpoint.
+      team: the number of workers that the run is planned with.
+      version: the version of the initial parameters, from a checkpoint.
     """
     return RangeState(Clocks(team, version=version, floor=version), epoch)
 
 
 def join(model: Consistency, state: RangeState, client: int, now: float = 0.0) -> Step:
-    """Add a member, which must pull first; a number that was ever used is refused."""
+    """Add a member, which must pull first; a client number that was ever used is refused."""
     if client in state.inboxes:
         reason = f"client {client} was a member before: use a number that was never used"
         return Step(state, (Refuse(client, 0, reason, state.epoch),))
@@ -82,7 +82,7 @@ def join(model: Consistency, state: RangeState, client: int, now: float = 0.0) -
 
 
 def leave(model: Consistency, state: RangeState, client: int, now: float = 0.0) -> Step:
-    """Remove a member: its changes stay, and no client waits for it any more."""
+    """Remove a member; its changes stay, and no client waits for the member any more."""
     if client not in state.clocks.clocks:
         return Step(state)
     reads = tuple(read for read in state.reads if read.client != client)
@@ -90,9 +90,10 @@ def leave(model: Consistency, state: RangeState, client: int, now: float = 0.0) 
 
 
 def range_in_epoch(state: RangeState, epoch: int) -> RangeState:
-    """Move to a new epoch: messages of older epochs are refused, and clients send them again.
+    """Return the range in a new epoch, which refuses messages of older epochs.
 
-    Delivered and settled messages are remembered, so that nothing counts twice.
+    Clients send refused messages again. The range remembers delivered and settled messages, so that
+    no message counts twice.
     """
     assert epoch > state.epoch, f"epoch {epoch} after {state.epoch}"
     return replace(state, epoch=epoch, reads=())
@@ -112,7 +113,7 @@ def tick(model: Consistency, state: RangeState, now: float) -> Step:
 
 
 def wake(model: Consistency, state: RangeState) -> float | None:
-    """Return the time at which `tick` is to be called, in seconds, or None."""
+    """Return the time at which `tick` is to be called, in seconds, or None without such a time."""
     return model.wake(state.clocks)
 
 
@@ -160,7 +161,7 @@ def _all_delivered(
 
 
 def _misplaced(model: Consistency, state: RangeState, message: Message) -> str | None:
-    """Return the reason that a message is refused, or None."""
+    """Return the reason why a message is refused, or None if it is accepted."""
     epoch, client, sequence = (getattr(message.stamp, name) for name in Stamp.__annotations__)
     if epoch != state.epoch:
         return f"epoch {epoch} is not the range's, {state.epoch}: ask for the placement"
@@ -175,8 +176,8 @@ def _misplaced(model: Consistency, state: RangeState, message: Message) -> str |
 def _again(model: Consistency, state: RangeState, message: Message, now: float) -> Step:
     """Repeat the reply to a retry, unless the reply is still pending.
 
-    A pull is answered with what may be read now: since its first answer the client may have pushed,
-    in which case the pull waits again.
+    A repeated pull is answered with the parameters that the client may read now. If the client has
+    pushed since the first answer, the pull may wait again.
     """
     stamp = message.stamp
     if isinstance(message, Push):
@@ -232,7 +233,7 @@ def _rejected(state: RangeState, arrival: Arrival, reason: str) -> Step:
 
 
 def _impossible(model: Consistency, clocks: Clocks, arrival: Arrival) -> str | None:
-    """Return the reason that a correct worker cannot send this change, or None."""
+    """Return the reason why no correct worker sends this change, or None if one can."""
     if arrival.version > clocks.version:
         return f"version {arrival.version} is not there yet: the range has {clocks.version}"
     if not clocks.clocks[arrival.client] <= arrival.clock <= model.clock_of(clocks, arrival.client):

@@ -17,11 +17,11 @@ Role = Literal["server", "aggregator", "table", "worker"]
 
 
 class RunProcess(children.Child):
-    """A server, an aggregator or a worker.
+    """A child process of a run: a server, an aggregator, a table server or a worker.
 
     Args:
       number: the number of the server, the rack, or the client.
-      setup: first message to the process, to which its role is added.
+      setup: the first message to the process, to which its role is added.
       forks: the process that forks the new process.
     """
 
@@ -45,10 +45,11 @@ class WorkerTeam:
     """The workers of a run.
 
     Attributes:
-      workers: process of each client.
-      slots: number of each client's part of a batch.
-      deaths: number of successive deaths of a slot's workers, without a finished clock in between.
-      done: slots whose workers have finished all their clocks.
+      workers: the process of each client.
+      slots: the number of each client's part of a batch.
+      deaths: the number of successive deaths of a slot's workers, without a finished clock in
+        between.
+      done: the slots whose workers have finished all their clocks.
     """
 
     workers: dict[int, RunProcess] = field(default_factory=dict)

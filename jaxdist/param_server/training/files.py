@@ -1,4 +1,4 @@
-"""Checkpoints of shards, which each server writes when all changes before a clock are applied.
+"""The checkpoints of shards, which each server writes when all changes before a clock are applied.
 
 RUN/shards/server_0/step_00000500/     the checkpoint of clock 500 (`jaxdist.checkpoint.layout`)
     arrays/000000.bin ...              the leaves in order, raw
@@ -65,7 +65,8 @@ def read_shard(run: Path, sharded: Sharded, layout: ShardLayout, clock: int) -> 
     """Read the checkpoint of a shard at a clock.
 
     Raises:
-      CheckpointError: the checkpoint is missing, damaged, or of other ranges or another optimizer.
+      CheckpointError: the checkpoint is missing or damaged, or belongs to other ranges or another
+        optimizer.
     """
     path = names.step_directory(directory_of(run, layout.server), clock)
     wanted = {

@@ -1,4 +1,4 @@
-"""Servers, and aggregators in front of them: the processes that workers push to."""
+"""The processes that workers push to: servers, and the aggregators in front of servers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Starts(Protocol):
 
 
 class EssentialProcesses:
-    """The servers and aggregators of a run, which ends if it loses any of these processes.
+    """The servers and aggregators of a run; the run ends if any of these processes ends.
 
     Args:
-      start: function that starts a process.
-      next_event: function that returns the next message of a process; its argument names what the
-        caller waits for.
+      start: the function that starts a process.
+      next_event: the function that returns the next message of a process; its argument names what
+        the caller waits for.
     """
 
     def __init__(self, cluster: Cluster, start: Starts, next_event: Callable[[str], Event]) -> None:
@@ -33,7 +33,11 @@ class EssentialProcesses:
         self._ports: dict[RunProcess, list[int]] = {}
 
     def begin(self, due: list[int]) -> None:
-        """Start all processes, and wait until they listen."""
+        """Start all processes, and wait until all of them listen.
+
+        Args:
+          due: the clocks at which the servers save their state.
+        """
         clients, racks = range(self.cluster.clients), len(self.cluster.racks)
         # A rack that all workers have left comes back with its next number.
         given = {"clients": [*clients], "admitted": [rack + racks for rack in range(racks)]}
@@ -74,7 +78,12 @@ class EssentialProcesses:
             child.say({"admit": client})
 
     def gone(self, what: JsonObject) -> None:
-        """Report the departure of a rack without workers to a server."""
+        """Report to a server that a rack without workers has left, and admit a further number.
+
+        Args:
+          what: the aggregator's message, with the numbers of the server and of the rack as its
+            client.
+        """
         server, client = self.servers[what["server"]], what["client"]
         server.say({"leave": client})
         # The rack's next number is admitted already, so this is the number after it.

@@ -29,9 +29,9 @@ class TableProgram:
     """A program whose train step pulls the rows of its batch and pushes their gradients.
 
     Attributes:
-      rate: constant learning rate of rows; None takes that of each step.
-      processes: number of processes that push.
-      counts: numbers of ids, of unique rows and of bytes of payloads in training so far.
+      rate: the constant learning rate of rows, or None to use the learning rate of each step.
+      processes: the number of processes that push.
+      counts: the numbers of ids, of unique rows and of bytes of payloads in training so far.
     """
 
     program: Program
@@ -52,7 +52,7 @@ class TableProgram:
     def train(
         self, state: TrainState, batch: Mapping[str, jax.Array]
     ) -> tuple[TrainState, jax.Array]:
-        """Take a step, whose pushes may still be under way when it returns."""
+        """Take a step, and return its state and metrics; its pushes may still be pending."""
         client, counts = self.client, self.counts
         before = client.sent_bytes + client.received_bytes
         given, touched = self.rows.filled(batch)
@@ -71,7 +71,7 @@ class TableProgram:
 
 
 def about_tables(rows: TableRows, optimizer: RowOptimizer) -> JsonObject:
-    """Return what the rows of a run are, by which their files are checked."""
+    """Return a description of the rows of a run, which the files of the rows must match."""
     settings = optimizer.model_dump(mode="json")
     form = {**dataclasses.asdict(rows.form), "fields": dict(rows.form.fields)}
     state = {key: settings[key] for key in settings.keys() & {"type", "per"}}
@@ -82,7 +82,7 @@ def saved_rows(run: Path, step: int, rows: TableRows, optimizer: RowOptimizer) -
     """Return the tables that were saved at a step, read by this process alone.
 
     Raises:
-      CheckpointError: see `read_tables`.
+      CheckpointError: the tables of the step are missing, damaged, or of another form.
     """
     store = RowStore(rows.form, optimizer, rows.seed)
     for found, values in read_tables(run, step, about_tables(rows, optimizer)):

@@ -12,20 +12,20 @@ from jaxdist.types import JsonObject
 
 Rate = Callable[[int], float]
 Sums = Mapping[str, Sequence[float]]
-"""Total and weight of each value that the loss measures, by name."""
+"""The total and weight of each value that the loss measures, by name."""
 
 
 class ClockReports:
     """A collection of the reports of workers and servers, by clock.
 
     Args:
-      names: names of the values in a step's metrics.
-      rate: function from a step to the learning rate.
-      first: first clock of the run.
+      names: the names of the values in a step's metrics.
+      rate: the function from a step to the learning rate.
+      first: the first clock of the run.
 
     Attributes:
-      empty: number of clocks in which all examples of all workers had no weight, so that servers
-        took no step.
+      empty: the number of clocks in which all examples of all workers had no weight, so that
+        servers took no step.
     """
 
     def __init__(self, cluster: Cluster, names: Sequence[str], rate: Rate, first: int) -> None:
@@ -52,12 +52,12 @@ class ClockReports:
 
     @property
     def clock_seconds(self) -> float:
-        """The duration of the fastest worker's last clock."""
+        """The duration of the fastest worker's last clock, in seconds; 1 before the first."""
         return min((report["seconds"] for report in self._workers.values()), default=1.0)
 
     @property
     def longest_seconds(self) -> float:
-        """The duration of the slowest worker's last clock; 0 before the first."""
+        """The duration of the slowest worker's last clock, in seconds; 0 before the first."""
         return max((report["seconds"] for report in self._workers.values()), default=0.0)
 
     def behind(self, slots: set[int]) -> set[int]:
@@ -79,7 +79,7 @@ class ClockReports:
         spent[1] += report["waited_seconds"]
 
     def applied(self, server: int, report: JsonObject) -> None:
-        """Record a server's report: floor, counters, and the changes' squared norms by version."""
+        """Record a server's report: floor, counters, and the squared norm of each update."""
         self._squares[server] |= {int(version): square for version, square in report["squares"]}
         self._stats[server] = report["stats"]
         self._floors[server] = report["stats"]["floor"]
@@ -95,10 +95,11 @@ class ClockReports:
         return all(at >= clock for slot, at in self.progress.items() if slot not in done)
 
     def metrics(self, clock: int, step: int) -> tuple[list[float], float]:
-        """Return the values of a step in the order of their names, and its duration.
+        """Return the values of a step, in the order of `names`, and its duration in seconds.
 
-        The loss is that of the previous clock if all workers died between a push and its loss
-        (elastic averaging pushes first), or if no worker's examples had any weight.
+        The loss of the previous clock is returned in two cases: if no worker's examples had any
+        weight, or if all workers died after their push and before their loss. The second case is
+        possible in elastic averaging, where a worker pushes first.
         """
         self._last_sums = self._sums.pop(clock, self._last_sums)
         totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])

@@ -20,7 +20,7 @@ from jaxdist.param_server.training.state import Sharded, ShardState
 from jaxdist.param_server.training.worker import Flats, PushComputation
 
 Key = tuple[int, int]
-"""A client and a clock, which identify a change; each server received a part of it."""
+"""A client and a clock, which identify a change; each server received a part of the change."""
 Pushes = Mapping[Key, Push]
 """The pushes that a server received."""
 BatchesOf = Callable[[int, int], Sequence[DeviceBatch]]
@@ -34,15 +34,15 @@ class _NotYetError(Exception):
 class Replay:
     """A replay of servers and workers in one process, in the recorded order of messages.
 
-    The workers' changes are recomputed from the recorded versions. Memory holds a copy of the
-    parameters for each version that a later change was computed from.
+    The workers' changes are recomputed from the recorded versions. The replay keeps a copy of the
+    parameters in memory for each version that a later change was computed from.
 
     Args:
-      start: initial state of each server.
-      states: initial protocol state of each server.
+      start: the initial state of each server.
+      states: the initial protocol state of each server.
       logs: the recorded messages of each server.
-      work: function that returns a new computation for a client.
-      due: a clock at which the servers' shards are stored in `reached`.
+      work: a function that returns a new computation for a client.
+      due: a clock at which the servers' shards are stored in `reached`, or None to store no shard.
 
     Raises:
       RunError: the run has racks, which combine changes.
@@ -99,7 +99,7 @@ class Replay:
 
     @property
     def reached(self) -> list[ShardState]:
-        """Each server's shard at `due`."""
+        """The shard at `due` of each server that has reached this clock."""
         return [server.reached for server in self.servers if server.reached is not None]
 
     def _change_of(self, server: int, one: Arrival) -> np.ndarray:
@@ -146,8 +146,8 @@ class _Server:
     """A server of the replay.
 
     Attributes:
-      versions: parameters of versions that are still needed to recompute changes.
-      waiting: effects that are not executed yet.
+      versions: the parameters of versions that are still needed to recompute changes.
+      waiting: the effects that are not executed yet.
       reached: the shard after all changes of clocks before `due`, or None until then.
     """
 

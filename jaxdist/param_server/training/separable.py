@@ -22,8 +22,8 @@ def server_transform(
     """Return an optimizer as servers use it, without the guard against values that are not finite.
 
     Args:
-      params: parameters of a model, all or some, or their shapes.
-      dims: logical dims of each parameter, by name.
+      params: the parameters of a model, all or some, or their shapes.
+      dims: the logical dims of each parameter, by name.
     """
     # The guard reads the gradients of all parameters, and a server has only its own.
     plain = optim.model_copy(update={"skip_nonfinite": False, "max_skipped": None})
@@ -57,7 +57,10 @@ def check_separable(transform: optax.GradientTransformationExtraArgs, params: Pa
 
 
 def _halves(count: int) -> list[frozenset[int]]:
-    """Return the empty set, and sets such that for any two numbers some set has only the first."""
+    """Return the empty set, and sets of numbers below `count` that separate any two numbers.
+
+    For any two numbers, at least one of the sets contains the first number and not the second.
+    """
     found = [frozenset[int]()]
     for bit in range(max(count - 1, 0).bit_length()):
         one = frozenset(at for at in range(count) if at >> bit & 1)
@@ -68,7 +71,7 @@ def _halves(count: int) -> list[frozenset[int]]:
 def _moved_by(
     transform: optax.GradientTransformationExtraArgs, params: Params, half: frozenset[int]
 ) -> list[bool]:
-    """Return, by parameter, whether its update may depend on `half`, the norm or the loss."""
+    """Return for each parameter whether its update may depend on `half`, the norm or the loss."""
     leaves, structure = jax.tree.flatten(params)
     shapes = jax.tree.unflatten(
         structure, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]

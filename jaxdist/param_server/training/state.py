@@ -1,4 +1,4 @@
-"""Conversion of a training state to shards and back; checkpoints have the model's form."""
+"""The conversion between the training state of a checkpoint and the shards of servers."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class ShardState:
 class Sharded:
     """The distribution of a program's state over servers.
 
-    The running statistics of a model are held as parameters are: see
-    `jaxdist.train.strategy.statistics`.
+    Servers hold the running statistics of a model like parameters
+    (`jaxdist.train.strategy.statistics`).
 
     Attributes:
-      program: program of all workers together, which is evaluated and saved.
+      program: the program of all workers together, which is evaluated and saved.
       seed: the seed of the run.
     """
 
@@ -68,7 +68,8 @@ class Sharded:
         """Return the program of a worker: the same program for its part of a batch.
 
         Args:
-          loader: loader of that part of the batch.
+          loader: the loader of the worker's part of the batch.
+          microbatches: the number of microbatches of that part.
         """
         compute = self.program.compute.resized(microbatches)
         return replace(self.program, batch=loader.batch_shapes, compute=compute)
@@ -89,17 +90,17 @@ class Sharded:
 
     @cached_property
     def layouts(self) -> tuple[ShardLayout, ...]:
-        """The shard of each server."""
+        """The layout of each server's shard."""
         return layouts(self.placement, self.held)
 
     @property
     def held(self) -> PyTree:
-        """The shapes of all that servers hold."""
+        """The shapes of the parameters and statistics that servers hold."""
         return held(self.program.model.params, self.program.model.buffers)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each parameter and statistic, by name."""
+        """The shape of each parameter and statistic, by name."""
         return {n: tuple(s.shape) for n, s in flatten_with_names(self.held)}
 
     def transform(self, layout: ShardLayout) -> optax.GradientTransformationExtraArgs:
@@ -114,7 +115,7 @@ class Sharded:
         """Return the optimizer of a server's parameters.
 
         Args:
-          names: name of each range's parameter, by the key of the range.
+          names: the name of each range's parameter, by the key of the range.
         """
         model = self.cluster.consistency
         if isinstance(model, Decoupled):
@@ -130,7 +131,7 @@ class Sharded:
 
     @property
     def schedule(self) -> optax.Schedule:
-        """The learning rate by the number of a server's updates.
+        """The function from the number of a server's updates to the learning rate.
 
         A step of all workers has `updates_per_step` updates.
         """
@@ -145,7 +146,7 @@ class Sharded:
 
     @property
     def keeps_moments(self) -> bool:
-        """Whether servers hold the optimizer's state, rather than each worker its own."""
+        """Whether servers hold the optimizer's state; otherwise each worker has a state."""
         return self.cluster.consistency.payload == "gradient"
 
     def begun(self, layout: ShardLayout) -> OptState:
@@ -153,7 +154,7 @@ class Sharded:
         return jax.eval_shape(self.transform(layout).init, shapes(layout))
 
     def parted(self, state: TrainState, clock: int) -> list[ShardState]:
-        """Split a training state among servers; without `keeps_moments` optimizers start afresh."""
+        """Split a training state among servers; without `keeps_moments`, with new optimizers."""
         names = flatten_with_names(held(state.params, state.buffers))
         arrays = {name: np.asarray(leaf) for name, leaf in names}
         saved = {name: np.asarray(leaf) for name, leaf in flatten_with_names(state.opt_state)}
@@ -189,7 +190,7 @@ class Sharded:
         """Assemble the program's state on its devices from the states of all servers.
 
         Args:
-          state: state of the program, for the parts that servers do not have.
+          state: the state of the program, for the parts that servers do not have.
         """
         wanted = self.program.state_shapes
         arrays = joined_shards(self.layouts, [shard.params for shard in shards], self.shapes)
@@ -205,7 +206,7 @@ class Sharded:
     def _moments(self, shards: Sequence[ShardState]) -> dict[str, np.ndarray]:
         """Return the leaves of the program's optimizer state by path.
 
-        Every server has counts; those of the first server are taken.
+        Every server has the counts of steps; the result contains the counts of the first server.
         """
         rows: dict[str, list[tuple[int, np.ndarray]]] = {}
         for layout, shard in zip(self.layouts, shards, strict=True):
@@ -233,11 +234,11 @@ def _by_own_names(
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation that sees the model's tree, with None for the absent parameters.
 
-    The update of an imported transformation may depend on names; each of its parameters is whole on
-    one server.
+    The update of an imported transformation may depend on the names of parameters. Each parameter
+    is whole on one server.
 
     Args:
-      names: name of each range's parameter, by the key of the range.
+      names: the name of each range's parameter, by the key of the range.
     """
     structure = jax.tree.structure(params)
     order = [name for name, _ in flatten_with_names(params)]
@@ -260,7 +261,10 @@ def _by_own_names(
 
 
 def _key_in(path: str, keys: Mapping[str, object]) -> str | None:
-    """Return the range that a leaf belongs to: the longest key in the leaf's path."""
+    """Return the key of the range that a leaf belongs to, or None for a leaf without a range.
+
+    This is the longest key that the leaf's path contains.
+    """
     # A key can be the end of another key, as `w[0:2]` is of `layer/w[0:2]`.
     found = [key for key in keys if f"/{key}/" in f"/{path}/"]
     return max(found, key=len, default=None)

@@ -35,11 +35,11 @@ LOGS = "logs"
 POLL_SECONDS = 0.2
 SIGNS_OF_LIFE = frozenset({"listening", "measured", "clock", "saved"})
 AHEAD_SECONDS = 1.0
-"""Time between the order to stop and the clock at which all processes stop. The order must arrive
-before any worker passes that clock."""
+"""The seconds between the order to stop and the clock at which all processes stop. The order must
+arrive before any worker passes that clock."""
 STOP_SECONDS = 20.0
-"""Silence after which a stopping run is killed; if clocks are long, the duration of two clocks is
-added. Schedulers kill a process 30 s after their signal."""
+"""The seconds without progress after which a stopping run is killed. Twice the duration of the
+slowest worker's last clock is added. Schedulers kill a process 30 s after their signal."""
 
 
 class Supervisor:
@@ -75,7 +75,7 @@ class Supervisor:
         self.stop = self.last
 
     def step_of(self, clock: int) -> int:
-        """Return the number of steps that a clock corresponds to."""
+        """Return the number of steps that a worker has taken when a clock begins."""
         return min(clock * self.cluster.local_steps, self.total_steps)
 
     def run(self) -> TrainState:
@@ -129,7 +129,7 @@ class Supervisor:
     def _forks(self) -> dict[bool, ForkServer]:
         """Return the processes that fork servers (False) and workers (True).
 
-        Both are the same process if possible.
+        The same process forks both if the workers compute on CPUs.
         """
         log, mesh = self.directory / LOGS / "forks.log", self.sharded.program.layout.mesh
         log.parent.mkdir(exist_ok=True)
@@ -266,7 +266,7 @@ class Supervisor:
                 raise RunError(f"{event.child}: {what['error']}")
 
     def _through(self, state: TrainState, due: set[int]) -> TrainState:
-        """Report each clock in turn, and do the work that is due after it."""
+        """Report each clock in turn, do the work due after it, and return the last state."""
         hooks, clock = self.prepared.hooks, self.first
         while clock < self.stop:
             while not self.ledger.complete(clock, self.team.done):
@@ -326,7 +326,7 @@ def supervise(sharded: Sharded, prepared: Prepared, *, module: str, config: Path
     """Train with parameter servers in separate processes, and return the last state.
 
     Args:
-      module, config: see `Supervisor`.
+      module, config: the arguments of `Supervisor` with these names.
 
     Raises:
       RunError: a server or an aggregator died, a worker died again and again, or nothing happened
@@ -344,7 +344,7 @@ def supervise(sharded: Sharded, prepared: Prepared, *, module: str, config: Path
 
 @contextmanager
 def _token(given: Path | None) -> Iterator[Path]:
-    """Yield the file of the token; by default a new token, in a folder of this user alone."""
+    """Yield the file of the token; by default, write a new token in a temporary, private folder."""
     if given is not None:
         yield given.absolute()
         return

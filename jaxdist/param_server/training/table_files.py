@@ -1,4 +1,4 @@
-"""Checkpoints of tables: the touched rows of each server, for any number of servers to read.
+"""The checkpoints of tables: the touched rows of each server, for any number of servers.
 
 RUN/tables/server_0/step_00000500/     see `jaxdist.checkpoint.layout`
     arrays/000000.bin                  row numbers, uint32
@@ -26,7 +26,8 @@ from jaxdist.types import JsonObject
 
 FOLDER = "tables"
 KEPT = 2
-"""Newest steps that are never deleted, since their checkpoints may still be on the way to disk."""
+"""The number of newest steps that are never deleted, since their checkpoints may not be on disk
+yet."""
 
 
 def _directory(run: Path, server: int) -> Path:
@@ -39,7 +40,8 @@ def write_tables(
     """Write, digest and commit the rows of a server.
 
     Args:
-      about: what the rows are, which a reader must expect too, and the number of servers.
+      about: the description of the rows, which a reader's description must match, and the number of
+        servers.
 
     Raises:
       CheckpointError: the files cannot be written.
@@ -63,10 +65,10 @@ def write_tables(
 
 
 def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield row numbers and values from each server that saved a step, however many run now.
+    """Yield row numbers and values of each server that saved a step, which may no longer run.
 
     Args:
-      about: description of the tables, which the files must match.
+      about: the description of the tables, which the files must match.
 
     Raises:
       CheckpointError: tables of this step are missing, damaged, or of another form.
@@ -95,7 +97,7 @@ def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.nd
 
 
 def prune_tables(run: Path, kept: Sequence[int]) -> None:
-    """Delete the tables of steps that have no checkpoint any more."""
+    """Delete the tables of all steps except those in `kept` and the newest `KEPT` steps."""
     for directory in (run / FOLDER).glob("server_*"):
         steps = names.steps_present(directory)
         for step in set(steps) - set(kept) - {*sorted(steps)[-KEPT:]}:

@@ -39,11 +39,12 @@ from jaxdist.wire.security import make_token, read_tls, read_token
 def with_tables(
     strategy: Hybrid, prepared: Prepared, *, module: str, checkpoints: Path
 ) -> Iterator[Prepared]:
-    """Start the servers, and yield the run with steps that pull from them and push to them.
+    """Start the table servers, and yield the run with steps that pull rows and push gradients.
 
     Args:
       module: the Python module whose process forks the servers (`jaxdist.runtime.forks`).
-      checkpoints: folder of the run's checkpoints, with which tables are deleted.
+      checkpoints: the folder of the run's checkpoints; the tables of a deleted checkpoint are
+        deleted too.
 
     Raises:
       RunError: a server did not start, or ended.
@@ -82,11 +83,12 @@ def with_tables(
 def start_team(
     strategy: Hybrid, setup: JsonObject, stack: ExitStack, module: str, note: Callable[[str], None]
 ) -> tuple[TableTeam, str]:
-    """Start the servers, which end with the stack; return them and the token of their sessions.
+    """Start the servers, which end with the stack; return the team and the token of its sessions.
 
     Args:
-      setup: run, what the rows are (about), step to continue from, number of clients, and largest
-        number of rows in a message (most_rows).
+      setup: the common setup of the servers: the run, the description of the rows (about), the step
+        to continue from, the number of clients, and the largest number of rows in a message
+        (most_rows).
 
     Raises:
       RunError: a server did not start.
@@ -203,7 +205,7 @@ def _save(
 
 
 def _counters(program: TableProgram, counted: list[JsonObject]) -> dict[str, float]:
-    """Return what process 0 and the servers did so far."""
+    """Return the counters of process 0 and of the servers, by name."""
     found: dict[str, float] = dict(program.counts)
     found["unique_ratio"] = found.get("unique_ids", 0) / max(1, found.get("ids", 0))
     found["waited_seconds"] = program.client.waited_seconds

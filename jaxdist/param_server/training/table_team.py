@@ -15,21 +15,23 @@ from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import JsonObject
 
 ASK_SECONDS = 0.5
-"""Time between two questions to servers whether they still answer."""
+"""The largest number of seconds without a message after which a server is asked whether it is
+alive."""
 
 Moved = Callable[[int, int, int], None]
-"""A function that hears the range, the port and the epoch of a server that begins to lead."""
+"""A function that receives the range, the port and the epoch of a server that begins to lead."""
 
 
 class TableTeam:
-    """The table servers that process 0 has started: it watches them and replaces those that die.
+    """The table servers that process 0 has started, watches, and replaces if they die.
 
     Each range of rows has a leader and, with two replicas, a follower on another server. A server
-    that takes the place of another has a number that no server had.
+    that replaces a dead server gets a number that no server has had.
 
     Args:
-      begin: starts the process of a server, given its number, and the range that it leads or None.
-      note: prints a line about what happened.
+      begin: a function that starts the process of a server, given its number, the range that it
+        leads or None, and the queue of its events.
+      note: a function that prints a line about what happened.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class TableTeam:
                 self._wait(lambda: all(one.safe for one in self._arbiters))
 
     def follow(self, failed: Callable[[str], None], moved: Moved) -> None:
-        """Call functions when the servers fail, or others lead; at once for the current leaders."""
+        """Call `failed` when the servers fail, and `moved` for each current and later leader."""
         with self._changed:
             self._failed, self._moved = failed, moved
             if self.failure is not None:
@@ -94,7 +96,9 @@ class TableTeam:
                     moved(one.range, one.port, one.view.epoch)
 
     def ask(self, what: JsonObject) -> list[JsonObject]:
-        """Send an order to the leader of each range, or to the next, and return their answers.
+        """Send an order to the leader of each range, and return the answers by range, in order.
+
+        If a leader dies before its answer, the next leader of the range gets the order.
 
         Raises:
           RunError: a server failed, or a range has no server any more.
@@ -131,13 +135,13 @@ class TableTeam:
             self.servers[server].say(order)
 
     def _order(self, at: int) -> None:
-        """Give the leader of a range its order; one that takes over gets it when it leads."""
+        """Send the leader of a range its order, or do nothing until the range has a leader."""
         arbiter = self._arbiters[at]
         if at in self._asked and arbiter.port is not None and arbiter.view is not None:
             self._tell(arbiter.view.leader, self._asked[at])
 
     def _listen(self) -> None:
-        """Hear the servers until they are closed."""
+        """Process the messages of the servers until `close` is called."""
         while True:
             try:
                 event = self._events.get(timeout=self._pause)

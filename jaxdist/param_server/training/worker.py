@@ -28,11 +28,11 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import PyTree
 
 Flats = list[np.ndarray]
-"""Parameters or changes, an array per server."""
+"""The parameters or changes, as one array for each server."""
 
 
 Measured = Mapping[str, tuple[float, float]]
-"""Total and weight of each value that the loss measures, by name."""
+"""The total and weight of each value that the loss measures, by name."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Clocked:
     """A worker's report of one clock, sent when the next clock can begin.
 
     Attributes:
-      seconds: duration of the clock, of which `waited_seconds` is the wait for servers.
-      versions: version of the parameters that the change was computed from, by server.
+      seconds: the duration of the clock, including `waited_seconds`, the wait for servers.
+      versions: the version of the parameters that the change was computed from, by server.
     """
 
     clock: int
@@ -60,13 +60,13 @@ class PushComputation(Protocol):
         ...
 
     def compute(self, batches: Sequence[DeviceBatch], clock: int) -> tuple[Flats, Sums]:
-        """Return the change and the loss's measured values."""
+        """Return the change, and the sums of the loss's measured values."""
         ...
 
 
 @dataclass
 class _OnDevices:
-    """Conversion between flat arrays and a program's tree of parameters and statistics.
+    """The conversion between flat arrays and a program's tree of parameters and statistics.
 
     Attributes:
       slot: the worker's number among the active workers.
@@ -126,7 +126,7 @@ class LocalSteps(_OnDevices):
     """A computation that trains with the worker's own optimizer, and pushes the parameters' change.
 
     Attributes:
-      alpha: rate of elastic averaging, whose exchange precedes the steps; None pushes after the
+      alpha: the rate of elastic averaging, which pushes before the steps, or None to push after the
         steps.
     """
 
@@ -192,13 +192,15 @@ class Worker:
     """A worker of a run.
 
     Attributes:
-      loader: loader of the worker's part of each batch.
+      loader: the loader of the worker's part of each batch.
       slot: the worker's number among the active workers; a replacement keeps the number.
-      stop: clock before which the worker ends, which may be lowered while it runs.
-      measure: called with a clock and the loss's measured values before the gradient is pushed, so
-        that the loss of every applied gradient is known even if the worker dies.
-      tell: called with a report after each clock.
-      delay_seconds: extra duration of each clock, for experiments with stragglers.
+      stop: the first clock that the worker does not compute; the value may be lowered while the
+        worker runs.
+      measure: the function that is called with a clock and the loss's measured values before the
+        gradient is pushed, so that the loss of every applied gradient is known even if the worker
+        dies.
+      tell: the function that is called with a report after each clock.
+      delay_seconds: the extra duration of each clock, for experiments with stragglers.
     """
 
     client: Client
@@ -261,7 +263,7 @@ class Worker:
 
 
 class _Ahead:
-    """Batches by clock, loaded ahead as long as each clock follows the clock before it."""
+    """A loader of batches by clock, which loads ahead while clocks are taken in order."""
 
     def __init__(self, loader: Loader, steps: int) -> None:
         self._loader, self._steps = loader, steps
