@@ -1,7 +1,8 @@
 """Proofs that a plan computes what a single device would: by types, by numbers and by bytes.
 
-Types follow every value of the step's program, numbers compare training at a reduced size, and
-bytes compare the communication of the compiled program with that of the code.
+Types describe how the devices hold each value of the step's program. Numbers compare training with
+the plan and training on a single device, both for a smaller model. Bytes compare the communication
+of the compiled program with the communication that the code asks for.
 """
 
 from jaxdist.proofs.types.rules import rule

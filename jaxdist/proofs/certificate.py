@@ -24,8 +24,8 @@ from jaxdist.runtime import environment
 from jaxdist.types import Json, JsonObject
 
 ELSEWHERE = ("run", "checkpoint", "metrics", "energy", "elastic", "eval", "mesh")
-"""The sections of a config that are not part of a certificate's digest. For the mesh a certificate
-has a field of its own."""
+"""The sections of a config that are not part of a certificate's digest. A certificate states the
+mesh in a separate field."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Undecided:
 
     Attributes:
       part: the part of the proof: "types", "numbers" or "bytes".
-      what: the name of the parameter, or of the comparison.
-      why: the reason.
+      what: the name of the parameter or comparison.
+      why: the reason why the proof makes no statement.
     """
 
     part: str
@@ -50,13 +50,13 @@ class Proof:
     Attributes:
       types: the types of the step at its full size, or None if the step could not be traced.
       numbers: the comparisons of the plan with a single device.
-      near: the comparisons of neighbours of the plan with a single device.
+      near: the comparisons of the plan's neighbours (see `neighbours`) with a single device.
       sent: the bytes of the compiled step, or None if the step could not be compiled or read.
-      others: what is undecided for other reasons than those that types and numbers state.
-      seed: the seed of weights and neighbours.
-      notes: sentences on the settings that the reduced size leaves out or changes.
-      reduced: the sections of the config at the reduced size.
-      leaves: names of the parameters.
+      others: the undecided parts that neither `types` nor `numbers` states.
+      seed: the seed of the examples' weights and of the choice of neighbours.
+      notes: sentences on the settings that the reduced config leaves out or changes.
+      reduced: the sections of the reduced config, for which numbers are compared.
+      leaves: the names of the parameters.
     """
 
     types: Typed | None
@@ -74,7 +74,7 @@ class Proof:
 
     @property
     def undecided(self) -> tuple[Undecided, ...]:
-        """Everything about which the proof makes no statement."""
+        """All parameters and comparisons about which the proof makes no statement."""
         typed = self.types.undecided if self.types else {}
         return (
             *(Undecided("types", leaf, "; ".join(why)) for leaf, why in typed.items()),
@@ -84,18 +84,18 @@ class Proof:
 
     @property
     def doubted(self) -> bool:
-        """Whether all numbers are right, which puts findings of types in doubt.
+        """Whether all numbers are right, so that any findings of types are in doubt.
 
         The rules of types may confuse dims of equal size, so that a finding may be a false alarm. A
-        plan with a doubted finding is undecided, since numbers are compared only at the reduced
-        size.
+        plan with a doubted finding is undecided and not proved, since numbers are compared only for
+        the reduced config.
         """
         decided = not any(one.part == "numbers" for one in self.undecided)
         return decided and not self.differs and bool(self.numbers)
 
     @property
     def differs(self) -> bool:
-        """Whether any number differs from that of a single device."""
+        """Whether any number of the plan or of a neighbour differs from a single device's."""
         return any(one.wrong for one in (*self.numbers, *self.near))
 
     @property
@@ -106,18 +106,21 @@ class Proof:
 
     @property
     def verdict(self) -> str:
-        """The verdict: "proved", "wrong" or "undecided"."""
+        """The verdict: "wrong" for any difference, else "undecided", or "proved" if all is decided.
+
+        A doubted finding of types also makes the verdict "undecided".
+        """
         open_ = bool(self.undecided) or (self.types is not None and bool(self.types.findings))
         return "wrong" if self.wrong else "undecided" if open_ else "proved"
 
 
 def to_json(proof: Proof, identity: JsonObject, name: str) -> JsonObject:
-    """Return the certificate as plain data.
+    """Return the certificate of a proof as JSON values.
 
     Args:
-      proof: the results.
-      identity: the result of `identity_of`.
-      name: the name of the config.
+      proof: the results of the proof.
+      identity: the facts for which the certificate is valid, as `identity` returns them.
+      name: the name of the config, or of the proved function.
     """
     typed, sent = proof.types, proof.sent
     return {
@@ -143,7 +146,12 @@ def _compared(one: Compared) -> JsonObject:
 
 
 def identity(text: str, mesh: JsonObject) -> JsonObject:
-    """Return the facts for which a certificate is valid: digest of a text, mesh, and versions."""
+    """Return the facts for which a certificate is valid: a digest, the mesh, and versions.
+
+    Args:
+      text: the text of the config or program, whose SHA-256 digest is part of the result.
+      mesh: the size of each mesh axis.
+    """
     return {
         "digest": hashlib.sha256(text.encode()).hexdigest(),
         "mesh": mesh,
@@ -152,7 +160,10 @@ def identity(text: str, mesh: JsonObject) -> JsonObject:
 
 
 def identity_of(config: ExperimentConfig, devices: int) -> JsonObject:
-    """Return the facts for which a certificate of a config is valid."""
+    """Return the facts for which a certificate of a config is valid, on `devices` devices.
+
+    The digest leaves out the sections in `ELSEWHERE`, which do not change what a step computes.
+    """
     values = config.model_dump(mode="json")
     kept = {name: value for name, value in values.items() if name not in ELSEWHERE}
     sizes = resolve_sizes(config.mesh, config.mesh.fake_devices or devices)
@@ -160,7 +171,7 @@ def identity_of(config: ExperimentConfig, devices: int) -> JsonObject:
         axis: size if isinstance(size, int) else size.model_dump(mode="json")
         for axis, size in sizes.items()
     }
-    # Sorted, so that the digest does not depend on the order of settings.
+    # The keys are sorted, so that the digest does not depend on the order of settings.
     return identity(json.dumps(kept, sort_keys=True), mesh)
 
 
@@ -171,7 +182,7 @@ def path_of(config: ExperimentConfig, document: Document) -> Path:
 
 
 def write(path: Path, certificate: JsonObject) -> None:
-    """Write a certificate to a file, and create its directory.
+    """Write a certificate to a JSON file, and create the file's directory if it does not exist.
 
     Raises:
       RunError: the file cannot be written.
@@ -199,11 +210,14 @@ class Kept(Hook):
 
 
 def current(config_file: Path, overrides: Sequence[str], devices: int) -> Kept:
-    """Check that a config's certificate proves the present training, and return a `Kept` for it.
+    """Check that a config's certificate is valid here, and return the hook that copies it.
+
+    A certificate is valid for the same config, mesh and package versions if its verdict is
+    "proved".
 
     Args:
       config_file: the configuration file, to which `overrides` are applied.
-      devices: number of devices of all processes.
+      devices: the number of devices of all processes.
 
     Raises:
       RunError: there is no certificate; the certificate is for another config, mesh or version; or

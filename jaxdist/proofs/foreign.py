@@ -1,4 +1,4 @@
-"""`jaxdist.prove`: the proof of a user's own training step, which is written without jaxdist."""
+"""`jaxdist.prove`: the proof of a training step that the user has written without jaxdist."""
 
 from __future__ import annotations
 
@@ -45,24 +45,27 @@ def prove(
     seed: int = 0,
     json_file: str | os.PathLike[str] | None = None,
 ) -> Proof:
-    """Prove that a step on a mesh computes what one device would; `print` shows the result.
+    """Prove that a step on a mesh computes what a single device would, and return the results.
 
-    The arguments are copied, so that the step may donate them.
+    `print` shows the result as a table. The step is run with copies of the arguments, so that it
+    may donate them.
 
     Args:
       step: a function (state, batch) -> (state, outputs), jitted or not.
       mesh: the mesh that the step is written for.
-      state: the step's first argument, arrays with the shardings in which training stores them.
-      batch: the step's second argument; the leading dim of each array is that of the examples.
-      one_device: the same step for one device, whose numbers are taken to be right.
-      weight: name of the leaf of `batch` with the weights of examples, float `[B]`, if any. Unequal
-        weights, a shard without weight and a batch without weight are then compared too.
-      seed: seed of weights and of the order of examples.
-      json_file: a file for the certificate.
+      state: the step's first argument: arrays with the shardings in which training stores them.
+      batch: the step's second argument: arrays `[B, ...]` with an entry for each example.
+      one_device: the same step for a single device, whose numbers are taken to be right. If None,
+        the step is compared with itself on rows in another order, and the scale is undecided.
+      weight: the name of the leaf of `batch` with the weights of examples, float `[B]`, or None.
+        With a name, the proof also compares batches with unequal weights, with a shard whose
+        weights are 0, and with weights that are all 0.
+      seed: the seed of the weights and of the order of examples.
+      json_file: a file to which the certificate is written, or None to write no certificate.
 
     Raises:
-      RunError: the step cannot be traced, or does not return its state; or the batch or the mesh
-        does not fit the step.
+      RunError: the step cannot be traced, or does not return its state; the batch or the mesh does
+        not fit the step; or the certificate cannot be written.
     """
     closed, names = _traced(step, mesh, state, batch)
     typed = check_types(closed, names)
@@ -90,7 +93,12 @@ def _jitted(step: Step) -> Any:
 
 
 def _traced(step: Step, mesh: Mesh, state: PyTree, batch: PyTree) -> tuple[Any, Sequence[str]]:
-    """Trace a step, check its arguments, and return its program and the names of its outputs."""
+    """Return the program of a step, as `jax.make_jaxpr` traces it, and the names of its outputs.
+
+    Raises:
+      RunError: the step cannot be traced, returns no pair of a state and outputs, or is for another
+        mesh; or an argument is not an array, or is not on the devices of the mesh.
+    """
     for name, leaf in [*flatten_with_names(state), *flatten_with_names(batch)]:
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
             raise RunError(f"prove: {name} is {type(leaf).__name__}, not an array: {MUTABLE}")
@@ -132,7 +140,10 @@ def _traced(step: Step, mesh: Mesh, state: PyTree, batch: PyTree) -> tuple[Any, 
 
 @dataclass(frozen=True)
 class _Runner:
-    """The execution of a step and its reference, with the same initial state and batches."""
+    """The execution of a step and of its reference, with the same initial state and batches.
+
+    The fields are arguments of `prove`.
+    """
 
     mesh: Mesh
     state: PyTree
@@ -141,7 +152,11 @@ class _Runner:
     seed: int
 
     def compare(self, step: Step, one_device: Step | None) -> Compared:
-        """Compare a step with a step for one device, or with itself on rows in another order."""
+        """Compare a step with a step for a single device, and return the comparison.
+
+        Without `one_device` the step is compared with itself on rows in another order. The result
+        is undecided if the arrays of the batch differ in their leading dim, or if a step fails.
+        """
         batches = self._batches()
         if isinstance(batches, str):
             return Compared("the given batch", undecided=batches)
@@ -169,7 +184,10 @@ class _Runner:
         return min(np.shape(leaf)[0] for leaf in jax.tree.leaves(self.batch) if np.ndim(leaf))
 
     def _batches(self) -> list[tuple[str, PyTree]] | str:
-        """Return a name and a batch for each step; as text the reason why there can be none."""
+        """Return pairs of a name and a batch, one pair for each step.
+
+        If the arrays of the batch differ in their leading dim, the result is the reason as text.
+        """
         host = jax.tree.map(_host, self.batch)
         named, rows = dict(flatten_with_names(host)), self._rows
         if any(np.ndim(leaf) == 0 or len(leaf) != rows for leaf in named.values()):
@@ -202,10 +220,10 @@ class _Runner:
         """Take a step with each batch, and return the results of each step.
 
         Args:
-          step: the step.
+          step: the step function.
           begun: the initial state on the host.
           batches: pairs of a name and a batch.
-          alone: whether the step is for one device, so that its arguments have no shardings.
+          alone: whether the step is for a single device, so that its arguments get no shardings.
         """
         state, before, traces = _like(begun, self.state, alone=alone), _numbers(begun), []
         for _, batch in batches:
@@ -233,11 +251,14 @@ def _host(leaf: Any) -> Any:
 
 
 def _like(tree: PyTree, given: PyTree, *, alone: bool) -> PyTree:
-    """Return copies of a tree's arrays, with the shardings of the arrays in `given`."""
+    """Return copies of a tree's arrays, with the shardings of the arrays in `given`.
+
+    With `alone`, and for arrays that `given` has on a single device, jit chooses the sharding.
+    """
 
     def placed(leaf: Any, like: Any) -> Any:
         whole = jnp.copy(leaf) if isinstance(leaf, jax.Array) else jnp.asarray(np.array(leaf))
-        # Without a sharding of its own, jit may place the array wherever the step needs it.
+        # Jit may place an uncommitted array wherever the step needs it.
         if alone or not isinstance(like, jax.Array) or len(like.sharding.device_set) == 1:
             return whole
         return jax.device_put(whole, like.sharding)
@@ -246,7 +267,10 @@ def _like(tree: PyTree, given: PyTree, *, alone: bool) -> PyTree:
 
 
 def _numbers(tree: PyTree) -> dict[str, np.ndarray]:
-    """Return the leaves of a tree on the host in float64, and the data of random keys, by name."""
+    """Return the leaves of a tree by name, as float64 arrays on the host.
+
+    For a random key the result has the key's data.
+    """
     return {
         name: np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf, np.float64)
         for name, leaf in flatten_with_names(tree)

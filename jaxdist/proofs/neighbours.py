@@ -1,4 +1,7 @@
-"""Neighbours of a plan: random plans that differ from the plan in `CHANGED` settings."""
+"""The neighbours of a plan: random plans that differ from the plan in `CHANGED` settings.
+
+A proof also compares some of the neighbours with a single device.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,15 @@ CHANGED = 3
 
 
 def neighbours(sections: JsonObject, seed: int) -> Iterator[tuple[str, JsonObject]]:
-    """Yield neighbours of a config's reduced size, as pairs of changed settings and sections.
+    """Yield the neighbours of a plan, in an order that depends on the seed.
 
-    Neighbours are plans for 8 devices with the same model, optimizer and batch. Some neighbours may
-    be refused, for example because the model has no pipeline.
+    Each item is a pair of a text with the changed settings and the sections of the neighbour's
+    config. Neighbours are plans for 8 devices with the same model, optimizer and batch. Some
+    neighbours cannot be built, for example because the model has no pipeline.
+
+    Args:
+      sections: the sections of the plan's reduced config.
+      seed: the seed of the order.
     """
     own = settings_of(sections)
     cells = list(possible_cells(remats_of(sections)))
@@ -29,7 +37,10 @@ def neighbours(sections: JsonObject, seed: int) -> Iterator[tuple[str, JsonObjec
 
 
 def settings_of(sections: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the settings of a config in the form of a `Combination`, as far as possible."""
+    """Return the settings of a config under the names of the fields of a `Combination`.
+
+    A mesh that is none of `MESHES` is returned as text.
+    """
     parallel, mesh, train = sections["parallel"], dict(sections["mesh"]), sections["train"]
     mesh.pop("fake_devices", None)
     zero, pipeline = parallel["zero"], parallel.get("pipeline") or {}

@@ -1,4 +1,4 @@
-"""The comparison of a plan with a single device by training both at a reduced size."""
+"""The comparison of training with a plan and training on a single device, for a reduced config."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from jaxdist.train.step import Program
 from jaxdist.types import Json, JsonObject
 
 PLAIN = ("first step", "second step", "resumed step")
-"""The names of the steps of a comparison without weights."""
+"""The names of the steps of a comparison whose examples have no weights."""
 KINDS = {"loss_of_step": "values", "gradients": "gradient", "updates": "update"}
-"""The names that a certificate has for the fields of a `Trace`."""
+"""The kind of a `Quantity` for each field of a `Trace`."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,11 @@ class Quantity:
     """The difference of a value between a plan and a single device.
 
     Attributes:
-      kind: "gradient", "update" (of parameters and buffers), or "values" (metrics and evaluation).
+      kind: "gradient", "update" (the change of a parameter or buffer), or "values" (a metric or a
+        result of evaluation).
       name: the name of the parameter, buffer or metric.
-      step: the step in which the difference is largest.
-      off: the relative difference; infinite if NaN on one side only.
+      step: the name of the step in which the difference is largest.
+      off: the relative difference, which is infinite if only one side is NaN.
       limit: the largest difference that another order of summation explains.
     """
 
@@ -61,8 +62,8 @@ class Compared:
     """The comparison of a plan with a single device.
 
     Attributes:
-      plan: a name of the plan.
-      quantities: the largest difference of each value over all steps.
+      plan: a name for the plan.
+      quantities: for each value, the largest difference over all steps.
       undecided: the reason why the plan was not compared, or an empty string for a plan that was.
       steps: the names of the compared steps.
     """
@@ -83,7 +84,7 @@ class Scene:
     """A step of a comparison.
 
     Attributes:
-      name: a name of the step.
+      name: a name for the step.
       weights: the weights of the batch's examples, float32 `[B]`, or None for a batch without
         weights.
       reload: whether the state is saved and loaded before the step.
@@ -97,15 +98,16 @@ class Scene:
 def scenes(rows: int, shards: int, *, weighted: bool, skips: bool, seed: int) -> list[Scene]:
     """Return the steps to compare.
 
-    Without weights the comparison has two steps and a step after loading. With weights the
-    comparison also has steps with an empty shard, an empty batch, and a gradient of NaN.
+    Without weights these are two steps, and a step after the state was saved and loaded. With
+    weights there are also a step in which all weights of a shard are 0, a step in which all weights
+    are 0, and, with `skips`, a step with a gradient of NaN.
 
     Args:
-      rows: number of rows of a batch.
-      shards: number of devices that share the batch.
+      rows: the number of rows of a batch.
+      shards: the number of devices that share the batch.
       weighted: whether examples have weights.
       skips: whether the optimizer skips a step whose gradient is NaN.
-      seed: seed of the weights.
+      seed: the seed of the weights.
     """
     if not weighted:
         return [Scene(name, reload=name == PLAIN[-1]) for name in PLAIN]
@@ -130,7 +132,11 @@ def scenes(rows: int, shards: int, *, weighted: bool, skips: bool, seed: int) ->
 
 @dataclass(frozen=True)
 class Steps:
-    """The compiled step of a `noted` experiment, with a batch for each `Scene`."""
+    """The compiled step of an experiment whose optimizer state keeps the gradients.
+
+    Attributes:
+      experiment: the experiment, as `jaxdist.parity.draw.run.built` returns it.
+    """
 
     experiment: Experiment
 
@@ -144,17 +150,18 @@ class Steps:
 
     @cached_property
     def batches(self) -> list[Mapping[str, np.ndarray]]:
-        """The first batches, on the host, which are equal for every plan."""
+        """The first 8 batches on the host, which are the same for every plan."""
         loader = self.experiment.loader
         return [jax.device_get(loader.batch(step)) for step in range(8)]
 
     def run(self, initial: TrainState, taken: Sequence[Scene], *, reload: bool) -> list[Trace]:
-        """Take a step for each scene, evaluate, and return the results of each.
+        """Take a step for each scene, evaluate, and return the results of the steps and evaluation.
 
         Args:
           initial: the initial state on the host.
-          taken: the scenes.
-          reload: whether to save and load the state before each scene with `Scene.reload`.
+          taken: the scenes, which are steps of a comparison.
+          reload: whether to save and load the state before each scene with `Scene.reload`. If
+            False, the state is never saved.
         """
         program, traces = self.experiment.program, []
         state, before = trace.place_state(program, initial), initial
@@ -189,14 +196,15 @@ class Steps:
 
 @dataclass
 class Reference:
-    """The training on a single device with which plans of the same model are compared.
+    """The training on a single device with which plans for the same model are compared.
 
-    The steps are taken once for each batch size and number of shards.
+    The single device takes its steps once for each batch size and number of shards, and later
+    comparisons use the same results.
 
     Attributes:
-      sections: the sections of the config at its reduced size.
+      sections: the sections of the reduced config.
       weighted: whether examples have unequal weights.
-      seed: the seed of weights.
+      seed: the seed of the weights.
     """
 
     sections: JsonObject
@@ -213,7 +221,7 @@ class Reference:
 
     @cached_property
     def initial(self) -> TrainState:
-        """The state on the host with which training under every plan begins."""
+        """The initial state on the host, which is the same for every plan."""
         return trace.own_initial_state(self.steps.experiment.program)
 
     def _data(self, sections: JsonObject) -> JsonObject:
@@ -222,7 +230,7 @@ class Reference:
     def _expected(
         self, rows: int, shards: int, taken: Sequence[Scene]
     ) -> tuple[list[Trace], list[list[Trace]]]:
-        """Return a single device's results, and those that begin with `nudged` states."""
+        """Return a single device's results, and its results for each of several `nudged` states."""
         if (rows, shards) not in self._known:
             begins = [trace.nudged(self.initial, seed=seed) for seed in NUDGES]
             plain, *moved = (
@@ -232,10 +240,15 @@ class Reference:
         return self._known[rows, shards]
 
     def compare(self, plan: str, sections: JsonObject) -> tuple[Compared, Any]:
-        """Compare a plan with a single device; both have the same model, optimizer and batch.
+        """Compare a plan with a single device that has the same model, optimizer and batch.
 
-        The result is a pair of the comparison and the plan's `Steps`, which are None for a plan
-        that was not compared.
+        The result is a pair of the comparison and the plan's `Steps`. Instead of the `Steps` the
+        pair has None if the plan was not compared, because it cannot be built or may differ from a
+        single device.
+
+        Args:
+          plan: a name for the plan.
+          sections: the sections of the plan's reduced config.
         """
         try:
             steps = Steps(built(self._data(sections)))
@@ -268,7 +281,10 @@ def _size(size: Json) -> int:
 
 
 def _other(sections: Mapping[str, Json], program: Program, *, weighted: bool) -> str:
-    """Return why a plan's numbers may differ from a single device's, or '' if they must not."""
+    """Return the reason why a plan's numbers may differ from a single device's.
+
+    The result is empty if the numbers must be equal.
+    """
     if sections["strategy"]["type"] == "parameter_server":
         return "strategy parameter_server: workers exchange parameters between processes"
     if weighted and scalars_in(program.measured):
@@ -290,7 +306,7 @@ def worst_of(
       names: the names of the steps.
       found: the plan's results of each step.
       expected: the results of each step on a single device.
-      moved: further results on a single device, which begin with `nudged` states.
+      moved: further results on a single device, one sequence for each `nudged` initial state.
       limit: the limits on differences.
     """
     limits = {"loss_of_step": limit.loss, "gradients": limit.gradient, "updates": limit.update}

@@ -1,8 +1,9 @@
-"""The reduced size at which a plan's numbers are compared, derived from a config by rules.
+"""The rules that derive a reduced config, for which a plan's numbers are compared.
 
-The size of a dim keeps its remainder by the number of devices: a dim that divides over devices
-still divides, and an odd size remains odd. Tied parameters, stacked layers, grouped heads,
-schedules and the optimizer are those of the config.
+A reduced config has a smaller model and fewer devices. A reduced dim has the same remainder modulo
+the number of devices: a size that the devices divide evenly is still divided evenly, and an odd
+size remains odd. Tied parameters, stacked layers, grouped heads, pipeline schedules and the
+optimizer do not change.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ MOST_DEVICES = 8
 STEPS = 8
 """The number of steps in a reduced config, at least as many as a comparison takes."""
 WHOLE_BELOW, BUCKET_BYTES = 64, 1024
-"""The largest values of `zero.whole_below` and `reduce.bucket_bytes` in a reduced config, whose
-small tensors would otherwise all be kept whole, or be sent in a single bucket."""
+"""The largest values of `zero.whole_below` and `reduce.bucket_bytes` in a reduced config. With
+larger values all of its small tensors would be kept whole, or be sent in a single bucket."""
 EPS = 1e-3
 """The least `eps` of an optimizer in a reduced config: see `jaxdist.parity.run`."""
 
 
 def small(size: int, parts: int, least: int) -> int:
-    """Return the smallest size that is at least `least` and keeps the remainder modulo `parts`.
+    """Return the smallest size that is at least `least` and equals `size` modulo `parts`.
 
-    A size that is smaller than `least` does not change.
+    If `size` is smaller than `least`, it is returned unchanged.
 
     >>> small(4096, 8, 16), small(257, 8, 32), small(5, 8, 16)
     (16, 33, 5)
@@ -40,7 +41,8 @@ def small(size: int, parts: int, least: int) -> int:
 def shrunk(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return a mesh with the same axes and at most `MOST_DEVICES` devices, if possible.
 
-    The largest axis is divided by its smallest factor, as often as needed; no axis becomes 1.
+    The currently largest axis is divided by its smallest prime factor until the mesh is small
+    enough. If the division would leave an axis of size 1, the larger mesh is returned.
 
     >>> shrunk({"data": 64, "tensor": 8})
     {'data': 2, 'tensor': 4}
@@ -56,9 +58,9 @@ def shrunk(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def reduced(experiment: Experiment) -> tuple[JsonObject, tuple[str, ...]]:
-    """Return the sections of a config at its reduced size, and notes on what they leave out.
+    """Return the sections of a reduced config, and notes on what they leave out.
 
-    All values are in float32, in which rounding is small enough to show a missing term.
+    All numbers are in float32, in which rounding is too small to hide a missing term.
     """
     config = experiment.config
     whole: JsonObject = config.model_dump(mode="json")
@@ -105,9 +107,14 @@ def _mesh(sizes: Mapping[str, int]) -> JsonObject:
 
 
 def _train(experiment: Experiment, whole: JsonObject, sizes: Mapping[str, int]) -> JsonObject:
-    """Return the section `train`, with a few rows per microbatch on each device.
+    """Return the reduced section `train`, with a few rows per microbatch on each device.
 
     The number of rows per microbatch and device remains odd if it was odd.
+
+    Args:
+      experiment: the experiment at its full size.
+      whole: the sections of the full config.
+      sizes: the sizes of the reduced mesh axes.
     """
     layout, config = experiment.layout, experiment.config
     stages = sizes.get("stage", 1)
@@ -121,7 +128,10 @@ def _train(experiment: Experiment, whole: JsonObject, sizes: Mapping[str, int]) 
 
 
 def _model(experiment: Experiment, model: Json, parts: int) -> JsonObject:
-    """Return the section `model` with reduced dims; only gpt, cnn and mlp have known dims."""
+    """Return the section `model` with reduced dims.
+
+    Only the dims of gpt, cnn and mlp are known. The section of any other model is unchanged.
+    """
     kind = model["type"]
     if kind == "mlp":
         return {**model, "hidden": [small(size, parts, 8) for size in model["hidden"]]}
@@ -165,7 +175,10 @@ def _layers(experiment: Experiment, model: Json) -> int:
 
 
 def _data(experiment: Experiment, whole: JsonObject, parts: int, model: Any) -> JsonObject:
-    """Return a section `data` for synthetic data with the same fields; imported data are kept."""
+    """Return a section `data` for synthetic data with the same fields.
+
+    A section with `type: import` is unchanged.
+    """
     data, loader = whole["data"], experiment.loader.batch_shapes
     if data["type"] == "import":
         return data
@@ -199,7 +212,10 @@ def _parallel(parallel: Json) -> JsonObject:
 
 
 def _optim(optim: Json) -> JsonObject:
-    """Return the section `optim` without a schedule, since only a few steps are taken."""
+    """Return the section `optim` with a constant learning rate and with `eps` of at least `EPS`.
+
+    A comparison takes too few steps for a schedule of the learning rate.
+    """
     found = {**optim, **({"bf16_moments": False} if "bf16_moments" in optim else {})}
     if "schedule" in found:
         found["schedule"] = {"type": "constant"}

@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 NEAR = 2
 """The number of neighbours to compare by default."""
 TRIES = 4
-"""The number of neighbours that are tried for each neighbour to compare, since some are refused."""
+"""The number of neighbours that are tried for each neighbour to compare. Some cannot be built."""
 
 
 def prove(
@@ -40,18 +40,20 @@ def prove(
     json_file: Path | None = None,
     console: Console,
 ) -> Proof:
-    """Prove that a config's plan computes what one device would, and print and write the results.
+    """Prove that a config's plan computes what a single device would, and return the results.
+
+    The function prints the results as a table, and writes the certificate that `train --proved`
+    reads.
 
     Args:
       path: the configuration file, to which `overrides` are applied.
-      near: number of neighbours to compare.
-      seed: seed of weights and neighbours.
-      json_file: a second file for the certificate, in addition to that which `train --proved`
-        reads.
+      near: the number of neighbours to compare.
+      seed: the seed of the examples' weights and of the choice of neighbours.
+      json_file: a second file for the certificate, or None.
       console: the console for the table.
 
     Raises:
-      JaxdistError: any error that the user can fix.
+      JaxdistError: the config cannot be read or built, or the certificate cannot be written.
     """
     document, config = load(path, overrides)
     devices = jax.devices()[: config.mesh.fake_devices]
@@ -71,7 +73,16 @@ def prove(
 
 
 def _proof(experiment: Experiment, near: int, seed: int, say: Say) -> Proof:
-    """Follow types, compare numbers and compare bytes; `say` is called when a part begins."""
+    """Return the types, the compared numbers and the compared bytes of an experiment.
+
+    The neighbours are not compared if the plan with unequal weights cannot be compared.
+
+    Args:
+      experiment: the experiment at its full size.
+      near: the number of neighbours to compare.
+      seed: the seed of weights and neighbours.
+      say: a function that prints a line when a part begins.
+    """
     say("types    following every value of the step")
     others: list[Undecided] = []
     typed = sent = None
@@ -102,7 +113,10 @@ def _proof(experiment: Experiment, near: int, seed: int, say: Say) -> Proof:
 def _near(
     reference: Reference, sections: JsonObject, count: int, seed: int, say: Say
 ) -> Iterator[Compared]:
-    """Compare neighbours until `count` were compared, or `TRIES` times as many were tried."""
+    """Yield comparisons of neighbours until there are `count`.
+
+    At most `TRIES * count` neighbours are tried, so that fewer than `count` may be compared.
+    """
     tried = itertools.islice(neighbours(sections, seed), TRIES * count)
     compared = ((changed, reference.compare(changed, other)[0]) for changed, other in tried)
     for changed, one in itertools.islice((c for c in compared if not c[1].undecided), count):

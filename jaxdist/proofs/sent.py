@@ -1,8 +1,8 @@
-"""The comparison of the bytes that a compiled program sends with those that its code asks for.
+"""The comparison of the bytes that a compiled program sends with the bytes that its code asks for.
 
 Inside `shard_map` the code itself names each collective. Elsewhere XLA places the collectives: XLA
 must sum over dims that an axis splits, and may gather arrays that are stored in shards. Any other
-collective moves values to another layout, which the code did not ask for.
+collective is unasked: it moves values to a layout that the code did not ask for.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Unasked:
     """A collective that the code did not ask for.
 
     Attributes:
-      where: file and line of the operation, where the program has them.
+      where: the file and line of the operation, as far as the program states them.
       operation: the name of the operation for which XLA placed the collective.
       kind: the kind of collective.
       axes: the mesh axes that the groups span, or None for groups that are not a product of axes.
-      sent_bytes: the bytes that a device sends.
+      sent_bytes: the bytes that each device sends in a step.
     """
 
     where: str
@@ -67,15 +67,17 @@ class Unasked:
 
 @dataclass(frozen=True)
 class Sent:
-    """The bytes that a device sends in a step, for each set of mesh axes.
+    """The bytes that each device sends in a step, for each set of mesh axes.
+
+    A key of the mappings has the names of the axes, joined with ", ".
 
     Attributes:
-      asked: bytes of the collectives that the code asks for, by axes.
-      placed: bytes of the same collectives in the compiled program, by axes.
-      summed: bytes of the sums and gathers that XLA placed by itself, by axes.
+      asked: the bytes of the collectives that the code asks for, by axes.
+      placed: the bytes of the same collectives in the compiled program, by axes.
+      summed: the bytes of the sums and gathers that XLA placed without being asked, by axes.
       unasked: all other collectives of the compiled program.
-      missing: a sentence for each collective that the code asks for or owes, and that the compiled
-        program lacks, or in which it sends too few bytes.
+      missing: a sentence for each set of axes over which the compiled program sends too few bytes
+        for the collectives that the code asks for, or for the sums of gradients.
     """
 
     asked: Mapping[str, float]
@@ -86,21 +88,22 @@ class Sent:
 
 
 ALIKE = 0.5
-"""The least part of the bytes asked for that a compiled program sends: a reduce-scatter in place of
-an all-reduce sends half."""
+"""The least fraction of the asked bytes that a right program sends. XLA may replace an all-reduce
+with a reduce-scatter, which sends half as many bytes."""
 
 
 def compare(
     closed: Any, compiled: Any, mesh: Mesh, stored: Any, owed: Mapping[str, float] | None = None
 ) -> Sent:
-    """Compare the collectives of a program before and after compilation.
+    """Compare the bytes that a program sends before and after compilation.
 
     Args:
       closed: the program as `jax.make_jaxpr` returns it.
       compiled: the compiled program.
       mesh: the mesh that the program was compiled for.
-      stored: arrays, or their shapes, with the shardings in which training stores them.
-      owed: the least number of bytes that a device must send over each axis, for sums of gradients.
+      stored: a pytree of arrays, or their shapes, with the shardings in which training stores them.
+      owed: for each axis, the least number of bytes that a device must send to sum the gradients,
+        or None to skip this check.
 
     Raises:
       LedgerError: the compiled program cannot be read, or runs on other devices than the mesh's.
@@ -134,7 +137,8 @@ def compare(
     sums = {key: placed[key] + summed[key] for key in {**asked, **placed, **summed}}
     for key, least in asked.items():
         if sums[key] < ALIKE * least * (1 - 1e-6):
-            # Lines that the compiled program still has are not to blame, unless all are.
+            # The lines whose collectives the compiled program still has are not to blame. If it has
+            # the collectives of all lines, every line may be to blame.
             left = [line for line in lines[key] if line not in seen] or [*lines[key]]
             missing.append(
                 f"{', '.join(left)}: {least:,.0f} B over {key} are asked for, and the compiled "
@@ -151,28 +155,36 @@ def compare(
 
 
 def owed_sums(params: Any, mesh: Mesh, axes: Collection[str]) -> dict[str, float]:
-    """Return the bytes that a device sends at least over each axis to sum all gradients.
+    """Return the least number of bytes that a device sends over each axis to sum all gradients.
 
     Args:
-      params: the trained parameters, or their shapes, with the shardings in which they are stored.
+      params: a pytree of the trained parameters, or their shapes, with the shardings in which
+        training stores them.
+      mesh: the mesh of the shardings.
       axes: the mesh axes that split the batch.
     """
     owed: dict[str, float] = {}
     for axis in axes:
         for leaf in jax.tree.leaves(params):
-            # A sum in several networks crosses each with a part of what the others have summed.
+            # A sum over several networks crosses each network with only the shard that the sums
+            # over the other networks have left.
             parted = (split_axes(leaf) | {*axes}) - {axis}
             split = math.prod(mesh.shape[name] for name in parted)
-            # A ring's reduce-scatter, the least that gives every device a part of the sum.
+            # A ring's reduce-scatter sends the least of all algorithms that give every device a
+            # shard of the sum.
             sent = SENT["reduce-scatter"](mesh.shape[axis]) * leaf.size * leaf.dtype.itemsize
             owed[axis] = owed.get(axis, 0.0) + sent / split
     return owed
 
 
 def asked_of(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, tuple[str, ...], int]]:
-    """Yield each collective of a program, its axes, and the largest number of executions in a run.
+    """Yield each collective of a program with its axes and its number of executions in a run.
 
-    A loop of unknown length counts as a single iteration.
+    A loop of unknown length counts as a single iteration, and every branch counts as taken.
+
+    Args:
+      jaxpr: the program.
+      times: the number of executions of `jaxpr` itself.
     """
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -186,7 +198,7 @@ def asked_of(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, tuple[str, ...],
 def operations(one: Collective) -> set[str]:
     """Return the names of the operations for which XLA placed a collective.
 
-    XLA joins the names of collectives that it combines: `a/(x/psum:y/psum)`.
+    If XLA combines collectives, it also joins the names: `a/(x/psum:y/psum)`.
     """
     return {part.rsplit("/", 1)[-1].strip("()") for part in one.source.split(":")} - {""}
 

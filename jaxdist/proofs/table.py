@@ -1,4 +1,4 @@
-"""The table of a proof, with a line for each parameter and value."""
+"""The printed table of a proof, with a line for each parameter and value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ NAMED = 44
 
 
 def proof_lines(proof: Proof) -> Iterator[str]:
-    """Yield a line for each parameter and value, then for everything that is wrong or undecided."""
+    """Yield the lines of a proof's table: parameters, values, bytes, then problems.
+
+    The problems are everything that is wrong, doubted or undecided.
+    """
     leaves = proof.leaves
     yield f"{'parameter':<{NAMED}} {'types':<10} {'gradient':>9} {'update':>9}"
     for leaf in leaves:
@@ -39,7 +42,10 @@ def _cut(name: str) -> str:
 
 
 def _typed(proof: Proof, leaf: str) -> str:
-    """Return the verdict of types on a parameter, with its moments and its new value."""
+    """Return the verdict of types on a parameter's new value and on its optimizer moments.
+
+    The result is "by XLA" if no `shard_map` computes them.
+    """
     typed = proof.types
     if typed is None:
         return "undecided"
@@ -57,12 +63,12 @@ def _typed(proof: Proof, leaf: str) -> str:
 def _worst(compared: Sequence[Compared], kind: str, name: str) -> str:
     """Return the largest difference of a value over all comparisons; `!` marks a wrong value.
 
-    The result is "undecided" for a value that was not compared, and "-" for the gradients of a
-    user's own step, which does not return them.
+    The result is "undecided" for a value that was not compared. For a gradient it is "-" if the
+    step was written by the user, since such a step does not return gradients.
     """
     found = [q for one in compared for q in one.quantities if (q.kind, q.name) == (kind, name)]
     if not found:
-        # A user's own step returns no gradients, only the state that they change.
+        # A step that the user has written returns no gradients, only the state.
         shown = not compared or any(one.undecided for one in compared)
         return "undecided" if shown or kind != "gradient" else "-"
     worst = max(found, key=lambda one: one.off)

@@ -1,4 +1,4 @@
-"""The check of the values that leave a `shard_map`, by its `out_specs`."""
+"""The check whether the values that leave a `shard_map` agree with its `out_specs`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ REMEDIES: dict[type[k.Kind], str] = {
     k.Extreme: "a pmax or pmin over AXIS is missing",
     k.Rank: "each device keeps another value",
 }
-"""The missing operation by the kind of a value that leaves as a whole value."""
+"""The advice for a value that must leave whole, by the kind that it has instead."""
 
 
 def split_dim(spec: Any, axis: str) -> int | None:
-    """Return the dim that an axis splits in an entry of `in_specs` or `out_specs`, if any."""
+    """Return the dim that an axis splits in an entry of `in_specs` or `out_specs`.
+
+    The result is None if the axis splits no dim.
+    """
     for dim, entry in enumerate(spec or ()):
         if axis in (entry if isinstance(entry, tuple) else (entry,)):
             return dim
@@ -24,13 +27,15 @@ def split_dim(spec: Any, axis: str) -> int | None:
 
 
 def leaving(at: Any, value: k.Value, dim: int | None, where: str) -> k.Kind:
-    """Return the kind, outside of `shard_map`, of a result that leaves it.
+    """Return the kind that a result of a `shard_map` has outside of the `shard_map`.
+
+    The result is `Wrong` or `Unknown` if `out_specs` does not fit the kind of the value.
 
     Args:
       at: the `Pass`.
-      value: the result.
+      value: the result inside the `shard_map`.
       dim: the dim along which `out_specs` joins the devices' arrays, or None for a whole result.
-      where: the place to report.
+      where: the file and line to report.
     """
     kind, axis = value.kind, at.axis
     held = kind.dims if isinstance(kind, k.Shard) else value.constant

@@ -1,8 +1,8 @@
 """The check of a step's program: the kind of every value along each manual mesh axis.
 
 Outside `shard_map` a program works on whole arrays, whose values do not depend on where XLA places
-them. Inside `shard_map` each device works on its own rows and shards, and the code itself must sum
-over what is split. A `Pass` follows one mesh axis through the program.
+them. Inside `shard_map` each device works on some of the rows and shards, and the code itself must
+sum over the devices. A `Pass` follows one mesh axis through the program.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from jaxdist.proofs.types.jaxprs import manual_axes, regions_of
 from jaxdist.proofs.types.walk import Pass
 
 INSIDE = "values inside the step"
-"""The name of undecided values that are not followed to an output."""
+"""The name under which undecided values are reported that do not reach an output."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of code that does not compute what one device would.
+    """A line of code that does not compute what a single device would.
 
     Attributes:
-      axis: the mesh axis.
+      axis: the mesh axis along which the devices' values are wrong.
       message: the error, and often its remedy.
-      where: file and line.
+      where: the file and line.
       leaves: the outputs of the program that are wrong because of the line.
     """
 
@@ -46,9 +46,9 @@ class Typed:
 
     Attributes:
       findings: the errors in the program.
-      undecided: for each output without a type, the reasons why no rule gives it one.
-      regions: the number of `shard_map`s; with 0, XLA alone places the program.
-      outputs: names of all outputs that a `shard_map` computes.
+      undecided: for each output without a type, the reasons why no rule applies.
+      regions: the number of `shard_map`s. If there are none, XLA places all communication.
+      outputs: the names of all outputs that depend on a `shard_map`.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -58,7 +58,7 @@ class Typed:
 
     @property
     def proved(self) -> tuple[str, ...]:
-        """The outputs that are proved to be what one device would compute."""
+        """The outputs that are proved to be what a single device would compute."""
         wrong = {leaf for finding in self.findings for leaf in finding.leaves}
         return tuple(leaf for leaf in self.outputs if leaf not in wrong | set(self.undecided))
 
@@ -66,12 +66,13 @@ class Typed:
 def check_types(
     closed: Any, out_names: Sequence[str], scheduled: frozenset[str] = frozenset()
 ) -> Typed:
-    """Follow every manual axis through a program.
+    """Return the types of a program's outputs along every manual axis.
 
     Args:
       closed: the program as `jax.make_jaxpr` returns it.
       out_names: a name for each output of the program.
-      scheduled: the axes along which stages send each other activations by tables that are right.
+      scheduled: the axes along which pipeline stages exchange activations by a schedule that was
+        checked before.
     """
     regions = [*regions_of(closed.jaxpr)]
     sizes = {

@@ -1,4 +1,4 @@
-"""The rules of jax's collectives, and of jaxdist's own collectives."""
+"""The rules for the collectives of jax and of jaxdist."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ GATHERED = "gathers partial sums over AXIS as if they were shards"
 
 
 def collective(rule: Callable[[Op, k.Kind], k.Kind]) -> Rule:
-    """Return a collective's rule for all mesh axes, given the rule for axes that it spans.
+    """Return the rule of a collective for all mesh axes.
 
-    Along any other axis, a result has the kind of its operand.
+    Along an axis that the collective does not span, a result has the kind of its operand.
+
+    Args:
+      rule: the rule for the axes that the collective spans, from the kind of an operand to the kind
+        of the result.
     """
 
     def chosen(op: Op) -> Found:
@@ -43,7 +47,10 @@ NONE = frozenset[int]()
 
 
 def _resized(op: Op, value: k.Value) -> k.Value:
-    """Return an operand's kind after a collective over another axis has added or removed a dim."""
+    """Return an operand with its dims renumbered as a collective over another axis has left them.
+
+    Such a collective may add or remove a dim.
+    """
     by = op.out.ndim - op.ins[0].ndim
     if not by:
         return value
@@ -56,7 +63,11 @@ def _resized(op: Op, value: k.Value) -> k.Value:
 
 
 def summed(op: Op, kind: k.Kind) -> k.Kind:
-    """Return the kind of the sum over all devices of a value of some kind."""
+    """Return the kind of the sum over all devices of a value of the given kind.
+
+    A sum of equal values is a `Multiple`, and a sum over the rows of different examples is an
+    error.
+    """
     if isinstance(kind, k.Joined):
         return k.each(kind, partial(summed, op))
     if k.spoiled([kind]) or isinstance(kind, k.Zero):
@@ -73,7 +84,7 @@ def summed(op: Op, kind: k.Kind) -> k.Kind:
 
 
 def _extreme(name: str, op: Op, kind: k.Kind) -> k.Kind:
-    """Return the kind of the result of `pmax` ("max") or `pmin` ("min")."""
+    """Return the kind of the result of `pmax` (`name` is "max") or `pmin` (`name` is "min")."""
     if isinstance(kind, k.Part):
         return _sent(op, kind)
     if isinstance(kind, k.Shard):
@@ -84,7 +95,7 @@ def _extreme(name: str, op: Op, kind: k.Kind) -> k.Kind:
 
 
 def _gathered(op: Op, kind: k.Kind) -> k.Kind:
-    """Return the kind of the result of `all_gather`: whole for shards along the gathered dim."""
+    """Return the kind of the result of `all_gather`, which makes a sharded value whole."""
     dim, tiled = op.params["all_gather_dimension"], op.params.get("tiled", False)
     if isinstance(kind, k.Part):
         return kind if kind == k.MESSAGE else k.WHOLE
@@ -117,7 +128,8 @@ def _exchanged(op: Op, kind: k.Kind) -> k.Kind:
 def _permuted(op: Op, kind: k.Kind) -> k.Kind:
     """Return the kind of the result of `ppermute`.
 
-    A whole value remains whole only if every device receives a message: others get zeros.
+    A whole value remains whole only if every device receives a message, since a device without a
+    message gets zeros.
     """
     if isinstance(kind, k.Part):
         return k.PART if op.at.axis in op.at.scheduled else _sent(op, kind)
@@ -128,7 +140,10 @@ def _permuted(op: Op, kind: k.Kind) -> k.Kind:
 
 
 def _sent(op: Op, kind: k.Part) -> k.Kind:
-    """Return the kind of what devices receive that send each other values of their own."""
+    """Return the kind that a `Part` has after devices have exchanged it.
+
+    A message remains a message, and any other `Part` is undecided.
+    """
     if kind == k.MESSAGE:
         return kind
     return op.undecided("devices send each other their own entries of a stack")
@@ -137,8 +152,8 @@ def _sent(op: Op, kind: k.Part) -> k.Kind:
 def parted(op: Op) -> k.Kind:
     """Return the kind of the results of an operation that has a `Part` among its operands.
 
-    From a device's entry of a stack and whole values, the operation computes the device's entry of
-    a stack of results.
+    An operation on a device's entry of a stack and on whole values gives the device's entry of a
+    stack of results.
     """
     kinds, name = op.kinds, op.name
     spoilt = k.spoiled(kinds)
@@ -162,14 +177,15 @@ def parted(op: Op) -> k.Kind:
 
 
 UNLIKE = k.Shard | k.Owed | k.Extreme | k.Joined | k.Multiple
-"""The kinds that do not combine with a device's own entry of a stack."""
+"""The kinds that no rule combines with a device's entry of a stack."""
 
 
 def marked(op: Op) -> Found:
-    """Return the kind of a named value, which changes at the marks of `jaxdist.hlo.source.marks`.
+    """Return the kinds of the results of jax's primitive `name`, which may mark a value.
 
-    The value between the marks is a message. At the end it is the sum of what began, or the shard
-    that entered.
+    The marks of `jaxdist.hlo.source.marks` enclose code of jaxdist that no rule can follow. Between
+    the marks a value is a message. At the last mark it is the sum of the value that began, or the
+    shard that entered. Any other name leaves the kinds of the operands.
     """
     mark, _, rest = str(op.params["name"]).partition(":")
     if mark not in (BEGINS, ENDS, ENTERS, LEAVES):
@@ -204,14 +220,15 @@ COLLECTIVES: dict[str, Rule] = {
 
 
 def named(name: str, op: Op, *, spans: bool) -> k.Value | None:
-    """Return the result of one of jaxdist's collectives, or None for any other function.
+    """Return the result of one of jaxdist's collectives, or None if no rule applies.
 
-    The algorithms of jaxdist send blocks that depend on the device's index, which no rule can
-    follow. `tests/collectives` tests that the algorithms sum and gather. The operands of the
+    No rule applies to other functions, and then the caller follows the function's program. No rule
+    can follow the algorithms of jaxdist's collectives, since a device's index decides which blocks
+    it sends. `tests/collectives` tests that the algorithms sum and gather. The operands of the
     collectives are flat arrays, or blocks [N, c].
 
     Args:
-      name: the name of the function.
+      name: the name of the called function.
       op: the call, with the array as its only value.
       spans: whether the collective spans the axis of the pass.
     """
@@ -241,7 +258,7 @@ def _shifted(by: int, kind: k.Kind) -> k.Kind:
 
 
 def _own_block(op: Op, kind: k.Kind) -> k.Kind:
-    """Return the kind of this device's block [c] of the sum of arrays in blocks [N, c]."""
+    """Return the kind of a reduce-scatter's result, a device's block [c] of the sum of [N, c]."""
     kind = summed(op, kind)
     if isinstance(kind, k.Joined) and kind.dim == 0:
         return op.undecided(f"a reduce-scatter of {kind}")

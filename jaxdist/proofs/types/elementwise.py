@@ -14,7 +14,8 @@ _LINEAR = (
     "sharding_constraint"
 )
 LINEAR = frozenset(_LINEAR.split())
-"""Elementwise operations that give a partial sum for a partial sum, if other operands allow it."""
+"""Elementwise operations whose result is a partial sum if one operand is a partial sum and the
+other operands allow it."""
 _OTHERS = (
     "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos "
     "cosh digamma eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac integer_pow "
@@ -69,7 +70,10 @@ def _kind(op: Op) -> k.Kind:
 
 
 def _shares(op: Op) -> int:
-    """Return n if an equation divides by n times the number of devices, a constant; otherwise 0."""
+    """Return n if an equation divides by the constant `n * devices`, or 0 for any other equation.
+
+    `devices` is the number of devices along the axis of the pass.
+    """
     factor = getattr(op.eqn.invars[-1], "val", None)
     if factor is None or op.name not in ("div", "mul") or op.at.size == 1:
         return 0
@@ -79,9 +83,10 @@ def _shares(op: Op) -> int:
 
 
 def _of_joined(op: Op) -> k.Kind:
-    """Return the kind of an elementwise operation on joined arrays, part by part.
+    """Return the kind of an elementwise operation on joined arrays, which applies to each part.
 
-    The other operands must be joined in the same way, or be whole.
+    The result is undecided if an operand is a shard, or if the operands are joined along different
+    dims or with different sizes.
     """
     all_joined = [kind for kind in op.kinds if isinstance(kind, k.Joined)]
     if len({(kind.dim, kind.sizes) for kind in all_joined}) > 1:
@@ -107,7 +112,11 @@ def _of_multiple(op: Op) -> k.Kind:
 
 
 def _of_rank(op: Op) -> k.Kind:
-    """Return the kind of arithmetic on a device's index: `Rank` for a multiple, otherwise `Own`."""
+    """Return the kind of arithmetic on a device's index.
+
+    The result is a `Rank` for a constant multiple of the index, zero for a test whether the index
+    is negative, and otherwise `Own`.
+    """
     name, kinds = op.name, op.kinds
     rank = next(one for one in kinds if isinstance(one, k.Rank))
     if name in ("convert_element_type", "copy", "pvary"):
@@ -124,14 +133,18 @@ def _of_rank(op: Op) -> k.Kind:
 
 
 def _of_owed(op: Op) -> k.Kind:
-    """Return the kind of an operation on partial sums: a partial sum only if it is linear."""
+    """Return the kind of an operation on partial sums.
+
+    The result is a partial sum if the operation is linear. Other operations are errors or are
+    undecided.
+    """
     name, kinds = op.name, op.kinds
     if op.has(k.Own):
         return op.undecided(f"{name} of a partial sum with what differs between devices")
     owed = [isinstance(kind, k.Owed) for kind in kinds]
 
     def refused(message: str) -> k.Kind:
-        # An index that is computed from a count of the device's own rows may be meant so.
+        # Code may intend to compute an index from the number of rows on the device.
         if op.ins[owed.index(True)].dtype.kind in "iu":
             return op.undecided(f"{name} of what this device counts of its own rows")
         return op.wrong(message)
@@ -174,7 +187,7 @@ def _of_extreme(op: Op) -> k.Kind:
 
 
 def common(shards: Sequence[k.Kind]) -> frozenset[int]:
-    """Return the dims along which all of some shards may be sharded."""
+    """Return the dims along which every given shard may be sharded; other kinds are ignored."""
     return frozenset.intersection(*(one.dims for one in shards if isinstance(one, k.Shard)))
 
 
@@ -207,4 +220,4 @@ RULES_OF: dict[type[k.Kind], Callable[[Op], k.Kind]] = {
     k.Extreme: _of_extreme,
     k.Shard: _of_shards,
 }
-"""The rules by the kind that an operand has; the first applies."""
+"""The rules by the kind that any operand has. The first kind that is found decides."""

@@ -1,4 +1,7 @@
-"""The programs inside a program, and the lines of code that made them."""
+"""Functions that find the programs inside a program, and the lines of code behind an equation.
+
+A program is a jaxpr of jax, and an equation is an operation of the program.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,16 @@ from pathlib import PurePath
 from typing import Any
 
 LIBRARY = "in a library"
-"""The place that is reported for code without a line outside of libraries."""
+"""The text that is reported instead of a line for code that only libraries have called."""
 LIBRARIES = ("site-packages", "dist-packages", "/jaxdist/proofs/", "/jaxdist/collectives/")
-"""Parts of the paths of files that are never reported as the place of an error."""
+"""Parts of paths. A file whose path has any of them is never reported as the cause of an error."""
 
 OPTIMIZERS = ("/optax/", "/flax/training/")
-"""Parts of the paths of libraries whose lines are reported after the user's."""
+"""Parts of the paths of libraries whose lines are reported in addition to the user's line."""
 
 
 def called_by(eqn: Any) -> Any:
-    """Return the program that an equation calls, without repetition, or None if it calls none."""
+    """Return the program that an equation calls exactly once, or None for any other equation."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         called = eqn.params.get(name)
         # The program of a Pallas kernel works on references to blocks, and not on arrays.
@@ -26,7 +29,12 @@ def called_by(eqn: Any) -> Any:
 
 
 def function_name(eqn: Any, called: Any) -> str:
-    """Return the name of the function that an equation calls."""
+    """Return the name of the function that an equation calls, or an empty string.
+
+    Args:
+      eqn: the equation.
+      called: the called program, as `called_by` returns it.
+    """
     return str(eqn.params.get("name") or called.debug_info.func_name or "")
 
 
@@ -46,9 +54,9 @@ def axes_over(eqn: Any) -> tuple[Any, ...]:
 
 
 def lines_of(eqn: Any) -> tuple[str, str]:
-    """Return the line of the user's code that made an equation, and that of an optimizer's library.
+    """Return the line of the user's code and the line of an optimizer library behind an equation.
 
-    Either is `LIBRARY` if there is no such line; the libraries of jax itself have none.
+    Each line has the form `file:number`. `LIBRARY` replaces a line that does not exist.
     """
     traceback, found = eqn.source_info.traceback, {}
     for frame in traceback.frames if traceback is not None else ():
@@ -61,7 +69,7 @@ def lines_of(eqn: Any) -> tuple[str, str]:
 
 
 def line_of(eqn: Any) -> str:
-    """Return the file and line of the user's code that made an equation, outside of libraries."""
+    """Return the file and line of the user's code behind an equation, or `LIBRARY`."""
     return lines_of(eqn)[0]
 
 

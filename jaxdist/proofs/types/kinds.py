@@ -1,7 +1,7 @@
 """The kinds of values inside `shard_map` along a mesh axis: whole, a shard, a partial sum, ...
 
-A kind says how the values of the devices along the axis make up the value that a single device
-would compute.
+A kind describes how the values of the devices along the axis make up the value that a single
+device would compute. The docstrings of the kinds call that value "the full value".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Kind:
-    """The relation between the values of the devices along an axis and the value of one device."""
+    """The relation between the values of the devices along an axis and the full value."""
 
     said: ClassVar[str] = ""
 
@@ -22,24 +22,24 @@ class Kind:
 
 
 class Zero(Kind):
-    """Zeros (or False) on every device, which may count as a whole value and as a partial sum."""
+    """Zeros (or False) on every device, which are both a whole value and a partial sum."""
 
 
 class Whole(Kind):
-    """The value of one device, the same on every device (replicated)."""
+    """The full value, which is the same on every device (replicated)."""
 
 
 @dataclass(frozen=True)
 class Shard(Kind):
-    """A slice of the value: all devices' slices, joined along a dim, are the value.
+    """A slice of the full value, which is the concatenation of all devices' slices along a dim.
 
-    The joined slices may have their rows in another order.
+    The concatenation may have its rows in another order.
 
     Attributes:
-      dims: the dims along which the slices may be joined: several dims after a reshape that does
-        not show which of the new dims is sharded.
-      inner: for a merged dim of which the outer part is sharded (batch x sequence), the number of
-        elements in the inner part, so that a later split of the dim finds the sharded part.
+      dims: the dims along which the slices may be concatenated. There are several after a reshape
+        that does not show which of the new dims is sharded.
+      inner: the number of elements in the inner part of a merged dim, such as batch x sequence, of
+        which only the outer part is sharded. A later split of the dim then finds the sharded part.
     """
 
     dims: frozenset[int]
@@ -50,11 +50,11 @@ class Shard(Kind):
 
 
 class Count(Kind):
-    """A number that is computed from sizes alone: that of the device's rows, or that of all rows.
+    """A number that is computed from sizes alone, such as a number of rows.
 
-    The program does not show which of the two a count is. A count that is summed over devices is
-    taken to be a partial sum, and any other count to be whole. The comparison of numbers finds
-    counts that were taken for the wrong kind.
+    The program does not show whether the rows of the device or those of all devices are counted. A
+    count that is summed over devices is taken to be a partial sum, and any other count to be whole.
+    The comparison of numbers finds counts that were taken for the wrong kind.
     """
 
     said = "computed from sizes alone"
@@ -62,11 +62,11 @@ class Count(Kind):
 
 @dataclass(frozen=True)
 class Owed(Kind):
-    """A partial sum: the value is the sum of all devices' values, which the code still has to add.
+    """A partial sum: the code must still add the values of all devices to get the full value.
 
     Attributes:
-      sure: false if the program does not show whether a sum was over the sharded dim. An error that
-        follows from the kind is then undecided.
+      sure: whether the program shows that the device's sum was over the sharded dim. If it does
+        not, an error that follows from the kind is reported as undecided.
     """
 
     sure: bool = True
@@ -76,7 +76,7 @@ class Owed(Kind):
 
 @dataclass(frozen=True)
 class Extreme(Kind):
-    """A local maximum or minimum: the value is the maximum or minimum of all devices' values.
+    """A local extreme: the full value is the maximum or minimum of all devices' values.
 
     Attributes:
       name: "max" or "min".
@@ -89,19 +89,20 @@ class Extreme(Kind):
 
 
 class Own(Kind):
-    """A value that rightfully differs between devices, such as random numbers of a device's key."""
+    """A value that may differ between devices, such as random numbers of a device's key."""
 
     said = "different on each device"
 
 
 @dataclass(frozen=True)
 class Part(Kind):
-    """A value of the device's own, which may leave `shard_map` as its entry of a stack.
+    """A value that belongs to one device, and may leave `shard_map` as the device's stack entry.
 
     Attributes:
-      role: "entry" of a stack with an entry for each device, such as a stage's layers; "tally", a
-        sum that began with zeros, of terms that are each computed on a single device; or "message",
-        a value between the two marks of a sum that jaxdist takes itself.
+      role: "entry", "tally" or "message". An entry is from a stack with an entry for each device,
+        such as the layers of a pipeline stage. A tally is a sum that began with zeros, of terms
+        that are each computed on a single device. A message is a value between the two marks of
+        code of jaxdist that no rule can follow (see `collectives.marked`).
     """
 
     role: str = "entry"
@@ -115,10 +116,10 @@ class Part(Kind):
 
 @dataclass(frozen=True)
 class Joined(Kind):
-    """Arrays of different kinds that are joined in one array, such as a bucket of gradients.
+    """A concatenation of arrays of different kinds, such as a bucket of gradients.
 
     Attributes:
-      dim: the dim along which the arrays are joined.
+      dim: the dim along which the arrays are concatenated.
       parts: pairs of an array's size along `dim` and the array's kind.
     """
 
@@ -135,7 +136,7 @@ class Joined(Kind):
 
 @dataclass(frozen=True)
 class Multiple(Kind):
-    """A whole value that was summed over the devices, and must be divided by their number.
+    """A whole value that was summed over the devices, and must be divided by the number of devices.
 
     Attributes:
       where: file and line of the sum.
@@ -148,7 +149,11 @@ class Multiple(Kind):
 
 @dataclass(frozen=True)
 class Rank(Kind):
-    """The device's index along the axis, multiplied by `factor`."""
+    """The device's index along the axis, multiplied by `factor`.
+
+    Attributes:
+      factor: the factor, which is known from the program.
+    """
 
     factor: int = 1
 
@@ -160,7 +165,7 @@ class Unknown(Kind):
     """A value of unknown kind, since no rule applies to an operation.
 
     Attributes:
-      reasons: the reasons, each with a line of code.
+      reasons: the reasons, each with the axis and the line of code.
     """
 
     reasons: frozenset[str]
@@ -170,10 +175,10 @@ class Unknown(Kind):
 
 @dataclass(frozen=True)
 class Wrong(Kind):
-    """A value that is not what one device would compute, because of an error in the code.
+    """A value that is not what a single device would compute, because of an error in the code.
 
     Attributes:
-      findings: place and message of each error.
+      findings: the line of code and the message of each error.
     """
 
     findings: frozenset[tuple[str, str]]
@@ -182,20 +187,20 @@ class Wrong(Kind):
 
 
 class Placed(Whole):
-    """An array outside of every `shard_map`, which XLA places, and no `shard_map` has computed."""
+    """An array outside of every `shard_map` that depends on no `shard_map`; XLA places it."""
 
 
 @dataclass(frozen=True)
 class Stacked(Kind):
-    """The arrays of all devices, joined along a dim as they left a `shard_map`.
+    """An array outside of `shard_map` that joins the arrays of all devices along a dim.
 
-    A later `shard_map` that splits the dim again has the same arrays, such as the residuals that a
-    backward pass reads.
+    A later `shard_map` that splits the same dim gets the arrays of the devices back. An example is
+    the residuals that a backward pass reads.
 
     Attributes:
-      dim: the dim.
-      inner: what a device's array is.
-      used: the kind of the joined arrays in any other use.
+      dim: the dim along which the arrays are joined.
+      inner: the value that each device had inside the `shard_map`.
+      used: the kind of the joined array for any other use.
     """
 
     dim: int
@@ -206,18 +211,22 @@ class Stacked(Kind):
 ZERO, WHOLE, COUNT, OWED, OWN = Zero(), Whole(), Count(), Owed(), Own()
 PLACED = Placed()
 SAME, APART = Whole | Zero | Count, Own | Rank
-"""The kinds of values that are the same on every device, and that rightfully are not."""
+"""`SAME` has the kinds that are equal on every device, and `APART` those that may differ."""
 PART, TALLY, MESSAGE = Part(), Part("tally"), Part("message")
 DOUBTFUL = Owed(sure=False)
-"""A partial sum of which the program does not show whether it is one."""
+"""The kind of a value that may be a partial sum, which the program does not show."""
 
 
 @dataclass(frozen=True)
 class Value:
     """The kind of an array, and the dims along which all elements of the array are equal.
 
-    A whole array that is constant along a dim may also count as a shard along that dim, as a bias
-    that is broadcast over rows.
+    A whole array that is constant along a dim also counts as a shard along that dim. An example is
+    a bias that is broadcast over rows.
+
+    Attributes:
+      kind: the kind of the array.
+      constant: the dims along which all elements are equal.
     """
 
     kind: Kind
@@ -228,20 +237,37 @@ class Value:
         return replace(self, kind=kind)
 
     def moved(self, to: Mapping[int, int]) -> Value:
-        """Return the value with its dims renumbered, as the function `moved` does for a kind."""
+        """Return the value with its dims renumbered.
+
+        Args:
+          to: the new number of each dim that remains, as in the function `moved`.
+        """
         constant = frozenset(to[dim] for dim in self.constant if dim in to)
         return Value(moved(self.kind, to), constant)
 
 
 def each(kind: Kind, rule: Callable[[Kind], Kind], by: int = 0) -> Kind:
-    """Apply a rule to a kind, or to each of the parts of joined arrays, whose dim moves by `by`."""
+    """Return the kind that a rule gives for a kind, or for each part of joined arrays.
+
+    Args:
+      kind: the kind.
+      rule: a function from the kind of an operand to the kind of the result.
+      by: the number that is added to the dim along which arrays are joined.
+    """
     if not isinstance(kind, Joined):
         return rule(kind)
     return merged(kind.dim + by, [(size, rule(part)) for size, part in kind.parts])
 
 
 def merged(dim: int, parts: Sequence[tuple[int, Kind]]) -> Kind:
-    """Return the kind of arrays that are joined along a dim: `Joined`, or the kind of all parts."""
+    """Return the kind of arrays that are concatenated along a dim.
+
+    The result is `Joined`, or the common kind if all parts have the same kind.
+
+    Args:
+      dim: the dim.
+      parts: pairs of an array's size along the dim and the array's kind.
+    """
     flat: list[tuple[int, Kind]] = []
     for size, kind in parts:
         flat += kind.parts if isinstance(kind, Joined) and kind.dim == dim else [(size, kind)]
@@ -257,7 +283,7 @@ def merged(dim: int, parts: Sequence[tuple[int, Kind]]) -> Kind:
 def moved(kind: Kind, to: Mapping[int, int]) -> Kind:
     """Return a kind with its dims renumbered.
 
-    A shard without its dim is the device's own entry of a stack.
+    If no sharded dim remains, the result is `PART`, the device's entry of a stack.
 
     Args:
       kind: the kind.
@@ -279,7 +305,7 @@ def shard(*dims: int, inner: int = 1) -> Shard:
 
 
 def doubtful(kind: Kind) -> bool:
-    """Return whether a kind, or a part of joined arrays, is `DOUBTFUL`."""
+    """Return whether a kind is `DOUBTFUL`, or has a `DOUBTFUL` part."""
     return kind == DOUBTFUL or (
         isinstance(kind, Joined) and (DOUBTFUL in [part for _, part in kind.parts])
     )
@@ -291,7 +317,10 @@ def doubted(kind: Kind) -> Kind:
 
 
 def spoiled(kinds: Iterable[Kind]) -> Kind | None:
-    """Return `Wrong` if any kind is wrong, else `Unknown` if any is unknown, else None."""
+    """Return `Wrong` if any kind is wrong, else `Unknown` if any is unknown, else None.
+
+    The result has the findings or reasons of all kinds. It is None if any kind is `Joined`.
+    """
     kinds = list(kinds)
     # Rules for joined arrays look at each part by itself.
     if any(isinstance(kind, Joined) for kind in kinds):
@@ -304,11 +333,11 @@ def spoiled(kinds: Iterable[Kind]) -> Kind | None:
 
 
 def joined(first: Value, second: Value, reason: str) -> Value:
-    """Return the kind of a value that has one of two kinds, as after a branch or a loop.
+    """Return a value that covers two values, one of which a branch or a loop returns.
 
     Args:
-      first, second: the value in each of the two branches or iterations.
-      reason: the reason for an unknown result, where the two kinds do not agree.
+      first, second: the values from the two branches or iterations.
+      reason: the reason for an unknown result, which is returned if the two kinds do not agree.
     """
     a, b = first.kind, second.kind
     constant = first.constant & second.constant

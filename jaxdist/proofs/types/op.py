@@ -1,4 +1,4 @@
-"""The interface of all rules: an operation of a program, with the kinds of its operands."""
+"""The interface of all rules: an operation of a program with the kinds of its operands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxdist.proofs.types.jaxprs import axes_over
 
 @dataclass(frozen=True)
 class Op:
-    """An equation, with what its operands are along the axis of a `Pass`.
+    """An equation of a program, with the values of its operands along the axis of a `Pass`.
 
     Attributes:
       at: the pass.
@@ -37,12 +37,12 @@ class Op:
 
     @cached_property
     def ins(self) -> list[Any]:
-        """The shapes of the operands."""
+        """The shapes and dtypes of the operands."""
         return [var.aval for var in self.eqn.invars]
 
     @cached_property
     def out(self) -> Any:
-        """The shape of the first result."""
+        """The shape and dtype of the first result."""
         return self.eqn.outvars[0].aval
 
     @property
@@ -52,7 +52,7 @@ class Op:
 
     @property
     def every(self) -> frozenset[int]:
-        """All dims of the first result, as the dims along which a constant array is constant."""
+        """The numbers of all dims of the first result."""
         return frozenset(range(self.out.ndim))
 
     @property
@@ -61,27 +61,32 @@ class Op:
         return axes_over(self.eqn)
 
     def has(self, kind: Any) -> bool:
-        """Return whether an operand is of a class of kinds."""
+        """Return whether any operand has a kind of the given class."""
         return any(isinstance(one, kind) for one in self.kinds)
 
     def all(self, kind: Any) -> bool:
-        """Return whether all operands are of a class of kinds."""
+        """Return whether all operands have kinds of the given class."""
         return all(isinstance(one, kind) for one in self.kinds)
 
     def of(self, values: Sequence[k.Value]) -> Op:
-        """Return the operation with other operands."""
+        """Return the operation with the given operands instead."""
         return replace(self, values=values)
 
     def wrong(self, message: str) -> k.Kind:
-        """Report an error, in which `AXIS` means the axis; return the kind of the results."""
+        """Report an error and return `Wrong`, the kind of the results.
+
+        Args:
+          message: the error, in which `AXIS` is replaced with the name of the axis.
+        """
         return self.at.wrong(self.eqn, message.replace("AXIS", repr(self.at.axis)))
 
     def undecided(self, message: str) -> k.Kind:
-        """Return `Unknown`, the kind of a result to which no rule applies, with the reason."""
+        """Return the kind `Unknown` with the reason why no rule applies."""
         return self.at.undecided(self.eqn, message)
 
 
 Found = k.Kind | k.Value | list[k.Value]
-"""The results of an operation: a kind or a value that all have, or each by itself."""
+"""The results of an operation: a kind or value that all results share, or a list with the value of
+each result."""
 Rule = Callable[[Op], Found]
 """A function from an operation to the kinds of its results."""

@@ -10,7 +10,10 @@ from jaxdist.proofs.types.shapes import dropped, written
 
 
 def _plain(op: Op) -> k.Value | k.Kind | None:
-    """Return the kind of a product without shards, or of which an operand is zero."""
+    """Return the kind of a product without sharded operands, or with an operand that is zero.
+
+    The result is None for any other product, that is, of shards and whole values.
+    """
     if op.has(k.Zero):
         return k.Value(k.ZERO, op.every)
     if op.has(k.Owed):
@@ -30,7 +33,10 @@ def _plain(op: Op) -> k.Value | k.Kind | None:
 
 
 def dot_general(op: Op) -> Found:
-    """Return the kind of a product: a partial sum if it contracts sharded dims of both operands."""
+    """Return the kind of a product, a partial sum if sharded dims of both operands are contracted.
+
+    A product is an error if the sharded dims of its operands do not match.
+    """
     plain = _plain(op)
     if plain is not None:
         return plain
@@ -60,10 +66,10 @@ def dot_general(op: Op) -> Found:
 
 
 def _roles(kind: k.Kind, contract: Sequence[int], batch: Sequence[int]) -> set[tuple[str, int]]:
-    """Return how a product uses each dim along which an operand may be sharded.
+    """Return the uses that a product makes of the dims along which an operand may be sharded.
 
-    A dim is contracted, a batch dim, or free; the number is its place among dims of that use, or
-    for a free dim the dim itself.
+    A use is a pair of "contract", "batch" or "free" and a number. The number is the index of the
+    dim among the contracted or batch dims, or the dim itself if the dim is free.
     """
     dims = kind.dims if isinstance(kind, k.Shard) else ()
     uses = (("contract", list(contract)), ("batch", list(batch)))
@@ -73,7 +79,7 @@ def _roles(kind: k.Kind, contract: Sequence[int], batch: Sequence[int]) -> set[t
 
 
 def gather(op: Op) -> Found:
-    """Return the kind of rows that are gathered from a table by index."""
+    """Return the kind of the rows that a gather takes from a table by index."""
     (table, indices), numbers = op.kinds, op.params["dimension_numbers"]
     batch = [dim for dim in range(op.out.ndim) if dim not in numbers.offset_dims]
     if isinstance(table, k.Zero):
@@ -98,13 +104,17 @@ def gather(op: Op) -> Found:
 
 
 def scatter_add(op: Op) -> Found:
-    """Return the kind of a table to which rows are added; sharded rows give partial sums."""
+    """Return the kind of a table after rows were added to it.
+
+    If the rows are sharded, the table is a partial sum.
+    """
     table, _, updates = op.values
     kind = _added(op)
     if isinstance(updates.kind, k.Zero):
         return table.kind
     if isinstance(table.kind, k.Zero) or table.kind == kind:
-        # The table stays constant along a dim of rows that are constant, and as long as the table.
+        # The table stays constant along a dim if the rows are constant along the dim and cover the
+        # table.
         constant = (
             new
             for dim, new in _windows(op).items()
@@ -145,14 +155,17 @@ def _added(op: Op) -> k.Kind:
 
 
 def _windows(op: Op) -> dict[int, int]:
-    """Return the dim of the table that each window dim of a scatter's updates is."""
+    """Return the dim of the table to which each window dim of a scatter's updates belongs."""
     numbers = op.params["dimension_numbers"]
     gone = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
     return dict(zip(sorted(numbers.update_window_dims), dropped(gone, op.ins[0].ndim), strict=True))
 
 
 def scatter(op: Op) -> Found:
-    """Return the kind of a table of which rows are replaced, at equal places on every device."""
+    """Return the kind of a table after rows of it were replaced.
+
+    The result is undecided if the indices differ between devices.
+    """
     table, indices, updates = op.values
     if not isinstance(indices.kind, k.SAME):
         return op.undecided("each device writes to places of its own")
@@ -160,7 +173,11 @@ def scatter(op: Op) -> Found:
 
 
 def convolution(op: Op) -> Found:
-    """Return the kind of a convolution: that of a product of `[batch, in]` and `[in, out]`."""
+    """Return the kind of a convolution.
+
+    The rule is the rule for the matrix product of `[batch, in]` and `[in, out]`, where `in` and
+    `out` are the features.
+    """
     plain = _plain(op)
     if plain is not None:
         return plain

@@ -1,4 +1,4 @@
-"""The table of rules, which derive the kinds of a primitive's results from its operands' kinds."""
+"""The table of rules. A rule derives the kinds of an operation's results from its operands."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from jaxdist.proofs.types.op import Found, Op, Rule
 
 
 def along(parameter: str, *, linear: bool = False) -> Rule:
-    """Return the rule of an operation along a dim, such as a cumulative sum or a sort.
+    """Return the rule for an operation along a dim, such as a cumulative sum or a sort.
 
     Args:
-      parameter: the name of the equation's parameter with the dim; the last dim without one.
+      parameter: the name of the equation's parameter that states the dim. If the equation has no
+        such parameter, the operation is along the last dim.
       linear: whether the operation is linear, so that partial sums remain partial sums.
     """
 
@@ -38,33 +39,40 @@ def along(parameter: str, *, linear: bool = False) -> Rule:
 
 
 def iota(op: Op) -> Found:
-    """Return the kind of an iota: whole, and constant along all dims except its own."""
+    """Return the kind of an iota: whole, and constant along all dims except the counted dim."""
     return k.Value(k.WHOLE, op.every - {op.params["dimension"]})
 
 
 def bitcast(op: Op) -> Found:
-    """Return the kind of an array whose bits are read in another dtype."""
+    """Return the kind of an array whose bits are read as another dtype."""
     kind = op.kinds[0]
     keeps = isinstance(kind, k.SAME | k.Own | k.Shard)
     return kind if keeps else op.undecided(f"the bits of {kind}")
 
 
 def random_numbers(op: Op) -> Found:
-    """Return the kinds of random keys and bits: each device's own if any operand differs."""
+    """Return the kind of random keys and bits.
+
+    The result is `OWN` if any operand differs between devices, and otherwise whole.
+    """
     return k.OWN if op.has(k.APART | k.Shard) else k.WHOLE
 
 
 def by_default(op: Op) -> Found:
-    """Return the kinds of an operation without a rule: whole if all operands are, or undecided."""
+    """Return the kind of the results of an operation without a rule.
+
+    The results are whole if all operands are, and otherwise undecided.
+    """
     label = label_of(op.eqn)
     no_rule = f"{label} has no rule: see jaxdist.proofs.rule({label!r})"
     return k.WHOLE if op.all(k.SAME) else op.undecided(no_rule)
 
 
 def label_of(eqn: Any) -> str:
-    """Return the name of an operation in `RULES`, which is its primitive's or its kernel's name.
+    """Return the name under which `RULES` has the rule for an operation.
 
-    A Pallas kernel is named `pallas_call:NAME`, and foreign code `ffi_call:TARGET`.
+    For most operations this is the name of the primitive. A Pallas kernel is named
+    `pallas_call:NAME`, and foreign code `ffi_call:TARGET`.
     """
     name = eqn.primitive.name
     kernel = eqn.params.get("name_and_src_info", eqn.params.get("name"))
@@ -75,11 +83,13 @@ def label_of(eqn: Any) -> str:
 def rule(name: str, *, like: str | None = None, rows: int | None = None) -> None:
     """Add a rule for an operation that has none, such as a Pallas kernel.
 
+    Exactly one of `like` and `rows` must be given.
+
     Args:
       name: the operation's name, which the reason for an undecided value states.
       like: a primitive of jax with the same rule, such as "tanh" for an elementwise operation.
-      rows: a dim that every operand and result has, along which rows do not depend on each other,
-        such as the batch of an attention kernel.
+      rows: the index of a dim that all operands and results have, such as the batch of an attention
+        kernel. Rows along the dim must not depend on each other.
 
     Raises:
       JaxdistError: neither or both of `like` and `rows` are given, or `like` has no rule.
@@ -104,9 +114,9 @@ def _by_rows(dim: int) -> Rule:
 
 
 KERNELS = ("pallas_call", "ffi_call", "custom_call", "custom_partitioning")
-"""Primitives that call a kernel, whose name is part of the operation's name."""
+"""The primitives that call a kernel. The name of the kernel is part of the operation's name."""
 EACH: dict[str, Rule] = {"optimization_barrier": lambda op: list(op.values)}
-"""The rules of operations whose results do not depend on all operands."""
+"""The rules of operations with several results, each of which depends on one operand only."""
 _CUMULATIVE = {"cumsum": True, "cummax": False, "cummin": False, "cumprod": False}
 _RANDOM = ["seed", "wrap", "unwrap", "fold_in", "split", "bits", "clone"]
 _REDUCED = ("sum", "max", "min", "and", "or", "prod")

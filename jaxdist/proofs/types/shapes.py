@@ -1,4 +1,4 @@
-"""The rules of operations that move, join, cut or reduce dims."""
+"""The rules of operations that move, join, slice or reduce dims."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def transpose(op: Op) -> Found:
 
 
 def reshape(op: Op) -> Found:
-    """Return the kind of a reshaped array: a sharded dim may be merged with others, or split."""
+    """Return the kind of a reshaped array.
+
+    A reshape may split a sharded dim, or merge it with other dims.
+    """
     before, after = op.ins[0].shape, op.out.shape
     groups, (value,), kind = list(_groups(before, after)), op.values, op.kinds[0]
     constant = {dim for dim, size in enumerate(after) if size == 1}
@@ -43,7 +46,11 @@ def reshape(op: Op) -> Found:
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Return pairs of successive dims before and after a reshape with equal numbers of elements."""
+    """Return the groups of dims that a reshape keeps apart, in order.
+
+    Each group is a pair of a list of successive dims before the reshape and a list of successive
+    dims after the reshape. The dims of both lists have the same number of elements.
+    """
     found, at, shapes = [], [0, 0], (before, after)
     while at[0] < len(before) or at[1] < len(after):
         taken: tuple[list[int], list[int]] = [], []
@@ -102,13 +109,22 @@ def _reshaped(
 
 
 def dropped(dims: Sequence[int], ndim: int) -> dict[int, int]:
-    """Return the new number of each dim that remains when some dims are removed."""
+    """Return the new number of each dim that remains after removal of `dims`.
+
+    Args:
+      dims: the removed dims.
+      ndim: the number of dims before the removal.
+    """
     kept = [dim for dim in range(ndim) if dim not in dims]
     return {old: new for new, old in enumerate(kept)}
 
 
 def reduction(name: str) -> Rule:
-    """Return the rule of a reduction over some dims, such as "sum" or "max"."""
+    """Return the rule for a reduction over some dims.
+
+    Args:
+      name: the name of the reduction, such as "sum" or "max".
+    """
 
     def rule(op: Op) -> Found:
         (value,), shape, axes = op.values, op.ins[0].shape, op.params["axes"]
@@ -149,7 +165,7 @@ def _reduced(op: Op, name: str, kind: k.Shard, to: dict[int, int]) -> k.Kind:
 
 
 def squeeze(op: Op) -> Found:
-    """Return the kind of an array without some dims of size 1."""
+    """Return the kind of an array from which dims of size 1 are removed."""
     return op.values[0].moved(dropped(op.params["dimensions"], op.ins[0].ndim))
 
 
@@ -161,7 +177,7 @@ def expand_dims(op: Op) -> Found:
 
 
 def concatenate(op: Op) -> Found:
-    """Return the kind of concatenated arrays: their common kind, or `Joined` with every part."""
+    """Return the kind of concatenated arrays, which is their common kind or `Joined`."""
     dim = op.params["dimension"]
     return _in_a_row(dim, [aval.shape[dim] for aval in op.ins], op.values)
 
@@ -174,7 +190,10 @@ def stack(op: Op) -> Found:
 
 
 def unstack(op: Op) -> Found:
-    """Return the kinds of the entries of an array along a dim, which the entries do not have."""
+    """Return the kinds of the entries into which an array is split along a dim.
+
+    The entries do not have that dim.
+    """
     (value,), gone, kind = op.values, op.params["axis"], op.kinds[0]
     to = dropped([gone], op.ins[0].ndim)
     kinds = [kind] * len(op.eqn.outvars)
@@ -186,7 +205,13 @@ def unstack(op: Op) -> Found:
 
 
 def _in_a_row(dim: int, sizes: Sequence[int], values: Sequence[k.Value]) -> k.Value:
-    """Return the kind of arrays that are joined along a dim."""
+    """Return the kind of arrays that are concatenated along a dim.
+
+    Args:
+      dim: the dim.
+      sizes: the size of each array along the dim.
+      values: the arrays.
+    """
     kinds = [value.kind for value in values]
     others = {*kinds} - {k.ZERO}
     constant = frozenset.intersection(*(value.constant for value in values))
@@ -202,13 +227,20 @@ def _in_a_row(dim: int, sizes: Sequence[int], values: Sequence[k.Value]) -> k.Va
 
 
 def same_dims(op: Op) -> Found:
-    """Return the kinds of a sliced, split or reversed array, which keeps its kind."""
+    """Return the kinds of the results of a slice, split or reversal.
+
+    Every result has the kind of the array. Slices of joined arrays have the kinds of their parts.
+    """
     kind = op.kinds[0]
     return _cut(op, kind) if isinstance(kind, k.Joined) else op.values[0]
 
 
 def pad(op: Op) -> Found:
-    """Return the kind of a padded array; joined arrays may be padded with zeros at both ends."""
+    """Return the kind of a padded array.
+
+    A partial sum must be padded with zeros. Joined arrays become joined arrays with further parts
+    for the zeros at both ends.
+    """
     kind, filler = op.kinds[:2]
     zeros = isinstance(filler, k.Zero)
     if isinstance(kind, k.Joined):
@@ -225,7 +257,7 @@ def pad(op: Op) -> Found:
 
 
 def _cut(op: Op, joined: k.Joined) -> Found:
-    """Return the kinds of a slice, or of the pieces of a split, of joined arrays."""
+    """Return the kinds of the results of a slice or a split of joined arrays."""
     dim, params = joined.dim, op.params
     if op.name == "slice" and params["strides"] is None:
         pieces = [(params["start_indices"][dim], params["limit_indices"][dim])]
@@ -248,7 +280,7 @@ def _cut(op: Op, joined: k.Joined) -> Found:
 def dynamic_slice(op: Op) -> Found:
     """Return the kind of a slice at a variable index.
 
-    The slice of a whole array that begins at the device's index times its size is a shard.
+    A slice of a whole array is a shard if it begins at the device's index times the slice's size.
     """
     value, sizes = op.values[0], op.params["slice_sizes"]
     for dim, start in enumerate(op.kinds[1:]):
@@ -262,7 +294,10 @@ def dynamic_slice(op: Op) -> Found:
 
 
 def dynamic_update_slice(op: Op) -> Found:
-    """Return the kind of an array in which a slice at a variable index is replaced."""
+    """Return the kind of an array in which a slice at a variable index is replaced.
+
+    The result is undecided if the index differs between devices.
+    """
     if any(isinstance(start, k.APART | k.Shard) for start in op.kinds[2:]):
         return op.undecided("each device writes to a place of its own")
     return written(op, op.values[0], op.values[1])

@@ -29,27 +29,29 @@ PASSES = 8
 
 
 OVERWRITING = "overwrite_chunk"
-"""The name of the function in `jaxdist.parallel.layer_chunks` that is the body of a loop which
-overwrites whole arrays chunk by chunk."""
+"""The name of a function in `jaxdist.parallel.layer_chunks`. The function is the body of a loop
+that overwrites all elements of arrays chunk by chunk."""
 KEPT = ("name", "optimization_barrier", "copy", "copy_p", "reduce_precision")
-"""Operations outside of `shard_map` that keep their operands."""
+"""Operations whose results have the kinds of their operands even outside of `shard_map`."""
 
 
 class Pass:
-    """A pass along a single mesh axis over a program.
+    """A pass over a program that derives the kinds of its values along a single mesh axis.
 
     Outside of `shard_map` a program works on whole arrays, whose values do not depend on where XLA
-    places them: only what a `shard_map` has computed is followed there. Inside of a `shard_map`
-    over the axis every operation has a rule.
+    places them. There the pass only follows values that a `shard_map` has computed. Inside of a
+    `shard_map` over the axis, a rule derives the kind of every result.
 
     Attributes:
       axis: the name of the axis.
       size: the number of devices along the axis.
-      scheduled: the axes along which devices send values of their own by tables that were checked.
-      chosen: whether the code at hand is in a branch that only some devices take.
-      begun: the kind and rank of each sum or shard whose first mark was passed.
-      findings: place and message of each error, in order.
-      unknown: the reasons for which values that leave a `shard_map` are undecided.
+      scheduled: the axes along which devices exchange values by a pipeline schedule that was
+        checked before.
+      chosen: whether the pass is in a branch that only some devices take.
+      begun: the kind and number of dims of each sum or shard whose first mark was passed (see
+        `collectives.marked`).
+      findings: the line of code and the message of each error, in order.
+      unknown: the reasons why values that leave a `shard_map` are undecided.
     """
 
     def __init__(self, axis: str, size: int, scheduled: frozenset[str] = frozenset()) -> None:
@@ -65,7 +67,10 @@ class Pass:
         self._seen: dict[Any, tuple[list[k.Value], bool]] = {}
 
     def wrong(self, eqn: Any, message: str) -> k.Kind:
-        """Report an error at an equation, and return the kind of its results."""
+        """Report an error at an equation, and return `Wrong`, the kind of its results.
+
+        If an operand is `DOUBTFUL`, nothing is reported, and the result is `Unknown`.
+        """
         if self._doubts:
             return self.undecided(eqn, "sums over a dim that may be sharded, or may not be")
         library = lines_of(eqn)[1]
@@ -73,7 +78,7 @@ class Pass:
         return self.wrong_at(self.place(eqn), message + inside)
 
     def wrong_at(self, where: str, message: str) -> k.Kind:
-        """Report an error at a place, and return the kind of a wrong value."""
+        """Report an error at a file and line, and return `Wrong`."""
         self._errors += 1
         if not self._recording:
             return k.Wrong(frozenset())
@@ -87,27 +92,27 @@ class Pass:
         )
 
     def too_large(self, where: str) -> k.Kind:
-        """Report that the sum at a place adds equal values of all devices; return `Wrong`."""
+        """Report that the sum at a file and line adds equal values, and return `Wrong`."""
         return self.wrong_at(where, self.copies)
 
     @property
     def copies(self) -> str:
-        """The message on a sum of equal values of all devices."""
+        """The message for a sum over devices of values that are equal on every device."""
         return (
             f"sums over {self.axis!r} a value that is already whole on every device: the result "
             f"is {self.size} times too large"
         )
 
     def undecided(self, eqn: Any, message: str) -> k.Unknown:
-        """Return `Unknown`, the kind of a result to which no rule applies, with the reason."""
+        """Return the kind `Unknown` with the reason why no rule applies to an equation."""
         return k.Unknown(frozenset([f"{self.axis}: {self.place(eqn)}: {message}"]))
 
     def run(self, jaxpr: Any, values: Sequence[k.Value]) -> list[k.Value]:
-        """Return the kinds of a program's results, from those of its operands.
+        """Return the kinds of a program's results, given the kinds of its operands.
 
         Results are cached, since the body of a loop is run several times, together with all loops
-        in it. A cached result is not used if a run with errors was not recorded, and errors are to
-        be recorded now.
+        in it. A cached result is not used if errors must be recorded now, and the cached run had
+        errors that were not recorded.
         """
         # `id` identifies a program, since all programs outlive the pass.
         key = id(jaxpr), tuple(values), self._overwrites, self.chosen, self._inside
@@ -139,7 +144,7 @@ class Pass:
         return [read(var) for var in jaxpr.outvars]
 
     def equation(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
-        """Return the kinds of an equation's results, from those of its operands."""
+        """Return the kinds of an equation's results, given the kinds of its operands."""
         name = eqn.primitive.name
         nested = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(name)
         if nested is not None:
@@ -198,11 +203,11 @@ class Pass:
         return [found] * len(op.eqn.outvars) if isinstance(found, k.Value) else found
 
     def _outside(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
-        """Return the kinds of what is computed outside of `shard_map`.
+        """Return the kinds of the results of an equation outside of `shard_map`.
 
-        Only operands with the same number of elements are followed, and a scalar only into the
-        array that it is stacked into. A scalar such as the norm of all gradients would spoil every
-        result.
+        A result is wrong or undecided only because of operands with the same number of elements,
+        and of scalars that are stacked. Other operands are ignored: an undecided scalar such as the
+        norm of all gradients would make every result undecided.
         """
         name, found = eqn.primitive.name, []
         if name in KEPT:
@@ -219,7 +224,10 @@ class Pass:
         return found
 
     def used(self, kind: k.Kind) -> k.Kind:
-        """Return the kind of a value that is used outside of `shard_map`."""
+        """Return the kind of a value that is used outside of `shard_map`.
+
+        For a `Stacked` value the function also reports the errors that the use shows.
+        """
         if not isinstance(kind, k.Stacked):
             return kind
         if isinstance(kind.used, k.Unknown) and self._recording:
@@ -230,7 +238,7 @@ class Pass:
         return kind.used
 
     def _region(self, eqn: Any, body: Any, values: Sequence[k.Value]) -> list[k.Value]:
-        """Return the kinds of a `shard_map`'s results, as values outside of the `shard_map`."""
+        """Return the kinds that the results of a `shard_map` have outside of the `shard_map`."""
         within = []
         for value, spec in zip(values, eqn.params["in_specs"], strict=True):
             dim, kind = split_dim(spec, self.axis), value.kind
@@ -281,7 +289,10 @@ class Pass:
         return [*carry, *stacked]
 
     def _row(self, eqn: Any, value: k.Value, var: Any) -> k.Value:
-        """Return the kind of a row of an array over which a scan iterates."""
+        """Return the kind of a row of an array over which a scan iterates.
+
+        The result is undecided if the leading dim of the array is sharded.
+        """
         kind = value.kind
         if getattr(kind, "dims", None) == {0} or getattr(kind, "dim", None) == 0:
             value = value.of_kind(self.undecided(eqn, f"a loop goes over the dim of {kind}"))
@@ -297,12 +308,20 @@ class Pass:
     ) -> tuple[list[k.Value], list[k.Value]]:
         """Run a loop's body until the kinds of its carried values no longer change.
 
-        The function returns the kinds of the carried values, and of all results of the body.
+        The result is a pair of the carried values and all results of the body. The carried values
+        are undecided if their kinds still change after `PASSES` iterations.
+
+        Args:
+          eqn: the equation of the loop.
+          body: the program of the loop's body.
+          fixed: the operands that every iteration gets unchanged.
+          carry: the initial carried values.
+          rows: the rows over which a scan iterates.
         """
         reason = f"{self.axis}: {self.place(eqn)}: a value changes its kind in each pass of a loop"
         recording, self._recording = self._recording, False
-        # The first rounds ignore errors, which may be due to buffers that are zero at first and so
-        # have no kind of their own yet. The second rounds begin with the kinds of the first.
+        # The first iterations ignore errors, which may be due to buffers that are zero at first and
+        # so have no kind yet. The second iterations begin with the kinds that the first have found.
         for judges in (False, True):
             for _ in range(PASSES):
                 out = self.run(body, [*fixed, *carry, *rows])
@@ -369,7 +388,11 @@ def axes_of(jaxpr: Any) -> set[str]:
 
 
 def fits(kind: k.Kind, aval: Any) -> bool:
-    """Return whether the sizes of joined arrays add up to the size of an array along their dim."""
+    """Return whether a kind is possible for an array.
+
+    Joined arrays must add up to the size of the array along the dim that joins them. Any other kind
+    is possible.
+    """
     if not isinstance(kind, k.Joined):
         return True
     return kind.dim < aval.ndim and sum(kind.sizes) == aval.shape[kind.dim]
