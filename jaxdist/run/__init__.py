@@ -1,1 +1,1 @@
-"""A run: its directory, its hooks, the states that it saves and loads, and its report."""
+"""A run: its directory, its hooks, its report, and the states that it saves and loads."""

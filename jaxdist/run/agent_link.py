@@ -22,10 +22,12 @@ class NoAgent:
     """The link of a process that no agent has started; its methods do nothing.
 
     Attributes:
-      fence: check that this generation may still write, in a run on several hosts.
-      memory: directory of snapshots in this machine's memory.
-      phase: called with the kind of work that the process starts.
-      sees_failures: whether an agent records the failure of a process, and restarts the run.
+      fence: the check that no later generation of a run on several hosts has started, or None if
+        the run has no such check.
+      memory: the directory of the snapshots in this machine's memory, or None if there are no
+        snapshots.
+      phase: the function that is called with each kind of work that the process begins, or None.
+      sees_failures: whether an agent records each failure of a process and then restarts the run.
     """
 
     fence: RunFence | None = None
@@ -44,15 +46,15 @@ class NoAgent:
 
     @property
     def holds_snapshots(self) -> bool:
-        """Whether there is a snapshot in memory to continue from."""
+        """Whether this machine's memory holds a complete snapshot to continue from."""
         return self.memory is not None and bool(whole_steps(self.memory))
 
     def hooks(self) -> Sequence[LoopHook]:
-        """Return the hooks that report steps to the agent, if there is one."""
+        """Return the hooks that report steps to the agent; there are none without an agent."""
         return ()
 
     def done(self) -> None:
-        """Report that the run has finished, so that it is not restarted."""
+        """Report to the agent that the run has finished and must not be restarted."""
 
 
 class AgentLink(NoAgent):
@@ -75,7 +77,11 @@ class AgentLink(NoAgent):
 
 @contextmanager
 def watched(run_folder: RunFolder | None, run: Identity) -> Iterator[NoAgent]:
-    """Report to the agent, if there is one, the run's identity and this process's progress."""
+    """Yield the link of this process to its agent, or a `NoAgent` if `run_folder` is None.
+
+    The agent receives the run's identity from process 0, and the progress of every process until
+    the context ends.
+    """
     if run_folder is None:
         yield NoAgent()
         return
@@ -85,14 +91,15 @@ def watched(run_folder: RunFolder | None, run: Identity) -> Iterator[NoAgent]:
     assert run.path is not None
     fence = None if run_folder.fence is None else RunFence(run.path, run_folder.generation)
     if fence is not None and index == 0:
-        # The fence is raised before this process reads files that an earlier generation may write.
+        # The fence is raised first, because this process will read files that a process of an
+        # earlier generation may still write.
         fence.raise_()
     with Publisher(run_folder.status(index), index) as publisher:
         yield AgentLink(run_folder, publisher, fence)
 
 
 def leaving(run_folder: RunFolder | None) -> Callable[[str], None]:
-    """Return a function that reports to an agent, if any, why this machine has to stop."""
+    """Return a function that reports to the agent, if any, why this machine has to stop."""
 
     def tell(name: str) -> None:
         if run_folder is not None:

@@ -1,4 +1,4 @@
-"""The assembly of the hooks of a run's loop from the run's config."""
+"""The functions that make the hooks of a run's loop from the run's config."""
 
 from __future__ import annotations
 
@@ -51,12 +51,15 @@ class HookParts:
     kept: Mapping[str, Json]
 
     def every(self, steps: int | None) -> Cadence:
-        """Return the cadence of a task that is due every `steps` steps, and at the last step."""
+        """Return the cadence of a task that is due every `steps` steps and after the last step.
+
+        If `steps` is None, the task is due only after the last step.
+        """
         return Cadence(steps, self.experiment.total_steps)
 
 
 def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Evaluate | None]:
-    """Return the hooks of a run's loop in order, and the hook that evaluates, if there is one.
+    """Return the hooks of a run's loop in order, and the hook that evaluates, or None without one.
 
     Args:
       best: the best held-out loss of a resumed run so far, or None for a new run.
@@ -64,8 +67,8 @@ def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Eval
     experiment, tiers = parts.experiment, parts.tiers
     config, program, writer = experiment.config, experiment.program, parts.writer
     checked = config.train.check_replicas
-    # A flipped bit may also make a loss infinite, which a restart repairs. A run that diverges by
-    # itself repeats the loss, and ends the second time.
+    # A restart also repairs a loss that is infinite because of a flipped bit. A run that diverges
+    # without a fault reaches the same loss again after the restart, and then ends.
     restores = 0 if checked is None else min(checked.restores, 1)
     guard = Guard(program.metrics, tiers.store, program.optimizer.max_skipped, restores)
     log = Log(parts.every(config.train.log_every), guard, parts.progress, writer)
@@ -78,9 +81,9 @@ def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Eval
         hooks.append(CompareReplicas(*compared, writer, parts.account))
     measured = _evaluate(parts, best)
     hooks.extend([measured] if measured is not None else [])
-    # After a failure that an agent records, a run with snapshots in memory continues from them. The
-    # checkpoints of such a run protect from the loss of the machine, which the journal does not
-    # record.
+    # If an agent records failures and the machine's memory holds snapshots, a run continues from a
+    # snapshot after a failure. Its checkpoints then protect only from the loss of the machine,
+    # which the journal does not record.
     seen = parts.files.agent.sees_failures and config.checkpoint.memory_every is None
     cadence = _cadence(config.checkpoint.every, Activity.CHECKPOINT_BLOCKED, parts, seen=seen)
     hooks.append(Save(cadence, _saving(parts), measured))
@@ -112,7 +115,8 @@ def _saving(parts: HookParts) -> Callable[[TrainState, float | None, float | Non
     def saved(state: TrainState, best: float | None, metric: float | None) -> None:
         with parts.account.within(Activity.CHECKPOINT_BLOCKED):
             if rows is not None and rows.save is not None:
-                # Before the state, so that a complete checkpoint always has its tables.
+                # The tables are saved before the state, so that a complete checkpoint always has
+                # its tables.
                 rows.save(int(state.step))
             given = {"metric": metric, "parts": config.parts}
             metadata = {"best": best, **parts.kept}
@@ -138,10 +142,12 @@ def _taking(
 
 
 def _cadence(every: int | str, kind: Activity, parts: HookParts, *, seen: bool) -> Cadence:
-    """Return a cadence of a fixed number of steps, or a cadence that the run chooses.
+    """Return a cadence with a fixed interval, or a cadence that chooses its interval.
 
     Args:
-      seen: whether the agent records the failures that such a save protects from.
+      every: the number of steps between two saves, or "auto" if the run chooses the number.
+      kind: the activity to which the time of the saves is charged.
+      seen: whether an agent records the failures from which these saves protect.
     """
     if isinstance(every, int):
         return parts.every(every)

@@ -1,4 +1,4 @@
-"""The conversion of a program's state to a checkpoint, and back from a checkpoint of any plan."""
+"""Functions that save a program's state as a checkpoint, and load the checkpoint of any plan."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def save(
     metric: float | None = None,
     parts: Sequence[str] | None = None,
 ) -> None:
-    """Save a state under its own step; see `CheckpointStore.save`.
+    """Save a state as the checkpoint of the state's step; see `CheckpointStore.save`.
 
     Args:
-      parts: patterns of the parts to save (`jaxdist.checkpoint.parts`); None saves all.
+      parts: the patterns of the parts to save (`jaxdist.checkpoint.parts`); None saves all parts.
     """
     saved, shapes = program.home.to_files(state), program.own_shapes
     if parts is not None:
@@ -55,7 +55,8 @@ def restore(
     """Restore the newest complete checkpoint, or step `step`, in the form of `program`.
 
     Args:
-      say: called with a line about each part of the checkpoint that is not used.
+      say: the function that is called with a line about each part of the checkpoint that is not
+        used.
 
     Raises:
       CheckpointError: there is no checkpoint, or no checkpoint that fits.
@@ -64,13 +65,13 @@ def restore(
 
 
 def adapted(program: Program, say: Callable[[str], None]) -> Adapt:
-    """Return a function that chooses what `program` loads from a checkpoint, and converts it.
+    """Return a function that chooses the arrays that `program` loads, and converts the state.
 
-    All parts except the states of exchanges must have the form of `program`. The state of the
-    exchange of gradients is loaded in its saved form, and passed through `Exchange.reshard` if
-    another plan had other shapes; the state of the exchange between steps has the same shapes in
-    every plan. An exchange starts from its initial state, with a line to `say`, if the checkpoint
-    has no state of this exchange.
+    All parts except the states of exchanges must have the shapes and dtypes that `program` has. The
+    state of the gradient exchange may have other shapes, if the plan that saved it differs; then
+    `Exchange.reshard` converts the state after it is loaded. The state of the exchange between
+    steps has the same shapes in every plan. If the checkpoint has no usable state of an exchange,
+    the exchange starts from its initial state, and `say` is called with a line about it.
     """
     return partial(_adapted, program, say)
 
@@ -101,14 +102,22 @@ def _adapted(
 
 
 class Skips(NamedTuple):
-    """The conversion of the optimizer's state with or without the counters of skipped steps."""
+    """A pair of functions that add counters of skipped steps to an optimizer's state, or drop them.
+
+    Attributes:
+      as_saved: the function from the program's form of the state to the form in the checkpoint.
+      as_own: the function from the form in the checkpoint to the program's form.
+    """
 
     as_saved: Callable[[OptState], OptState] = lambda state: state
     as_own: Callable[[OptState], OptState] = lambda state: state
 
 
 def _skips(program: Program, saved: Mapping[str, LeafRecord]) -> Skips:
-    """Return a conversion that adds counters at zero, or drops counters, as the program needs.
+    """Return the conversion of the optimizer's state between `program` and a checkpoint.
+
+    The conversion adds counters of skipped steps with the value zero, drops the counters, or does
+    nothing, depending on where the counters are missing.
 
     An exchange of compressed messages counts skipped steps itself. The optimizer states of plans
     with and without such messages therefore differ only in these counters.
@@ -137,10 +146,11 @@ def _skips(program: Program, saved: Mapping[str, LeafRecord]) -> Skips:
 def _as_saved(
     program: Program, wanted: Mapping[str, LeafRecord], found: Mapping[str, LeafRecord]
 ) -> PyTree | None:
-    """Return the saved shapes of an exchange's state, with rows split over devices if they divide.
+    """Return the shapes in which to load an exchange's saved state, or None if it is unusable.
 
-    Return None if another exchange saved the state, or if the state cannot be converted to this
-    plan.
+    A leaf is split over all devices along its first dim if the number of devices divides that dim;
+    other leaves are replicated. The state is unusable if another exchange saved it, or if it cannot
+    be converted to this plan.
     """
     if wanted.keys() != found.keys():
         return None
@@ -164,7 +174,7 @@ def _as_saved(
 
 
 def _part(leaves: Mapping[str, LeafRecord], name: str) -> dict[str, LeafRecord]:
-    """Return the leaves of a field of the state; the field may itself be a leaf."""
+    """Return the leaves of one field of the state, by path; the field may itself be a leaf."""
     return {path: leaf for path, leaf in leaves.items() if path.split("/")[0] == name}
 
 
@@ -183,17 +193,18 @@ def _finished(
     """Convert a state from the form of checkpoints to the form of devices.
 
     Args:
-      remake: function from the loaded state of the exchange to its new state; None keeps the loaded
-        state.
-      begins: whether the state of the strategy starts again from the parameters.
-      skips: conversion of the optimizer's state to the form of the program.
+      remake: the function from the program and the loaded state of the gradient exchange to the
+        exchange's new state; None keeps the loaded state.
+      begins: whether the strategy's state is initialized from the parameters, instead of loaded.
+      skips: the conversion of the optimizer's state to the form of the program.
     """
     state = replace(state, opt_state=skips.as_own(state.opt_state))
     if remake is not None:
         state = replace(state, exchange=remake(program, state.exchange))
     if not begins:
         return program.home.from_files(state)
-    # No state of the strategy was loaded, so that the placeholder () must not be converted.
+    # No state of the strategy was loaded: `outer` is the placeholder (), which must not be
+    # converted.
     stored = replace(program.home, outer=()).from_files(state)
     return replace(stored, outer=_begun_outer(program, stored.params))
 
@@ -211,7 +222,7 @@ def _begun(program: Program, saved: PyTree) -> PyTree:
 
 
 def fresh_exchange(program: Program) -> PyTree:
-    """Return the state of the exchange of gradients before the first step, on its devices."""
+    """Return the state of the gradient exchange before the first step, on the mesh's devices."""
     params = program.own_shapes.params
 
     def begin() -> PyTree:
@@ -222,7 +233,7 @@ def fresh_exchange(program: Program) -> PyTree:
 
 
 def _begun_outer(program: Program, params: Params) -> PyTree:
-    """Return the initial state of the exchange between steps for these stored parameters."""
+    """Return the initial state of the exchange between steps for the given stored parameters."""
     outer, home = program.outer, program.home
     if outer is None:
         return ()

@@ -40,15 +40,16 @@ PACKAGES = (
     "grain",
     "numpy",
 )
-"""Packages whose versions may change a run's numbers."""
+"""The packages whose versions may change a run's numbers."""
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The paths of a run: resolved config, versions, metrics, checkpoints, loss curve.
+    """The paths of a run's files: resolved config, versions, metrics, checkpoints, loss curve.
 
     Attributes:
-      identity: identity of the run that writes here, or None for readers.
+      identity: the identity of the run that writes to this directory, or None in a process that
+        only reads.
     """
 
     path: Path
@@ -76,12 +77,12 @@ class RunDirectory:
 
     @property
     def profile(self) -> Path:
-        """The folder with traces of steps, if they were requested."""
+        """The directory of the traces of steps, which exists only if traces were requested."""
         return self.path / "profile"
 
     @property
     def proof(self) -> Path:
-        """The certificate of the run's plan, if it began with `--proved`."""
+        """The certificate of the run's plan, which exists only if the run began with `--proved`."""
         return self.path / "prove.json"
 
     @property
@@ -99,7 +100,8 @@ class LockedDirectory(NamedTuple):
     """A run directory and the lock on it.
 
     Attributes:
-      goes_on: whether the run continues from its saved state, if a state was saved.
+      goes_on: whether the run is resumed: it continues from its saved state, or begins at step 0 if
+        no state was saved.
     """
 
     directory: RunDirectory
@@ -119,22 +121,24 @@ def take_directory(
     """Take and lock the directory of a run.
 
     A new run takes the first free name of `base`, `base-2`, `base-3` ..., so that nothing is
-    overwritten. With `resume` the run that has begun under these names continues; if several have
-    begun, only the user knows which is meant. Later processes of a run pass `run`, and take that
-    run, whatever other runs have begun under these names.
+    overwritten. With `resume`, the run that has begun under one of these names continues; if
+    several runs have begun, the choice is ambiguous and an error is raised. A process that already
+    knows its run passes `run`; other runs under these names then do not matter.
 
     Args:
-      named: whether the user named the directory; then another run in it is an error, rather than a
-        reason to try the next name.
+      named: whether the user named the directory. If so, a live run in the directory is an error,
+        instead of a reason to try the next name.
       resume: whether to continue the run that has begun; a new run begins if there is none.
-      say: called with a line about another run.
+      say: the function that is called with a line about each other run that was found.
       exact: whether `resume` means only `base` itself, and not the numbered names.
-      run: the run to take. If its path is unknown, because the run has not begun, the directory
-        with its id is taken, or else a directory as described above, which receives the id.
+      run: the identity of the run to take. If the identity has no path, because the run has not
+        begun, the function takes the directory that has the run's id. If there is no such
+        directory, the function chooses a directory as for a new run, and the directory receives the
+        id.
 
     Raises:
       RunError: a live run holds the directory, and `named`, `resume` or `run` is set; several runs
-        could be meant; the directory is another run's; or it cannot be written.
+        could be resumed; the directory belongs to another run; or the directory cannot be written.
     """
     if run is not None:
         path = run.path or with_id(base, run.id)
@@ -157,13 +161,13 @@ def take_directory(
             continue
         if not directory.occupied:
             return LockedDirectory(replace(directory, identity=identity), lock, goes_on=resume)
-        # Between the check and the lock, another run has begun in this directory and ended.
+        # Between the check and the lock, another run began in this directory and ended.
         lock.release()
     raise AssertionError("unreachable: the names do not end")
 
 
 def directory_identity(directory: RunDirectory) -> Identity:
-    """Return the identity of a directory that was taken, with its path."""
+    """Return the identity of the run that has taken a directory, with the directory's path."""
     assert directory.identity is not None, "only a directory that was taken has an identity"
     return replace(directory.identity, path=directory.path)
 
@@ -189,12 +193,13 @@ def _find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None
     """Find the directory of the run that `--resume` means, or return None if no run has begun.
 
     Args:
-      exact: whether only `base` is meant.
-      say: called with a line if other runs have begun under the numbered names.
+      exact: whether only `base` may be resumed, and not a numbered name.
+      say: the function that is called with a line if other runs have begun under the numbered
+        names.
 
     Raises:
-      RunError: several runs have begun, and it is not known which is meant; or a run is just
-        beginning.
+      RunError: several runs have begun, so that the choice is ambiguous; or a live run holds a
+        directory to which it has not yet written its config.
     """
     begun = run_directories(base)
     others = "; ".join(_described(path) for path in begun if path != base)
@@ -215,15 +220,15 @@ def _find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None
             f"which to continue: {listed}. Choose one with run.directory=PATH on the command line"
         )
     for directory in map(RunDirectory, family(base)):
-        # A run that is about to write its first file holds its lock, so that RunLock raises; a lock
-        # that a run left before its first file is removed.
+        # A run that is about to write its first file holds its lock, so that RunLock raises. A lock
+        # that a dead run left before its first file is removed here.
         if directory.lock.exists() and not directory.occupied:
             RunLock(directory.path, say=say).release()
     return begun[0] if begun else None
 
 
 def _described(path: Path) -> str:
-    """Describe a run to a user who has to choose among several.
+    """Return the path, last step and start time of a run as text, for a user who must choose.
 
     >>> _described(Path("/nowhere/gpt"))
     '/nowhere/gpt (no checkpoint)'
@@ -246,9 +251,11 @@ def _numbered(base: Path) -> Iterator[RunDirectory]:
 
 
 def prepare_directory(directory: RunDirectory, resolved_config: str) -> None:
-    """Create the directory and write the identity, versions and resolved config, atomically.
+    """Create the directory and write the identity, the versions and the resolved config.
 
-    The config is written last: a run has begun if its config exists, and then it has an identity.
+    Each file is written atomically.
+
+    The config is written last. A directory with a config therefore always has an identity.
 
     Raises:
       RunError: the directory cannot be written, or belongs to another run.

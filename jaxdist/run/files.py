@@ -1,4 +1,4 @@
-"""The files of a run: how a process begins them and writes to them."""
+"""The files of a run: the functions that create them and write to them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class RunFiles:
     """The files of a run that has begun, or is about to begin.
 
     Attributes:
-      config: the run's config, which is written to the directory.
-      agent: link to the agent, which decides whether this process may still write.
-      say: prints a line without markup.
+      config: the run's config, which is written to the run directory.
+      agent: the link to the agent, which decides whether this process may still write.
+      say: the function that prints a line without markup.
     """
 
     directory: RunDirectory
@@ -35,14 +35,13 @@ class RunFiles:
     say: Say
 
     def begin(self) -> None:
-        """Create the directory of a new run; for a resumed run, print the changes to its config."""
+        """Create the directory of a new run, or print how a resumed run's config has changed."""
         resolved = resolved_yaml(self.config)
         if self.directory.occupied:
             try:
                 lines = changes(read(self.directory.config).values, resolved)
             except ConfigError as error:
-                # The saved state does not need the old config, which this command's config will
-                # replace.
+                # The saved state does not depend on the old config, which is replaced later.
                 lines = [f"unknown, because {self.directory.config} is damaged: {error}"]
             for line in lines:
                 self.say(f"changed since this run began: {line}")
@@ -50,19 +49,19 @@ class RunFiles:
             prepare_directory(self.directory, resolved)
 
     def metrics(self, resume_step: int | None, tell: Tell | None) -> MetricsWriter:
-        """Open the file of metrics; only in process 0.
+        """Open the file of metrics for writing; only process 0 calls this method.
 
         Args:
           resume_step, tell: see `MetricsWriter`.
         """
-        # The config is replaced only here, since a resume that is refused must leave the old
-        # config.
+        # The config is replaced only now, because a resume that fails earlier must leave the old
+        # config in the directory.
         prepare_directory(self.directory, resolved_yaml(self.config))
         given = {"resume_step": resume_step, "admit": self.agent.admit}
         return MetricsWriter(self.directory.path, tell=tell, **given)
 
     def append(self, step: int, values: dict[str, float], *, split: str) -> None:
-        """Write another record of metrics after the file was closed.
+        """Append a record of metrics after the writer of metrics was closed.
 
         Raises:
           RunError: a later generation has started, or the record cannot be written.
@@ -71,10 +70,11 @@ class RunFiles:
         append(self.directory.path, step, values, split=split)
 
     def store(self, on_event: Say) -> CheckpointStore:
-        """Open the checkpoints.
+        """Open the store of the run's checkpoints.
 
         Args:
-          on_event: called with a line about files that are skipped, or cannot be removed.
+          on_event: the function that is called with a line about each file that is skipped or
+            cannot be removed.
         """
         config = self.config.checkpoint
         return CheckpointStore(

@@ -1,7 +1,7 @@
 """`jaxdist.fit`: `jaxdist train` as one call, in this process.
 
-Nothing here imports jax before the environment is prepared, so that a config can still ask for fake
-devices.
+This module imports jax only after the environment is prepared, so that a config can still ask for
+fake devices.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitResult:
-    """A run that has ended or was stopped.
+    """The result of a run that is complete or was stopped.
 
     Attributes:
       directory: the run directory, with its config, metrics and checkpoints.
       experiment: the experiment built from the config; `experiment.program` can evaluate and train
         further.
-      state: last training state, which occupies device memory until it is released.
-      stopped_by: reason that the run stopped before its last step: a signal, a preemption notice,
-        or the reason that a hook gave, or None if the run is complete.
-      exit_code: exit code of `jaxdist train` for this run: 0, or 75 if the run was stopped from
-        outside and continues with `resume=True`.
+      state: the last training state, which occupies device memory until it is released.
+      stopped_by: the reason that the run stopped before its last step (a signal, a preemption
+        notice, or the reason that a hook gave), or None if the run took its last step.
+      exit_code: the exit code that `jaxdist train` would have: 0, or 75 if the run was stopped from
+        outside. After 75, `resume=True` continues the run.
     """
 
     directory: Path
@@ -54,16 +54,16 @@ class FitResult:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The last logged metrics of training, read from the run directory."""
+        """The last logged metrics of training by name, read from the run directory."""
         return self._last("train")
 
     @property
     def heldout(self) -> Mapping[str, float]:
-        """The means of the last evaluation, as in the run directory, none without an evaluation."""
+        """The means of the last evaluation by name, or an empty mapping without an evaluation."""
         return self._last("heldout")
 
     def records(self) -> list[JsonObject]:
-        """Return all records of `metrics.jsonl`, in order."""
+        """Return all records of `metrics.jsonl` in the run directory, in order."""
         from jaxdist.metrics.writer import read_metrics
 
         return read_metrics(self.directory)
@@ -86,28 +86,30 @@ def fit(
 ) -> FitResult:
     """Train a config in this process, as `jaxdist train` does.
 
-    The run has a directory, a lock, checkpoints, metrics, evaluation and a report of its time, and
-    continues from its newest checkpoint with `resume`. The function may be called again, for the
-    same or another run. On return, the function restores signal handlers, jax's compilation cache
+    The run has a directory, a lock, checkpoints, metrics, evaluation and a report of its time. The
+    function may be called several times in a process, for the same run or for other runs. Before
+    the function returns, it restores the signal handlers, the directory of jax's compilation cache
     and standard output. Outside the main thread the function handles no signals.
 
-    If a launcher's environment variables name other processes that this process has not joined, the
-    function joins them and stays joined. After that, an error ends this process, since the other
-    processes would wait for it.
+    If a launcher's environment variables name other processes that this process has not joined yet,
+    the function joins them, and the process stays joined. After that, an error ends this process,
+    since otherwise the other processes would wait for it.
 
     Args:
-      config: path of a YAML file; or nested dicts, in which a class or a function may replace its
-        import path; or a validated config.
+      config: the path of a YAML file, nested dicts, or a validated config. Nested dicts may contain
+        a class or a function in the place of its import path.
       overrides: `section.key=value` texts, which override the config.
-      hooks: hooks of the run, called before those that the config names.
-      devices: devices to use; a number makes fake CPU devices, as `--devices` does; None uses all.
-      resume: whether to continue the run of this config, as `--resume` does; without such a run, a
-        new run starts.
+      hooks: the hooks of the run, which are called before the hooks that the config names.
+      devices: the devices to use, or the number of fake CPU devices to make, as with `--devices`;
+        None uses all devices.
+      resume: whether to continue the run of this config from its newest checkpoint, as `--resume`
+        does. If there is no such run, a new run starts.
       profile: steps to trace, as `--profile` parses them.
       quiet: whether to print nothing.
 
     Raises:
-      JaxdistError: the user can correct the cause, which may be a hook that raised.
+      JaxdistError: the run failed for a reason that the user can correct; a hook that raised is
+        also such a reason.
     """
     if isinstance(devices, int):
         overrides, devices = [*overrides, f"mesh.fake_devices={devices}"], None
@@ -139,7 +141,8 @@ def fit(
 def _prepare(config: Any, overrides: Sequence[str]) -> None:
     """Prepare the environment as a command does, unless jax is already imported.
 
-    Fake devices are always prepared, which raises an error if jax was imported before.
+    If the config asks for fake devices, they are prepared in any case. This raises an error if jax
+    was imported before.
     """
     if not isinstance(config, str | os.PathLike | Mapping):
         config = config.model_dump(mode="json")

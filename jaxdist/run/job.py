@@ -1,4 +1,4 @@
-"""A run whose steps a strategy takes: its preparation, its open files, and its end."""
+"""A run whose steps a strategy takes: its preparation, its open files and its end."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class RunLife:
 
     Attributes:
       account: account of the time that this life takes.
-      energy: tally of energy, or a text with the reason that there is no tally.
-      kept: metadata that is saved with each state.
-      heldout: means of the last evaluation.
-      timed: recorder of time and energy; only in process 0.
-      seconds: wall time of this life in seconds, without its preparation.
+      energy: the tally of energy, or a text that says why there is no tally.
+      kept: the metadata that is saved with each state.
+      heldout: the means of the last evaluation.
+      timed: the hook that records time and energy in process 0, or None in other processes.
+      seconds: the wall time of this life without its preparation, in seconds.
     """
 
     experiment: Experiment
@@ -67,11 +67,11 @@ class RunLife:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a run's steps.
+    """The step after which a run ended, and the cause.
 
     Attributes:
       step: the last step that was taken.
-      stopped_by: the cause of an end before the last step.
+      stopped_by: the cause of an end before the last step of the run, or None.
       complete: whether a hook ended the run, which is then complete before its last step.
     """
 
@@ -81,7 +81,7 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a process that only trains this run."""
+        """The exit code of a process that does nothing but train this run."""
         return 0 if self.stopped_by is None or self.complete else STOPPED
 
 
@@ -91,11 +91,12 @@ class RunJob:
 
     Attributes:
       resume: whether the run continues from its newest checkpoint.
-      begun: value of `time.perf_counter_ns` at which the first account of time begins; by default
-        the account begins at the first preparation.
+      begun: the value of `time.perf_counter_ns` from which the account of time of the first life
+        counts; None counts from the first preparation.
       profiled: the steps to trace in the first life of this process; None traces nothing.
-      devices: devices for strategies that do not choose devices; None uses all.
-      lives: the lives of the run in this process that have ended, one for each preparation.
+      devices: the devices for strategies that do not choose devices themselves; None uses all
+        devices.
+      lives: the ended lives of the run in this process; each call of `prepared` adds a life.
     """
 
     document: Document
@@ -112,10 +113,12 @@ class RunJob:
 
     @contextmanager
     def prepared(self, devices: Sequence[Device] | None = None) -> Iterator[Prepared]:
-        """Build the run on the given devices, or its own; its files are open within the context.
+        """Build the run on `devices`, or on `self.devices`, and yield what a strategy needs.
 
-        The method may be called again after the context has ended, even with other devices: the run
-        then continues from its newest checkpoint, or begins again if there is no checkpoint.
+        The run's files are open until the context ends.
+
+        The method may be called again after the context has ended, even with other devices. The run
+        then continues from its newest checkpoint, or from step 0 if there is no checkpoint.
 
         Raises:
           JaxdistError: the run cannot be built on the devices, or no checkpoint can be trusted.
@@ -134,7 +137,8 @@ class RunJob:
             given = experiment, self.files.directory, tiers, say
             state, metadata = beginning(*given, resume=resume)
             start = int(state.step)
-            # Later snapshots are of steps that will be repeated, and must not be loaded any more.
+            # The steps of later snapshots will be repeated, so that these snapshots must not be
+            # loaded any more.
             tiers.forget(start if resume else -1)
             if self.config.elastic.batch == "rescale":
                 self._rescale(life, start, metadata, devices)
@@ -168,9 +172,13 @@ class RunJob:
         self.lives.append(life)
 
     def finish(self, step: int) -> Ending:
-        """Report the end of the run after `step` and the use of its time, and draw its curve."""
+        """Print that the run ended after `step` and how its time was used, and draw the loss curve.
+
+        Raises:
+          RunError: a later generation has started.
+        """
         life, ending = self.lives[-1], self._ending(step)
-        # A generation that has been replaced must not report an end or draw the curve.
+        # A process of a generation that has been replaced must not report an end or draw the curve.
         self.files.agent.admit()
         seconds = sum(life.seconds for life in self.lives)
         tell_end(
@@ -188,7 +196,8 @@ class RunJob:
     def _ending(self, step: int) -> Ending:
         if step >= self.lives[-1].experiment.total_steps:
             return Ending(step)
-        # Only the process of a hook has the reason that it gave; others only know of a SIGTERM.
+        # Only the process whose hook asked for the stop has the reason; the other processes only
+        # received a SIGTERM.
         reasons = gather_json(self.termination.asked)
         asked = next((reason for reason in reasons if reason is not None), None)
         return Ending(step, asked or self.termination.signal, complete=asked is not None)
@@ -203,7 +212,7 @@ class RunJob:
         yield CallHooks(self.calls, experiment.program.metrics, directory.checkpoints)
 
     def _check(self, experiment: Experiment, account: Account) -> None:
-        """Raise errors that would otherwise end the run only after it has created its files."""
+        """Check for errors that would otherwise end the run only after it has created its files."""
         with account.within(Activity.COMPILE):
             check_step_fits(experiment.program)
         if self.resume or self.lives:
@@ -223,7 +232,8 @@ class RunJob:
         """Build the run again with all its batch sizes, which set data position and learning rate.
 
         Args:
-          metadata: metadata that was saved with the state.
+          metadata: the metadata that was saved with the state, with the batch sizes of earlier
+            lives.
         """
         train = self.config.train
         sizes = extended(metadata.get(KEY), start, train.batch_size, train.full_batch_size)
@@ -235,7 +245,7 @@ class RunJob:
     def _open(
         self, experiment: Experiment, start: int, stack: ExitStack, *, resume: bool
     ) -> tuple[Records, Progress]:
-        """Open the metrics file, which only process 0 writes, and the display of progress."""
+        """Open the metrics and the progress display; in other processes than 0 both do nothing."""
         primary = jax.process_index() == 0
         writer = Records()
         if primary:
@@ -248,7 +258,7 @@ class RunJob:
         return writer, stack.enter_context(progress)
 
     def _new_account(self, *, resume: bool) -> Account:
-        """Return an account of time that begins at `begun` in the first life, otherwise now."""
+        """Return an account of time that counts from `begun` in the first life, later from now."""
         agent = self.files.agent
         restores = resume and bool(
             steps_present(self.files.directory.checkpoints)
@@ -262,12 +272,11 @@ class RunJob:
     def _watching(
         self, life: RunLife, parts: HookParts, start: int, stack: ExitStack, resume: bool
     ) -> Iterator[GoodputHook | Profile]:
-        """Yield the hook that records the use of time, and the hook that traces steps."""
+        """Yield the hook that records time, in process 0, and the hook that traces, if any."""
         if jax.process_index() == 0:
             yield self._timed(life, parts, start, stack, resume=resume)
         if self.profiled is not None and not self.lives:
-            # This hook is the last, so that a trace begins after the other hooks' work between two
-            # steps.
+            # This hook is the last, so that a trace begins only after the work of all other hooks.
             traced = self.profiled.after(start, life.experiment.total_steps)
             folder = self.files.directory.profile if jax.process_index() == 0 else None
             profile = Profile(*traced, folder, parts.progress.note)
@@ -277,7 +286,7 @@ class RunJob:
     def _timed(
         self, life: RunLife, parts: HookParts, start: int, stack: ExitStack, *, resume: bool
     ) -> GoodputHook:
-        """Return a hook that records the use of time and energy until the files are closed."""
+        """Return a hook that records time and energy, for the last time when `stack` is closed."""
         cadence = parts.every(self.config.train.log_every)
         records = read_metrics(self.files.directory.path) if resume else ()
         tally = life.energy if isinstance(life.energy, Tally) else None
@@ -294,7 +303,7 @@ class RunJob:
 
 
 def _enter(life: RunLife, progress: Progress, stage: TrainStage) -> None:
-    """Count units by the batch size of the stage that begins, for rates and for energy."""
+    """Set the number of units per step to that of a train stage, for rates and for energy."""
     progress.units_per_step = stage.batch_size * life.experiment.units_per_example
     if isinstance(life.energy, Tally):
         life.energy.units_per_step = progress.units_per_step

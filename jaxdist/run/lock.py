@@ -1,12 +1,12 @@
-"""The lock on a run directory, which keeps a second run from writing there.
+"""The lock on a run directory, which keeps a second run from writing to the directory.
 
-The lock is a file that names its holder. Three signs show whether the holder is alive. An `flock`
-on the file ends with its process, however the process ends, so that on a single host the kernel
-knows whether the holder is alive. Some network disks limit an `flock` to a single host or do not
-support it. For these, the holder touches the file every few seconds, and a process that finds the
-file of another host watches it for a while. The clocks of two hosts are never compared. The process
-number in the lock is only printed, never used to find the holder, since the kernel may have given
-it to another process.
+The lock is a file that names its holder. The holder also takes an `flock` on the file. The kernel
+releases the `flock` when the process ends for any reason; on a single host, the `flock` therefore
+shows whether the holder is alive. Some network disks limit an `flock` to a single host or do not
+support `flock`. The holder therefore also touches the file every few seconds, and a process that
+finds the lock of another host watches the file for a while. The clocks of two hosts are never
+compared. The process number in the lock is only printed. It is not used to find the holder, since
+the kernel may have given the number to another process.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from jaxdist.heartbeat.run_folder import run_folder_of
 FILE_NAME = "run.lock"
 BEAT_SECONDS = 10.0
 PATIENCE_SECONDS = 45.0
-"""Time to wait for a sign of the holder: several heartbeats, since a disk may delay each."""
+"""The time, in seconds, for which a process watches whether the holder touches the file. It is
+several intervals long, since a disk may delay each touch."""
 YOUNG_SECONDS = 2.0
-"""Time for which a lock may name no holder, because its creator is about to write the name."""
+"""The time, in seconds, for which a lock may name no holder because its creator has not yet written
+the name.
+"""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -40,7 +43,7 @@ class HeldError(RunError):
     """The error for a directory that a live run holds.
 
     Attributes:
-      who: description of the directory and its holder, without a remedy.
+      who: the description of the directory and its holder, without advice to the user.
     """
 
     def __init__(self, who: str, remedy: str) -> None:
@@ -49,7 +52,7 @@ class HeldError(RunError):
 
 
 def this_process() -> dict[str, Any]:
-    """Return the description of this process that a lock contains."""
+    """Return the description of this process that is written to a lock."""
     run_folder = run_folder_of(os.environ)
     fenced = {}
     if run_folder is not None and run_folder.fence is not None:
@@ -64,11 +67,11 @@ def this_process() -> dict[str, Any]:
 
 
 class RunLock:
-    """A lock that holds a run directory until `release`; a context manager.
+    """A lock that holds a run directory until `release`, or until its context ends.
 
     Args:
-      directory: the directory, which is created if missing.
-      say: called with a line before a wait of up to `PATIENCE_SECONDS`.
+      directory: the run directory, which is created if it is missing.
+      say: the function that is called with a line before a wait of up to `PATIENCE_SECONDS`.
 
     Raises:
       HeldError: a live run holds the directory; the message names the host and the process.
@@ -94,11 +97,11 @@ class RunLock:
         self._beat.start()
 
     def release(self) -> None:
-        """Give up the directory; remove the lock, and the directory if it is empty."""
+        """Release the directory: remove the lock, and the directories that it made, if empty."""
         self._released.set()
         self._beat.join()
         with suppress(OSError):
-            # A later generation may have replaced the file; its lock must stay.
+            # A later generation may have replaced the file, and its lock must not be removed.
             if _is_at(self._descriptor, self.path):
                 self.path.unlink()
         os.close(self._descriptor)
@@ -114,8 +117,8 @@ class RunLock:
         young_until = time.monotonic() + YOUNG_SECONDS
         while True:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # The directory may be missing again: a refused run removes the directory that it
-            # created.
+            # The directory may be missing again, because a run that is refused removes the
+            # directory that it created.
             with suppress(FileNotFoundError):
                 descriptor = self._attempt(young_until)
                 if descriptor is not None:
@@ -123,11 +126,16 @@ class RunLock:
             time.sleep(YOUNG_SECONDS / 100)
 
     def _attempt(self, young_until: float) -> int | None:
-        """Return a descriptor of the lock if this process now holds it; None asks to try again."""
+        """Return a descriptor of the lock if this process now holds the lock, or None to try again.
+
+        Raises:
+          HeldError: a live run holds the directory.
+        """
         descriptor, new = _open(self.path)
         try:
             locked = _flock(descriptor)
-            # Another process may lock the new file for a moment, and then leave it to its creator.
+            # A process that finds the new file may lock it for a moment, before it leaves the file
+            # to the creator.
             while new and locked is False and time.monotonic() < young_until:
                 locked = _flock(descriptor)
             holder = {} if new else _read(descriptor)
@@ -136,8 +144,8 @@ class RunLock:
                 os.close(descriptor)
                 return None
             if _is_deposed(holder):
-                # The generation of this holder is over, but its process may still live and hold the
-                # flock: only a new file can be locked.
+                # A later generation has replaced the holder's, but the holder's process may still
+                # live and hold the flock. Only a new file can therefore be locked.
                 self.path.unlink(missing_ok=True)
                 os.close(descriptor)
                 return None
@@ -150,9 +158,14 @@ class RunLock:
         return descriptor
 
     def _is_free(self, holder: dict[str, Any], *, locked: bool) -> bool:
-        """Return whether the former holder of an existing lock is gone."""
+        """Return whether the holder that an existing lock names is gone, after a wait if necessary.
+
+        Args:
+          locked: whether this process has acquired the flock.
+        """
         own = this_process()
-        # On this host, since its last boot, only the end of the holder's process frees an flock.
+        # On this host and since its last boot, an flock can be acquired only if the holder's
+        # process has ended.
         if locked and all(holder.get(key) == own[key] for key in ("host", "boot")):
             return True
         self._say(
@@ -188,7 +201,7 @@ class RunLock:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Return a descriptor of the lock, and whether this call created it."""
+    """Open or create the lock; return its descriptor, and whether this call created the file."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
     except FileExistsError:
@@ -217,7 +230,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether the open file is still the file of that name."""
+    """Return whether a path still names the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -225,10 +238,10 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _stamp(path: Path) -> object:
-    """Return a value that changes when the holder touches the file."""
+    """Return a value that changes when the holder touches the file, or None without a file."""
     try:
-        # The file is opened, since a network disk may answer `stat` from a cache without asking its
-        # server.
+        # The file is opened, since a network disk may answer `stat` on a path from a cache without
+        # asking the server.
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
@@ -240,7 +253,7 @@ def _stamp(path: Path) -> object:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """Read the holder from the lock; return {} if it was killed before it wrote its name."""
+    """Return the description of the holder in the lock, or {} if the holder has not written it."""
     try:
         found = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
@@ -255,6 +268,6 @@ def _write(descriptor: int, holder: dict[str, Any]) -> None:
 
 
 def _named(holder: dict[str, Any]) -> str:
-    """Describe a holder to the user, with `?` for each value that its lock does not contain."""
+    """Describe a holder to the user, with `?` for each value that the lock does not contain."""
     process, host, since = (holder.get(key, "?") for key in ("process", "host", "since"))
     return f"process {process} on {host} since {since}"

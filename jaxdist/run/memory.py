@@ -1,4 +1,4 @@
-"""Checks before a run that its state fits in memory, and an error for exhausted memory."""
+"""Checks that a run's state and step fit in memory, and errors about exhausted memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REMEDY = (
 
 
 def bytes_per_device(shapes: PyTree) -> int:
-    """Return the bytes on each device of a tree of `jax.ShapeDtypeStruct`s with shardings."""
+    """Return the bytes that a tree of shapes with shardings takes on each device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(shapes)
@@ -31,7 +31,10 @@ def bytes_per_device(shapes: PyTree) -> int:
 
 
 def device_memory_bytes(device: Any, local_devices: int) -> int | None:
-    """Return a device's memory in bytes, None if unknown; fake CPU devices share the host's."""
+    """Return a device's memory in bytes, or None if it is unknown.
+
+    Fake CPU devices share the memory of the host: each has the same part.
+    """
     if device.platform == "cpu":
         return host_memory_bytes() // local_devices
     statistics = device.memory_stats() or {}
@@ -39,13 +42,14 @@ def device_memory_bytes(device: Any, local_devices: int) -> int | None:
 
 
 def check_state_fits(state: TrainState) -> None:
-    """Refuse a state whose shards exceed a device's memory; the message lists its parts' sizes.
+    """Check that the shards of a state fit in a device's memory.
 
     Args:
-      state: `jax.ShapeDtypeStruct`s with shardings.
+      state: the state as `jax.ShapeDtypeStruct`s with shardings.
 
     Raises:
-      RunError: the state alone (without gradients and activations) exceeds the device's memory.
+      RunError: the state alone, without gradients and activations, exceeds the device's memory. The
+        message lists the sizes of the state's parts.
     """
     devices = jax.local_devices()
     limit = device_memory_bytes(devices[0], len(devices))
@@ -70,9 +74,9 @@ def check_state_fits(state: TrainState) -> None:
 
 
 def check_step_fits(program: Program) -> None:
-    """Refuse a step whose largest matrix product exceeds the memory of all devices together.
+    """Check that the largest matrix product of a step fits in the memory of all devices together.
 
-    The check only traces the step, while a compiler may take minutes until it fails.
+    The check only traces the step, which takes much less time than a failing compilation.
 
     Raises:
       RunError: a result (such as attention scores, or logits) exceeds the memory.
@@ -92,7 +96,7 @@ def check_step_fits(program: Program) -> None:
 
 
 def _products(jaxpr: Any) -> Iterator[Any]:
-    """Yield the abstract results of matrix products, each of which a compiler writes to memory."""
+    """Yield the abstract result of each matrix product, which a compiler has to write to memory."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "dot_general":
             left = equation.invars[0].aval.shape
@@ -111,7 +115,14 @@ def _size_bytes(array: Any) -> int:
 
 @contextmanager
 def told_if_too_large(what: str) -> Iterator[None]:
-    """Convert an error of exhausted memory in the block to a RunError that begins with `what`."""
+    """Convert an error about exhausted device memory in the block to a RunError.
+
+    Args:
+      what: the subject of the message, such as a step of 8 examples.
+
+    Raises:
+      RunError: the devices' memory was exhausted in the block.
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

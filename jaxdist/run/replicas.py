@@ -1,4 +1,4 @@
-"""The comparison of replicas between steps, before anything is measured or saved."""
+"""A hook that compares replicas between steps, before anything is measured or saved."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ _LISTED = 3
 
 @dataclass
 class CompareReplicas(LoopHook):
-    """A hook that raises where replicas of a run's state differ.
+    """A hook that raises an error if replicas of a run's state differ.
 
-    Replicas are compared whenever any hook is due, and not only when this hook is, so that each
-    state is compared before later hooks evaluate or save it.
+    The hook compares replicas whenever any hook is due, so that each state is compared before later
+    hooks evaluate or save it.
 
     Attributes:
-      store: the checkpoints, the newest of which is the last state known to be good.
+      store: the store of checkpoints; the newest checkpoint is the last state that is known to be
+        good.
     """
 
     settings: ReplicaCheckConfig
@@ -48,13 +49,14 @@ class CompareReplicas(LoopHook):
         with self.account.within(Activity.REPLICA_CHECK):
             digests = np.asarray(self._digests(moment.state))
             found = self.replicas.differences(digests)
-            # All processes must raise together, even if only one of them received other digests.
+            # All processes must raise together, even if only some of them received different
+            # digests.
             differ = any_process(bool(found))
         if differ:
             self._end(moment.step, found)
 
     def _end(self, step: int, found: Sequence[ReplicaDifference]) -> None:
-        """Record the differences as metrics, and raise `SuspectStateError`."""
+        """Record the differences as metrics, and raise a `SuspectStateError`."""
         hosts = dict(enumerate(gather_json(socket.gethostname())))
         what = told(found, hosts)
         self.store.wait()
@@ -71,7 +73,11 @@ class CompareReplicas(LoopHook):
 
 
 def told(found: Sequence[ReplicaDifference], hosts: Mapping[int, str]) -> str:
-    """Describe the differences in a line.
+    """Return a line that describes the differences between replicas.
+
+    Args:
+      found: the differences; it may be empty if only another process found some.
+      hosts: the names of hosts, by process number.
 
     >>> told([], {})
     'processes received different digests, so that a device or the network is faulty'
@@ -83,7 +89,10 @@ def told(found: Sequence[ReplicaDifference], hosts: Mapping[int, str]) -> str:
 
 
 def numbers(found: Sequence[ReplicaDifference]) -> dict[str, float]:
-    """Return the differences as a record of metrics, with the device if only one is to blame."""
+    """Return the differences as a record of metrics.
+
+    The record names the device if a single device explains all differences.
+    """
     odd = {device for one in found for device in one.odd}
     undecided = sum(not one.odd for one in found)
     values: dict[str, float] = {

@@ -1,4 +1,4 @@
-"""The functions that run a job, one for each training strategy that a config may name.
+"""The functions that run a job, one function for each strategy that a config may name.
 
 The configs of strategies are data, in `train/strategy`; this module runs them.
 """
@@ -27,22 +27,23 @@ from jaxdist.wire.ports import check_ports
 
 
 def run_strategy(strategy: StrategyConfig, job: RunJob) -> TrainState:
-    """Run this process's part of a job, and return the last state.
+    """Run this process's part of a job, and return the last state that this process has.
 
     Raises:
-      JaxdistError: the user can correct the cause.
+      JaxdistError: the run failed for a reason that the user can correct.
     """
     return RUNNERS[strategy.type](strategy, job)
 
 
 def all_steps(strategy: StrategyConfig, job: RunJob) -> TrainState:
-    """Take every step of a run; if its state is suspect, restart from the newest checkpoint.
+    """Take every step of a run; if the state is suspect, restart from the newest checkpoint.
 
-    Recomputation suffices: a transient fault of a device rarely repeats (arXiv 2604.00726), and the
-    same steps from the same state give the same bits.
+    A restart suffices, since a transient fault of a device rarely repeats (arXiv 2604.00726), and
+    the same steps from the same state give the same bits.
 
     Raises:
-      SuspectStateError: the run may not restart, or has restarted too often.
+      SuspectStateError: the state is suspect, and the run may not restart or has restarted too
+        often.
       RunError: a step does not fit in memory, as for `through_stages`.
     """
     del strategy  # The strategy's work between steps is part of the program.
@@ -58,7 +59,7 @@ def all_steps(strategy: StrategyConfig, job: RunJob) -> TrainState:
 
 
 def through_stages(prepared: Prepared) -> TrainState:
-    """Take the remaining steps, stage by stage, and return the last state.
+    """Take the remaining steps, one train stage after another, and return the last state.
 
     Raises:
       RunError: a step does not fit in memory. Errors of hooks are passed on.
@@ -69,8 +70,8 @@ def through_stages(prepared: Prepared) -> TrainState:
         if start >= stage.last_step or hooks.stopped:
             continue
         prepared.enter(stage)
-        # A process that compiles quickly waits for the others, which the account must not count as
-        # a step.
+        # A process that compiles quickly waits for the others, and the account must not count this
+        # wait as a step.
         wait = jax.block_until_ready if jax.process_count() > 1 else None
         train = account.first(Activity.COMPILE, stage.program.train, wait)
         with (
@@ -84,15 +85,17 @@ def through_stages(prepared: Prepared) -> TrainState:
 
 
 def served(strategy: ParameterServer, job: RunJob) -> TrainState:
-    """Start servers and workers, and train with them until the run ends.
+    """Start parameter servers and workers, and train with them until the run ends.
+
+    Return the last state.
 
     Raises:
       ConfigError: this process is already one of several processes of a run.
-      RunError: a package for the communication with servers is not installed. Errors of `supervise`
-        are passed on.
+      RunError: a package for the communication with servers is not installed, or `supervise` raised
+        the error.
     """
     _check_installed(strategy.type)
-    # imported here, since these modules import gRPC, an optional dependency
+    # These modules are imported here, since they import gRPC, an optional dependency.
     from jaxdist.param_server.training.state import Sharded
     from jaxdist.param_server.training.supervisor import supervise
     from jaxdist.train.strategy.statistics import held
@@ -120,12 +123,13 @@ def served(strategy: ParameterServer, job: RunJob) -> TrainState:
 def hybrid(strategy: Hybrid, job: RunJob) -> TrainState:
     """Take every step of a run whose tables are on servers, which process 0 starts.
 
+    Return the last state.
+
     Raises:
-      RunError: a package is not installed, or a server ended. Errors of `through_stages` are
-        passed on.
+      RunError: a package is not installed, a server ended, or `through_stages` raised the error.
     """
     _check_installed(strategy.type)
-    # imported here, since these modules import gRPC, an optional dependency
+    # These modules are imported here, since they import gRPC, an optional dependency.
     from jaxdist.param_server.training.table_servers import with_tables
 
     with blamed("strategy"):
@@ -153,4 +157,4 @@ RUNNERS: Mapping[str, Callable[[Any, RunJob], TrainState]] = {
     "hybrid": hybrid,
     "parameter_server": served,
 }
-"""Runners by `strategy.type`."""
+"""The functions that run a job, by `strategy.type`."""

@@ -1,4 +1,4 @@
-"""An error for a doubtful training state, after which a run may restart from a checkpoint."""
+"""An error about a suspect training state, after which a run may restart from a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from jaxdist.errors import RunError
 
 
 class SuspectStateError(RunError):
-    """The error for a wrong state of a run, possibly because of a faulty device.
+    """The error for a wrong training state, which a faulty device may have caused.
 
     Attributes:
-      what: description of the anomaly.
-      advice: instruction for the user.
-      max_restores: number of times that a run may restart from its newest checkpoint because of
+      what: the description of the anomaly.
+      advice: the instruction for the user.
+      max_restores: the number of times that a run may restart from its newest checkpoint because of
         such an error.
     """
 
@@ -25,7 +25,8 @@ class SuspectStateError(RunError):
         """Check that a run that has restarted `restores` times may restart again.
 
         Raises:
-          SuspectStateError: the run may not restart.
+          SuspectStateError: the run may not restart again; the message gives the reason and the
+            advice.
         """
         if restores < self.max_restores:
             return

@@ -1,4 +1,4 @@
-"""Graceful termination: signals and notices end a run at a step boundary, after a checkpoint."""
+"""The graceful end of a run: after a signal or a notice, the run saves a checkpoint and ends."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from jaxdist.runtime.connection import preempted
 
 
 class Termination:
-    """A context in which the first signal only sets a flag, and a second SIGINT raises.
+    """A context in which the first signal asks the run to stop, and a second SIGINT raises.
 
-    The signals are SIGTERM, SIGUSR1 (which schedulers send ahead of time), SIGINT, and SIGHUP
-    unless it is ignored (as under nohup). With several processes, jax's preemption service handles
-    SIGTERM and all processes agree on the step at which they stop; with a local flag they would
-    stop at different steps and hang. The other signals are then converted to SIGTERM. Outside the
-    main thread no signal is handled.
+    The signals are SIGTERM, SIGUSR1 (which schedulers send as a warning before a kill), SIGINT, and
+    SIGHUP unless it is ignored (as under nohup). With a single process, the first signal only sets
+    a flag. With several processes, jax's preemption service handles SIGTERM, and the other signals
+    are converted to SIGTERM. All processes then agree on the step after which they stop; with a
+    flag in each process, the processes would stop after different steps and hang. Outside the main
+    thread no signal is handled.
 
     Attributes:
-      signal: name of the signal or notice, or reason of the hook, that stops this process; None
-        before.
-      asked: reason that a hook gave for the stop, if no signal or notice came before.
+      signal: the name of the signal or notice that stops this process, or the reason that a hook
+        gave. The value is None until then.
+      asked: the reason that a hook gave for the stop, or None if no hook asked or a signal or
+        notice came before.
 
     Args:
-      say: called with a line when the signal arrives, possibly from another thread, because a step
-        may occupy the main thread for minutes.
-      here: called with the name of a signal to this process, before other processes learn of it;
-        not called for SIGTERM, which an agent sends too.
+      say: the function that is called with a line when the signal arrives. Another thread may call
+        the function, because a step may occupy the main thread for minutes.
+      here: the function that is called with the name of a signal to this process, before other
+        processes learn of the signal. The function is not called for SIGTERM, because an agent also
+        sends SIGTERM.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Termination:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def notice(self, name: str) -> None:
-        """Stop the run as a signal does; may be called from any thread."""
+        """Stop the run as a signal does, because of a notice; any thread may call this method."""
         self._here(name)
         self.signal = self.signal or name
         self._tell(name, "the step under way")
@@ -66,7 +69,7 @@ class Termination:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def ask(self, reason: str) -> None:
-        """Stop the run at the request of a hook; the run is then complete, and not restarted."""
+        """Stop the run because a hook asked; the run is then complete and not restarted."""
         if self.signal is None:
             self.signal = self.asked = reason
             self._tell(reason, "the step under way")
@@ -88,7 +91,8 @@ class Termination:
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)  # set_wakeup_fd refuses a pipe that blocks
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        # Terminals are found now, since `isatty` no longer recognizes a terminal that has hung up.
+        # Terminals are found before the run, since `isatty` no longer recognizes a terminal that
+        # has hung up.
         terminals = [number for number in (1, 2) if os.isatty(number)]
         self._listener = threading.Thread(
             target=self._listen, args=(reader, terminals), name="signals", daemon=True
@@ -106,7 +110,7 @@ class Termination:
             signal.signal(number, handler)
 
     def _listen(self, reader: int, terminals: list[int]) -> None:
-        """Print received signals at once, while Python's handlers wait for the end of C++ code."""
+        """Print received signals at once, although Python's handlers wait for C++ code."""
         with open(reader, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
                 if number[0] == signal.SIGHUP:
@@ -126,7 +130,7 @@ class Termination:
                 self._say(f"{name}: the run stops after {when} and saves a checkpoint{again}")
 
     def requested(self, step: int) -> bool:
-        """Return whether to stop after `step`; every process must call it once per step."""
+        """Return whether to stop after `step`; every process must call this once per step."""
         if not self._several:
             return self.signal is not None
         stop = preempted(step)
@@ -139,7 +143,7 @@ class Termination:
 def _forget(terminals: list[int]) -> None:
     """Discard further output to terminals that were closed.
 
-    Otherwise an error of writing to them would prevent the checkpoint.
+    Otherwise a failed write to such a terminal would prevent the checkpoint.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in terminals:

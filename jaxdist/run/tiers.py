@@ -1,4 +1,4 @@
-"""The tiers of a run's saved state: checkpoints, and snapshots that are faster to make."""
+"""The tiers of a run's saved states: checkpoints, and snapshots, which take less time to make."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Tier:
-    """Snapshots in one location.
+    """The snapshots of a run in one location.
 
     Attributes:
-      where: name of the location in messages.
-      every: steps between two snapshots, or auto.
+      where: the name of the location in messages.
+      every: the number of steps between two snapshots, or "auto" if the run chooses the number.
       lasts: whether the snapshots survive a restart of the machine.
     """
 
@@ -42,7 +42,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class Tiers:
-    """Checkpoints, and the tiers of snapshots, fastest first."""
+    """The checkpoints of a run, and its tiers of snapshots, the fastest tier first."""
 
     store: CheckpointStore
     snapshots: Sequence[Tier] = ()
@@ -50,25 +50,28 @@ class Tiers:
     def newest(
         self, shapes: TrainState, say: Say
     ) -> tuple[TrainState, Mapping[str, Json], str] | None:
-        """Load the newest complete snapshot that is newer than all checkpoints.
+        """Load the newest complete snapshot, if it is newer than all checkpoints.
 
-        Return its state, its metadata and its location, or None without such a snapshot. If one
-        process cannot load a snapshot, no process uses it.
+        Return the snapshot's state, metadata and location, or None if there is no such snapshot. If
+        a process cannot load the snapshot, no process uses the snapshot, and an older snapshot is
+        tried.
 
         Args:
-          say: called with a line for each snapshot that is skipped.
+          say: the function that is called with a line for each snapshot that is skipped.
         """
         if not self.snapshots:
             return None
         saved = max(steps_present(self.store.directory), default=-1)
-        # Among snapshots of one step, the negated index sorts the fastest tier first.
+        # Among snapshots of the same step, the negated index makes the descending order begin with
+        # the fastest tier.
         found = [
             (step, -at)
             for at, tier in enumerate(self.snapshots)
             for step in whole_steps(tier.snapshots.folder)
             if step > saved
         ]
-        # All processes try the snapshots of process 0, so that they make the same collective calls.
+        # All processes try the snapshots that process 0 has found, so that they make the same
+        # collective calls.
         for step, at in broadcast_json(sorted(found, reverse=True)):
             tier, loaded = self.snapshots[-at], None
             try:
@@ -81,17 +84,20 @@ class Tiers:
         return None
 
     def forget(self, step: int) -> None:
-        """Delete the snapshots after `step` from tiers that survive a restart; -1 deletes all."""
+        """Delete the snapshots after `step` from tiers that survive a restart of the machine.
+
+        A `step` of -1 deletes all of these snapshots.
+        """
         for tier in self.snapshots:
             if tier.lasts:
                 tier.snapshots.forget(step)
 
 
 def open_tiers(files: RunFiles, say: Say, stack: ExitStack) -> Tiers:
-    """Open the checkpoints and snapshot tiers of a config, until the stack closes.
+    """Open the checkpoints and the snapshot tiers of a config; they are closed when `stack` closes.
 
     Args:
-      say: called with lines in rich's markup.
+      say: the function that is called with lines in rich's markup.
     """
     config, tiers = files.config.checkpoint, []
     store = stack.enter_context(files.store(lambda text: say(f"[bold red]checkpoint:[/] {text}")))

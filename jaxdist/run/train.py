@@ -1,4 +1,4 @@
-"""Training of a config in a run directory, for `jaxdist train` and `fit`."""
+"""The training of a config in a run directory, for `jaxdist train` and `fit`."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from jaxdist.runtime.notices import heard
 from jaxdist.train.state import TrainState
 
 NAMELESS = Path("fit")
-"""Name of a run directory whose config is not a file."""
+"""The name of the run directory of a config that does not come from a file."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that has ended.
+    """A run that has ended, as this process sees it.
 
     Attributes:
-      experiment: experiment of the last life of the run.
-      state: last state that this process knows.
+      experiment: the experiment of the last life of the run.
+      state: the last state that this process has.
     """
 
     directory: RunDirectory
@@ -56,7 +56,7 @@ class Trained:
     ending: Ending
 
     def write(self, file: Path) -> None:
-        """Write a summary of the ended run as JSON, in process 0 only.
+        """Write a summary of the ended run as JSON; only process 0 writes.
 
         Raises:
           RunError: the file cannot be written.
@@ -94,19 +94,20 @@ def train(
     """Train a config in this process, which has already joined the other processes, if any.
 
     Args:
-      source: config file or its content, as for `jaxdist.experiment.load`.
-      hooks: hooks that are called before those that the config names.
-      devices: devices to use; None uses all.
+      source: the config file or its content, as for `jaxdist.experiment.load`.
+      hooks: the hooks that are called before the hooks that the config names.
+      devices: the devices to use; None uses all devices.
       resume: whether to continue the run of this config from its newest complete checkpoint.
-      identity: identity of the run to take; None takes a new run or, with `resume`, the run that
-        has begun under the config's name.
+      identity: the identity of the run to take. None takes a new run or, with `resume`, the run
+        that has begun under the config's name.
       profile: steps to trace into the run directory, as `parse_profile` parses them.
-      begun: `time.perf_counter_ns` at which the account of the run's time begins; None begins it
-        now. A process with no other work passes `jaxdist.runtime.lifetime.begun`.
-      console: console of process 0; other processes print nothing.
+      begun: the value of `time.perf_counter_ns` from which the account of the run's time counts;
+        None counts from now. A process that does nothing but train passes
+        `jaxdist.runtime.lifetime.begun`.
+      console: the console of process 0; other processes print nothing.
 
     Raises:
-      JaxdistError: the user can correct the cause.
+      JaxdistError: the run failed for a reason that the user can correct.
     """
     begun = time.perf_counter_ns() if begun is None else begun
     document, config = load(source, overrides)
@@ -116,7 +117,8 @@ def train(
     if jax.process_index() != 0:
         console = Console(quiet=True)
     elif jax.process_count() > 1:
-        # A launcher may give each process a terminal and still write all output to one log.
+        # A launcher may give each process a terminal and yet write the output of all processes to a
+        # single log.
         console = Console(file=console.file, force_terminal=False, highlight=False, emoji=False)
     say = partial(console.print, soft_wrap=True, markup=False)
     run_folder = run_folder_of(os.environ)
@@ -152,7 +154,10 @@ def train(
 
 @contextmanager
 def _taken(taking: Callable[[], LockedDirectory]) -> Iterator[tuple[RunDirectory, bool]]:
-    """Lock the run's directory in process 0 on behalf of all processes; all raise its errors.
+    """Lock the run's directory in process 0 on behalf of all processes, and yield the directory.
+
+    All processes raise the errors of process 0. The second value that is yielded is whether the run
+    continues from its saved state.
 
     Yields the directory, and whether the run continues from its saved state.
     """
@@ -176,7 +181,14 @@ def _taken(taking: Callable[[], LockedDirectory]) -> Iterator[tuple[RunDirectory
 
 
 def _check_everywhere(path: Path, wanted: str) -> None:
-    """Refuse a path under which another machine sees another run, since the disk is not shared."""
+    """Check that no machine sees another run under a path, since the disk may not be shared.
+
+    Args:
+      wanted: the id of the run.
+
+    Raises:
+      RunError: a process has found another run under the path.
+    """
     problem = None
     if jax.process_index() != 0:
         try:

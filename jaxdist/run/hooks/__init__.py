@@ -1,1 +1,1 @@
-"""The hooks of a run: the work between its steps, and the user's own hooks."""
+"""The hooks of a run: the tasks between its steps, and the user's own hooks."""

@@ -1,4 +1,4 @@
-"""The calls of the user's hooks; an error names the hook that raised it."""
+"""The calls of the user's hooks, with errors that name the hook that raised."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jaxdist.run.hooks.contract import Hook, Outcome, Run, StepMetrics
 from jaxdist.run.hooks.loop import LoopHook, Moment
 
 CALLED_FIRST = ("step", "split", "time")
-"""Keys of a record that are not metrics."""
+"""The keys of a record that are not metrics."""
 
 
 def check_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
-    """Check that each object is a hook, and return them all.
+    """Check that each object is a hook, and return all of them as a tuple.
 
     Raises:
       ConfigError: an object is not a hook.
@@ -39,11 +39,11 @@ def check_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
 
 
 class HookCalls:
-    """The user's hooks that this process calls, and the `Run` that each is called with.
+    """The user's hooks that this process calls, and the `Run` that each hook is called with.
 
     Args:
-      stop: asks the run to end, with a reason.
-      say: prints a line for the user.
+      stop: the function that asks the run to end, called with a reason.
+      say: the function that prints a line for the user.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class HookCalls:
         self._step = 0
 
     def start(self, run: Run) -> None:
-        """Call `start` of the hooks; a later call only replaces the `Run` that they receive.
+        """Call `start` of the hooks; a second call only replaces the `Run` that the hooks receive.
 
         Raises:
           RunError: a hook raises.
@@ -73,19 +73,19 @@ class HookCalls:
         self._call("step", step, metrics)
 
     def boundary(self, moment: Moment, checkpoints: Path) -> None:
-        """Call `evaluation` and `save` of the hooks where they apply."""
+        """Call `evaluation` of each hook after an evaluation, and `save` after a save."""
         if moment.heldout is not None:
             self._call("evaluation", moment.step, dict(moment.heldout))
         if moment.lasting:
             self._call("save", moment.step, step_directory(checkpoints, moment.step))
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Call `record` of each hook that receives records."""
+        """Call `record` of each hook with a record that was written to the metrics."""
         self._call("record", step, split, values)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Call `end` of the hooks if the block fails."""
+        """Run a block, and call `end` of each hook if the block raises an error."""
         try:
             yield
         except BaseException as error:
@@ -103,7 +103,8 @@ class HookCalls:
         if jax.process_index() == 0:
             outcome = _with_metrics(outcome, self._runs[0].directory)
         failed = None
-        # Every hook may clean up, even after another hook has raised.
+        # `end` is called on every hook, even if another hook has raised, since every hook may have
+        # something to clean up.
         for hook, run in zip(self.hooks, self._runs, strict=True):
             try:
                 self._call_one(hook, run, "end", outcome)
@@ -133,10 +134,10 @@ class HookCalls:
 
 
 class CallHooks(LoopHook):
-    """A caller of the user's hooks between the steps of a loop.
+    """A loop hook that calls the user's hooks between the steps.
 
     Args:
-      names: names of the values in the step's metrics vector.
+      names: the names of the values in a step's metrics vector.
     """
 
     def __init__(self, calls: HookCalls, names: Sequence[str], checkpoints: Path) -> None:
@@ -163,7 +164,7 @@ def _with_metrics(outcome: Outcome, directory: Path) -> Outcome:
 
 
 def last_of(records: Sequence[Mapping[str, Any]], split: str) -> dict[str, float]:
-    """Return the numbers of the last record of a split, by name, or {} if there is no record.
+    """Return the numbers of the last record of a split, by name, or {} if the split has no record.
 
     >>> last_of([{"step": 3, "split": "train", "time": 1.5, "loss": 0.5}], "train")
     {'loss': 0.5}

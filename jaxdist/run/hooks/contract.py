@@ -1,6 +1,6 @@
 """The contract of a user's hooks: the methods that a run calls.
 
-Nothing here imports jax, so that a hook can be defined before the environment is prepared.
+This module does not import jax, so that a hook can be defined before the environment is prepared.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """The run that calls a hook.
+    """The run that calls a hook, as the hook sees it.
 
     Attributes:
-      id: identity of the run, which does not change when it is resumed.
-      directory: directory of the run's files.
-      experiment: its config, data, program and plan.
-      first_step: number of steps that were taken before this process began.
+      id: the id of the run, which does not change when the run is resumed.
+      directory: the directory of the run's files.
+      experiment: the config, data, program and plan of the run.
+      first_step: the number of steps that were taken before this process began.
       total_steps: the step at which the run ends.
-      say: prints a line, above the progress bar if there is one.
-      stop: asks the run to end after the current step, with a checkpoint, for the given reason; the
-        run is then complete, with exit code 0. All processes stop after the same step.
+      say: the function that prints a line, above the progress bar if there is one.
+      stop: the function that asks the run to save a checkpoint and end after the current step,
+        called with the reason. The run is then complete and has exit code 0. All processes stop
+        after the same step.
     """
 
     id: str
@@ -42,13 +43,13 @@ class Run:
 
 
 class StepMetrics(Mapping[str, float]):
-    """The metrics of a step by name, which are copied from the device when the first is read.
+    """The metrics of a step by name, which are copied from the device when the first value is read.
 
     The copy does not wait for a computation, since the loop passes the metrics of a step to hooks
     only after the step has finished.
 
     Attributes:
-      seconds: wall time of the step.
+      seconds: the wall time of the step, in seconds.
     """
 
     def __init__(self, names: Sequence[str], values: Any, seconds: float) -> None:
@@ -72,18 +73,19 @@ class StepMetrics(Mapping[str, float]):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run.
+    """The description of how a run ended.
 
     Attributes:
-      step: number of steps that were taken, as far as this process knows.
-      stopped_by: the cause of an end before the last step: a signal, a notice, or the reason that a
-        hook gave, or None if the run took its last step or failed.
+      step: the number of steps that were taken, as far as this process knows.
+      stopped_by: the cause of an end before the last step (a signal, a notice, or the reason that a
+        hook gave), or None if the run took its last step or failed.
       complete: whether the run took its last step, or a hook ended it.
       error: the error with which the run failed, or None.
       metrics: the last logged metrics of training.
-      heldout: means of the last evaluation.
-      goodput: the time of the run by use over all its restarts, as in `jaxdist report --json`; like
-        `metrics` and `heldout`, empty in each process but the first.
+      heldout: the means of the last evaluation.
+      goodput: the time that each activity took, over all restarts of the run, as in `jaxdist report
+        --json`. The mappings `metrics`, `heldout` and `goodput` are empty in every process except
+        process 0.
     """
 
     step: int
@@ -96,20 +98,20 @@ class Outcome:
 
 
 class Hook:
-    """A base class of users' hooks: override the methods that you need; the others do nothing.
+    """A base class of users' hooks; a subclass overrides the methods that it needs.
 
-    Calls come from the thread that trains, in the order of the hooks, and training waits for them.
-    A hook that raises ends the run with a message that names it; `end` is called on all hooks even
-    then.
+    The other methods do nothing. The thread that trains calls the hooks in their order, and waits
+    for each call. If a hook raises, the run ends with a message that names the hook; `end` is
+    called on all hooks in this case too.
 
     Attributes:
-      every_process: whether each process of the run calls the hook, or only process 0.
+      every_process: whether every process of the run calls the hook; otherwise only process 0 does.
     """
 
     every_process: bool = False
 
     def start(self, run: Run) -> None:
-        """Prepare for the first step, which comes next; the training state exists. Called once."""
+        """Prepare for the first step; called once, when the training state exists."""
 
     def step(self, run: Run, step: int, metrics: StepMetrics) -> None:
         """Receive the metrics of each finished step, in order, while the next step runs.
@@ -119,22 +121,22 @@ class Hook:
         """
 
     def evaluation(self, run: Run, step: int, means: Mapping[str, float]) -> None:
-        """Receive the held-out means at a step."""
+        """Receive the held-out means that were measured after a step."""
 
     def save(self, run: Run, step: int, path: Path) -> None:
-        """Receive the path of a checkpoint that has been begun.
+        """Receive the path of a checkpoint whose save has begun after a step.
 
         Args:
-          path: directory of the checkpoint, which exists as soon as the checkpoint is complete: at
-            the latest at the next save or at the run's end.
+          path: the directory of the checkpoint. The directory appears when the checkpoint is
+            complete, at the latest before the next save or the end of the run.
         """
 
     def record(self, run: Run, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Receive a record that was just written to `metrics.jsonl`; only on process 0.
+        """Receive a record that was just written to `metrics.jsonl`; called only in process 0.
 
         Args:
           split: the subject of the numbers: train, heldout, goodput, energy, servers, ...
         """
 
     def end(self, run: Run, outcome: Outcome) -> None:
-        """Finish: the run has saved and closed all its files, or has failed. Called once."""
+        """Clean up after the run has saved and closed all its files, or has failed; called once."""

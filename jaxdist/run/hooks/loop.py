@@ -1,8 +1,8 @@
-"""The work of a run between steps: log, exchange, evaluate, save, trace, and stop on request.
+"""The tasks of a run between steps: log, exchange, evaluate, save, trace, and stop on request.
 
-Each task is a `LoopHook` that is independent of the others; `RunHooks` calls them in order. A hook
-passes its results to later hooks in the `Moment`; for example, a checkpoint is also saved where an
-evaluation was the best so far.
+Each task is a `LoopHook` that does not call other hooks; `RunHooks` calls all hooks in order. A
+hook writes its results to the `Moment`, where later hooks read them. For example, `Save` also saves
+a checkpoint if the evaluation before it had the best loss so far.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxdist.train.state import Outer, TrainState
 
 @dataclass
 class Cadence:
-    """The steps after which a task is due: multiples of `every`, if it is not None, and `last`."""
+    """The steps after which a task is due: multiples of `every`, unless it is None, and `last`."""
 
     every: int | None
     last: int
@@ -36,19 +36,19 @@ class Cadence:
         return step == self.last or (self.every is not None and step % self.every == 0)
 
     def saved(self, step: int, seconds: float) -> None:
-        """Receive the time, in seconds, that a due save took; called on every process."""
+        """Note that a save that was due took `seconds`; called in every process."""
 
 
 @dataclass
 class Moment:
-    """The state after a step, while no step is in flight.
+    """The state of a run after a step, while no step is in flight.
 
     Attributes:
       state: the state with which training continues; a hook may replace it.
-      heldout: means of the evaluation at this step, if there was one.
+      heldout: the means of the evaluation after this step, or None if there was no evaluation.
       best: whether the held-out loss is the best so far.
-      saved: whether a hook has begun a checkpoint or a snapshot of this state.
-      lasting: whether a hook has begun a checkpoint of this state.
+      saved: whether a hook has begun to save this state as a checkpoint or a snapshot.
+      lasting: whether a hook has begun to save this state as a checkpoint.
       stop: whether the run ends after this step.
     """
 
@@ -65,22 +65,25 @@ class LoopHook:
     """A hook that does nothing; subclasses override the methods that they need."""
 
     def waiting(self, step: int) -> None:
-        """Note that the loop begins to wait for `step`, whose metrics come next."""
+        """Note that the loop begins to wait for `step`; a call of `metrics` comes next."""
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
-        """Receive the metrics of `step`, ready to be read; called for every step, in order."""
+        """Receive the metrics of `step` once they are computed; called for every step, in order."""
 
     def due(self, step: int) -> bool:
-        """Return whether the loop must wait for `step`; called once a step, in every process."""
+        """Return whether the loop must wait for the end of `step`, so that the hook can act.
+
+        Every process calls this method exactly once a step.
+        """
         return False
 
     @property
     def told_to_stop(self) -> bool:
-        """Whether this process was asked to end the run; may be read at any time."""
+        """Whether this process was asked to end the run; any thread may read it at any time."""
         return False
 
     def at(self, moment: Moment) -> None:
-        """Act between two steps; called on every hook whenever any hook is due."""
+        """Act after a step, if there is a reason; called on every hook when any hook is due."""
 
 
 @dataclass
@@ -88,11 +91,11 @@ class Guard(LoopHook):
     """A check that ends a run whose loss or gradient is not finite, before anything is saved.
 
     Attributes:
-      names: names of the values in the step's metrics vector.
-      max_skipped: number of skipped steps in a row that ends the run, or None where no step is
-        skipped.
-      max_restores: number of times that a run may restart from its newest checkpoint because of
-        such a value.
+      names: the names of the values in a step's metrics vector.
+      max_skipped: the number of consecutive skipped steps after which the run ends, or None if the
+        run never skips a step.
+      max_restores: the number of times that a run may restart from its newest checkpoint because of
+        a value that is not finite.
     """
 
     names: tuple[str, ...]
@@ -110,10 +113,10 @@ class Guard(LoopHook):
         self.checked(*self._last)
 
     def checked(self, step: int, values: jax.Array) -> dict[str, float]:
-        """Return the values by name.
+        """Return the values of a step by name, after a check that the run may continue.
 
         Raises:
-          SuspectStateError: a value is not finite.
+          SuspectStateError: the loss or the norm of the gradient is not finite.
           RunError: too many steps in a row were skipped.
         """
         found = dict(zip(self.names, np.asarray(values).tolist(), strict=True))
@@ -122,10 +125,11 @@ class Guard(LoopHook):
             check_skips(row, int(found["skipped_steps"]), max_consecutive=self.max_skipped)
             if row:  # the state is unchanged by this step
                 return found
-        # A gradient that is not finite has already spoilt the state; the loss would show it a step
-        # later.
+        # A gradient that is not finite has already made the parameters wrong, although the loss
+        # shows this only one step later.
         if not (math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"])):
-            # A checkpoint may still be on its way to disk; the message names complete checkpoints.
+            # A save may still be in progress, and the message below must name complete checkpoints
+            # only.
             self.store.wait()
             saved = self.store.steps()
             kept = f"the last good checkpoint is step {saved[-1]}" if saved else "nothing was saved"
@@ -141,7 +145,10 @@ class Guard(LoopHook):
 
 @dataclass
 class Log(LoopHook):
-    """A hook that writes metrics at an interval, without waiting for a computation."""
+    """A hook that writes metrics at the first step and at a fixed interval.
+
+    The hook reads values that are already computed, so that the loop does not wait.
+    """
 
     cadence: Cadence
     guard: Guard
@@ -178,10 +185,10 @@ class StopHook(LoopHook):
 
 @dataclass
 class Between(LoopHook):
-    """An exchange of parameters between steps, for strategies that have one.
+    """A hook that exchanges parameters between steps, for strategies with such an exchange.
 
     Attributes:
-      exchange: function from a state to the state with which training continues.
+      exchange: the function from a state to the state with which training continues.
     """
 
     outer: Outer
@@ -200,7 +207,7 @@ class Evaluate(LoopHook):
     """A hook that measures held-out means and records the best loss.
 
     Attributes:
-      run: function from a state to the means.
+      run: the function from a state to the held-out means by name.
       best: the best held-out loss so far, or None.
       heldout: the means of the last evaluation.
     """
@@ -230,9 +237,9 @@ class Save(LoopHook):
     """A hook that saves a checkpoint when due, when the run stops, and at the best loss so far.
 
     Attributes:
-      save: function that saves a checkpoint, from the state, the best held-out loss so far, and the
-        held-out loss of this step.
-      evaluate: hook that records the best loss, or None without a held-out split.
+      save: the function that saves a checkpoint. Its arguments are the state, the best held-out
+        loss so far or None, and the held-out loss after this step or None.
+      evaluate: the hook that records the best loss, or None without a held-out split.
     """
 
     cadence: Cadence
@@ -255,10 +262,11 @@ class Save(LoopHook):
 
 @dataclass
 class Snapshot(LoopHook):
-    """A hook that copies the state when due, unless an earlier hook saved it more durably.
+    """A hook that takes a snapshot when due, unless an earlier hook saved the state more durably.
 
     Attributes:
-      lasts: whether the copies are on a disk. Only a checkpoint then makes a copy unnecessary.
+      lasts: whether the snapshots are on a disk. If so, only a checkpoint after the same step makes
+        a snapshot unnecessary; otherwise another snapshot does too.
     """
 
     cadence: Cadence
@@ -280,7 +288,7 @@ class Snapshot(LoopHook):
 
 @dataclass
 class RunHooks:
-    """All hooks of a run, which are called in order."""
+    """All loop hooks of a run, each method of which calls the hooks in order."""
 
     hooks: Sequence[LoopHook]
     stopped: bool = False
@@ -303,11 +311,11 @@ class RunHooks:
 
     @property
     def told_to_stop(self) -> bool:
-        """Whether this process was asked to end the run, perhaps in the middle of a step."""
+        """Whether this process was asked to end the run, perhaps during a step."""
         return any(hook.told_to_stop for hook in self.hooks)
 
     def boundary(self, step: int, state: TrainState) -> tuple[TrainState, bool]:
-        """Call each hook between two steps; return the next state, and whether to stop."""
+        """Call `at` of each hook; return the state to continue with, and whether to stop."""
         moment = Moment(step, state)
         for hook in self.hooks:
             hook.at(moment)
@@ -316,7 +324,7 @@ class RunHooks:
 
 
 def _improves(loss: float, best: float | None) -> bool:
-    """Return whether a held-out loss is the best so far; a loss that is not finite never is."""
+    """Return whether a held-out loss is finite and lower than the best loss so far."""
     if best is None or not math.isfinite(best):
         return math.isfinite(loss)
     return math.isfinite(loss) and loss < best

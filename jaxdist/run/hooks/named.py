@@ -1,4 +1,4 @@
-"""The hooks that a config names: the user's own hooks, and trackers."""
+"""The function that makes the hooks that a config names: the user's hooks and trackers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxdist.run.hooks.track import Track
 
 
 def named_hooks(config: ExperimentConfig, document: Document) -> Iterator[Hook]:
-    """Make the hooks of `run.hooks`, and of `metrics.trackers`.
+    """Yield the hooks that `run.hooks` and `metrics.trackers` of a config name.
 
     Raises:
       ConfigError: a hook cannot be imported or made, or is not a hook; a package is missing.

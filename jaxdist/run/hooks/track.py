@@ -1,4 +1,4 @@
-"""A tracker as a hook: its errors are reported, and the run continues."""
+"""A hook that passes a run's records to a tracker; an error of the tracker does not end the run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from jaxdist.types import JsonObject
 
 KEPT, VERSIONS = "trackers.json", "versions.json"
 GIVEN_UP = 3
-"""Number of failures in a row after which a tracker is not called again, since each call may wait
-long for a network."""
+"""The number of consecutive failures after which a tracker is not called again, since each call may
+wait long for a network.
+"""
 
 
 class Track(Hook):
     """A hook that passes the records of a run to a tracker.
 
     Args:
-      key: key under which the run directory stores the tracked run's id, with which a resumed run
-        continues the tracked run.
+      key: the key under which the run directory stores the id that the tracker gave to the run. A
+        resumed run passes this id to the tracker, so that the tracker appends to the same records.
     """
 
     def __init__(self, tracker: Tracker, key: str) -> None:
@@ -83,7 +84,7 @@ class Track(Hook):
 
 
 def summary_of(outcome: Outcome) -> dict[str, float]:
-    """Return the last metrics by `split/name`, and the seconds that each activity of the run took.
+    """Return the last metrics, and the seconds that each activity took, by `split/name`.
 
     >>> summary_of(Outcome(9, metrics={"loss": 1.5}, goodput={"goodput": 0.5}))
     {'step': 9, 'train/loss': 1.5, 'goodput/goodput': 0.5}
@@ -98,7 +99,7 @@ def summary_of(outcome: Outcome) -> dict[str, float]:
 
 
 def _read(path: Path) -> JsonObject:
-    """Read the object in a file; return {} if the file is missing or damaged."""
+    """Return the object in a JSON file, or {} if the file is missing or damaged."""
     with suppress(OSError, ValueError):
         found: Any = read_json(path)
         if isinstance(found, dict):
@@ -108,6 +109,6 @@ def _read(path: Path) -> JsonObject:
 
 def _write(path: Path, values: JsonObject) -> None:
     staging = path.with_suffix(f".{os.getpid()}")
-    # The file is replaced as a whole, since a kill must not leave half of the ids.
+    # The file is replaced atomically, since a kill must not leave a file with only some of the ids.
     staging.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     staging.replace(path)

@@ -1,1 +1,1 @@
-"""The loading of checkpoints: the states with which runs begin, and parts of other runs' states."""
+"""Functions that load states: the first state of a run, and parts of another run's state."""

@@ -1,4 +1,4 @@
-"""Runs that begin with a part of another run's state."""
+"""Functions with which a run begins with a part of another run's state, or with a model."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ ADAPTERS = f"params/{PREFIX}/"
 def begin_with(
     program: Program, begin: BeginWith, *, say: Callable[[str], None]
 ) -> tuple[TrainState, int]:
-    """Return an initial state with a bit-equal part of another run's state, and that part's step.
+    """Return a first state that contains a part of another run's state, and the step of that part.
 
-    The rest of the state is that of a new run with these parameters: moments are zero, and master
-    weights are copies of the parameters. The run begins at step 0, independently of the
-    checkpoint's step.
+    The part is loaded bit for bit. The rest of the state is initialized as for a new run with these
+    parameters: moments are zero, and master weights are copies of the parameters. The returned
+    state is at step 0; the returned step is that of the checkpoint, or 0 for a downloaded model.
 
     Raises:
-      CheckpointError: there is no such run or checkpoint, or its part is missing or does not fit.
-      ConfigError: this program's state does not have the part.
+      CheckpointError: the run or the checkpoint does not exist, or the part is missing from it or
+        does not fit.
+      ConfigError: the program's state does not have the part.
     """
     names = check_begin(program, begin)
     if is_model(Path(begin.run)):
@@ -51,11 +52,14 @@ def begin_with(
 
 
 def check_begin(program: Program, begin: BeginWith) -> list[str]:
-    """Check in the manifests that a run can begin with a part; return the names of its arrays.
+    """Check that a run can begin with a part, and return the names of the part's arrays.
+
+    The check reads manifests only.
 
     Raises:
-      CheckpointError: there is no such run or checkpoint, or its part is missing or does not fit.
-      ConfigError: this program's state does not have the part.
+      CheckpointError: the run or the checkpoint does not exist, or the part is missing from it or
+        does not fit.
+      ConfigError: the program's state does not have the part.
     """
     directory = RunDirectory(Path(begin.run)).checkpoints
     if is_model(Path(begin.run)):
@@ -79,7 +83,7 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
             f"no checkpoint of step {step} in {directory}; there are: {list(manifests)}"
         )
     saved = manifests[step].leaves
-    # Adapters that the checkpoint does not have keep the values of an initial state.
+    # Adapters that are missing from the checkpoint keep the values of an initial state.
     names = [name for name in names if name in saved or not name.startswith(ADAPTERS)]
     where = str(step_directory(directory, step))
     check_part(manifests[step].leaves, only(program.own_shapes, names), where=where)
@@ -87,9 +91,10 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
 
 
 def holds_parameters_only(directory: RunDirectory, step: int | None = None) -> bool:
-    """Return whether a run's newest checkpoint, or that of `step`, has parameters and buffers only.
+    """Return whether a checkpoint of a run contains only parameters and buffers.
 
-    An imported model has such a checkpoint.
+    The checkpoint is that of `step`, or the newest checkpoint. The checkpoint of an imported model
+    contains nothing else. Return False if there is no checkpoint.
     """
     manifests = valid_manifests(directory.checkpoints) if directory.checkpoints.is_dir() else []
     found = [m for m in manifests if step in (None, m.step)]
@@ -104,12 +109,13 @@ def load_part(
     step: int | None = None,
     say: Callable[[str], None],
 ) -> Restored:
-    """Return a program's initial state with the named arrays of a run's checkpoint.
+    """Return an initial state in which the named arrays come from a run's checkpoint.
 
-    The checkpoint is that of `step`, or else the newest complete checkpoint.
+    The checkpoint is that of `step`, or the newest complete checkpoint if `step` is None.
 
     Raises:
-      CheckpointError: there is no checkpoint, or an array is missing from it or does not fit.
+      CheckpointError: there is no such checkpoint, or an array is missing from the checkpoint or
+        does not fit.
     """
     adapt = part_choice(program, names, where=str(directory.checkpoints))
     restored = restore_as(directory.checkpoints, adapt, step=step, on_event=say)
@@ -118,10 +124,10 @@ def load_part(
 
 
 def part_choice(program: Program, names: Sequence[str], *, where: str) -> Adapt:
-    """Return a function that chooses and converts a checkpoint's arrays for a part of a state.
+    """Return a function that makes a restore load only the named arrays, into an initial state.
 
     Args:
-      where: name of the checkpoint in messages.
+      where: the name of the checkpoint in messages.
     """
     return partial(_part, program, frozenset(names), where)
 
@@ -137,10 +143,11 @@ def _part(
 
 
 def _begun(program: Program, names: frozenset[str], loaded: PyTree) -> TrainState:
-    """Return an initial state with the loaded arrays, which have the form of checkpoints."""
+    """Return an initial state with the loaded arrays, which are in the form of checkpoints."""
     home = program.home
     state = home.from_files(_merged(home.to_files(program.init()), loaded))
-    # The restart initializes the optimizer's state, so that its loaded arrays must be set again.
+    # The restart also initializes the parts of the optimizer's state that were loaded, so that
+    # these arrays must be set again.
     return _merged(_restarted(program, state), only(state, names))
 
 

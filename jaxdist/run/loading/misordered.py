@@ -1,8 +1,9 @@
 """A check for old checkpoints whose parameters were stored in the wrong order.
 
-While checkpoints had format 1, ZeRO 3 with an explicit reduction also split dims that another mesh
-axis splits. ZeRO stored those shards in one order and gathered them in another. The model was
-therefore trained with permuted rows, and the permutation depends on the mesh.
+In versions that wrote checkpoints of format 1, ZeRO 3 with an explicit reduction also split dims
+that another mesh axis already split. ZeRO stored the shards of these dims in one order and gathered
+them in another order. The model was therefore trained with permuted rows, and the permutation
+depends on the mesh.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ _LISTED = 3
 
 
 def check_order(run: RunDirectory, step: int) -> None:
-    """Refuse a checkpoint of misordered parameters.
+    """Check that the parameters of a run's checkpoint were stored in the right order.
 
     Raises:
-      CheckpointError: parameters are misordered; the message names the first of them.
+      CheckpointError: parameters are misordered; the message names the first misordered parameter.
     """
     path = step_directory(run.checkpoints, step)
     manifest = read_manifest(path)
     if manifest.format > 1:
         return
-    # Without an explicit reduction XLA gathers the shards, in the order in which they are stored.
+    # Without an explicit reduction, XLA gathers the shards in the order in which they are stored.
     parallel = read(run.config).values.get("parallel")
     if isinstance(parallel, dict) and parallel.get("reduce", "?") is None:
         return
@@ -54,7 +55,7 @@ def check_order(run: RunDirectory, step: int) -> None:
 
 
 def _specs(arrays: Path) -> dict[int, list[Any]]:
-    """Return the partition spec of each array by its number, as orbax recorded it."""
+    """Return the partition spec of each array, by the array's number, as orbax recorded it."""
     noted = read_json(arrays / "_sharding")
     return {
         int(base64.b64decode(number)): parse_json(text).get("partition_spec", [])
@@ -64,5 +65,5 @@ def _specs(arrays: Path) -> dict[int, list[Any]]:
 
 def _over_two_axes(entry: str | list[str] | None) -> bool:
     names = entry if isinstance(entry, list) else []
-    # data_dcn and data_ici are parts of one axis of the config, whose shards were always in order.
+    # data_dcn and data_ici are parts of the config's data axis. Their shards were always in order.
     return len({name.removesuffix(DCN).removesuffix(ICI) for name in names}) > 1

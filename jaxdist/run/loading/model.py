@@ -1,4 +1,7 @@
-"""Runs that begin with a downloaded model: each process reads only what its devices hold."""
+"""Functions with which a run begins with a downloaded model.
+
+Each process reads only the shards that its devices hold.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from jaxdist.types import Params
 
 
 def is_model(path: Path) -> bool:
-    """Return whether a path is the file or directory of a model, rather than a run directory."""
+    """Return whether a path is a file or directory of a downloaded model, not a run directory."""
     return path.is_file() or ((path / CONFIG).is_file() and not RunDirectory(path).occupied)
 
 
@@ -26,7 +29,7 @@ def matched(program: Program, path: Path) -> list[Leaf]:
     """Match a program's parameters with the tensors of a model's files, without reading a tensor.
 
     Raises:
-      JaxdistError: the path has no model, or another model than the program's.
+      JaxdistError: the path has no model, or its model is not that of the program.
     """
     return leaves_of(open_source(path), program.model)
 
@@ -34,8 +37,8 @@ def matched(program: Program, path: Path) -> list[Leaf]:
 def load_params(program: Program, leaves: list[Leaf]) -> Params:
     """Load parameters in the form of checkpoints; each process reads only its devices' shards.
 
-    While a process loads, its memory holds one tensor more than its devices do, the largest, or a
-    single shard if that is larger.
+    During the load, a process needs host memory for the shards of its devices and, in addition, for
+    the largest tensor, or for the largest shard if that is larger.
     """
     return _loaded(program.state_shapes.params, leaves, "")
 
@@ -49,7 +52,8 @@ def _loaded(shapes: Any, leaves: list[Leaf], prefix: str) -> Any:
 
 def initial_state(program: Program, leaves: list[Leaf]) -> TrainState:
     """Return an initial state with a model's parameters and buffers, in the form of checkpoints."""
-    # The drawn parameters are dropped before the model's are read, so that devices never hold both.
+    # The randomly initialized parameters are dropped before the model's parameters are read, so
+    # that devices never hold both.
     rest = replace(program.home.to_files(program.init()), params=None)
     buffers = _loaded(program.state_shapes.buffers, leaves, f"{BUFFERS}/")
     return replace(rest, params=load_params(program, leaves), buffers=buffers)

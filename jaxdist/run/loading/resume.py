@@ -1,4 +1,4 @@
-"""The first state of a process: initial, saved by the run, or with a part of another run's."""
+"""The first state of a process: initial, saved by the run, or a part of another run's state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxdist.train.state import TrainState
 from jaxdist.types import Json
 
 Beginning = tuple[TrainState, Mapping[str, Json]]
-"""A state, and the metadata that was saved with it."""
+"""A state and the metadata that was saved with the state; the metadata of a new run is empty."""
 
 
 def beginning(
@@ -28,14 +28,17 @@ def beginning(
     *,
     resume: bool,
 ) -> Beginning:
-    """Load the newest complete state of a resumed run; otherwise create the first state.
+    """Load the newest complete state of a resumed run, or create the first state of a new run.
+
+    A resumed run that has not saved a state also begins with a first state.
 
     Args:
-      say: prints a line with rich's markup.
+      say: the function that prints a line with rich's markup.
 
     Raises:
-      RunError: the state does not fit the memory.
-      CheckpointError: the saved state cannot be trusted, or does not fit.
+      RunError: the state does not fit in the devices' memory.
+      CheckpointError: no saved state is undamaged, or the saved state has other arrays than the
+        program.
     """
     check_state_fits(experiment.program.state_shapes)
     if resume:
@@ -55,7 +58,8 @@ def _newest(
         state, metadata, where = found
         say(f"resume from step {state.step} of {total}, kept {where}")
         return state, metadata
-    # Process 0 decides, since restoring is collective and a shared disk may lag on other hosts.
+    # Process 0 decides, because restoring is collective, and other hosts may see new files of a
+    # shared disk later.
     if not broadcast_json(bool(steps_present(tiers.store.directory))):
         return None
     saved = restore(tiers.store, program, say=say)

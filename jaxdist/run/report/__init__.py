@@ -1,1 +1,1 @@
-"""Reports of a run: at its start, at its end, and afterwards."""
+"""The reports of a run: at its start, at its end, and afterwards."""

@@ -1,4 +1,4 @@
-"""Differences between two resolved configurations."""
+"""The differences between two resolved configs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from jaxdist.types import JsonObject
 
 
 def changes(before: JsonObject, after: str) -> list[str]:
-    """Return a line `path: old -> new` for each value that differs.
+    """Return a line `path: old -> new` for each value that differs between two configs.
 
     Args:
-      before: values of the older config.
-      after: YAML text of the newer, resolved config.
+      before: the values of the older config.
+      after: the YAML text of the newer, resolved config.
 
     >>> changes({"a": {"b": 1, "c": 2}}, "a: {b: 1, c: 3}")
     ['a.c: 2 -> 3']

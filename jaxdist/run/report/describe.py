@@ -1,4 +1,4 @@
-"""The output of a run before its first step."""
+"""The lines that a run prints before its first step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from jaxdist.trees import tree_size
 
 
 def efficiency_of(experiment: Experiment) -> Efficiency | None:
-    """Return the measure of MFU, or None on CPU, or if the peak in the model's dtype is unknown."""
+    """Return the measure of MFU, or None if the devices' peak in the model's dtype is unknown.
+
+    The peak of a CPU is always unknown.
+    """
     device, config = experiment.layout.mesh.local_devices[0], experiment.config
     known = find_device(device.device_kind) if device.platform != "cpu" else None
     dtype = getattr(config.model, "compute_dtype", "float32")
@@ -35,7 +38,7 @@ def efficiency_of(experiment: Experiment) -> Efficiency | None:
 
 
 def tally_of(experiment: Experiment, document: Document, account: Account) -> Tally | str:
-    """Return a tally of a run's energy from now on, or the reason that this process has no tally.
+    """Return a tally of the run's energy that starts now, or the reason that there is no tally.
 
     Raises:
       ConfigError: the meter in the config is not available.
@@ -64,7 +67,7 @@ def tally_of(experiment: Experiment, document: Document, account: Account) -> Ta
 def describe(
     experiment: Experiment, directory: RunDirectory, tally: Tally | str, console: Console
 ) -> None:
-    """Print a description of the run: data, model, derived settings, mesh and energy meter."""
+    """Print the run's data, model, derived settings, mesh and energy meter."""
     program, config = experiment.program, experiment.config
     devices = experiment.layout.mesh.devices
     shape = ", ".join(f"{axis}: {size}" for axis, size in experiment.layout.mesh.shape.items())

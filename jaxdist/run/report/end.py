@@ -1,4 +1,4 @@
-"""The output of a run at its end."""
+"""The lines that a run prints at its end."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def tell_end(
     """Print that a run is complete or was stopped after `step`; draw the curve of a complete run.
 
     Args:
-      heldout: means of the last evaluation.
-      seconds: duration of the run.
+      heldout: the means of the last evaluation.
+      seconds: the duration of the run, in seconds.
       stopped_by: the reason that the run stopped before its last step, or None.
     """
     if stopped_by is not None:
@@ -49,11 +49,11 @@ def tell_end(
 
 
 def going_on(config: ExperimentConfig, directory: RunDirectory) -> str:
-    """Return the instruction to continue a run that was stopped."""
+    """Return the instruction with which the user continues a run that was stopped."""
     if config.checkpoint.parts is not None:
         return "of a part of the state, which another run can begin with (checkpoint.begin_with)"
     identity = directory.identity
     numbered = identity is not None and identity.asked not in (None, directory.path.name)
-    # With several runs of this name, --resume alone would not identify this run.
+    # If several runs have this name, --resume alone would not identify this run.
     which = f" run.directory={directory.path}" if numbered else ""
     return f"continue with the same command and --resume{which}"

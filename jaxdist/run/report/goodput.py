@@ -1,4 +1,4 @@
-"""`jaxdist report`: the use of a run's time, read only from its directory."""
+"""The report of `jaxdist report` on how a run used its time, read from the run's directory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ _IDLE = re.compile(r"worker_\d+_idle_share")
 
 
 def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goodput:
-    """Print and write the use of a run's time, whether the run is in progress or not.
+    """Print how a run used its time, write it to `json_file` if given, and return it.
 
-    All lives of a resumed run are joined. Steps after the checkpoint from which the next life
-    continued count as lost work, and the time from the last record of a life to the next start
-    counts as idle. In a run of several processes, the time of process 0 is reported.
+    The run may still be in progress. All lives of a resumed run are added up. Steps after the
+    checkpoint from which the next life continued count as lost work, and the time from the last
+    record of a life to the next start counts as idle. In a run of several processes, only the time
+    of process 0 is reported.
 
     Raises:
       RunError: there is no run in the directory, or it has no records of time.
@@ -70,7 +71,7 @@ def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goo
 
 
 def print_goodput(records: Sequence[JsonObject], console: Console) -> None:
-    """Print the use of a run's time, if its records contain it."""
+    """Print how a run used its time, or nothing if its records do not contain the time."""
     found = joined_lives(records)
     if found is not None:
         _print(found, records, console)
@@ -95,7 +96,7 @@ def _print(found: Goodput, records: Sequence[JsonObject], console: Console) -> N
 
 
 def slow_lines(events: Sequence[JsonObject]) -> Iterator[str]:
-    """Yield lines about slow processes, from the journal of an agent."""
+    """Yield a line about each slow process that an agent's journal records."""
     for event in events:
         if event["event"] == "slow":
             given = event["process"], event["ratio"], event["why"], event["step"]
@@ -104,7 +105,7 @@ def slow_lines(events: Sequence[JsonObject]) -> Iterator[str]:
 
 
 def uncopied_lines(events: Sequence[JsonObject]) -> Iterator[str]:
-    """Yield lines from the journal about hosts that did not copy another host's snapshots."""
+    """Yield a line about each host that stopped copying another host's snapshots."""
     for at, event in enumerate(events):
         if event["event"] != "uncopied":
             continue
@@ -119,7 +120,7 @@ def uncopied_lines(events: Sequence[JsonObject]) -> Iterator[str]:
 
 
 def waiting_shares(records: Sequence[JsonObject]) -> list[float]:
-    """Return the share of its time that each worker waited for parameter servers, as last recorded.
+    """Return the share of time that each worker waited for parameter servers, in the last record.
 
     >>> waiting_shares([{"step": 9, "split": "servers", "worker_0_idle_share": 0.25}])
     [0.25]

@@ -1,4 +1,4 @@
-"""The certificate of a run's plan, as a section of its report."""
+"""The section of a run's report about the certificate of the run's plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_proof(directory: RunDirectory) -> JsonObject | None:
 
 
 def proof_lines(found: JsonObject) -> Iterator[str]:
-    """Yield lines that summarize a certificate.
+    """Yield lines that summarize a certificate for the user.
 
     >>> empty = {"verdict": "proved", "digest": "a" * 64, "types": None, "bytes": None}
     >>> numbers = {"seed": 3, "plans": [], "neighbours": []}

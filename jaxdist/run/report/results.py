@@ -1,4 +1,4 @@
-"""Formatting of evaluation results for the console."""
+"""The printed form of evaluation results."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def print_results(
     """Print held-out means, and the losses of simpler models on the same data.
 
     Args:
-      means: held-out means by name, where the loss gives the names.
-      baselines: held-out losses of simpler models, in nats, by name.
-      loss_unit: unit of "loss", or None if it is unknown.
+      means: the held-out means by name, with the names that the loss function gives.
+      baselines: the held-out losses of simpler models, by name, in nats.
+      loss_unit: the unit of the mean "loss", or None if the unit is unknown.
     """
     for name, value in sorted(means.items(), key=lambda item: item[0] != "loss"):
         counted = f" {loss_unit}" if name == "loss" and loss_unit is not None else ""

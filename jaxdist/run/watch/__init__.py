@@ -1,1 +1,1 @@
-"""Hooks that observe a run: traces of its steps, and the use of its time."""
+"""The hooks that observe a run: traces of its steps, and the use of its time."""

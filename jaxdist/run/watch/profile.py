@@ -1,4 +1,4 @@
-"""Traces of steps by jax's profiler."""
+"""A hook that traces steps with jax's profiler, and the steps that it traces."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ class ProfiledSteps:
     """The steps of a run to trace, as `parse_profile` parses them.
 
     Attributes:
-      first: number of the first step; None counts from the start of the process.
-      count: number of steps.
+      first: the number of the first step to trace, or None to trace soon after the start of the
+        process.
+      count: the number of steps to trace.
     """
 
     first: int | None
     count: int
 
     def after(self, start: int, total: int) -> tuple[int, int]:
-        """Return the first and last of these steps, if the process starts after step `start`.
+        """Return the first and last step to trace in a process that continues after step `start`.
 
         Raises:
-          ConfigError: the process does not take all of these steps, or its first step is among
-            them.
+          ConfigError: the process does not take all steps to trace, or they include the first step
+            of the process.
         """
         first = start + _WARM_UP + 1 if self.first is None else self.first
         last = first + self.count - 1
@@ -48,16 +49,19 @@ class ProfiledSteps:
 
 
 _WARM_UP = 2
-"""Number of steps before the traced steps where only a count is given: the first step compiles, and
-the second fills the pipeline of batches."""
+"""The number of steps before the traced steps if only a count is given. The first of these steps
+compiles, and the second fills the pipeline of batches.
+"""
 _RANGE = re.compile(r"(?:(\d{1,9}):)?(\d{1,9})")
 
 
 def parse_profile(text: str) -> ProfiledSteps:
-    """Parse `first:last`, which includes both, or a number of steps after a warm-up of two steps.
+    """Parse the text `first:last`, or a count of steps to trace after a warm-up of two steps.
+
+    In `first:last`, both steps are traced.
 
     Raises:
-      ConfigError: the text has neither form, or denotes no step.
+      ConfigError: the text has neither form, or names no step.
 
     >>> parse_profile("10:13"), parse_profile("4")
     (ProfiledSteps(first=10, count=4), ProfiledSteps(first=None, count=4))
@@ -77,11 +81,12 @@ def parse_profile(text: str) -> ProfiledSteps:
 
 @dataclass
 class Profile(LoopHook):
-    """A hook that traces some steps with jax's profiler, in one process of a run.
+    """A hook that traces steps with jax's profiler, in one process of a run.
 
     Attributes:
-      folder: directory of the trace, or None if another process traces.
-      say: called with the location of the trace, or the reason that no trace was written.
+      folder: the directory of the trace, or None if another process traces.
+      say: the function that is called with the location of the trace, or the reason that no trace
+        was written.
     """
 
     first: int
@@ -91,11 +96,12 @@ class Profile(LoopHook):
     running: bool = False
 
     def due(self, step: int) -> bool:
-        # No step may be in flight where a trace starts or ends.
+        # No step may be in flight when a trace starts or ends.
         return step in (self.first - 1, self.last)
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
-        # In `at` the trace would end too late: an evaluation may run before this hook is called.
+        # In `at` the trace would end too late, since an evaluation may run before this hook is
+        # called.
         if step == self.last:
             self.close()
 
@@ -105,7 +111,7 @@ class Profile(LoopHook):
             self.running = True
 
     def close(self) -> None:
-        """End a running trace, and print its location."""
+        """End a trace that has begun, and print its location."""
         if not self.running:
             return
         self.running = False

@@ -1,4 +1,4 @@
-"""Hooks that report a run's current step and the use of its time."""
+"""Hooks that report a run's current step, and how the run uses its time."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ class Tell(LoopHook):
 
 @dataclass
 class GoodputHook(LoopHook):
-    """A hook that records the use of time and energy, at log steps and at each save.
+    """A hook that records the use of time and energy, at log steps and after each save.
 
-    Each save has a record, so that the work that a restart from it loses can be counted.
+    Each save has a record, so that a report can count the work that is lost by a restart from this
+    save.
 
     Attributes:
-      life: number of this life of the run, counted from 1.
-      step: last step taken.
-      tally: tally of energy, if it is measured.
-      seconds_between: longest pause, in seconds, between a record and the next record at a log
-        step. The pause is a hundredth of the elapsed time, but at least 0.1 s.
+      life: the number of this life of the run, counted from 1.
+      step: the last step that was taken.
+      tally: the tally of energy, or None if energy is not measured.
+      seconds_between: the upper limit of the pause between a record and the next record at a log
+        step, in seconds. Below this limit the pause is a hundredth of the elapsed time, but at
+        least 0.1 s.
     """
 
     cadence: Cadence
@@ -65,9 +67,9 @@ class GoodputHook(LoopHook):
             self.write()
 
     def write(self) -> None:
-        """Record the current content of the account."""
+        """Write a record of the time and energy that were spent so far."""
         values = goodput.account_values(self.account, self.life)
-        # A record takes a quarter of a millisecond, hence the limit on the rate of records.
+        # To write a record takes a quarter of a millisecond; the pause limits this cost.
         apart = max(0.01 * values["wall_seconds"], 0.1)
         self._next = time.monotonic() + min(apart, self.seconds_between)
         self.writer.write(self.step, values, split=goodput.SPLIT)

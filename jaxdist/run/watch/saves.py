@@ -1,7 +1,7 @@
 """Save intervals that a run chooses itself while it trains.
 
-The choice only moves saves in time, so that no loss or metric depends on it. Process 0 measures and
-chooses, and broadcasts the choice at a save, where all processes synchronize anyway.
+The interval only determines when states are saved, so that no loss or metric depends on it. Process
+0 measures and chooses, and broadcasts the choice at a save, where all processes synchronize anyway.
 """
 
 from __future__ import annotations
@@ -21,33 +21,36 @@ from jaxdist.metrics.writer import Records
 from jaxdist.run.hooks.loop import Cadence
 
 FIRST_STEPS = 10
-"""Number of steps before a process's first save, which measures the cost of a save."""
+"""The number of steps before the first save of a process. This save measures the cost of a save."""
 WARM_STEPS, LEAST_STEPS = 3, 20
-"""Number of a process's first steps, which are not measured; least number of steps from which a
-mean step time is computed."""
+"""WARM_STEPS: the number of steps at the start of a process whose times are not measured.
+LEAST_STEPS: the least number of steps from which a mean step time is computed."""
 LAST_COSTS = 8
-"""Number of the latest saves of which the median cost is taken."""
+"""The number of recent saves of which the median cost is taken."""
 OFTEN = 64
 """The interval is chosen at saves 1, 2, 4, 8 and so on, and at each multiple of this number of
 saves."""
 CHANGED = 2.0
-"""Ratio by which a choice must differ from the last printed choice to be printed too."""
+"""The ratio by which an interval must differ from the interval that was printed last to be printed
+too.
+"""
 _WORK = (Activity.STEP, Activity.INPUT_WAIT)
 
 
 @dataclass
 class Chooser:
-    """The measurements of process 0, and the save interval that follows from them.
+    """The measurements that process 0 makes, and the choice of a save interval from them.
 
     Attributes:
-      kind: activity to which the account adds the time of the saves.
-      what: description of a save in messages, such as `a checkpoint`.
-      run: run directory whose journal records the failures that the saves protect from, or None if
-        no journal records them.
-      mttf: mean seconds between failures, which is assumed until the journal records a failure.
-      say: called with lines for the user.
-      writer: writer of metrics.
-      start: step from which this process continues.
+      kind: the activity to which the account adds the time of the saves.
+      what: the description of a save in messages, such as `a checkpoint`.
+      run: the run directory whose journal records the failures from which the saves protect, or
+        None if no journal records these failures.
+      mttf: the mean time between failures, in seconds, that is assumed until the journal records a
+        failure.
+      say: the function that is called with lines for the user.
+      writer: the writer of metrics.
+      start: the step from which this process continues.
     """
 
     kind: Activity
@@ -63,22 +66,23 @@ class Chooser:
     _told: int | None = None
 
     def saved(self, seconds: float) -> None:
-        """Record how long a save took, in seconds."""
+        """Note that a save took `seconds`."""
         self._costs = [*self._costs, seconds][-LAST_COSTS:]
 
     def mark(self, step: int) -> None:
-        """Measure step times from this step on; earlier steps are slower."""
+        """Begin to measure step times after this step, since earlier steps were slower."""
         spent = self.account.spent()
         self._mark = step, 1e-9 * sum(spent[kind] for kind in _WORK)
 
     def steps(self, step: int) -> int:
-        """Return the number of steps between two saves from now on."""
+        """Return the number of steps between two saves, from the measurements up to `step`."""
         spent = {kind: 1e-9 * nanoseconds for kind, nanoseconds in self.account.spent().items()}
         first, work = self._mark or (self.start, 0.0)
         step_seconds = (sum(spent[kind] for kind in _WORK) - work) / max(step - first, 1)
         if step - first >= LEAST_STEPS:
             self.mark(step)
-        # The start of this process is the estimate of a recovery until one has been measured.
+        # The time that this process took to start is the estimate of the time of a recovery, until
+        # a recovery has been measured.
         began = sum(spent[kind] for kind in (Activity.START, Activity.RECOVERY, Activity.COMPILE))
         prior = Failures(self.mttf, began)
         events = [] if self.run is None else read_journal(self.run)
@@ -107,10 +111,10 @@ class Chooser:
 
 
 class Chosen(Cadence):
-    """A cadence that a `Chooser` sets, equal in all processes.
+    """A cadence whose interval a `Chooser` in process 0 sets, the same in all processes.
 
     Args:
-      start: step from which this process continues.
+      start: the step from which this process continues.
     """
 
     def __init__(self, chooser: Chooser, start: int, last: int) -> None:
@@ -133,6 +137,6 @@ class Chosen(Cadence):
             self._count += 1
         if seconds and (self._count & (self._count - 1) == 0 or self._count % OFTEN == 0):
             with self._chooser.account.within(self._chooser.kind):
-                # Only process 0 has measured, and all processes must choose the same interval.
+                # Only process 0 has measurements, and all processes must use the same interval.
                 self._steps = broadcast_int(min(self._chooser.steps(step), MOST_STEPS))
         self._next = step + self._steps

@@ -1,4 +1,4 @@
-"""Curves of a run, read from metrics of any length and thinned for a page."""
+"""The curves of a run, which are read from metrics of any length and thinned for a page."""
 
 from __future__ import annotations
 
@@ -18,21 +18,28 @@ from jaxdist.run.report.page.loads import PREFIX, ExpertLoads
 from jaxdist.types import Json, JsonObject
 
 _NOT_CURVES = (GOODPUT, ENERGY, INTERVALS)
-"""The splits that are not drawn as curves: time, energy and save intervals."""
+"""The splits that are not drawn as curves, because they contain times, energies and save intervals.
+"""
 _KEYS = frozenset(("step", "split", "time"))
 _DIGITS = 7
-"""Number of digits of a curve's points, the precision of float32."""
+"""The number of significant digits of a curve's values, which is the precision of float32."""
 
 
 @dataclass
 class Curve:
-    """The steps and values of a metric in one split."""
+    """The steps and values of one metric in one split."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def as_json(self, most: int, *, smoothed: bool) -> JsonObject:
-        """Return at most `most` points of the metric and, if `smoothed`, of its moving mean."""
+        """Return at most `most` points of the metric and, if `smoothed`, of its moving mean.
+
+        Up to 60 records have no moving mean.
+
+        The result also has the first and the last value, the number of records, and the number of
+        values that are not finite.
+        """
         steps = np.frombuffer(self.steps, np.int64)
         values = np.frombuffer(self.values, np.float64)
         finite = np.isfinite(values)
@@ -51,13 +58,14 @@ class Curve:
 
 @dataclass
 class RunRecords:
-    """The records of a run: metrics as curves, and the records of time and energy unchanged.
+    """The records of a run: the metrics as curves, and the other records unchanged.
 
     Attributes:
-      curves: curves by (split, metric).
-      loads: the loads of experts, of which there are too many for a curve each.
-      others: records of time, of energy and of save intervals.
-      last_time: time of the last record, in seconds since 1970, or None without records.
+      curves: the curves by split and metric.
+      loads: the loads of experts, which are too many to be drawn as curves.
+      others: the records of time, energy and save intervals.
+      last_time: the time of the last record of a metric, in seconds since 1970, or None without
+        records.
     """
 
     curves: dict[tuple[str, str], Curve] = field(default_factory=lambda: defaultdict(Curve))
@@ -68,7 +76,7 @@ class RunRecords:
 
 
 def collect(records: Iterable[Mapping[str, Json]]) -> RunRecords:
-    """Sort records one by one into curves and other records, without storing a long file."""
+    """Sort records into curves and other records, one at a time, without storing all records."""
     found = RunRecords()
     for record in records:
         split, step = record["split"], record["step"]
@@ -93,7 +101,7 @@ def _points(steps: np.ndarray, values: np.ndarray) -> list[Json]:
 
 
 def _rounded(value: float) -> float:
-    """Round a value to the digits that the page shows.
+    """Round a value to the number of digits that the page shows.
 
     >>> _rounded(0.123456789), _rounded(3.0)
     (0.1234568, 3)

@@ -1,4 +1,4 @@
-"""The data of a page about a run, read only from the run's directory."""
+"""The data that a page shows about a run, read only from the run's directory."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ from jaxdist.run.report.proof import proof_lines, read_proof
 from jaxdist.types import Json, JsonObject
 
 INSPECTION = "inspect.json"
-"""Name of the output of `jaxdist inspect --json`, if the user put it into the run directory."""
+"""The name of the output of `jaxdist inspect --json` in a run directory, into which the user may
+have put it."""
 MOST_BOXES = 4000
-"""Largest number of boxes in the drawing of a schedule; larger schedules are given as figures
-only."""
+"""The largest number of boxes in the drawing of a schedule. For a larger schedule the page shows
+only the numbers."""
 MOST_LETTERS = 200
-"""Largest number of characters of a setting's value."""
+"""The largest number of characters that the page shows of a setting's value."""
 
 Compile = Callable[[Path], JsonObject]
-"""A function from a resolved config to the output of `jaxdist inspect --json`; raises
-JaxdistError."""
+"""A function from the path of a resolved config to the output of `jaxdist inspect --json`; it may
+raise JaxdistError.
+"""
 
 
 def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, RunRecords]:
@@ -44,7 +46,7 @@ def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, RunRecords
     The run may still be in progress.
 
     Args:
-      compiled: inspection of the compiled step, as `program_data` returns it.
+      compiled: the inspection of the compiled step, as `program_data` returns it.
 
     Raises:
       RunError: there is no run in the directory, or a line of its metrics is not a record.
@@ -89,7 +91,7 @@ def curves(records: RunRecords, points: int) -> list[Json]:
 
 
 def _configured(directory: RunDirectory) -> JsonObject:
-    """Return the settings of a run, and the schedule of its pipeline if it has stages."""
+    """Return the settings of a run and, if it has pipeline stages, the schedule of its pipeline."""
     try:
         values = flat(read(directory.config).values)
     except JaxdistError as error:
@@ -102,7 +104,7 @@ def _configured(directory: RunDirectory) -> JsonObject:
 
 
 def _text(value: Json) -> str:
-    """Format a setting, truncated to `MOST_LETTERS` characters.
+    """Return a setting's value as text of at most `MOST_LETTERS` characters.
 
     >>> _text(None), _text(1e-3), _text("gpt")
     ('null', '0.001', 'gpt')
@@ -137,11 +139,11 @@ def _versions(directory: RunDirectory) -> Json:
 
 
 def program_data(run: Path, compile_step: Compile | None) -> JsonObject:
-    """Return the inspection of a run's compiled step, or the reason that there is none.
+    """Return the inspection of a run's compiled step, or the reason that there is no inspection.
 
     Args:
-      compile_step: function called if the run's directory has no `inspect.json`; None compiles
-        nothing.
+      compile_step: the function that inspects the step if the run's directory has no
+        `inspect.json`; None compiles nothing.
     """
     file, config = run / INSPECTION, run / RunDirectory(run).config.name
     remedy = f"`jaxdist inspect {config} --json {file}` writes them for the next page"
@@ -168,7 +170,7 @@ def _shown(inspection: Json) -> JsonObject:
 
 
 def setting_differences(runs: Sequence[JsonObject]) -> list[Json]:
-    """Return rows with a setting's path and its value in each run, for settings that differ.
+    """Return a row for each setting that differs: the setting's path, and its value in each run.
 
     >>> setting_differences([{"config": {"a": "1", "b": "2"}}, {"config": {"a": "1", "b": "3"}}])
     [['b', '2', '3']]

@@ -1,4 +1,4 @@
-"""The loads of experts over layers and steps, thinned to a picture."""
+"""The loads of experts by layer and step, thinned to a picture."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 from jaxdist.types import Json, JsonObject
 
 PREFIX = "expert_load/"
-"""The beginning of the metrics' names, before the layer and the expert."""
+"""The prefix of a metric's name. The numbers of the layer and of the expert follow the prefix."""
 MOST_STEPS = 120
-"""The most steps, or groups of steps, in a picture."""
+"""The largest number of columns of a picture; each column is a step or a group of steps."""
 _MOST_PERCENT = 999
 
 
 @dataclass
 class SplitLoads:
-    """The steps of a split, and the load of each expert at each."""
+    """The load of each expert at each step of one split."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: dict[tuple[int, int], array[float]] = field(
@@ -28,9 +28,9 @@ class SplitLoads:
     )
 
     def as_json(self, cells: int) -> JsonObject:
-        """Return the loads in percent of the mean load of a layer, with about `cells` numbers.
+        """Return the loads in percent of the mean load of the layer, with about `cells` numbers.
 
-        Neighbouring steps are averaged where there are more of them than columns.
+        If there are more steps than columns, each column is the mean of neighboring steps.
         """
         layers, experts = (1 + max(key[at] for key in self.values) for at in (0, 1))
         count = len(self.steps)
@@ -57,7 +57,7 @@ class ExpertLoads:
     splits: dict[str, SplitLoads] = field(default_factory=lambda: defaultdict(SplitLoads))
 
     def add(self, split: str, record: Mapping[str, Json]) -> None:
-        """Take the loads of a record, if it has any."""
+        """Add the loads of a record, if it has any."""
         found = {name: value for name, value in record.items() if name.startswith(PREFIX)}
         if not found:
             return
@@ -68,6 +68,6 @@ class ExpertLoads:
             own.values[layer, expert].append(float(value))
 
     def as_json(self, cells: int) -> list[Json]:
-        """Return the picture of each split, with about `cells` numbers in total."""
+        """Return the picture of each split, with about `cells` numbers in all pictures together."""
         each = cells // max(1, len(self.splits))
         return [{"split": split, **own.as_json(each)} for split, own in self.splits.items()]

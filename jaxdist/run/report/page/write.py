@@ -1,4 +1,4 @@
-"""`jaxdist report --html`: write a page about runs, once or repeatedly while they run."""
+"""The writer of the page of `jaxdist report --html`, once or repeatedly during a run."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from jaxdist.run.report.page.data import (
 from jaxdist.types import JsonObject
 
 MOST_BYTES = 1_000_000
-"""Size limit of a page, so that it can be mailed and opens quickly."""
+"""The size limit of a page, in bytes, so that the page can be mailed and opens quickly."""
 _POINTS = 24_000
-"""Number of points of all curves together, about half of the page's size."""
+"""The number of points of all curves together, which take about half of the page's size."""
 _FEWEST_POINTS = 500
 
 
 def render(runs: Sequence[JsonObject], *, reload_seconds: float | None, now: float) -> str:
-    """Return the HTML page of runs, given as `run_data` returns them, with their curves.
+    """Return the HTML page about runs.
 
     Args:
-      reload_seconds: interval at which the page reloads itself, or None for never.
-      now: current time, in seconds since 1970.
+      runs: the data of each run, as `run_data` returns it, together with its curves.
+      reload_seconds: the interval, in seconds, at which the page reloads itself, or None for a page
+        that does not reload.
+      now: the current time, in seconds since 1970.
     """
     title = " and ".join(run["path"] for run in runs)
     data = {
@@ -48,7 +50,7 @@ def render(runs: Sequence[JsonObject], *, reload_seconds: float | None, now: flo
 
 
 def _embedded(data: JsonObject) -> str:
-    """Return JSON that cannot close its HTML element, for any text in a config.
+    """Return the data as JSON that does not close its HTML element, whatever the config contains.
 
     >>> _embedded({"name": "</script><b>"})
     '{"name":"\\\\u003c/script\\\\u003e\\\\u003cb\\\\u003e"}'
@@ -68,6 +70,8 @@ def write_page(
     """Write a page of at most `MOST_BYTES` atomically, and return its size in bytes.
 
     Args:
+      reload_seconds: the interval, in seconds, at which the page reloads itself, or None for a page
+        that does not reload.
       compiled: the result of `program_data` for each run.
 
     Raises:
@@ -114,27 +118,30 @@ def report_page(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Write a page about runs once, or with `live_seconds` repeatedly until all runs have ended.
+    """Write a page about runs once, or write it repeatedly until all runs have ended.
 
-    The page reloads itself while a run is in progress.
+    With `live_seconds`, the page reloads itself while a run is in progress.
 
     Args:
-      compile_step: function from a config to an inspection, called once for each run.
-      live_seconds: smallest interval between two pages, in seconds; None writes one page.
+      compile_step: the function from a config to an inspection, which is called at most once for
+        each run; None compiles nothing.
+      live_seconds: the smallest interval between two writes of the page, in seconds; None writes
+        the page once.
 
     Raises:
-      RunError: a page cannot be written, as for `write_page`.
+      RunError: the page cannot be written, as for `write_page`.
     """
     nothing: list[JsonObject] = [program_data(run, None) for run in runs]
     pulses = [_Pulse(run, clock) for run in runs]
     reload_seconds = live_seconds
     if live_seconds is not None and compile_step is not None:
-        # A first page shows the curves while the steps are compiled.
+        # The first page shows the curves already before the steps are compiled.
         write_page(runs, file, nothing, reload_seconds=reload_seconds)
     compiled = [program_data(run, compile_step) for run in runs]
     while True:
         begun = clock()
-        # Every pulse is asked, even after a True, since `beats` notes changes of the lock file.
+        # `beats` is called for every run, even after a True, since each call notes changes of the
+        # lock file.
         beats = [pulse.beats() for pulse in pulses]
         going = live_seconds is not None and any(beats)
         reload_seconds = live_seconds if going else None
@@ -142,14 +149,14 @@ def report_page(
         if not going:
             break
         assert live_seconds is not None
-        # Reading a long file of metrics takes seconds; the wait limits the reading to a tenth of a
+        # To read a long file of metrics takes seconds. The wait limits the reading to a tenth of a
         # core.
         sleep(max(live_seconds, 9 * (clock() - begun)))
     say(f"page   {file}, {size:,} bytes")
 
 
 class _Pulse:
-    """A check that a run is in progress: its lock file exists, and its holder touches it.
+    """A check whether a run is in progress: its lock file exists, and its holder touches the file.
 
     The clocks of two machines are never compared: only changes of the lock file's time count.
     """
@@ -160,7 +167,11 @@ class _Pulse:
         self._changed = clock()
 
     def beats(self) -> bool:
-        """Return whether the run is in progress, as far as can be determined without waiting."""
+        """Return whether the run is in progress, as far as can be determined without waiting.
+
+        The first call returns True whenever the lock file exists, since a change of its time can
+        only be seen later.
+        """
         try:
             touched = self._lock.stat().st_mtime
         except OSError:
