@@ -1,1 +1,1 @@
-"""Models: flax NNX modules that name logical dims only, and never a mesh axis."""
+"""The models: flax NNX modules that name logical dims, but never a mesh axis."""

@@ -1,7 +1,7 @@
-"""Models that are not flax NNX: from linen, from equinox, or from plain functions.
+"""Adapters for models that are not flax NNX: linen modules, equinox modules and plain functions.
 
 Each adapter returns a function of `nnx.Rngs` for `jaxdist.functional` and `model: {type: import}`.
-Parameters keep their paths as names, so that `sharding.params` can name their dims.
+The name of each parameter is its path in the model, so that `sharding.params` can name its dims.
 
     def make(rngs, hidden):                       # model: {type: import, path: "mymodels:make"}
         return from_linen(MyModel(hidden), jnp.zeros((1, 8, 8, 1)))(rngs)
@@ -23,18 +23,19 @@ from jaxdist.types import Buffers, Params, PyTree
 
 Make = Callable[[nnx.Rngs], nnx.Module]
 Init = Callable[[jax.Array], Any]
-"""Function from a key to parameters: a tree of arrays."""
+"""A function from a random key to the parameters, a tree of arrays."""
 Apply = Callable[..., Any]
-"""Function from (params, *inputs) to outputs, for a whole batch."""
+"""A function from (params, *inputs) to outputs, for a whole batch."""
 
 
 class Call(NamedTuple):
     """The arguments of a call that a module needs besides its inputs.
 
     Attributes:
-      training: whether random layers draw, and norms use the batch's statistics.
-      key: the key of the random layers.
-      statistics_over: mesh axes over which batch norms average their statistics.
+      training: whether the model is in training mode, in which random layers (dropout) are active
+        and norms use the batch's statistics.
+      key: the random key of the layers that draw, such as dropout.
+      statistics_over: the mesh axes over which batch norms average their statistics.
     """
 
     training: bool
@@ -43,12 +44,12 @@ class Call(NamedTuple):
 
 
 class _Plain(nnx.Module):
-    """A module of parameters and a pure function of them.
+    """An NNX module that holds parameters and buffers, and calls a pure function of them.
 
     Args:
       params: nested dicts of arrays.
-      buffers: other state that calls change, as nested dicts too.
-      apply: function from (params, buffers, inputs, call) to (outputs, new buffers).
+      buffers: nested dicts of the other state, which each call may replace.
+      apply: a function from (params, buffers, inputs, call) to (outputs, new buffers).
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class _Plain(nnx.Module):
         super().eval(**attributes)
 
     def __call__(self, *inputs: PyTree) -> PyTree:
-        """Call `apply` on the inputs, and keep the buffers that it returns."""
+        """Call `apply` on the inputs, store the new buffers, and return the outputs."""
         params, buffers = (_values(tree) for tree in (self.params, self.buffers))
         call = Call(self.training, self.rngs.dropout(), self.statistics_over)
         out, new = self.apply(params, buffers, inputs, call)
@@ -85,11 +86,12 @@ class _Plain(nnx.Module):
 
 
 def from_functions(init: Init, apply: Apply) -> Make:
-    """Make a model of plain functions.
+    """Return a function of `nnx.Rngs` that makes a model from two plain functions.
 
     Args:
-      init: function from a key to a tree of arrays, whose paths become the parameters' names.
-      apply: function from (params, *inputs) to outputs, for a whole batch.
+      init: a function from a random key to a tree of arrays; the paths in this tree become the
+        names of the parameters.
+      apply: a function from (params, *inputs) to outputs, for a whole batch.
     """
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
@@ -107,12 +109,17 @@ def from_functions(init: Init, apply: Apply) -> Make:
 
 
 def from_linen(module: Any, *example: Any) -> Make:
-    """Make a model of a `flax.linen.Module`; collections other than "params" are buffers.
+    """Return a function of `nnx.Rngs` that makes a model from a `flax.linen.Module`.
 
-    An argument `train`, `training` or `deterministic` of the module's `__call__` gets the mode.
+    The collection "params" becomes the parameters, and all other collections become buffers.
+
+    If the module's `__call__` has an argument `train`, `training` or `deterministic`, it receives
+    whether the model is training.
 
     Args:
-      example: inputs with any number of rows, from which shapes are inferred.
+      module: the linen module.
+      example: example inputs, with any number of rows; the shapes of parameters follow from these
+        inputs.
     """
     flag = next((n for n in ("train", "training", "deterministic") if n in _arguments(module)), "")
 
@@ -143,12 +150,14 @@ def from_linen(module: Any, *example: Any) -> Make:
 
 
 def from_equinox(build: Callable[[jax.Array], Any]) -> Make:
-    """Make a model of an `equinox.Module` for one example, mapped over the rows of a batch.
+    """Return a function of `nnx.Rngs` that makes a model from an `equinox.Module`.
+
+    The equinox module computes a single example; the model maps it over the rows of a batch.
 
     The module's inexact arrays are the parameters; everything else in it is constant.
 
     Args:
-      build: function from a key to the module.
+      build: a function from a random key to the equinox module.
     """
     import equinox  # Imported here, because equinox is an optional dependency.
 
@@ -166,7 +175,10 @@ def from_equinox(build: Callable[[jax.Array], Any]) -> Make:
 
 @contextmanager
 def _averaging(axes: tuple[str, ...]) -> Iterator[None]:
-    """Let linen's batch norms average over these axes, unless a norm has axes of its own."""
+    """Let linen's batch norms average over these mesh axes inside the context.
+
+    A batch norm that already names axes keeps these.
+    """
     if not axes:
         yield
         return

@@ -18,19 +18,19 @@ from jax import lax
 from jaxdist.types import Grads, Params, PyTree, TreeT
 
 BlockFn = Callable[..., jax.Array]
-"""Function from (a layer's parameters, x, *operands) to a new x."""
+"""A function from (a layer's parameters, x, *operands) to a new x."""
 Fetch = Callable[[PyTree], Params]
-"""Linear function, a gather, from a layer's slice of the scanned tree to its parameters."""
+"""A linear function (a gather) from a layer's slice of the scanned tree to its parameters."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def scan_ahead(
     block: BlockFn, fetch: Fetch, layers: PyTree, x: jax.Array, operands: tuple[PyTree, ...]
 ) -> jax.Array:
-    """Apply `block(fetch(layer), x, *operands)` for each layer in turn.
+    """Apply `block(fetch(layer), x, *operands)` for each layer in turn, and return the last x.
 
     Each layer is fetched twice (forward and backward). Two fetched layers are in memory at a time,
-    besides each layer's input for the backward pass.
+    in addition to each layer's input, which is kept for the backward pass.
 
     Args:
       layers: a pytree of arrays with a leading dim that counts layers.

@@ -1,6 +1,6 @@
 """BERT: an encoder that sees both ways, with a head for masked tokens (Devlin, arXiv 1810.04805).
 
-Another head classifies sequences by the state of their first token.
+A second head classifies sequences by the state of their first token.
 
 Dims: B batch, L sequence, D embed, V vocab, P predicted positions.
 """
@@ -42,7 +42,7 @@ _INIT = nnx.initializers.normal(0.02)
 class BertConfig(PartConfig):
     """An encoder for masked tokens, or for classes of sequences.
 
-    Norms follow each residual sum, positions are learned, and the gelu is exact.
+    A norm follows each residual sum, positions are learned, and gelu has its exact form.
     BERT-base has layers 12, embed 768, heads 12; BERT-large has layers 24, embed 1024, heads 16.
     """
 
@@ -88,7 +88,7 @@ class BertConfig(PartConfig):
         return self
 
     def block(self) -> GptConfig:
-        """Return the config of the attention and the MLP, which BERT shares with `gpt`."""
+        """Return the `GptConfig` from which the attention and the MLP of each block are built."""
         return GptConfig.model_construct(
             type="gpt",
             layers=self.layers,
@@ -109,7 +109,10 @@ class BertConfig(PartConfig):
         length: int | None = None,
         family: str = "",
     ) -> AttentionRequest:
-        """Return this model's request to an attention kernel; arguments as for `build`."""
+        """Return this model's request to an attention kernel.
+
+        The arguments are those of `build`.
+        """
         return replace(self.block().ask(platform, hint, length, family), causal=False)
 
     def build(
@@ -123,14 +126,16 @@ class BertConfig(PartConfig):
         family: str = "",
         classes: int | None = None,
     ) -> Bert | BertClassifier:
-        """Build the module for a vocabulary of `vocab_size` tokens, as `GptConfig.build` does.
+        """Build the module for a vocabulary of `vocab_size` tokens.
 
         Args:
-          classes: number of the data's classes, for the head `classes`.
+          hint, platform, length, family: as for `GptConfig.build`.
+          classes: the number of the data's classes, for `head: classes`.
 
         Raises:
-          ConfigError: an attention kernel that does not support these devices or sequences;
-            sequences longer than the positions; a head for classes, and data without them.
+          ConfigError: the attention kernel does not support these devices or sequences; the
+            sequences are longer than the learned positions; the head is for classes, but the
+            data has none.
         """
         if self.head == "classes" and classes is None:
             raise ConfigError(
@@ -153,7 +158,7 @@ class BertConfig(PartConfig):
 
 
 class Encoder(nnx.Module):
-    """A block: attention, then an MLP; a norm follows each residual sum."""
+    """A block of the encoder: attention, then an MLP, with a norm after each residual sum."""
 
     def __init__(self, config: BertConfig, rngs: nnx.Rngs, hint: Hint, attend: Attend):
         block = config.block()
@@ -165,7 +170,7 @@ class Encoder(nnx.Module):
         self.hint = hint
 
     def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
-        """Map x `[B, L, D]` to the same shape."""
+        """Map the residual stream x `[B, L, D]` to the same shape."""
         x_BLD = named(x_BLD, "block_input")
         with jax.named_scope("attention"):
             y_BLD = self.attention(self.hint(x_BLD, *WITHIN, was=RESIDUAL), segments_BL)
@@ -194,8 +199,8 @@ def _dropped(x: jax.Array, dropout: nnx.Dropout | None) -> jax.Array:
 class BertEncoder(Stacked):
     """An encoder of tokens int32 `[B, L]`, without a head.
 
-    An optional second input, segments int32 `[B, L]`, is the document of each position, and a
-    third, kinds int32 `[B, L]`, the kind of each token. `hidden` gives the states `[B, L, D]`.
+    Two further inputs are optional: segments int32 `[B, L]`, the document number of each position,
+    and kinds int32 `[B, L]`, the kind of each token. `hidden` returns the states `[B, L, D]`.
     """
 
     def __init__(
@@ -221,7 +226,8 @@ class BertEncoder(Stacked):
         """Embed tokens `[B, L]` as `[B, L, D]` in the compute dtype."""
         with jax.named_scope("embed"):
             kinds = self.kinds[...]
-            # For data without kinds, adding row 0 is cheaper than a gather of it at each position.
+            # For data without kinds, the addition of row 0 is cheaper than a gather of this row at
+            # each position.
             kind_BLD = kinds[:1][None] if kinds_BL is None else kinds[kinds_BL]
             table = self.positions[...]
             if self.config.isolate_documents and segments_BL is not None:
@@ -239,7 +245,7 @@ class BertEncoder(Stacked):
         segments_BL: jax.Array | None = None,
         kinds_BL: jax.Array | None = None,
     ) -> tuple[jax.Array | None]:
-        """Return the document of each position for attention, or None for a single document."""
+        """Return the segments for the blocks, or None if documents are not isolated."""
         del tokens_BL, kinds_BL
         return (segments_BL if self.config.isolate_documents else None,)
 
@@ -247,7 +253,7 @@ class BertEncoder(Stacked):
 class Bert(BertEncoder):
     """A model from masked tokens int32 `[B, L]` to logits `[B, L, vocab_size]` of the originals.
 
-    `head` gives the logits of all states or of a selection.
+    `head` also accepts the states of only some positions.
     """
 
     def __init__(
@@ -265,9 +271,11 @@ class Bert(BertEncoder):
         return cut_padding(self.padded_head(x_BLD), self.vocab_size, self.hint)
 
     def padded_head(self, x_BPD: jax.Array) -> jax.Array:
-        """Return logits `[B, P, V]` with probability 0 for V's padding."""
+        """Return logits `[B, P, V]`; the padding of the vocabulary has probability 0."""
         with jax.named_scope("head"):
-            # The predicted positions are few, and need not divide as the sequence does.
+            # The predicted positions are few, and the mesh axis that splits the sequence need not
+            # divide
+            # their number.
             split = x_BPD.shape[1] % self.hint.parts("residual_seq") == 0
             if split:
                 x_BPD = self.hint(x_BPD, *WITHIN, was=RESIDUAL)
@@ -301,7 +309,11 @@ class BertClassifier(BertEncoder):
         self.classifier = Linear((D, classes), ("features", "classes"), rngs, init=_INIT)
 
     def head(self, x_BLD: jax.Array) -> jax.Array:
-        """Return logits `[B, classes]` of states x `[B, L, D]`, by the first of each sequence."""
+        """Return logits `[B, classes]`, from the state of each sequence's first token.
+
+        Args:
+          x_BLD: the states.
+        """
         with jax.named_scope("head"):
             x_BD = self.hint(x_BLD, *WITHIN, was=RESIDUAL)[:, 0]
             h_BD = _dropped(jnp.tanh(self.pooler(x_BD)), self.dropout)

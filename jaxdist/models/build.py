@@ -34,11 +34,11 @@ from jaxdist.types import Kwargs
 
 
 class ImportedModelConfig(PartConfig):
-    """Your own model: a function of (rngs, **args) that returns a flax NNX module.
+    """A user's model: a function of (rngs, **args) that returns a flax NNX module.
 
     Parameters name their dims with `nnx.Param(value, dims=("embed", "mlp"))`, or the config names
-    them under sharding.params. A pipeline needs a `jaxdist.models.layers.Stacked`, or a module with
-    the same attributes.
+    the dims under sharding.params. A pipeline needs a `jaxdist.models.layers.Stacked`, or a module
+    with the same attributes.
     """
 
     type: Literal["import"]
@@ -83,16 +83,16 @@ def make_model(
     fields: Mapping[str, int] | None = None,
     served: bool = False,
 ) -> Callable[[nnx.Rngs], nnx.Module]:
-    """Return a function of random streams that makes the module.
+    """Return a function from random streams (`nnx.Rngs`) to the model's module.
 
     Args:
-      shapes: shape of one example of the data, by name.
-      vocab_size: size of the data's vocabulary, if it has tokens.
-      classes: number of the data's classes, if it has labels.
+      shapes: the shape of each field of an example of the data, by the field's name.
+      vocab_size: the size of the data's vocabulary, or None if the data has no tokens.
+      classes: the number of the data's classes, or None if the data has no labels.
       hint: the layout of activations on the mesh.
-      device: one of the devices that the model will run on, or None if they are unknown.
-      fields: number of ids of each of the data's categorical fields, or None where it has none.
-      served: whether servers hold the tables of the model.
+      device: one of the devices that the model will run on, or None if the devices are unknown.
+      fields: the number of ids of each categorical field, or None if the data has no such field.
+      served: whether parameter servers hold the tables of the model.
 
     Raises:
       ConfigError: the model does not fit the data or the devices.
@@ -136,10 +136,10 @@ def make_model(
 
 
 def _for_blocks(config: GptConfig | BertConfig | VitConfig, device: Any | None) -> Kwargs:
-    """Return the arguments of a transformer's `build` that depend on the devices.
+    """Return a transformer's arguments of `build` that depend on the devices.
 
     Raises:
-      ConfigError: the devices cannot offload what the model's `remat` offloads.
+      ConfigError: the model's `remat` offloads activations, which the devices do not support.
     """
     if device is None:
         return {"platform": None, "family": ""}
@@ -149,12 +149,12 @@ def _for_blocks(config: GptConfig | BertConfig | VitConfig, device: Any | None) 
 
 
 def offloads_of(config: ModelConfig) -> bool:
-    """Return whether a model's activations are offloaded to the host's memory."""
+    """Return whether the model's `remat` offloads any activations to the host's memory."""
     return isinstance(config, GptConfig | BertConfig | VitConfig) and offloads(config.remat)
 
 
 def model_notices(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Describe the settings of the model that have no effect with these data, a sentence each.
+    """Return a sentence for each setting of the model that has no effect with these data.
 
     Args:
       shapes: shapes of one example of the data, by field.
@@ -172,13 +172,13 @@ def model_notices(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) ->
 def choose_loss(
     config: ModelConfig, given: LossConfig | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> LossConfig:
-    """Choose the loss to minimise: the given loss, else the model's own.
+    """Return the loss to minimise: `given`, or the default loss of the model if `given` is None.
 
     Args:
       shapes: shapes of one example of the data, by field.
 
     Raises:
-      ConfigError: a loss that does not fit the model or the data; a user's model without a loss.
+      ConfigError: the loss does not fit the model or the data; a user's model has no loss.
     """
     own = default_loss(config)
     found = given or own
@@ -204,7 +204,7 @@ def choose_loss(
 
 
 def default_loss(config: ModelConfig) -> LossConfig | None:
-    """Return the default loss of a model, or None for the user's own model."""
+    """Return the default loss of a model, or None for a model that the user imports."""
     if isinstance(config, GptConfig):
         return NextTokenConfig(type="next_token")
     if isinstance(config, BertConfig) and config.head == "tokens":

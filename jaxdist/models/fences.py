@@ -18,7 +18,7 @@ Pass = Literal["none", "backward", "both"]
 
 
 def fence(x: jax.Array, passes: Pass) -> jax.Array:
-    """Return x unchanged, but computed by a different kernel than its uses.
+    """Return x unchanged, and keep XLA from fusing its computation with its uses.
 
     Args:
       passes: the passes that have a fence: "backward" (for the gradient of x), "both" or "none".

@@ -1,7 +1,7 @@
 """An NNX module as pure functions of plain nested dictionaries.
 
 The step is jitted over plain dictionaries of arrays: jax flattens them in C++, checkpoints store
-them, and they have stable '/'-joined names. The module object exists only while it is traced.
+them, and they have stable '/'-joined names. The module object exists only while the step is traced.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from jaxdist.trees import divide, flatten_with_names
 from jaxdist.types import Dims, Leaf, PyTree
 
 KeyPath = tuple[Any, ...]
-"""Attributes and positions that lead from a module to a variable."""
+"""The path from a module to a variable: names of attributes, and indices in lists."""
 NestedDict = dict[str, Any]
-"""Nested dictionaries with string keys and arrays, or their shapes, as leaves."""
+"""Nested dictionaries with string keys, whose leaves are arrays or the shapes of arrays."""
 
 
 def nest(paths: Sequence[KeyPath], values: Sequence[Leaf]) -> NestedDict:
-    """Nest values at paths as dictionaries with string keys."""
+    """Return nested dictionaries that hold each value at its path."""
     tree: NestedDict = {}
     for path, value in zip(paths, values, strict=True):
         node = tree
@@ -42,7 +42,7 @@ def nest(paths: Sequence[KeyPath], values: Sequence[Leaf]) -> NestedDict:
 
 
 def pick(paths: Sequence[KeyPath], tree: NestedDict) -> list[Leaf]:
-    """Invert `nest`: return the values of `tree` at `paths`, in that order."""
+    """Return the values of `tree` at `paths`, in the order of `paths`: the inverse of `nest`."""
     values = []
     for path in paths:
         node: PyTree = tree
@@ -61,17 +61,19 @@ class Functional:
     """A module as functions `init` and `bind`, with the names, shapes and dims of its parameters.
 
     Attributes:
-      make: builds the module from random streams.
-      params: the trainable parameters, a tree of `jax.ShapeDtypeStruct`.
-      buffers: other state that is kept (batch statistics), in the same form.
-      dims: logical dims of each parameter by '/'-joined name, or None where the model names none.
-      scanned: names of the parameters that `scan_blocks` reads layer by layer.
-      stacked: names of the parameters whose first dim counts layers, however they are read.
-      frozen: names of the parameters that are not trained.
-      adapters: low-rank adapters of kernels, whose parameters are among `params`.
-      in_parts: whether the module has `parts()`, a list of dissimilar parts.
-      settle: function that moves buffers once a step, by the sums of the whole batch; None leaves
-        them as the passes do.
+      make: a function that builds the module from random streams.
+      params: the parameters, a tree of `jax.ShapeDtypeStruct`.
+      buffers: the other state that is kept, such as batch statistics, in the same form.
+      dims: the logical dims of each parameter by '/'-joined name, or None for a parameter whose
+        dims the model does not name.
+      scanned: the names of the parameters that `scan_blocks` reads layer by layer.
+      stacked: the names of all parameters whose first dim counts layers, including `scanned`.
+      frozen: the names of the parameters that are not trained.
+      adapters: the low-rank adapters of kernels, whose parameters are among `params`.
+      in_parts: whether the module has a method `parts`, which lists the parts that form pipeline
+        stages.
+      settle: a function that moves the buffers after each step by the sums of the whole batch, or
+        None if only forward passes change the buffers.
     """
 
     make: Callable[[nnx.Rngs], nnx.Module]
@@ -92,7 +94,12 @@ class Functional:
     settle: Settle | None = None
 
     def settled(self, buffers: NestedDict, sums: Sums) -> NestedDict:
-        """Return the buffers after a step, given those after its passes and the batch's sums."""
+        """Return the buffers after a step, whose routers' biases have moved if the model has any.
+
+        Args:
+          buffers: the buffers after the forward passes of the step.
+          sums: the sums of the whole batch.
+        """
         return buffers if self.settle is None or LOAD not in sums else self.settle(buffers, sums)
 
     @property
@@ -101,11 +108,14 @@ class Functional:
         return self.divided(self.params)[0]
 
     def divided(self, params: NestedDict) -> tuple[NestedDict, NestedDict]:
-        """Divide a tree with the names of the parameters into the trained part and the rest."""
+        """Divide a tree with the names of `params` into the trained and the frozen part."""
         return divide(params, self.frozen)
 
     def init(self, key: jax.Array) -> tuple[NestedDict, NestedDict]:
-        """Create parameters and buffers; `jax.jit` with out_shardings creates them as shards."""
+        """Create the parameters and the buffers.
+
+        Under `jax.jit` with out_shardings, each device creates only its shards.
+        """
         # With eager sharding, flax needs a mesh to create a parameter with sharding metadata.
         with nnx.use_eager_sharding(False):
             module = self.make(nnx.Rngs(key))
@@ -125,14 +135,16 @@ class Functional:
         *,
         statistics_over: tuple[str, ...] = (),
     ) -> nnx.Module:
-        """Build the module with these values; random layers draw from `key` (by default key 0).
+        """Build the module with these values.
+
+        Random layers draw from `key`; None means key 0.
 
         A `Deferred` parameter is gathered here, unless `scan_blocks` reads it: `scan_blocks`
         gathers it layer by layer.
 
         Args:
-          statistics_over: manual mesh axes over which batch norms average their statistics, unless
-            they have axes of their own.
+          statistics_over: the manual mesh axes over which batch norms average their statistics. A
+            batch norm that already names axes keeps these.
         """
         given = dict(zip(self._names, pick(self._param_paths, params), strict=True))
         if self.adapters:
@@ -152,7 +164,7 @@ class Functional:
 
     @property
     def _names(self) -> list[str]:
-        """The names of the module's own parameters."""
+        """The names of the parameters without those of adapters."""
         return [_name(path) for path in self._param_paths]
 
     @property
@@ -160,7 +172,7 @@ class Functional:
         return [name for adapter in self.adapters for name in adapter.names]
 
     def adapted(self, adapters: Sequence[Adapter]) -> Functional:
-        """Return the model with adapters, which alone are trained."""
+        """Return the model with adapters; only the adapters are trained."""
         names = [name for adapter in adapters for name in adapter.names]
         shapes = [shape for adapter in adapters for shape in adapter.shapes]
         dims = [found for adapter in adapters for found in adapter.all_dims]
@@ -176,14 +188,17 @@ class Functional:
         )
 
     def merged(self, params: NestedDict) -> NestedDict:
-        """Return the module's own parameters, with adapters added to their kernels."""
+        """Return the parameters without adapters, where each adapter is added to its kernel."""
         if not self.adapters:
             return params
         values = lora.merge(self.adapters, dict(flatten_with_names(params)))
         return nest(self._param_paths, [values[name] for name in self._names])
 
     def _lengths(self, values: Sequence[Leaf]) -> dict[int, int]:
-        """Map the model's layer counts to those of `values` (a pipeline's chunk has fewer)."""
+        """Map the number of layers of each stack to the number in `values`.
+
+        The two differ for a chunk of a pipeline, which has fewer layers.
+        """
         declared = pick(self._param_paths, self.params)
         return {
             struct.shape[0]: value.shape[0]
@@ -192,7 +207,7 @@ class Functional:
         }
 
     def _random(self, key: jax.Array, lengths: Mapping[int, int]) -> list[jax.Array]:
-        """Create random streams from a key; each layer of a stack has its own."""
+        """Create the random streams from a key; each layer of a stack has a separate stream."""
         found = []
         given = zip(self._rng_types, self._rng_shapes, strict=True)
         for i, (kind, shape) in enumerate(given):
@@ -205,10 +220,10 @@ class Functional:
         return found
 
     def with_stacks(self, forward: Callable[..., PyTree], *given: PyTree) -> Functional:
-        """Add the stacks that `forward(module, *given)` scans over to `stacked`.
+        """Return the model with further stacks in `stacked`: those that a forward pass scans over.
 
-        A module is such a stack if scans cut all of its parameters into the same number of slices.
-        `forward` is only traced, not run.
+        A module is such a stack if scans cut all its parameters into the same number of slices. The
+        forward pass, `forward(module, *given)`, is only traced, and not run.
         """
 
         def run(params: NestedDict, buffers: NestedDict, given: PyTree) -> None:
@@ -229,24 +244,27 @@ class Functional:
         return replace(self, stacked=self.stacked | found)
 
     def with_dims(self, dims: Mapping[str, Dims]) -> Functional:
-        """Replace the dims; parameters whose first dim is "layers" are added to `stacked`."""
+        """Return the model with other dims for its parameters.
+
+        A parameter whose first dim is "layers" is added to `stacked`.
+        """
         return replace(self, dims=dims, stacked=self.stacked | _counting_layers(dims))
 
     def buffers_of(self, module: nnx.Module) -> NestedDict:
-        """Return the buffers that a forward pass left in `module`."""
+        """Return the buffers of `module`, for example after a forward pass."""
         state = nnx.split(module, nnx.Param, nnx.RngState, ...)[3]
         return _values(state, self._buffer_paths)
 
 
 def _average(module: nnx.Module, axes: tuple[str, ...]) -> None:
-    """Let the known kinds of batch norm average their statistics over mesh axes.
+    """Let the batch norms of a module average their statistics over mesh axes.
 
-    Other kinds of batch norm are detected by their computation, and refused
-    (`jaxdist.parallel.rows`).
+    Only batch norms of flax NNX and of jaxdist's adapters do. `jaxdist.parallel.rows` detects and
+    refuses other kinds.
     """
     for _, node in nnx.iter_modules(module):
         if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
-            # The attribute is annotated as a string, but jax accepts a tuple of axes too.
+            # The attribute is annotated as a string, but jax also accepts a tuple of axes.
             node.axis_name = axes  # pyright: ignore[reportAttributeAccessIssue]
         elif hasattr(node, "statistics_over"):
             # The adapter of another library's module passes the axes on.
@@ -278,10 +296,11 @@ def _values(state: PyTree, paths: Sequence[KeyPath]) -> NestedDict:
 
 
 def functional(make: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
-    """Split a module into functions without computing anything (shapes only).
+    """Split a module into pure functions; only shapes are computed.
 
     Args:
-      make: builds the module from `nnx.Rngs`; called once abstractly here, and again by `init`.
+      make: a function that builds the module from `nnx.Rngs`. It is traced here, and called again
+        by `init`.
     """
     with nnx.use_eager_sharding(False):
         module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))

@@ -1,6 +1,7 @@
-"""A modern decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention, scan over layers.
+"""A decoder with RMSNorm, rotary positions, SwiGLU, grouped-query attention and a scan over layers.
 
-Options turn the model into the decoders of published families (`jaxdist.interchange.families`).
+The options of its config cover the decoders of published families
+(`jaxdist.interchange.families`).
 
 Dims: B batch, L sequence, D embed, H heads, K kv_heads, d head_dim, F mlp, V vocab.
 """
@@ -160,10 +161,10 @@ class GptConfig(PartConfig):
         return self.mlp or -(-8 * self.embed // 3 // 64) * 64
 
     def masked_flops(self, batch: int, length: int) -> float:
-        """Count the FLOPs of a training step that causal attention masks, or skips.
+        """Return the FLOPs in a training step for scores that the causal mask hides.
 
-        Masks hide half of attention's products, which are 2 in the forward pass and 4 in the
-        backward, each with 2 B L^2 H d FLOPs.
+        Attention has 2 products in the forward pass and 4 in the backward pass, each of 2 B L^2 H d
+        FLOPs. The mask hides half of them.
         """
         return 0.5 * 6 * 2 * batch * length**2 * self.heads * self.head_dim * self.layers
 
@@ -180,13 +181,16 @@ class GptConfig(PartConfig):
         """Build the module for a vocabulary of `vocab_size` tokens.
 
         Args:
-          platform: platform of the devices, as jax names it, or None if it is unknown.
-          length: length of the sequences, or None if it is unknown.
-          family: short name of the devices, such as v5e; empty is unknown.
+          rngs: the random streams for the initial values.
+          hint: the layout of activations on the mesh.
+          platform: the platform of the devices, as jax names it, or None if it is unknown.
+          length: the length of the sequences, or None if it is unknown.
+          family: the short name of the devices, such as v5e; "" means unknown.
 
         Raises:
-          ConfigError: an attention kernel that does not support these devices or sequences;
-            sequences longer than the learned positions; biases in a ring of products.
+          ConfigError: the attention kernel does not support these devices or sequences; the
+            sequences are longer than the learned positions; the MLP has biases or experts, but
+            `hint.ring` overlaps its products.
         """
         ask = self.ask(platform, hint, length, family)
         choose_kernel(self.attention, ask)
@@ -218,7 +222,10 @@ class GptConfig(PartConfig):
         length: int | None = None,
         family: str = "",
     ) -> AttentionRequest:
-        """Return this model's request to an attention kernel; arguments as for `build`."""
+        """Return this model's request to an attention kernel.
+
+        The arguments are those of `build`.
+        """
         return AttentionRequest(
             platform,
             self.compute_dtype,
@@ -280,7 +287,14 @@ class Attention(nnx.Module):
         segments_BL: jax.Array | None,
         positions_BL: jax.Array | None = None,
     ) -> jax.Array:
-        """Attend within x `[B, L, D]`; segments number the documents (by default a single one)."""
+        """Return the result `[B, L, D]` of attention within x `[B, L, D]`.
+
+        Args:
+          segments_BL: the document number of each position, or None if each sequence is a single
+            document.
+          positions_BL: the position of each token, if tokens are in the order of the hint's split;
+            None means 0..L-1.
+        """
         q_BLHd, k_BLKd, v_BLKd = (
             self.hint(self._project(x_BLD, name), "batch", "seq", heads, "head_dim")
             for name, heads in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads"))
@@ -307,7 +321,8 @@ class Attention(nnx.Module):
         """Project x `[B, L, D]` to the heads of queries, keys or values."""
         kernel: nnx.Param = getattr(self, name)
         if self.on_tpu:
-            # Unflattened rows let XLA:TPU lay out heads as the kernel needs them, without a copy.
+            # If rows are not flattened, XLA:TPU computes heads in the kernel's layout, without a
+            # copy.
             y_BLHd = jnp.tensordot(x_BLD, kernel[...].astype(x_BLD.dtype), 1)
         else:
             y_BLHd = matmul(x_BLD, kernel[...])
@@ -337,7 +352,10 @@ class Block(nnx.Module):
         segments_BL: jax.Array | None,
         positions_BL: jax.Array | None = None,
     ) -> jax.Array:
-        """Map x `[B, L, D]` to the same shape."""
+        """Map the residual stream x `[B, L, D]` to the same shape.
+
+        The other arguments are those of `Attention`.
+        """
         x_BLD = self._attended(x_BLD, segments_BL, positions_BL)
         with jax.named_scope("mlp"):
             x_BLD = x_BLD + self.mlp(fence(self.mlp_norm(x_BLD), self.after_norms))
@@ -355,13 +373,13 @@ class Block(nnx.Module):
             h_BLD = fence(self.attention_norm(x_BLD), self.after_norms)
             h_BLD = self.hint(h_BLD, *WITHIN, was=RESIDUAL)
             y_BLD = self.attention(h_BLD, segments_BL, positions_BL)
-            # The name comes after the hint, so that remat saves the value in its final layout, and
-            # does not reduce it a second time.
+            # The name is given after the hint, so that remat saves the value in its final layout,
+            # and the backward pass does not repeat the reduction.
             return x_BLD + named(self.hint(y_BLD, *RESIDUAL, was=WITHIN), "attention_out")
 
 
 class ExpertsBlock(Block):
-    """A pre-norm residual block with experts, after `every` - 1 blocks without."""
+    """A pre-norm residual block with experts, preceded by `every` - 1 blocks without experts."""
 
     def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, attend: Attend):
         every = 1 if config.experts is None else config.experts.every
@@ -381,7 +399,12 @@ class ExpertsBlock(Block):
         positions_BL: jax.Array | None,
         weight_BL: jax.Array,
     ) -> Routed:
-        """Map x `[B, L, D]` and the statistics of routers to the same after this block."""
+        """Return the residual stream and the routers' statistics after this block.
+
+        Args:
+          carried: the residual stream `[B, L, D]` and the statistics before this block.
+          weight_BL: the weight of each token in the loss.
+        """
         x_BLD, statistics = carried
         for block in self.before:
             x_BLD = block(x_BLD, segments_BL, positions_BL)
@@ -395,9 +418,9 @@ class ExpertsBlock(Block):
 class Gpt(RoutedStack):
     """A model from tokens int32 `[B, L]` to logits `[B, L, vocab_size]` of each next token.
 
-    An optional second input, segments int32 `[B, L]`, is the document of each position; with
-    `isolate_documents` attention does not cross documents. A third, positions int32 `[1, L]`, is
-    the place of each token in the sequence, where tokens are in the order of the hint's split.
+    Two further inputs are optional: segments int32 `[B, L]`, the document number of each position,
+    and positions int32 `[1, L]`, the position of each token in the sequence, if tokens are in the
+    order of the hint's split. With `isolate_documents`, attention does not cross documents.
     """
 
     def __init__(
@@ -428,7 +451,12 @@ class Gpt(RoutedStack):
         *,
         at_BL: jax.Array | None = None,
     ) -> jax.Array:
-        """Embed tokens `[B, L]`, at learned positions `at_BL` or else 0..L-1, as `[B, L, D]`."""
+        """Embed tokens `[B, L]` as `[B, L, D]`.
+
+        Args:
+          at_BL: the index of each token's learned position; None takes `positions_BL`, or 0..L-1 if
+            that is None too.
+        """
         del segments_BL
         with jax.named_scope("embed"):
             x_BLD = self.embedding[...][tokens_BL].astype(jnp.dtype(self.config.compute_dtype))
@@ -447,7 +475,11 @@ class Gpt(RoutedStack):
         segments_BL: jax.Array | None = None,
         positions_BL: jax.Array | None = None,
     ) -> tuple[jax.Array | None, ...]:
-        """Return documents and positions, each None for a single document in order."""
+        """Return the documents and the positions for the blocks.
+
+        The documents are None unless they are isolated; the positions are None if tokens are in the
+        order of the text.
+        """
         del tokens_BL
         return segments_BL if self.config.isolate_documents else None, positions_BL
 
@@ -456,7 +488,7 @@ class Gpt(RoutedStack):
         return cut_padding(self.padded_head(x_BLD), self.vocab_size, self.hint)
 
     def padded_head(self, x_BLD: jax.Array) -> jax.Array:
-        """Apply the final norm; return logits `[B, L, V]` with probability 0 for V's padding."""
+        """Apply the final norm; return logits `[B, L, V]`, where padding has probability 0."""
         table = self.embedding[...].T if self.config.tied_head else self.output[...]
         with jax.named_scope("head"):
             h_BLD = self.hint(self.norm(x_BLD), *WITHIN, was=RESIDUAL)

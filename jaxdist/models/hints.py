@@ -1,6 +1,6 @@
 """The interface by which a model describes the layout of its activations without knowing the mesh.
 
-Dims: B batch, L sequence, l a device's piece of it.
+Dims: B batch, L sequence, l a device's part of the sequence.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxdist.cost.context import SequenceSplit
 
 
 class SequenceRing(Protocol):
-    """Devices that pass the pieces of a sequence around, while matmuls use them."""
+    """A ring of devices that pass parts of a sequence around while matmuls use the parts."""
 
     @property
     def axis(self) -> str:
@@ -23,24 +23,29 @@ class SequenceRing(Protocol):
         ...
 
     def gathered(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Gather the pieces of all devices; x `[B, l, ...]` is this device's piece."""
+        """Return the parts of all devices; x `[B, l, ...]` is this device's part."""
         ...
 
     def products(
         self, pieces: tuple[jax.Array, ...], *kernels: jax.Array, leaving: bool = False
     ) -> tuple[tuple[jax.Array, ...], ...]:
-        """Multiply all pieces by each kernel; `leaving` states that `reduced` sums the products."""
+        """Return, for each kernel, the products of all parts with the kernel.
+
+        Args:
+          leaving: whether the products will be passed to `reduced`.
+        """
         ...
 
     def reduced(self, pieces: tuple[jax.Array, ...]) -> jax.Array:
-        """Sum the pieces over all devices, and return this device's piece of the sum."""
+        """Sum the parts over all devices, and return this device's part of the sum."""
         ...
 
 
 class Hint(Protocol):
-    """A function that constrains the layout of an activation with the given dims, and returns it.
+    """A function that returns an activation in the layout of the given dims.
 
-    `was` gives the dims of x's current layout: if the layout is the same, x is returned unchanged.
+    `was` names the dims of x's current layout. If both layouts are the same on the mesh, x is
+    returned unchanged.
     """
 
     def __call__(
@@ -52,19 +57,20 @@ class Hint(Protocol):
         ...
 
     def axes(self, dim: str) -> tuple[str, ...]:
-        """Return the mesh axes that split a dim, or () where none does."""
+        """Return the mesh axes that split a dim, or () if no axis splits the dim."""
         ...
 
     @property
     def ring(self) -> SequenceRing | None:
-        """The ring that overlaps an MLP's collectives with its matmuls; None overlaps nothing."""
+        """The ring that overlaps an MLP's collectives with its matmuls, or None without overlap."""
         ...
 
     @property
     def split(self) -> SequenceSplit | None:
         """The method by which devices share a sequence's attention, or None without sharing.
 
-        The order applies to batches with `positions`; other batches are in the order of the text.
+        The order of positions applies only to batches with `positions`; other batches are in the
+        order of the text.
         """
         ...
 
@@ -74,13 +80,15 @@ class Hint(Protocol):
         *dims: tuple[str | None, ...],
         axes: Sequence[str] | None = None,
     ) -> Callable[..., jax.Array]:
-        """Map `function` over each device's blocks of arrays with these dims, without collectives.
+        """Return a function that each device applies to its shards only, without collectives.
 
-        XLA cannot partition some operations otherwise. The result has the layout of the first
+        This serves operations that XLA cannot partition. The result has the layout of the first
         array.
 
         Args:
-          axes: the mesh axes whose blocks the function sees, or None for all axes.
+          function: a function from the shards of arrays to a shard of the result.
+          dims: the dims of each array.
+          axes: the mesh axes along which the function sees shards, or None for all axes.
         """
         ...
 
@@ -93,13 +101,14 @@ class Hint(Protocol):
         *kernels: tuple[tuple[str | None, ...], jax.Array],
         capacity: int | None,
     ) -> jax.Array:
-        """Compute experts where their kernels are, which tokens are brought to; return `[B, L, D]`.
+        """Send tokens to the devices that hold their experts, and return the results `[B, L, D]`.
 
         Args:
-          compute: function of tokens `[T, D]`, numbers of experts and their weights `[T, k]`, and
-            the kernels of some experts, whose numbers begin at 0; larger numbers belong to others.
-          kernels: pairs of dims, the first of which counts experts, and a kernel.
-          capacity: the largest number of tokens of a sequence for an expert; None sets no limit.
+          compute: a function of tokens `[T, D]`, the numbers and weights of their experts, `[T, k]`
+            each, and the kernels of the device's experts. The function counts these experts from 0,
+            and skips every number that is too large.
+          kernels: pairs of dims and a kernel with these dims; the first dim counts experts.
+          capacity: the most tokens of a sequence that an expert takes, or None without a limit.
         """
         ...
 
@@ -115,7 +124,7 @@ class NoHint:
         return x
 
     def parts(self, dim: str) -> int:
-        """Return 1."""
+        """Return 1, because a single device splits nothing."""
         return 1
 
     def axes(self, dim: str) -> tuple[str, ...]:
@@ -124,11 +133,11 @@ class NoHint:
 
     @property
     def ring(self) -> None:
-        """None: a single device has no ring."""
+        """None, because a single device has no ring."""
 
     @property
     def split(self) -> None:
-        """None: a single device has whole sequences."""
+        """None, because a single device has whole sequences."""
 
     def on_blocks(
         self,
@@ -148,7 +157,7 @@ class NoHint:
         *kernels: tuple[tuple[str | None, ...], jax.Array],
         capacity: int | None,
     ) -> jax.Array:
-        """Compute all experts for all tokens here."""
+        """Compute all experts for all tokens on this device."""
         del capacity
         tokens = (x.reshape(-1, x.shape[-1]) for x in (x_BLD, ids_BLk, weights_BLk))
         return compute(*tokens, *(kernel for _, kernel in kernels)).reshape(x_BLD.shape)
@@ -157,9 +166,10 @@ class NoHint:
 no_hint = NoHint()
 
 RESIDUAL = ("batch", "residual_seq", "embed")
-"""Dims of the residual stream, between blocks; its sequence may be split over a mesh axis.
+"""The dims of the residual stream between blocks.
 
-Sequence parallelism splits the sequence between blocks, where operations are on single positions.
+Sequence parallelism splits the sequence there, because operations between blocks treat each
+position separately.
 """
 WITHIN = ("batch", "seq", "embed")
-"""Dims of activations inside a block, whose attention needs the whole sequence."""
+"""The dims of activations inside a block, where attention needs the whole sequence."""

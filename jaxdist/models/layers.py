@@ -1,4 +1,4 @@
-"""Layers that the models share.
+"""The layers that the models share, and the scan over a stack of layers.
 
 Dims: B batch, L sequence, D embed, H heads, K kv_heads, d head_dim.
 
@@ -26,25 +26,25 @@ Initializer = Callable[..., jax.Array]
 
 
 MERGED = "merged"
-"""The name by which a `jax.checkpoint` policy knows parameters that are computed from others."""
+"""The name, for policies of `jax.checkpoint`, of parameters that are computed from others."""
 _LECUN = nnx.initializers.lecun_normal()
 
 
 class Deferred(ABC):
-    """A placeholder for a parameter that is gathered where it is used; a pytree.
+    """A placeholder for a parameter that is gathered or computed where it is used; a pytree.
 
-    ZeRO 3 uses placeholders: a device holds a shard, and a layer gathers its parameters. The
-    gradient with respect to a `Deferred` is a `Deferred` of the same class.
+    With ZeRO 3, for example, a placeholder holds a device's shard, and each layer gathers its
+    parameters. The gradient with respect to a `Deferred` is a `Deferred` of the same class.
     """
 
     @classmethod
     @abstractmethod
     def whole(cls, several: Sequence[Any]) -> list[jax.Array]:
-        """Gather the parameters of several placeholders together, in a single operation."""
+        """Return the parameters of several placeholders, gathered together."""
 
     @abstractmethod
     def carried(self) -> jax.Array:
-        """Return the array of the gradient, for a placeholder in a tree of gradients."""
+        """Return the array of the gradient; called on a placeholder in a tree of gradients."""
 
     @property
     def ahead(self) -> bool:
@@ -53,12 +53,15 @@ class Deferred(ABC):
 
     @property
     def merges(self) -> bool:
-        """Whether the parameter is computed from others, and so is not kept for a backward pass."""
+        """Whether the parameter is computed from others.
+
+        The backward pass recomputes such a parameter, instead of keeping it.
+        """
         return False
 
 
 def whole(tree: PyTree) -> Params:
-    """Replace each `Deferred` by its parameter; placeholders of one class share a gather."""
+    """Replace each `Deferred` by its parameter; those of the same class are gathered together."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_deferred)
     for kind in dict.fromkeys(type(leaf) for leaf in leaves if _is_deferred(leaf)):
         mine = [i for i, leaf in enumerate(leaves) if type(leaf) is kind]
@@ -68,7 +71,7 @@ def whole(tree: PyTree) -> Params:
 
 
 def carried(tree: Grads) -> Grads:
-    """Replace each `Deferred` in a tree of gradients by the array that it holds."""
+    """Replace each `Deferred` in a tree of gradients by the array of its gradient."""
     return jax.tree.map(
         lambda leaf: leaf.carried() if _is_deferred(leaf) else leaf, tree, is_leaf=_is_deferred
     )
@@ -81,16 +84,20 @@ def _is_deferred(node: object) -> bool:
 def param(
     rngs: nnx.Rngs, init: Initializer, shape: tuple[int, ...], dims: tuple[str | None, ...]
 ) -> nnx.Param:
-    """Create a float32 parameter that names its dims."""
+    """Create a float32 parameter with logical dims.
+
+    Args:
+      init: a function from (random key, shape, dtype) to the initial value.
+    """
     assert len(shape) == len(dims), (shape, dims)
     return nnx.Param(init(rngs.params(), shape, jnp.float32), dims=dims)
 
 
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Multiply `x [..., D] @ kernel [D, ...]` over flattened rows, in x's dtype.
+    """Multiply `x [..., D] @ kernel [D, ...]` in x's dtype.
 
-    Rows are flattened because otherwise the kernel's gradient contracts over two dims, which XLA
-    runs at half the speed on CPU.
+    The rows of x are flattened first. Otherwise the gradient of the kernel would contract over two
+    dims, for which XLA on CPU takes twice the time.
     """
     rows = x.reshape(-1, x.shape[-1])
     out = rows @ kernel.astype(x.dtype).reshape(kernel.shape[0], -1)
@@ -162,7 +169,10 @@ class Linear(nnx.Module):
 
 
 def dims_of(variable: nnx.Variable) -> tuple[str | None, ...] | None:
-    """Return a parameter's logical dims: our `dims`, or flax's own logical sharding metadata."""
+    """Return a parameter's logical dims, or None if it has none.
+
+    The dims are its metadata `dims`, or else the sharding metadata of flax.
+    """
     metadata = variable.get_metadata()
     for key in ("dims", "out_sharding", "sharding_names", "sharding"):
         found = metadata.get(key)
@@ -172,15 +182,16 @@ def dims_of(variable: nnx.Variable) -> tuple[str | None, ...] | None:
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
-    """Stack `count` modules: a module whose arrays have a leading dim "layers", for `scan_blocks`.
+    """Make `count` modules, and stack their arrays along a leading dim "layers" for `scan_blocks`.
 
     Args:
-      make: function that builds a module of any kind; the config's sharding.params can name the
-        dims that the module leaves unnamed.
+      make: a function that builds a module of any kind. If the module does not name its dims, the
+        config can name them in sharding.params.
+      count: the number of layers.
     """
     keys = jax.random.split(rngs.params(), count)
     stacked = jax.vmap(lambda key: nnx.split(make(nnx.Rngs(key)))[1])(keys)
-    # `vmap` can return only arrays, so the structure is that of a module that is only traced.
+    # `vmap` can return only arrays, so the structure is taken from a module that is only traced.
     module = nnx.merge(nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))[0], stacked)
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Param):
@@ -196,15 +207,17 @@ def scan_blocks(
     remat: Remat | Sequence[Remat] = "none",
     unroll: int = 1,
 ) -> Any:
-    """Run the blocks of a stack in order, in a single compiled loop body.
+    """Run the blocks of a stack in order, in a compiled loop, and return the last x.
 
     Args:
-      stacked: made by `stack` or `nnx.vmap`; each block maps `(x, *operands)` to a new x.
+      stacked: a module made by `stack` or `nnx.vmap`; each block maps `(x, *operands)` to a new x.
       x: an array, or a pytree of floating-point arrays.
-      remat: what the backward pass recomputes, and what it keeps: see `jaxdist.models.remat`. A
-        list has an entry for each block and is repeated over the layers; its blocks make up a loop
-        iteration, which holds the activations of all of them.
-      unroll: blocks per loop iteration, at most all blocks; rounded down to whole lists of `remat`.
+      operands: further arguments, the same for every block.
+      remat: the policy that selects what the backward pass recomputes; see `jaxdist.models.remat`.
+        A list has an entry for each of several consecutive blocks, which form a loop iteration, and
+        is repeated over the layers. The activations of an iteration are in memory together.
+      unroll: the number of blocks in a loop iteration, at most all blocks. With a list of policies
+        the number is rounded down to a multiple of the list's length.
 
     Raises:
       ConfigError: parameters are fetched ahead and `remat` is not "full"; `remat` keeps a name that
@@ -238,11 +251,11 @@ def _first(state: nnx.State) -> Params:
 
 
 def _run(graph: nnx.GraphDef, layer: Params, x: PyTree, operands: tuple[PyTree, ...]) -> Any:
-    """Run a block, and check that it left its own state unchanged (random streams excepted)."""
+    """Run a block, and refuse a block that changed its state (except random streams)."""
     block: Any = nnx.merge(graph, layer)
     given = _kept(block)
     y = block(x, *operands)
-    # The values are unknown while the block is traced, but a state that was set is another array.
+    # Values are unknown while the block is traced, but state that was set is another object.
     changed = [
         name
         for name, leaves in _kept(block).items()
@@ -266,7 +279,7 @@ def _kept(block: nnx.Module) -> dict[str, list[jax.Array]]:
 def _scan_lists(
     block: BlockFn, policies: Sequence[Remat], state: nnx.State, x: PyTree, unroll: int
 ) -> Any:
-    """Loop over lists of policies, an entry per block; blocks that do not fill a list come last."""
+    """Run a loop with a block per policy in each iteration; remaining blocks run after the loop."""
     together = len(policies)
     count = jax.tree.leaves(state)[0].shape[0]
     looped = count - count % together
@@ -316,9 +329,9 @@ def _scan_ahead(
 
 
 class Stacked(nnx.Module):
-    """A model of `embed`, a stack of `blocks`, and `head`: the parts that a pipeline separates.
+    """A model of `embed`, a stack of `blocks`, and `head`, which a pipeline can separate.
 
-    Your subclass has `embed(*inputs)`, `head(x)` and the attribute `blocks`, made by `stack` or
+    A subclass has `embed(*inputs)`, `head(x)` and the attribute `blocks`, made by `stack` or
     `nnx.vmap`; each block maps `(x, *operands)` to a new x. `remat` and `unroll` are passed to
     `scan_blocks`.
 
@@ -343,7 +356,12 @@ class Stacked(nnx.Module):
         return ()
 
     def trunk(self, x: jax.Array, *inputs: PyTree) -> jax.Array:
-        """Run all blocks in order, or those of a chunk in a pipeline."""
+        """Run all blocks of this module in order; in a pipeline, these are the blocks of a chunk.
+
+        Args:
+          x: the result of `embed`.
+          inputs: the inputs of the model, from which `operands` are computed.
+        """
         more = self.operands(*inputs)
         return scan_blocks(self.blocks, x, *more, remat=self.remat, unroll=self.unroll)
 
@@ -362,7 +380,7 @@ def check_encoder(embed: int, heads: int, layers: int, scan_unroll: int) -> None
     """Check the sizes of an encoder's blocks.
 
     Raises:
-      ValueError: the heads do not divide the width, or a loop has more blocks than the encoder.
+      ValueError: the heads do not divide the width, or `scan_unroll` exceeds the number of layers.
     """
     if embed % heads:
         fitting = [n for n in range(1, embed + 1) if embed % n == 0]

@@ -1,7 +1,8 @@
-"""Losses and metrics as sums with weights, so that any split of a batch adds up exactly.
+"""The losses and metrics, as sums with weights that add up exactly over the parts of a batch.
 
-A loss returns `{"loss": Mean, ...}`: totals and weights of microbatches, devices and evaluation
-batches are added, and divided once. (An average of averages is wrong whenever weights differ.)
+A loss returns `{"loss": Mean, ...}`. The totals and weights of microbatches, devices and evaluation
+batches are added, and each total is divided once. (An average of averages would be wrong if weights
+differ.)
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ Batch = Mapping[str, jax.Array]
 Model: TypeAlias = Any
 """An NNX module, or a plain function with the same call."""
 Loss = Callable[[Model, Batch], PyTree]
-"""Function from (module, batch) to named means, `Sums`; training minimises the mean "loss".
+"""A function from (module, batch) to named sums, `Sums`; training minimises the mean "loss".
 
-A user's own loss may also return the mean of a batch as a scalar, or (scalar, {name: scalar}),
-where the batch is not computed in parts: see `check_adds_up`.
+A user's loss may instead return the mean of a batch as a scalar, or (scalar, {name: scalar}), if
+the batch is not computed in parts; see `check_adds_up`.
 """
 
 
 def weighted(batch: Batch) -> Batch:
-    """Add a weight (float32 `[B]`) of 1 to a batch without weights.
+    """Return a batch with a field `weight`: 1 for each example (float32 `[B]`) if it has none.
 
-    Weights that the compiler knows to be 1 make their sum a constant: the mean's gradient then does
-    not wait for other devices.
+    Since the compiler then knows the weights, their sum is a constant, and the mean's gradient need
+    not wait for the weights of other devices.
     """
     if "weight" in batch:
         return batch
@@ -67,10 +68,11 @@ def as_sums(result: PyTree, batch: Batch, *, training: bool = False) -> Sums:
     """Convert the result of a loss to named sums; a scalar becomes an `OpaqueMean`.
 
     Args:
-      training: whether to leave out what only an evaluation can measure (`RootMean`, `Ranking`).
+      training: whether to leave out the values that only an evaluation measures (`RootMean`,
+        `Ranking`).
 
     Raises:
-      RunError: the loss returned something else, which the message names.
+      RunError: the loss returned a value of another type, or no value named "loss".
     """
     rows = batch["weight"].sum()
     if isinstance(result, Mapping):
@@ -90,12 +92,12 @@ def as_sums(result: PyTree, batch: Batch, *, training: bool = False) -> Sums:
 
 
 def training_sums(sums: Sums) -> Sums:
-    """Return the sums that a training step measures too."""
+    """Return the sums without those that only an evaluation measures."""
     return {name: mean for name, mean in sums.items() if isinstance(mean, Mean)}
 
 
 Needs = Mapping[str, tuple[str, ...] | None]
-"""Dims of each field of an example that a loss reads, by name; None allows any number of dims."""
+"""The fields of an example that a loss reads: the dims of each by name, or None for any dims."""
 
 
 class NextTokenConfig(Config):
@@ -110,7 +112,7 @@ class NextTokenConfig(Config):
     The number must divide the sequence."""
 
     def build(self, hint: Hint = no_hint) -> Loss:
-        """Build the loss of a module called as `module(tokens, segments)`.
+        """Return the loss function, which calls the module as `module(tokens, segments)`.
 
         Args:
           hint: the layout of activations on the mesh.
@@ -139,7 +141,7 @@ class MaskedTokensConfig(Config):
     """Selects this loss."""
 
     def build(self) -> Loss:
-        """Build the loss of a `Stacked` called as `module.hidden(tokens, segments)`."""
+        """Return the loss function, which calls `module.hidden(tokens, segments)` and a head."""
         return masked_tokens
 
 
@@ -155,15 +157,15 @@ class ClassificationConfig(Config):
     evaluation."""
 
     def build(self) -> Loss:
-        """Build the loss of a module called as `module(image)`, image in 0..1.
+        """Return the loss function, which calls the module as `module(image)`, with values in 0..1.
 
-        For examples with tokens, the module is called as `module(tokens, segments)`.
+        For examples with tokens, the call is `module(tokens, segments)` instead.
         """
         return partial(classification, label_smoothing=self.label_smoothing)
 
 
 class ImportedLossConfig(Config):
-    """Your own loss: a function of (module, batch)."""
+    """A user's loss: a function of (module, batch)."""
 
     needs: ClassVar[Needs] = {}
     type: Literal["import"]
@@ -174,7 +176,7 @@ class ImportedLossConfig(Config):
     """Keyword arguments for the function."""
 
     def build(self) -> Loss:
-        """Bind the arguments of the user's function."""
+        """Return the user's function with its keyword arguments bound."""
         return partial(load_object(self.path), **self.args)
 
 
@@ -191,15 +193,14 @@ LossConfig = Annotated[
 
 
 def check_fields(config: LossConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse data that lack a field that the loss reads.
+    """Refuse data without the fields that the loss reads.
 
     Args:
-      shapes: shapes of one example, by field.
+      shapes: the shape of each field of an example, by the field's name.
 
     Raises:
-      ConfigError: a field that is missing or has another number of dims (the message lists the
-        fields that the loss reads, those in the data, and a loss that fits); a sequence that does
-        not divide into the loss's chunks.
+      ConfigError: a field is missing or has another number of dims; `chunks` does not divide the
+        sequence.
     """
     if isinstance(config, ClassificationConfig) and _reads(config.of_text, shapes):
         return
@@ -234,13 +235,13 @@ def _reads(needs: Needs, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def next_token(module: Model, batch: Batch, *, hint: Hint = no_hint) -> Sums:
-    """Compute the mean cross-entropy over the tokens of rows with weight.
+    """Compute the mean cross-entropy of each next token, weighted.
 
     Args:
       module: maps tokens `[B, L]` and segments `[B, L]` to logits `[B, L, V]`. If the module has
         `padded_head`, the logits are `padded_head(hidden(tokens, segments))` instead.
-      batch: tokens int32 `[B, L + 1]`, segments int32 `[B, L]`, weight float32 `[B]`; if it has
-        answer float32 `[B, L]`, that is a weight of each target too.
+      batch: tokens int32 `[B, L + 1]`, segments int32 `[B, L]`, and weight float32 `[B]`. A field
+        answer, float32 `[B, L]`, is optional and multiplies the weight of each target.
       hint: the layout of activations on the mesh.
     """
     (given, targets), padded = _shifted(batch), _padded_head(module)
@@ -252,7 +253,7 @@ def next_token(module: Model, batch: Batch, *, hint: Hint = no_hint) -> Sums:
 
 
 def _hidden(module: Model, batch: Batch) -> tuple[jax.Array, Auxiliary | None]:
-    """Return the input of a model's head, and what its routers add to the loss, if it has any."""
+    """Return the input of a model's head, and its auxiliary losses, or None without routers."""
     given, _ = _shifted(batch)
     measured = getattr(module, "measured", None)
     if measured is not None:
@@ -261,7 +262,10 @@ def _hidden(module: Model, batch: Batch) -> tuple[jax.Array, Auxiliary | None]:
 
 
 def _with_auxiliary(nats: Mean, module: Model, more: Auxiliary | None) -> Sums:
-    """Return the sums of a loss and of its auxiliary losses, which evaluation leaves out of it."""
+    """Return the sums of a loss to which a model's auxiliary losses are added.
+
+    In evaluation, `loss` does not include the auxiliary losses, but their metrics are measured.
+    """
     if more is None:
         return {"loss": nats}
     penalty = 0.0 if module.deterministic else more.penalty
@@ -277,20 +281,21 @@ def _shifted(batch: Batch) -> tuple[tuple[jax.Array, ...], jax.Array]:
 
 @dataclass(frozen=True)
 class InOrder:
-    """`next_token` of sequences whose positions are brought into another order first.
+    """A loss that first permutes the positions of sequences, as zigzag and striped orders need.
 
-    Inputs, targets, documents and weights move together; the sums do not depend on the order.
+    Inputs, targets, documents and weights are permuted together, so the sums do not depend on the
+    order.
 
     Attributes:
-      loss: the loss, `next_token` or `next_token_in_chunks`.
-      split: the order, and the number of groups of devices that it is for.
+      loss: the loss of the permuted batch, `next_token` or `next_token_in_chunks`.
+      split: the split of sequences over devices, which determines the order.
     """
 
     loss: Loss
     split: SequenceSplit
 
     def __call__(self, module: Model, batch: Batch) -> Sums:
-        """Compute the loss of a batch whose positions are in their own order."""
+        """Compute the loss of a batch whose positions are in the order of the text."""
         (tokens, segments), targets = _shifted(batch)
         order = positions_of(self.split.order, tokens.shape[1], self.split.groups)
         moved = {"tokens": tokens, "segments": segments, "targets": targets}
@@ -301,12 +306,12 @@ class InOrder:
 
 
 def _padded_head(module: Model) -> Callable[[jax.Array], jax.Array] | None:
-    """Return a model's head without the slice of vocabulary padding, if it has such a head."""
+    """Return the head whose logits include vocabulary padding, or None if the model has none."""
     return getattr(module, "padded_head", None)
 
 
 def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int, hint: Hint = no_hint) -> Sums:
-    """Compute `next_token` with the logits of a single piece of the sequence at a time.
+    """Compute `next_token`, with the logits of only one chunk of the sequence in memory.
 
     Args:
       module: a `Stacked`, or a module that has `hidden(tokens, segments)` -> `[B, L, D]`, and
@@ -322,12 +327,13 @@ def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int, hint: Hint
             f"(jaxdist.models.layers.Stacked), but this is {type(module).__name__}: set "
             "loss.chunks: 1"
         )
-    # Each device that has a part of the sequence cuts its own part, so that all work on each piece.
+    # Each device cuts its part of the sequence into chunks, so that all devices work on every
+    # chunk.
     parts = hint.parts("seq")
     _check_chunks(chunks, targets.shape[1] // parts)
     (x_BLD, more), padded = _hidden(module, batch), _padded_head(module)
 
-    # Without a checkpoint, the backward pass would keep the logits of all pieces.
+    # Without a checkpoint, the backward pass would keep the logits of all chunks.
     @jax.checkpoint
     def nats(x_BlD: jax.Array, targets_Bl: jax.Array, weight_Bl: jax.Array) -> Mean:
         head = module.head if padded is None else padded
@@ -347,12 +353,13 @@ def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int, hint: Hint
 
 
 def masked_tokens(module: Model, batch: Batch) -> Sums:
-    """Compute the mean cross-entropy and accuracy of masked tokens, in rows with weight.
+    """Compute the mean cross-entropy and accuracy of masked tokens, weighted by example.
 
-    The head runs on the predicted positions alone, by default a seventh of the sequence.
+    The head runs only at the positions of masked tokens.
 
     Args:
-      module: has `hidden(tokens, segments)` -> `[B, L, D]`, and `head` from states to logits.
+      module: a module with `hidden(tokens, segments)` -> `[B, L, D]`, and `head` from states to
+        logits.
       batch: tokens int32 `[B, L]`, segments int32 `[B, L]`, positions int32 `[B, P]` of the masked
         tokens, targets int32 `[B, P]`, and weight float32 `[B]`.
     """
@@ -385,7 +392,7 @@ def _weights(batch: Batch) -> jax.Array:
 def _nats(
     logits_BLV: jax.Array, targets_BL: jax.Array, weight_BL: jax.Array, *, hint: Hint = no_hint
 ) -> Mean:
-    # In bfloat16, the sum of exponentials over a vocabulary would keep two to three digits.
+    # In bfloat16, the sum of exponentials over a vocabulary would keep only two to three digits.
     logits_BLV = logits_BLV.astype(jnp.float32)
     if hint.parts("vocab") > 1 and hint.parts("seq") > 1:
         # XLA's partitioner aborts at a gather of targets from logits that two axes split.
@@ -400,14 +407,15 @@ def _nats(
 def classification(
     module: Callable[..., jax.Array], batch: Batch, *, label_smoothing: float
 ) -> Sums:
-    """Compute the mean cross-entropy and accuracy over the rows with weight.
+    """Compute the mean cross-entropy and accuracy of examples, weighted.
 
     Args:
-      module: maps images `[B, height, width, channels]`, or tokens and segments `[B, L]`, to logits
-        `[B, classes]`.
-      batch: tokens and segments int32, or image uint8 or float; label int32 `[B]`, weight float32
-        `[B]`; after mixup also mixed_label int32 `[B]` and mixed_share float32 `[B]` of the image
-        that was mixed in.
+      module: a module that maps images `[B, height, width, channels]`, or tokens and segments `[B,
+        L]`, to logits `[B, classes]`.
+      batch: tokens and segments int32, or image uint8 or float; label int32 `[B]`, and weight
+        float32 `[B]`. After mixup, the batch also has mixed_label int32 `[B]` and mixed_share
+        float32 `[B]`: the label and the share of the image that was mixed in.
+      label_smoothing: the fraction of each target's probability that is spread over all classes.
     """
     label, weight = batch["label"], batch["weight"]
     if "tokens" in batch:
@@ -417,7 +425,7 @@ def classification(
         logits = module(image.astype(jnp.float32) / 255 if image.dtype == jnp.uint8 else image)
     logits = logits.astype(jnp.float32)
     target = jax.nn.one_hot(label, logits.shape[-1])
-    if "mixed_label" in batch:  # Labels are mixed in the shares in which images were mixed.
+    if "mixed_label" in batch:  # Labels are mixed in the same shares as images.
         share = batch["mixed_share"][:, None]
         other = jax.nn.one_hot(batch["mixed_label"], logits.shape[-1])
         target = (1 - share) * target + share * other

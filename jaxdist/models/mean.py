@@ -1,7 +1,7 @@
-"""Sums with weights, and scalars that cannot be added up.
+"""The values that a loss returns: sums with weights, and scalars that cannot be added up.
 
-Everything that a loss measures is a sum with a weight: both are added over rows, microbatches and
-devices, and divided once at the end.
+A loss returns each value as a total and a weight. Both are added over rows, microbatches and
+devices, and the total is divided by the weight once, at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxdist.errors import ConfigError
 
 
 class Mean(NamedTuple):
-    """A weighted sum and its weight, float32 scalars; the mean is total / weight."""
+    """A weighted sum and its weight, in float32; the mean is total / weight."""
 
     total: jax.Array
     weight: jax.Array
@@ -34,25 +34,28 @@ class OpaqueMean(Mean):
 
 
 class RootMean(NamedTuple):
-    """A sum and its weight, whose mean's root is reported; measured in evaluation only."""
+    """A sum and its weight, for a metric that is the root of their mean; only for evaluation."""
 
     total: jax.Array
     weight: jax.Array
 
     @staticmethod
     def value(parts: Sequence[RootMean]) -> float:
-        """Return the root of the mean over all parts, added in float64, or NaN without weight."""
+        """Return the root of the mean over all parts, or NaN if their weights sum to 0.
+
+        The parts are added in float64.
+        """
         total, weight = (math.fsum(map(float, column)) for column in zip(*parts, strict=True))
         return math.sqrt(total / weight) if weight else math.nan
 
 
 class Ranking(NamedTuple):
-    """Scores with labels, whose AUC is reported; measured in evaluation only.
+    """The scores and labels of examples, for the metric AUC; only for evaluation.
 
-    The AUC of a whole split is not a mean of the AUC of its parts, so parts are joined.
+    The AUC of a data split is not a mean over its parts, so the examples of all parts are kept.
 
     Attributes:
-      score, label, weight: `[B]`; a label is 1 or 0.
+      score, label, weight: the values of each example, `[B]`; a label is 1 or 0.
     """
 
     score: jax.Array
@@ -68,7 +71,8 @@ class Ranking(NamedTuple):
 def auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> float:
     """Return the share of pairs (label 1, label 0) whose scores are in order; ties count half.
 
-    Pairs have the product of their weights. NaN if all labels with weight are equal.
+    The weight of a pair is the product of the two weights. The result is NaN if there is no pair
+    with weight.
 
     >>> auc(np.array([1.0, 2.0, 2.0]), np.array([0, 1, 0]), np.ones(3))
     0.75
@@ -93,7 +97,7 @@ AS_MEAN = """return each sum with its weight, which add up over any parts:
     weight = batch["weight"]  # times 0 for what must not count; batch["weight"][:, None] by token
     total = (losses * weight).sum()
     return {"loss": Mean(total, weight.sum())}  # from jaxdist import Mean"""
-"""Lines of code that replace a scalar in a user's loss; `losses` has a value per row or token."""
+"""The lines of code, for an error message, that replace a scalar in a user's loss."""
 
 
 def scalars_in(sums: Sums) -> tuple[str, ...]:
@@ -102,7 +106,9 @@ def scalars_in(sums: Sums) -> tuple[str, ...]:
 
 
 def check_adds_up(sums: Sums, cut: str) -> None:
-    """Refuse scalars for a part of a batch, since they do not add up to the mean of the batch.
+    """Refuse a loss that returns scalars, if the batch is computed in parts.
+
+    Scalars of parts do not add up to the mean of the batch.
 
     Args:
       cut: the reason why the batch is computed in parts, as a phrase that follows "but".
@@ -125,8 +131,9 @@ def returned_scalars(names: Sequence[str]) -> str:
 
 
 def divisor(weight: jax.Array) -> jax.Array:
-    """Return the divisor of a total: 1 in place of a weight of 0, so that an empty part gives 0.
+    """Return the divisor of a total: the weight, or 1 if the weight is 0.
 
-    A weight of 0 always has a total of 0, and 0 / 0 would spread NaN to every sum that includes it.
+    If the weight is 0, the total is 0 too, and the quotient becomes 0. The quotient 0 / 0 would
+    spread NaN to every sum that includes it.
     """
     return jnp.where(weight == 0, 1, weight)

@@ -1,8 +1,8 @@
 """The activations of a block that the backward pass keeps or recomputes: `model.remat`.
 
-A word selects activations by kind of operation; a preset or a mapping selects activations by the
-names that a block gives to some of them (`named`). All other activations are recomputed from the
-block's input, which is always kept.
+A policy selects activations either by the kind of operation (`ByKind`), or by name: a preset or a
+mapping lists names that the block gives to some activations (`named`). All other activations are
+recomputed from the block's input, which is always kept.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from jaxdist.models.ahead import BlockFn
 from jaxdist.types import PyTree
 
 ByKind = Literal["none", "elementwise", "dots", "full"]
-"""Kind of operations to recompute: none, cheap operations on single elements (rotations, products,
-masks), all but matmuls, or whole blocks."""
+"""The kind of operations to recompute: none, cheap operations on single elements (rotations,
+products, masks), all operations except matmuls, or whole blocks."""
 Preset = Literal["minimal", "save_dots_except_mlp", "save_qkv", "save_attention"]
-"""Name of a set of activations to keep (`PRESETS`); everything else is recomputed."""
+"""The name of a set of activations to keep (`PRESETS`); all others are recomputed."""
 Keep = Literal["save", "offload", "recompute"]
-"""The memory that keeps an activation: the device's, the host's, or none."""
+"""The memory that keeps an activation: the device's (save), the host's (offload), or none
+(recompute)."""
 ActivationName = Literal[
     "block_input",
     "query",
@@ -36,13 +37,13 @@ ActivationName = Literal[
     "mlp_gate",
     "mlp_up",
 ]
-"""Activations of a transformer's block, in the order in which they are computed.
+"""The names of activations of a transformer's block, in the order in which they are computed.
 
 block_input: the input of the block, which is kept on the device unless it is offloaded.
 query, key, value: the inputs of attention, so query and key after their rotation (as in MaxText and
 AXLearn); key and value have `kv_heads` heads.
 attention: the result of attention, before the output projection.
-attention_out: the result of that projection, which is added to the residual stream.
+attention_out: the result of the output projection, which is added to the residual stream.
 mlp_gate, mlp_up: the two products of SwiGLU, before the nonlinearity.
 
 The MLP's result has no name, because no gradient needs it.
@@ -53,15 +54,19 @@ PRESETS: Mapping[str, tuple[ActivationName, ...]] = {
     "save_qkv": ("query", "key", "value"),
     "save_attention": ("attention",),
 }
-"""The presets `minimal`, `save_dot_except_mlp` and `save_qkv_proj` of MaxText, and a fourth preset
-that keeps the result of attention alone.
+"""The activations that each preset keeps on the device.
 
-`minimal` keeps the result of every matmul of parameters, but nothing inside attention.
+The first three are `minimal`, `save_dot_except_mlp` and `save_qkv_proj` of MaxText. `minimal` keeps
+the result of each matmul with parameters whose result a gradient needs, but nothing inside
+attention. `save_attention` keeps only the result of attention.
 """
 
 
 class NamedKeeps(dict[str, Keep]):
-    """An immutable mapping of names: models hold it, and models are hashed."""
+    """A mapping from names to memories that is hashable, because models hold it and are hashed.
+
+    It must not be changed.
+    """
 
     # `dict` sets `__hash__` to None, which makes a mapping unhashable.
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -78,17 +83,17 @@ def _checked(keeps: Mapping[str, Keep]) -> NamedKeeps:
 
 
 Keeps = Annotated[dict[ActivationName, Keep], Field(min_length=1), AfterValidator(_checked)]
-"""The policy for each of some activations; unnamed activations are recomputed."""
+"""A policy that gives the memory of some activations; all others are recomputed."""
 Remat = ByKind | Preset | Mapping[Any, Keep]
-"""The policy of a block of any kind; the keys of a mapping are names that the block defines."""
+"""The policy of any block; the keys of a mapping are names that the block defines."""
 RematConfig = ByKind | Preset | Keeps
-"""The policy in a config, whose names are those of a transformer's block."""
+"""The policy in a config, where the keys of a mapping are names in a transformer's block."""
 
 named: Callable[[jax.Array, ActivationName], jax.Array] = checkpoint_name
-"""Function that names an activation for a policy, and changes nothing else."""
+"""A function that returns an activation unchanged, with a name for policies."""
 
 # These operations are cheap to recompute: XLA fuses them into the loop that reads their operands.
-# Random bits are drawn again rather than kept, and `name` computes nothing.
+# Random bits are also drawn again rather than kept. The primitive `name` computes nothing.
 _ELEMENTWISE = {
     "abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate",
     "convert_element_type", "copy", "div", "eq", "floor", "ge", "gt", "integer_pow", "iota",
@@ -108,11 +113,16 @@ _POLICIES: dict[str, Callable[..., bool]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 HOST_MEMORY = "pinned_host"
-"""The name in jax of the host memory that a device can read and write directly."""
+"""jax's name for the host memory that a device can read and write directly."""
 
 
 def recomputed(block: BlockFn, remat: Remat, *, prevent_cse: bool) -> BlockFn:
-    """Wrap a block so that its backward pass keeps the activations that `remat` selects."""
+    """Wrap a block so that its backward pass recomputes what the policy `remat` does not keep.
+
+    Args:
+      prevent_cse: whether to keep XLA from undoing the policy by common subexpression elimination,
+        which is necessary outside of loops.
+    """
     if remat == "none":
         return block
     return jax.checkpoint(block, policy=_policy(remat), prevent_cse=prevent_cse)
@@ -137,7 +147,7 @@ def _policy(remat: Remat) -> Callable[..., Any]:
 
 
 def keeps_of(remat: Remat) -> Mapping[str, Keep] | None:
-    """Return the memory that keeps each name, or None where the policy goes by kind of operation.
+    """Return the memory for each name in a policy, or None for a policy by kind of operation.
 
     >>> keeps_of("save_attention"), keeps_of("dots")
     ({'attention': 'save'}, None)
@@ -148,7 +158,7 @@ def keeps_of(remat: Remat) -> Mapping[str, Keep] | None:
 
 
 def listed(remat: Remat | Sequence[Remat]) -> tuple[Remat, ...]:
-    """Return the policies of a list, or a single policy for all blocks.
+    """Return the policies as a tuple, which has one entry if all blocks have the same policy.
 
     >>> listed("full"), listed(["full", {"query": "save"}])
     (('full',), ('full', {'query': 'save'}))
@@ -157,7 +167,7 @@ def listed(remat: Remat | Sequence[Remat]) -> tuple[Remat, ...]:
 
 
 def format_policy(remat: Remat | Sequence[Remat]) -> str:
-    """Format a policy as in a config, without the brackets of a list.
+    """Format a policy as a config writes it; the brackets of a list are left out.
 
     >>> format_policy(["full", {"query": "save", "key": "offload"}])
     'full, {query: save, key: offload}'
@@ -169,18 +179,18 @@ def format_policy(remat: Remat | Sequence[Remat]) -> str:
 
 
 def offloads(remat: Remat | Sequence[Remat]) -> bool:
-    """Return whether activations are offloaded to the host's memory."""
+    """Return whether a policy offloads any activation to the host's memory."""
     return any("offload" in (keeps_of(one) or {}).values() for one in listed(remat))
 
 
 def check_memory(remat: Remat | Sequence[Remat], memories: Collection[str]) -> None:
-    """Refuse to offload on devices without access to host memory.
+    """Refuse a policy that offloads, on devices that cannot access host memory.
 
     Args:
-      memories: kinds of memory that a device has, as jax names them.
+      memories: the kinds of memory that a device can access, as jax names them.
 
     Raises:
-      ConfigError: the host's memory is not among these kinds.
+      ConfigError: the policy offloads, and the host's memory is not among these kinds.
     """
     if offloads(remat) and HOST_MEMORY not in memories:
         raise ConfigError(
@@ -193,13 +203,16 @@ def check_memory(remat: Remat | Sequence[Remat], memories: Collection[str]) -> N
 def check_names(
     remat: Remat | Sequence[Remat], block: Callable[..., jax.Array], *args: PyTree
 ) -> None:
-    """Refuse names that a block does not define; the block is traced only if `remat` has names.
+    """Refuse a policy with names that a block does not define.
 
-    A preset keeps those of its names that the block has, which must be one at least: a block
-    without a gate has no `mlp_gate`.
+    A block need not define every name of a preset, but must define at least one. For example, a
+    block without a gate has no `mlp_gate`. The block is traced only if the policy has names.
+
+    Args:
+      args: example arguments of the block.
 
     Raises:
-      ConfigError: a name that no activation of the block has.
+      ConfigError: no activation of the block has one of the names.
     """
     asked = [name for one in listed(remat) for name in keeps_of(one) or ()]
     if not asked:

@@ -16,7 +16,7 @@ from pydantic import Field, PositiveFloat
 from jaxdist.config.schema import Config, Count
 
 MOST_ANGLES = 2**18
-"""The most rotary angles (sine and cosine, float32) that a program holds as constants."""
+"""The largest number of rotary angles whose sines and cosines a program holds as constants."""
 
 
 class LinearScaling(Config):
@@ -66,26 +66,29 @@ def rotate(
     by_product: bool = False,
     at: tuple[jax.Array, int] | None = None,
 ) -> jax.Array:
-    """Rotate pairs of features, one from each half of a head.
+    """Rotate each pair of features, by an angle that grows with the position.
 
-    Attention depends only on differences of positions, so a packed document need not start at 0.
+    A pair has one feature from each half of a head. Attention depends only on differences of
+    positions, so the positions of a packed document need not start at 0.
 
     Args:
-      scaling: change of the frequencies for longer sequences.
+      theta: the base wavelength.
+      scaling: the change of the frequencies for longer sequences, or None without a change.
       by_product: whether to swap the halves by a product with a permutation, which is exact in
         bfloat16. On a TPU each half of a head fills half a tile, which is slow to cut and to join.
-      at: positions int32 `[B, L]`, and a number that exceeds them, or None for 0..L-1.
+      at: the positions int32 `[B, L]` and a number that exceeds all positions, or None for the
+        positions 0..L-1.
     """
     length, half = at[1] if at else x_BLHd.shape[1], x_BLHd.shape[-1] // 2
-    # Angles are constants unless they are too many: XLA would recompute an expression for each row
-    # and head.
+    # Angles are constants unless there are too many, because XLA would recompute an expression for
+    # each row and head.
     xp = np if length * half <= MOST_ANGLES else jnp
     frequency = theta ** (-xp.arange(half, dtype=jnp.float32) / half)
     if scaling is not None:
         frequency = scaling.scaled(frequency, xp)
     angle = xp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
     cos, sin = (jnp.asarray(f(angle)) for f in (xp.cos, xp.sin))
-    # Rows of the same table have the same bits, wherever they are in a sequence.
+    # All angles come from this table, so the angle of a position has the same bits in any order.
     cos, sin = (x[at[0]] if at else x[None] for x in (cos, sin))
     cos, sin = cos[:, :, None], sin[:, :, None]
     wide = x_BLHd.astype(jnp.float32)

@@ -7,12 +7,12 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-# Primitives whose result is their argument, in another dtype or layout.
+# Each of these primitives returns its argument, perhaps in another dtype or layout.
 _SAME = ("convert_element_type", "copy", "optimization_barrier", "sharding_constraint")
 
 
 def sliced(jaxpr: Jaxpr) -> set[int]:
-    """Return the positions of the arguments that a scan cuts into slices along their first dim.
+    """Return the indices of the arguments that a scan cuts into slices along their first dim.
 
     The bodies of calls, conditionals and loops are searched too.
 
@@ -32,7 +32,8 @@ def _sliced(jaxpr: Jaxpr, origins: Mapping[Var, int]) -> set[int]:
             pairs = zip(equation.outvars, given, strict=True)
             known.update({var: origin for var, origin in pairs if origin is not None})
         for body in _bodies(equation):
-            # A conditional and a while loop have further arguments before those of the body.
+            # A conditional and a while loop have further arguments before the arguments of the
+            # body.
             own = given[len(given) - len(body.invars) :]
             outside = equation.invars[len(given) - len(body.invars) :]
             found |= _of_body(equation, body, own, outside)
@@ -59,7 +60,7 @@ def _rank(var: Any) -> int:
 
 
 def _bodies(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """Yield the jaxprs that an equation runs on its last arguments."""
+    """Yield the jaxprs that an equation runs; their inputs are the equation's last arguments."""
     for name, value in equation.params.items():
         if equation.primitive.name == "while" and name != "body_jaxpr":
             continue

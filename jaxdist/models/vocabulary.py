@@ -1,4 +1,4 @@
-"""Vocabularies that are padded to a multiple, so that they divide over a mesh.
+"""The padding of vocabularies to a multiple, so that their size divides over a mesh.
 
 Dims: B batch, L sequence, V vocab.
 """
@@ -16,7 +16,7 @@ from jaxdist.models.layers import Initializer
 
 
 def padded_size(size: int, multiple: int) -> int:
-    """Return the number of tokens of a padded vocabulary.
+    """Return the number of tokens of a padded vocabulary: `size`, rounded up to `multiple`.
 
     >>> padded_size(257, 64)
     320
@@ -25,9 +25,10 @@ def padded_size(size: int, multiple: int) -> int:
 
 
 def filled_up(*drawn: int) -> Initializer:
-    """Draw normal weights of shape `drawn`, and pad them with zeros to the requested shape.
+    """Return an initializer that draws normal weights of shape `drawn`, and pads them with zeros.
 
-    The drawn weights are the same for any padding.
+    The result has the shape that the initializer is called with. The drawn weights do not depend on
+    the padding.
     """
 
     def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -39,15 +40,15 @@ def filled_up(*drawn: int) -> Initializer:
 
 
 def hide_padding(logits_BLV: jax.Array, size: int) -> jax.Array:
-    """Give probability 0 to the padding of a vocabulary of `size` tokens.
+    """Return logits in which the padding of a vocabulary of `size` tokens has probability 0.
 
-    A mask gives the softmax of a slice without the padding, but moves nothing between devices.
+    Their softmax is that of a slice without the padding, but a mask needs no communication.
     """
     if logits_BLV.shape[-1] == size:
         return logits_BLV
-    # The mask is added: XLA would keep a select's loop-invariant mask, as large as the logits, in
-    # memory. The padding's gradient is still 0, since its probability is 0. The bias is finite,
-    # since a difference of infinities is NaN.
+    # The mask is added, because for a select XLA would keep a loop-invariant mask, as large as the
+    # logits, in memory. The gradient of the padding is still 0, since its probability is 0. The
+    # added values are finite, since a difference of infinities is NaN.
     least = float(jnp.finfo(logits_BLV.dtype).min) / 2
     bias_V = jnp.where(jnp.arange(logits_BLV.shape[-1]) < size, 0.0, least)
     return logits_BLV + bias_V.astype(logits_BLV.dtype).reshape(1, 1, -1)

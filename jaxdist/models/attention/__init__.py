@@ -1,1 +1,1 @@
-"""Kernels of causal attention: a contract, a file for each kernel, and `choose`."""
+"""The kernels of attention: a contract, a file for each kernel, and the choice of a kernel."""

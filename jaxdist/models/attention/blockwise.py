@@ -3,7 +3,7 @@
 A scan runs over the pairs (block of queries, block of keys) in which a query sees a key; pairs
 hidden by causality or the window are left out. The forward pass keeps a running maximum and sum of
 each query's softmax (Rabe and Staats 2021, arXiv 2112.05682); the backward pass recomputes the
-scores from the logarithm of that sum (Dao 2023, arXiv 2307.08691, algorithm 2).
+scores from the logarithm of the final sum (Dao 2023, arXiv 2307.08691, algorithm 2).
 
 Dims: B batch, L sequence, H heads, K kv_heads, G = H / K, d head_dim; N blocks of S positions each.
 """
@@ -26,7 +26,7 @@ from jaxdist.models.attention.softmax import HIDDEN, Grads, Queries, RunningSoft
 from jaxdist.models.hints import Hint
 
 MOST = 256
-"""The most positions in a block."""
+"""The largest number of positions in a block, unless a caller sets another."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Blockwise:
     """Attention in blocks, in plain jax.
 
     Attributes:
-      most: the most positions in a block.
+      most: the largest number of positions in a block.
     """
 
     most: int = MOST
     platform: str | None = field(default=None, init=False)
 
     def fits(self, ask: AttentionRequest) -> str | None:
-        """Return None: plain jax runs everywhere."""
+        """Return None, because plain jax runs on every device."""
         del ask
         return None
 
@@ -56,7 +56,10 @@ class Blockwise:
         causal: bool,
         hint: Hint,
     ) -> jax.Array:
-        """Attend, as `Kernel` specifies; keep operands, result and a float per row for backward."""
+        """Compute attention, as `Kernel` specifies.
+
+        The backward pass needs the operands, the result, and one float for each query and head.
+        """
         del hint
         length = q_BLHd.shape[1]
         blocks = -(-length // self.most)
@@ -78,19 +81,19 @@ def _filled(x: jax.Array, length: int) -> jax.Array:
 
 
 Segments = jax.Array
-"""The document of each position, in blocks: int32 `[N, B, S]`."""
+"""The document number of each position, cut into blocks: int32 `[N, B, S]`."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A sequence in blocks.
+    """The blocks of a sequence, and which of them see each other.
 
     Attributes:
-      count: number of blocks.
-      size: positions of a block.
+      count: the number of blocks.
+      size: the number of positions in a block.
       window: as in `AttentionRequest`.
-      both_ways: number of positions that are not padding, if queries also see later positions, or
-        None for causal attention.
+      both_ways: the number of positions that are not padding, or None for causal attention, in
+        which a query sees no later position.
     """
 
     count: int
@@ -99,7 +102,10 @@ class Blocks:
     both_ways: int | None = None
 
     def pairs(self) -> tuple[jax.Array, jax.Array]:
-        """Return the pairs of a block of queries and a block of keys that it sees, int32 `[pairs]`.
+        """Return the pairs of blocks in which a query sees a key.
+
+        The results are the indices of the blocks of queries, and the indices of the blocks of keys,
+        each int32 `[pairs]`.
 
         >>> [pair.tolist() for pair in Blocks(3, 4, window=1).pairs()]
         [[0, 1, 1, 2, 2], [0, 0, 1, 1, 2]]
@@ -117,7 +123,10 @@ class Blocks:
     def scores(
         self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array, segments: Segments | None
     ) -> jax.Array:
-        """Score queries `[B, K, G S, d]` of block i with keys `[B, K, S, d]` of j, in float32."""
+        """Return the scores `[B, K, G S, S]` of block i's queries with block j's keys, in float32.
+
+        Queries are `[B, K, G S, d]`, and keys `[B, K, S, d]`.
+        """
         scores = einsum("bkrd,bksd->bkrs", q, k) * q.shape[-1] ** -0.5
         by_position = scores.reshape(*scores.shape[:2], -1, self.size, self.size)
         seen = self._seen(i, j, segments)
@@ -140,26 +149,30 @@ class Blocks:
         return seen
 
     def cut(self, x_BLHd: jax.Array, kv_heads: int) -> jax.Array:
-        """Cut an array into `[N, B, K, G S, d]`; queries that share keys are rows of one matrix."""
+        """Cut an array into blocks, `[N, B, K, G S, d]`.
+
+        The G queries at a position that share a key are rows of one matrix.
+        """
         B, _, H, d = x_BLHd.shape
         x = x_BLHd.reshape(B, self.count, self.size, kv_heads, H // kv_heads, d)
         return x.transpose(1, 0, 3, 4, 2, 5).reshape(self.count, B, kv_heads, -1, d)
 
     def joined(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Invert `cut`, to the shape `[B, L, H, d]`."""
+        """Join the blocks of `cut` to an array of the shape `[B, L, H, d]`."""
         B, _, H, d = shape
         x = x.reshape(self.count, B, x.shape[2], H // x.shape[2], self.size, d)
         return x.transpose(1, 0, 4, 2, 3, 5).reshape(shape)
 
     def cut_segments(self, segments_BL: jax.Array | None) -> Segments | None:
-        """Cut segments into blocks."""
+        """Cut document numbers `[B, L]` into blocks `[N, B, S]`; None stays None."""
         if segments_BL is None:
             return None
         return segments_BL.reshape(-1, self.count, self.size).transpose(1, 0, 2)
 
 
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
-"""q, k, v, segments, the result, and the logarithm of each query's sum of weights."""
+"""The values for the backward pass: q, k, v, segments, the result, and the logarithm of each
+query's sum of weights."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

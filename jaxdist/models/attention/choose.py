@@ -1,4 +1,4 @@
-"""The choice of an attention kernel: by name, or the best that fits."""
+"""The choice of an attention kernel: the kernel that a config names, or the best that fits."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ KERNELS: Mapping[str, Kernel] = {
 }
 
 SPLASH_FROM, BLOCKWISE_FROM = 1024, 2048
-"""Sequence lengths from which auto takes splash and blockwise: the scores of shorter sequences are
-small compared with a model's block, and programs without loops or custom kernels compile faster."""
+"""The sequence lengths from which `auto` takes splash and blockwise.
+
+The scores of shorter sequences are small compared with the other activations of a block, and
+programs without loops or custom kernels compile faster.
+"""
 
 
 def choose_kernel(name: KernelName, ask: AttentionRequest) -> str:
-    """Choose a kernel: the named kernel, or for auto the best of those that fit.
+    """Return the name of the kernel for a request: `name`, or for `auto` the best kernel that fits.
 
-    Auto takes cudnn or splash where they run, blockwise for other long sequences, else plain.
-    On unknown devices, plain replaces kernels that are written for one platform.
+    `auto` takes cudnn or splash where it runs, blockwise for other long sequences, else plain. If
+    the platform is unknown, a kernel that is written for one platform becomes plain.
 
     Raises:
       ConfigError: the named kernel does not support the request.
@@ -50,7 +53,10 @@ def choose_kernel(name: KernelName, ask: AttentionRequest) -> str:
 
 
 def kernel_refusal(name: KernelName, ask: AttentionRequest) -> str | None:
-    """Explain why a kernel does not support a request, and which kernels do, or return None."""
+    """Explain why a kernel does not support a request, and list the kernels that do.
+
+    Return None if the kernel supports the request.
+    """
     reason = None if name == "auto" else KERNELS[name].fits(ask)
     if reason is None:
         return None
@@ -72,12 +78,15 @@ def _runs(name: str, ask: AttentionRequest) -> bool:
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention by the kernel that `choose_kernel` returns for each shape of a call.
+    """Attention by a kernel, which `choose_kernel` selects again for the shapes of each call.
 
     Attributes:
-      ask: the request common to all calls; each call adds its length and whether it has segments.
+      name: the name of the kernel, or auto.
+      ask: the request without the values that differ between calls: each call sets the length of
+        its sequences, and whether it has segments.
       hint: the layout of activations on the mesh.
-      ordered: whether positions are 0 to L - 1, instead of in the order of the hint's split.
+      ordered: whether the positions of a call are 0 to L - 1 in this order; otherwise they are in
+        the order of the hint's split.
     """
 
     name: KernelName
@@ -87,11 +96,11 @@ class Attend:
 
     @property
     def at(self) -> None:
-        """None: a call has the positions 0..L-1."""
+        """None, because the sequences of a call begin at position 0 (for rotary positions)."""
 
     @property
     def reordered(self) -> Attend:
-        """The same attention of positions in the order of the hint's split."""
+        """The same attention for sequences whose positions are in the order of the hint's split."""
         return replace(self, ordered=False)
 
     def __call__(
@@ -101,7 +110,7 @@ class Attend:
         v_BLKd: jax.Array,
         segments_BL: jax.Array | None,
     ) -> jax.Array:
-        """Attend, as `Kernel` does.
+        """Compute attention, as `Kernel` specifies.
 
         Raises:
           ConfigError: the named kernel does not support the shapes of this call.
@@ -117,11 +126,12 @@ class Attend:
         kernel = partial(self._whole, inside, no_hint)
         local = partial(attend_shared, split, kernel, window=ask.window, causal=ask.causal)
         dims = (QUERIES, KEYS, KEYS, *([QUERIES[:2]] if segments_BL is not None else []))
-        # XLA's partitioner does not see the blocks of a mask, so each device names its own.
+        # XLA's partitioner cannot tell which blocks a mask hides, so each device computes its own
+        # list of visible blocks.
         return self.hint.on_blocks(local, *dims)(*(x for x in given if x is not None))
 
     def _whole(self, ask: AttentionRequest, hint: Hint, *given: jax.Array | None) -> jax.Array:
-        """Attend in whole sequences."""
+        """Compute attention with the chosen kernel, for sequences that are not split."""
         kernel: Any = KERNELS[choose_kernel(self.name, ask)]
         if isinstance(kernel, Splash):
             kernel = replace(kernel, family=ask.family)

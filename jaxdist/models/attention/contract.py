@@ -13,7 +13,7 @@ import jax
 from jaxdist.models.hints import Hint
 
 KEPT = "attention"
-"""Name (by `checkpoint_name`) of the values that kernels keep for the backward pass.
+"""The name (for `checkpoint_name`) of the values that kernels keep for the backward pass.
 
 A remat policy that saves this name does not run the kernel a second time.
 """
@@ -24,18 +24,20 @@ class AttentionRequest:
     """A request for attention, which a kernel may or may not support.
 
     Attributes:
-      platform: platform of the devices, as jax names it: cpu, gpu, tpu, or None if it is unknown.
-      dtype: dtype of the operands: float32 or bfloat16.
-      heads: number of query heads, over all devices.
-      kv_heads: number of key and value heads, each shared by heads / kv_heads query heads.
-      window: number of positions before itself that a query sees (and, if not causal, after
-        itself); None sets no limit.
-      segments: whether a query sees only its own document.
-      length: length of a sequence, or None if it is unknown.
-      head_parts, kv_head_parts, seq_parts: number of devices over which each of these dims is
+      platform: the platform of the devices, as jax names it (cpu, gpu or tpu), or None if the
+        platform is unknown.
+      dtype: the dtype of the operands: float32 or bfloat16.
+      heads: the number of query heads, over all devices.
+      kv_heads: the number of key and value heads; heads / kv_heads query heads share each.
+      head_dim: the number of features of a head.
+      window: the number of earlier positions that a query sees; without causality, a query sees
+        the same number of later positions. None sets no limit.
+      segments: whether a query sees only the positions of its document.
+      length: the length of a sequence, or None if the length is unknown.
+      head_parts, kv_head_parts, seq_parts: the number of devices over which each of these dims is
         split.
-      family: short name of the devices, such as v5e; empty is unknown.
-      causal: whether a query sees no position after itself.
+      family: the short name of the devices, such as v5e; "" means unknown.
+      causal: whether a query sees no later position.
     """
 
     platform: str | None
@@ -56,19 +58,20 @@ class AttentionRequest:
 class Kernel(Protocol):
     """Grouped-query attention: softmax(q k^T / sqrt(d)) v.
 
-    Position i sees position j where |i - j| <= window, both are in the same segment, and, if
-    causal, j <= i. All kernels compute the same numbers, up to rounding.
+    Position i sees position j if |i - j| <= window, both are in the same segment, and, with
+    causality, j <= i. All kernels compute the same numbers, up to rounding.
     """
 
     @property
     def platform(self) -> str | None:
-        """Platform that the kernel is written for, or None for a kernel of all platforms."""
+        """The platform that the kernel is written for, or None if it runs on all platforms."""
         ...
 
     def fits(self, ask: AttentionRequest) -> str | None:
-        """Return a clause without subject that explains why the kernel does not support a request.
+        """Return why the kernel does not support a request, or None if the kernel supports it.
 
-        None means that the kernel supports the request.
+        The reason is a clause without a subject, such as "runs on TPUs, but the mesh
+        has gpu devices".
         """
         ...
 
@@ -86,9 +89,10 @@ class Kernel(Protocol):
         """Compute the attended values `[B, L, H, d]`, in q's dtype.
 
         Args:
-          q_BLHd, k_BLKd, v_BLKd: queries, keys, values of one dtype; head h reads keys h // (H /
-            K).
-          segments_BL: document of each position, int32, or None for a single document.
+          q_BLHd, k_BLKd, v_BLKd: queries, keys and values of the same dtype; query head h reads key
+            head h // (H / K).
+          segments_BL: the document number of each position, int32, or None if each sequence is a
+            single document.
           window, causal: see `AttentionRequest`.
           hint: the layout of q, k and v on the mesh.
         """

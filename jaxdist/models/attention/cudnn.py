@@ -16,12 +16,12 @@ MOST_FEATURES = 128
 
 @dataclass(frozen=True)
 class Cudnn:
-    """`jax.nn.dot_product_attention` by cuDNN."""
+    """The kernel `cudnn`: `jax.nn.dot_product_attention` by cuDNN."""
 
     platform: str | None = field(default="gpu", init=False)
 
     def fits(self, ask: AttentionRequest) -> str | None:
-        """Refuse devices other than GPUs, other dtypes, and head sizes that cuDNN lacks."""
+        """Refuse devices other than GPUs, and dtypes and head sizes that cuDNN does not support."""
         if ask.platform not in (None, self.platform):
             return f"runs on GPUs, but the mesh has {ask.platform} devices"
         if ask.dtype != "bfloat16":
@@ -43,6 +43,6 @@ class Cudnn:
         causal: bool,
         hint: Hint,
     ) -> jax.Array:
-        """Attend, as `Kernel` specifies."""
+        """Compute attention, as `Kernel` specifies."""
         del hint
         return of_jax("cudnn", q_BLHd, k_BLKd, v_BLKd, segments_BL, window, causal=causal)

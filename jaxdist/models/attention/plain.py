@@ -14,7 +14,7 @@ from jaxdist.models.hints import Hint
 
 @dataclass(frozen=True)
 class Plain:
-    """`jax.nn.dot_product_attention` as XLA compiles it."""
+    """The kernel `plain`: `jax.nn.dot_product_attention` as XLA compiles it."""
 
     platform: str | None = field(default=None, init=False)
 
@@ -34,7 +34,7 @@ class Plain:
         causal: bool,
         hint: Hint,
     ) -> jax.Array:
-        """Attend, as `Kernel` specifies."""
+        """Compute attention, as `Kernel` specifies."""
         del hint
         return of_jax("xla", q_BLHd, k_BLKd, v_BLKd, segments_BL, window, causal=causal)
 
@@ -49,7 +49,7 @@ def of_jax(
     *,
     causal: bool,
 ) -> jax.Array:
-    """Call `jax.nn.dot_product_attention` with the arguments of the contract."""
+    """Call `jax.nn.dot_product_attention` with the arguments of `Kernel`."""
     mask_B1LL = None
     if segments_BL is not None:
         mask_B1LL = (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]

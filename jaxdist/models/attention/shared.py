@@ -1,8 +1,9 @@
 """Attention over a sequence that several devices share, inside `jax.shard_map`.
 
-Groups of devices exchange pieces of the sequence for heads (Ulysses), and keys and values are
-gathered over the groups, or rotate among them (ring attention). The running softmax is in float32,
-and blocks that causality or the window empties are skipped.
+Two methods are combined. Within a group, devices exchange the split of the sequence for a split of
+the heads (Ulysses). Between groups, keys and values are gathered, or rotate round a ring (ring
+attention). The running softmax is in float32. Blocks in which causality or the window hides every
+key are skipped.
 
 Dims: B batch, L sequence, l a device's piece of it, H heads, K kv_heads, d head_dim.
 """
@@ -27,14 +28,18 @@ from jaxdist.models.attention.softmax import Grads, Queries, RunningSoftmax
 from jaxdist.models.attention.visits import BlockPairs, Pieces
 
 Keys = tuple[jax.Array, jax.Array, jax.Array | None]
-"""A piece of keys, values and documents, in blocks."""
+"""The keys, values and document numbers of one piece of the sequence, cut into blocks."""
 Whole = Callable[..., jax.Array]
-"""A kernel for whole sequences."""
+"""A function from (q, k, v, segments) of whole sequences to the attended values."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The devices that share a sequence, in groups; device n is number n % U of group n // U."""
+    """The devices that share a sequence, in groups of U: device n is number n % U of group n // U.
+
+    Attributes:
+      split: the method by which the devices share the sequence; `split.swapped` is U.
+    """
 
     split: SequenceSplit
 
@@ -43,13 +48,19 @@ class Groups:
         return lax.axis_index(self.split.axes) // self.split.swapped
 
     def moved(self, tree: Any, by: int) -> Any:
-        """Send arrays to the group that is `by` after this one, round the ring."""
+        """Send arrays to the group `by` positions later in the ring; return what arrives here."""
         C, step = self.split.size, by * self.split.swapped
         pairs = [(n, (n + step) % C) for n in range(C)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.split.axes, pairs), tree)
 
     def exchanged(self, x: jax.Array, split: int, joined: int) -> jax.Array:
-        """Split a dim over the devices of a group, and join the pieces along another dim."""
+        """Exchange parts of an array within each group, by an all-to-all.
+
+        Args:
+          x: the array of this device.
+          split: the dim of x that is split over the devices of the group.
+          joined: the dim along which the parts that arrive are joined.
+        """
         if self.split.swapped == 1:
             return x
         members = self._members()
@@ -57,7 +68,10 @@ class Groups:
         return lax.all_to_all(x, self.split.axes, axis_index_groups=members, **given)
 
     def whole(self, segments_Bl: jax.Array | None) -> jax.Array | None:
-        """Gather the document numbers of the piece of the sequence that a device's group shares."""
+        """Gather the document numbers of all devices of the group along the sequence.
+
+        None stays None.
+        """
         if segments_Bl is None or self.split.swapped == 1:
             return segments_Bl
         given: dict[str, Any] = {"axis": 1, "tiled": True, "axis_index_groups": self._members()}
@@ -82,11 +96,13 @@ def attend_shared(
     causal: bool,
     most: int = MOST,
 ) -> jax.Array:
-    """Attend, as `Kernel` specifies, with this device's pieces of all arrays.
+    """Compute attention, as `Kernel` specifies, from this device's pieces of all arrays.
 
     Args:
-      kernel: the kernel for whole sequences, where each device gets whole sequences.
-      most: the most positions in a block.
+      split: the method by which devices share the sequence.
+      kernel: the kernel for whole sequences. It is used only if there is a single group, whose
+        devices then have whole sequences of some heads.
+      most: the largest number of positions in a block.
     """
     groups = Groups(split)
     given = [groups.exchanged(x, 2, 1) for x in (q_BlHd, k_BlKd, v_BlKd)]
@@ -102,21 +118,25 @@ def attend_shared(
 
 @dataclass(frozen=True)
 class _Rotating:
-    """Keys that rotate: after each hop a group has those of the group before."""
+    """Keys that rotate round the ring: a hop replaces a group's keys by the previous group's keys.
+
+    Attributes:
+      keys: the keys that this group has after `passed` hops.
+    """
 
     groups: Groups
     keys: Keys
     passed: int = 0
 
     def after(self, t: int) -> tuple[_Rotating, Keys]:
-        """Return the keys after t hops, counted from the start."""
+        """Return the state after t hops in all, and the keys that this group then has."""
         keys = self.groups.moved(self.keys, t - self.passed) if t > self.passed else self.keys
         return _Rotating(self.groups, keys, t), keys
 
 
 @dataclass(frozen=True)
 class _Gathered:
-    """Keys of all groups, `[R, N, ...]`."""
+    """The keys of all groups, gathered at the start, `[R, N, ...]`."""
 
     groups: Groups
     keys: Keys
@@ -159,8 +179,8 @@ def _forward(
     q, k, v = (pieces.cut(x, k_BlKd.shape[2]) for x in entered)
     own = pieces.cut_segments(segments_Bl)
     source, rows = _source(groups, (k, v, own)), RunningSoftmax.start(q)
-    # The first keys are a group's own, of which each query sees that of its own position: no row
-    # stays without a key.
+    # The group first sees its own keys, and each query sees the key at its own position. Every
+    # row has therefore seen a key after hop 0.
     for t in pieces.hops():
         source, (k, v, theirs) = source.after(t)
 
@@ -188,7 +208,10 @@ def _scores(
 def _visited(
     pieces: Pieces, groups: Groups, t: int, carry: Any, see: Callable[[Any, BlockPairs], Any]
 ) -> Any:
-    """Apply `see` to each pair of blocks that is visited after t hops."""
+    """Fold `see` over the pairs of blocks that this group visits after t hops.
+
+    `see` maps (carry, pair) to the next carry; the result is the last carry.
+    """
     for visit in pieces.visits(t, groups.own()):
 
         def all_pairs(carry: Any, visit: BlockPairs = visit) -> Any:
@@ -211,7 +234,8 @@ def _backward(
     q, k, v, out, dout = (pieces.cut(x, given[1].shape[2]) for x in entered)
     own = pieces.cut_segments(segments_Bl)
     queries = Queries.of_result(q, out, dout, log_total)
-    # Without the barrier, XLA would keep what the forward pass received, which is a whole sequence.
+    # Without the barrier, XLA would keep the keys that the forward pass received, which are those
+    # of a whole sequence.
     k, v = lax.optimization_barrier((k, v))
     source, home = _source(groups, (k, v, own)), _Home(groups, (k, v))
     dq = jnp.zeros(q.shape, jnp.float32)
@@ -235,9 +259,10 @@ def _backward(
 
 
 class _Home:
-    """Gradients of keys and values, in float32, on their way to the group that has the keys.
+    """The gradients of keys and values, in float32, which are summed and sent to the keys' group.
 
-    If keys rotate, the sums of the other groups rotate with them; else they are scattered at last.
+    If keys rotate, the sums of other groups' queries rotate together with the keys. Otherwise a
+    reduce-scatter at the end sends each sum to the group of its keys.
     """
 
     def __init__(self, groups: Groups, keys: tuple[jax.Array, jax.Array]) -> None:
@@ -249,13 +274,13 @@ class _Home:
         self.last = 0
 
     def before(self, t: int) -> tuple[jax.Array, ...]:
-        """Return the sums, so far, for the keys that a group has after t hops."""
+        """Return the sums so far for the keys that this group has after t hops."""
         if self.travelling is None or not self.groups.split.rotates:
             return self.zeros
         return self.groups.moved(self.travelling, t - self.last)
 
     def add(self, t: int, sums: Any) -> None:
-        """Take the sums for the keys that a group has after t hops."""
+        """Store the new sums for the keys that this group has after t hops."""
         if t == 0:
             self.own = sums
         elif self.groups.split.rotates:
@@ -264,7 +289,7 @@ class _Home:
             self.by_hop[t] = sums
 
     def found(self) -> list[jax.Array]:
-        """Return the sums over all groups for this group's own keys."""
+        """Return the sums over all groups' queries for the keys that this group had at first."""
         if self.groups.split.rotates:
             home = (
                 [] if self.travelling is None else [self.groups.moved(self.travelling, -self.last)]
@@ -274,7 +299,7 @@ class _Home:
         return [jnp.asarray(sum(each)) for each in zip(self.own, *home, strict=True)]
 
     def _scattered(self) -> list[jax.Array]:
-        """Send each group the sums for its own keys, and add up the sums that arrive."""
+        """Return the sums from other groups' queries, by a reduce-scatter over the groups."""
         R, own = self.groups.split.groups, self.groups.own()
         found = []
         for n, zeros in enumerate(self.zeros):

@@ -12,8 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
-"""Score of a key that a query does not see: finite, so that a row that sees no key yet is not NaN.
-Such a row has weights of 1, which the factor exp(HIDDEN - top) = 0 of its first key removes."""
+"""The score of a key that a query does not see.
+
+The score is finite, so that a row that has not yet seen a key is not NaN. All weights of such a row
+are 1 until its first visible key multiplies the sums by exp(HIDDEN - top) = 0.
+"""
 
 Grads = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -33,7 +36,7 @@ class RunningSoftmax(NamedTuple):
 
     @classmethod
     def start(cls, q: jax.Array) -> RunningSoftmax:
-        """Return the softmax of queries `[N, B, K, G S, d]` that have seen no key."""
+        """Return the state for queries `[N, B, K, G S, d]` that have not yet seen a key."""
         return cls(
             out=jnp.zeros(q.shape, jnp.float32),
             top=jnp.full(q.shape[:-1], HIDDEN, jnp.float32),
@@ -41,7 +44,13 @@ class RunningSoftmax(NamedTuple):
         )
 
     def seeing(self, i: jax.Array, scores: jax.Array, v: jax.Array) -> RunningSoftmax:
-        """Add keys with scores `[B, K, G S, S]` and values `[B, K, S, d]` to block i's softmax."""
+        """Return the state after block i's queries have seen a block of keys.
+
+        Args:
+          i: the index of the block of queries.
+          scores: `[B, K, G S, S]`, as `scores` of the blocks returns it.
+          v: the values of the keys, `[B, K, S, d]`.
+        """
         own = RunningSoftmax(*(x[i] for x in self))
         top = jnp.maximum(own.top, scores.max(-1))
         weights, kept = jnp.exp(scores - top[..., None]), jnp.exp(own.top - top)
@@ -55,8 +64,10 @@ class Queries(NamedTuple):
     """The queries of a block, or of all blocks, with what their backward pass needs.
 
     Attributes:
-      q, dout: queries, and gradients of their results.
-      log_total, delta: logarithm of the sum of weights, and sum of results times gradients.
+      q: the queries.
+      dout: the gradients of the queries' results.
+      log_total: the logarithm of each query's sum of weights.
+      delta: for each query, the sum over features of its result times the result's gradient.
     """
 
     q: jax.Array
@@ -68,14 +79,23 @@ class Queries(NamedTuple):
     def of_result(
         cls, q: jax.Array, out: jax.Array, dout: jax.Array, log_total: jax.Array
     ) -> Queries:
-        """Return the queries, given their results, the gradients of these, and `log_total`."""
+        """Return the queries with `delta`, which follows from the results and their gradients.
+
+        Args:
+          out: the results.
+          dout: the gradients of the results.
+        """
         # The gradient of a softmax needs the sum over all keys of weights times `dweights`. That
         # sum is the product of the result and its gradient, which takes no other pass over keys.
         delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
         return cls(q, dout, log_total, delta)
 
     def grads(self, i: jax.Array, scores: jax.Array, k: jax.Array, v: jax.Array) -> Grads:
-        """Return the gradients of block i's queries and of a block of keys and values."""
+        """Return the gradients with respect to block i's queries and to a block of keys and values.
+
+        Args:
+          scores: the scores of these queries with these keys.
+        """
         q, dout, log_total, delta = (x[i] for x in self)
         weights = jnp.exp(scores - log_total[..., None])
         dweights = einsum("bkrd,bksd->bkrs", dout, v)
@@ -89,5 +109,5 @@ class Queries(NamedTuple):
 
 
 def einsum(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiply and add up in float32."""
+    """Compute `jnp.einsum` of two arrays, with sums in float32."""
     return jnp.einsum(dims, a, b, preferred_element_type=jnp.float32)

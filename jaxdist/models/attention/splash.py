@@ -24,11 +24,11 @@ KEYS = ("batch", "seq", "kv_heads", "head_dim")
 
 @dataclass(frozen=True)
 class Splash:
-    """`jax.experimental.pallas.ops.tpu.splash_attention`.
+    """The kernel `splash`: `jax.experimental.pallas.ops.tpu.splash_attention`.
 
     Attributes:
-      family: family of the chips, for example "v5e", which sets the size of blocks.
-      interpret: whether to run on any device, slowly, for tests.
+      family: the family of the chips, for example "v5e", on which the size of blocks depends.
+      interpret: whether to interpret the kernel, which runs slowly on any device, for tests.
     """
 
     family: str = ""
@@ -36,7 +36,11 @@ class Splash:
     platform: str | None = field(default="tpu", init=False)
 
     def fits(self, ask: AttentionRequest) -> str | None:
-        """Refuse devices other than TPUs, indivisible sequences, heads split from their keys."""
+        """Refuse requests that the TPU kernel does not support.
+
+        The kernel needs TPUs, a sequence length that its blocks divide, and a split of the heads
+        that keeps query heads together with their key heads.
+        """
         if ask.platform not in (None, self.platform) and not self.interpret:
             return f"runs on TPUs, but the mesh has {ask.platform} devices"
         if ask.length is not None and ask.length % LANES:
@@ -62,7 +66,7 @@ class Splash:
         causal: bool,
         hint: Hint,
     ) -> jax.Array:
-        """Attend, as `Kernel` specifies."""
+        """Compute attention, as `Kernel` specifies."""
         # The kernel itself does not scale the scores.
         q_BLHd = (q_BLHd * q_BLHd.shape[-1] ** -0.5).astype(q_BLHd.dtype)
         given: list[jax.Array] = [q_BLHd, k_BLKd, v_BLKd]
@@ -88,7 +92,10 @@ class Splash:
     def _kernel(
         self, length: int, heads: int, window: int | None, *, causal: bool, narrow: bool
     ) -> Callable[..., Any]:
-        """Return the map of scaled q `[H, L, d]`, k, v `[K, L, d]` and segments to `[H, L, d]`."""
+        """Return a function from (q, k, v, segments) of one example to the result `[H, L, d]`.
+
+        The function takes scaled queries `[H, L, d]`, and keys and values `[K, L, d]`.
+        """
         # Imported here, because the import takes a third of a second and most runs do not need it.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 

@@ -1,9 +1,9 @@
 """The blocks of keys that a device's queries see, where several devices share a sequence.
 
-A device has a piece of the sequence: one chunk of consecutive positions (contiguous order), two
-(zigzag), or every R-th position (striped). After t of R hops it has the keys of the group t before
-its own, counted round the ring. `visits` lists the pairs of a block of its queries and a block of
-those keys in which a query sees a key.
+The devices form R groups, and each group has a *piece* of the sequence: one chunk of consecutive
+positions (contiguous order), two chunks (zigzag), or every R-th position (striped). After t hops,
+group g has the keys of group (g - t) % R. `visits` lists the pairs of a block of queries and a
+block of keys in which a query sees a key.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from jaxdist.models.attention.softmax import HIDDEN, einsum
 
 Array = jax.Array
 LEAST = 64
-"""The least size of a block for which a chunk of the sequence is not padded to whole blocks."""
+"""The smallest size of blocks that divide a chunk exactly; if only smaller blocks divide the chunk,
+it is padded to larger blocks."""
 
 
 class BlockPairs(NamedTuple):
-    """Pairs of blocks, each of which a group's queries see where `live` holds.
+    """Pairs of a block of queries and a block of keys, which a group visits if `live` is true.
 
     Attributes:
-      i, j: block of queries, block of keys, int32 `[pairs]`.
-      distance: number of positions from the first of block j to the first of block i.
-      live: whether this group sees any of the pairs, or None if it always does.
+      i, j: the indices of the blocks of queries and of the blocks of keys, int32 `[pairs]`.
+      distance: the number of positions from the first position of block j to the first position
+        of block i.
+      live: whether this group visits the pairs, or None if every group visits them.
     """
 
     i: jax.Array
@@ -41,14 +43,14 @@ class BlockPairs(NamedTuple):
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of a sequence over R groups, and the blocks of each.
+    """The pieces into which R groups divide a sequence, and the blocks of each piece.
 
     Attributes:
-      order: the order of positions over the groups; other than contiguous is causal, and without a
-        window.
-      groups: number of groups, R.
-      chunk: positions of a chunk of a piece.
-      size: positions of a block.
+      order: the order of positions over the groups; only the contiguous order supports windows
+        and attention that is not causal.
+      groups: the number of groups, R.
+      chunk: the number of positions in a chunk.
+      size: the number of positions in a block.
       window, causal: as in `AttentionRequest`.
     """
 
@@ -63,7 +65,7 @@ class Pieces:
     def of(
         cls, order: Order, groups: int, length: int, most: int, window: int | None, *, causal: bool
     ) -> Pieces:
-        """Divide pieces of `length` positions into blocks of at most `most`."""
+        """Choose the blocks, of at most `most` positions, for pieces of `length` positions."""
         chunk = length // 2 if order == "zigzag" else length
         size = max(n for n in range(1, min(most, chunk) + 1) if chunk % n == 0)
         if size < min(LEAST, chunk, most):
@@ -83,28 +85,31 @@ class Pieces:
 
     @property
     def stride(self) -> int:
-        """The distance between neighbours in a chunk."""
+        """The distance in the sequence between neighbouring positions of a chunk."""
         return self.groups if self.order == "striped" else 1
 
     def hops(self) -> list[int]:
-        """Return the hops after which a group sees any keys, 0 for its own."""
+        """Return the numbers of hops after which some group sees a key; the first is 0."""
         return [
             t for t in range(self.groups) if self.visits(t, jnp.int32(self.groups - 1)) or not t
         ]
 
     def visits(self, t: int, group: jax.Array) -> list[BlockPairs]:
-        """Return what `group` visits after t hops; the shapes do not depend on the group."""
+        """Return the pairs of blocks that `group` visits after t hops.
+
+        The shapes of the result do not depend on the group.
+        """
         return {"contiguous": self._contiguous, "zigzag": self._zigzag, "striped": self._striped}[
             self.order
         ](t, group)
 
     def _contiguous(self, t: int, group: jax.Array) -> list[BlockPairs]:
-        ahead = (t - self.groups) * self.chunk  # The keys came round the ring, from later groups.
+        ahead = (t - self.groups) * self.chunk  # The keys are from a later group.
         near = self._seen(t * self.chunk, None if t == 0 else group >= t)
         return [*near, *(() if self.causal or t == 0 else self._seen(ahead, group < t))]
 
     def _seen(self, offset: int, live: jax.Array | None) -> Iterator[BlockPairs]:
-        """Visit the blocks that are seen of keys that lie `offset` before the queries."""
+        """Yield the visible pairs, if keys are `offset` positions before the queries."""
         i, j = self._pairs(lambda i, j: self._sees(offset + (i - j) * self.size))
         if i.size:
             yield BlockPairs(
@@ -112,7 +117,11 @@ class Pieces:
             )
 
     def _sees(self, distance: int) -> bool:
-        """Whether a query sees a key in blocks whose first positions are `distance` apart."""
+        """Return whether any query of a block sees a key of another block.
+
+        Args:
+          distance: the number of positions from the first key to the first query.
+        """
         reach = self.size - 1
         behind = -distance if self.causal else -distance - (self.window or self.chunk * self.groups)
         return behind <= reach and (self.window is None or distance - reach <= self.window)
@@ -131,12 +140,16 @@ class Pieces:
         return [BlockPairs(jnp.asarray(i), jnp.asarray(j), distance)]
 
     def _zigzag(self, t: int, group: jax.Array) -> list[BlockPairs]:
-        """Visit the same number of blocks for each group, with chunks g and 2R - 1 - g."""
+        """Return the visits of a group in zigzag order, of the same number for every group.
+
+        Group g has the chunks g and 2R - 1 - g of the sequence.
+        """
         R, m = self.groups, self.blocks
         i, j = self._pairs(lambda i, j: True)
         within = jnp.asarray((i - j) * self.size)
         source = (group - t) % R
-        # The later chunk of queries is behind the earlier chunk of all keys.
+        # A group's second chunk is later in the sequence than the first chunk of every group, so
+        # its queries see all keys of that chunk.
         found = [
             BlockPairs(
                 jnp.asarray(m + i),
@@ -149,8 +162,8 @@ class Pieces:
             within = jnp.asarray((i - j) * self.size)
             both = (BlockPairs(jnp.asarray(i + n), jnp.asarray(j + n), within) for n in (0, m))
             return [*both, *found]
-        # Of keys of an earlier group both chunks of queries see the first, of those of a later
-        # group the second chunk of queries sees both.
+        # If the keys are from an earlier group, both chunks of queries see the first chunk of keys.
+        # If they are from a later group, the second chunk of queries sees both chunks of keys.
         earlier = group >= t
         step = jnp.where(earlier, 0, m)
         distance = jnp.where(earlier, t, R - t) * self.chunk + within
@@ -159,11 +172,13 @@ class Pieces:
     def scores(
         self, q: Array, k: Array, visit: BlockPairs, segments: tuple[Array, Array] | None
     ) -> Array:
-        """Score queries `[B, K, G S, d]` of a block with keys `[B, K, S, d]`, in float32.
+        """Return the scores `[B, K, G S, S]` of a block of queries with a block of keys (float32).
 
         Args:
-          visit: a single pair.
-          segments: documents of the queries and of the keys, `[B, S]`.
+          q: the queries, `[B, K, G S, d]`.
+          k: the keys, `[B, K, S, d]`.
+          visit: the single pair of these blocks.
+          segments: the document numbers of the queries and of the keys, `[B, S]` each, or None.
         """
         scores = einsum("bkrd,bksd->bkrs", q, k) * q.shape[-1] ** -0.5
         by_position = scores.reshape(*scores.shape[:2], -1, self.size, self.size)
@@ -181,25 +196,28 @@ class Pieces:
         return jnp.where(seen, by_position, HIDDEN).reshape(scores.shape)
 
     def cut(self, x_BlHd: Array, kv_heads: int) -> Array:
-        """Cut a piece into `[N, B, K, G S, d]`; queries that share keys are rows of one matrix."""
+        """Cut a piece into blocks, `[N, B, K, G S, d]`.
+
+        The G queries at a position that share a key are rows of one matrix.
+        """
         B, _, H, d = x_BlHd.shape
         x = self._padded(x_BlHd).reshape(B, -1, self.size, kv_heads, H // kv_heads, d)
         return x.transpose(1, 0, 3, 4, 2, 5).reshape(x.shape[1], B, kv_heads, -1, d)
 
     def _padded(self, x: Array) -> Array:
-        """Fill up each chunk with zeros to whole blocks, `[B, chunks, blocks * S, ...]`."""
+        """Pad each chunk with zeros to whole blocks, `[B, chunks, blocks * S, ...]`."""
         x = x.reshape(x.shape[0], self.chunks, self.chunk, *x.shape[2:])
         missing = self.blocks * self.size - self.chunk
         return jnp.pad(x, [(0, 0), (0, 0), (0, missing), *[(0, 0)] * (x.ndim - 3)])
 
     def joined(self, x: Array, shape: tuple[int, ...]) -> Array:
-        """Invert `cut`, to the shape `[B, l, H, d]`."""
+        """Join the blocks of `cut` to a piece of the shape `[B, l, H, d]`."""
         B, _, H, d = shape
         x = x.reshape(-1, B, x.shape[2], H // x.shape[2], self.size, d).transpose(1, 0, 4, 2, 3, 5)
         return x.reshape(B, self.chunks, -1, H, d)[:, :, : self.chunk].reshape(shape)
 
     def cut_segments(self, segments_Bl: Array | None) -> Array | None:
-        """Cut documents into blocks, `[N, B, S]`."""
+        """Cut document numbers `[B, l]` into blocks `[N, B, S]`; None stays None."""
         if segments_Bl is None:
             return None
         x = self._padded(segments_Bl)

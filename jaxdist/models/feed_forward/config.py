@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from jaxdist.config.schema import Config, Count
 
 ProductName = Literal["auto", "loop", "ragged_dot", "megablox"]
-"""Way to multiply rows by the kernels of their experts."""
+"""The name of a method to multiply rows by the kernels of their experts."""
 BALANCE = 0.01
 """The default weight of the balance loss, as in the Switch Transformer (arXiv 2101.03961)."""
 
@@ -77,7 +77,9 @@ class ExpertsConfig(Config):
         return 0.0 if self.bias_rate else BALANCE
 
     def capacity(self, length: int) -> int | None:
-        """Return the most tokens of a sequence of `length` for an expert; None sets no limit.
+        """Return the most tokens that an expert takes from a sequence of `length` tokens.
+
+        None means that there is no limit.
 
         >>> ExpertsConfig(count=4, top_k=2, capacity_factor=1.25).capacity(10)
         7

@@ -16,18 +16,18 @@ from jaxdist.models.mean import Mean, Sums, divisor
 from jaxdist.types import Buffers
 
 LOAD = "expert_load"
-"""The name of the sums of the load, `[N, E]`."""
+"""The name, among the sums of a loss, of the load of each expert: a `Mean` of shape `[N, E]`."""
 Settle = Callable[[Buffers, Sums], Buffers]
-"""Function from the buffers after a step's passes, and the sums of its batch, to the next."""
+"""A function from (buffers after a step's passes, sums of its batch) to the next step's buffers."""
 
 
 class Auxiliary(NamedTuple):
-    """The auxiliary losses of routers, and their metrics.
+    """The auxiliary losses of routers, and the metrics of routers.
 
     Attributes:
-      penalty: sum of the auxiliary losses, each times its coefficient, on the scale of the loss's
-        total.
-      sums: the metrics: means over tokens, and the load of each expert.
+      penalty: the sum of the auxiliary losses, each times its coefficient. Like the total of a
+        loss, it is summed over tokens and not divided by their weight.
+      sums: the metrics, each as a total with its weight: the names in `SUMS`, and the load.
     """
 
     penalty: jax.Array
@@ -35,7 +35,10 @@ class Auxiliary(NamedTuple):
 
 
 def auxiliary(statistics: Statistics, weight_BL: jax.Array, experts: ExpertsConfig) -> Auxiliary:
-    """Add up the statistics of a batch; the penalty is a sum over layers, metrics are means."""
+    """Return the auxiliary losses and the metrics of a batch.
+
+    The penalty is summed over layers, while the metrics of `SUMS` are averaged over layers.
+    """
     weight, layers = weight_BL.sum(), len(statistics.load)
     totals = dict(zip(SUMS, statistics.sums.sum(0), strict=True))
     penalty = experts.balance * totals["balance_loss"] + experts.z_loss * totals["z_loss"]
@@ -47,13 +50,18 @@ def auxiliary(statistics: Statistics, weight_BL: jax.Array, experts: ExpertsConf
 
 
 def settled(buffers: Buffers, sums: Sums, *, rate: float) -> Buffers:
-    """Move the biases of all routers, which are the only buffers, by the load of a whole batch."""
+    """Return the buffers after the routers' biases have moved by the load of a whole batch.
+
+    The biases are the only buffers of the model.
+    """
     load_NE = sums[LOAD].total
     return jax.tree.map(lambda bias_NE: corrected(bias_NE, load_NE, rate), buffers)
 
 
 def scalars(sums: Sums) -> dict[str, jax.Array]:
-    """Return the mean of each of several sums, and of the load MaxVio and each expert's part.
+    """Return scalars to report: the mean of each sum, and several values in place of the load.
+
+    These values are each expert's fraction of the load, and MaxVio (see `violation`).
 
     >>> import jax.numpy as jnp
     >>> load = Mean(jnp.array([[3.0, 1.0]]), jnp.float32(4.0))

@@ -1,7 +1,8 @@
 """A mixture of experts: a router, experts, and experts that see every token.
 
 Dims: B batch, L sequence, D embed, F hidden width of an expert, E experts, k experts of a token,
-T tokens of a device, R rows, the copies of these tokens sorted by expert.
+T tokens of a device, R rows. A token has k *copies*, one for each of its experts. The rows are the
+copies of the T tokens, sorted by expert.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jaxdist.models.remat import named
 from jaxdist.permute import spread
 
 INTO, OUT = ("experts", "embed", "mlp"), ("experts", "mlp", "embed")
-"""The dims of kernels into the hidden width and out of it."""
+"""The dims of an expert's input kernels (gate and up), and of its output kernel (down)."""
 
 
 class RouterBias(nnx.Variable):
@@ -31,7 +32,12 @@ class RouterBias(nnx.Variable):
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts that a device has, as a function of tokens and their choices."""
+    """The experts that a device has, as a function of tokens and of the experts of each token.
+
+    Attributes:
+      kind: the kind of MLP that each expert is.
+      product: the method to multiply rows by the kernels of their experts.
+    """
 
     kind: Mlp
     product: Product
@@ -42,7 +48,9 @@ class Experts:
         """Return the weighted sum of the results of each token's experts, `[T, D]`.
 
         Args:
-          ids_Tk: numbers of experts. An expert whose number is E or more is on another device.
+          ids_Tk: the number of each token's experts. A number of E or more means no expert of
+            this device: another device has the expert, or the copy was dropped.
+          weights_Tk: the weight of each result.
           kernels: gate (if any) and up `[E, D, F]`, and down `[E, F, D]`.
         """
         *into, down_EFD = kernels
@@ -63,14 +71,17 @@ class Experts:
     def _sorted(
         self, ids_Tk: jax.Array, experts: int
     ) -> tuple[jax.Array, jax.Array, jax.Array, int]:
-        """Sort copies of tokens by expert, in the order of tokens; pad each expert's to blocks.
+        """Assign a row to each copy of a token, sorted by expert and then by token.
+
+        The rows of each expert are padded to whole blocks.
 
         Returns:
-          The copy of each row (the number of copies for a row of padding), the row of each copy
-          (R without one), the rows of each expert, and the size of a block.
+          Four values: the copy in each row (T k in a row of padding); the row of each copy (R if
+          the copy's expert is not on this device); the number of rows of each expert, with padding;
+          and the number of rows in a block.
         """
         tokens, k = ids_Tk.shape
-        # A token has at most one copy for each expert here.
+        # Of a token's copies, at most one belongs to each expert of this device.
         most = tokens * min(k, experts)
         block = self.product.block(most, experts)
         rows = -(-(most + experts * (block - 1)) // block) * block
@@ -128,13 +139,14 @@ class Mixture(nnx.Module):
         """Map x `[B, L, D]`, laid out as the residual stream, to the same shape and layout.
 
         Args:
-          weight_BL: weight of each token in the loss, which the statistics are weighted by.
-          statistics: the statistics of the layers before.
-          positions_1L: the place of each token in its sequence, or None for 0..L-1.
+          weight_BL: the weight of each token in the loss and in the statistics.
+          statistics: the statistics of the earlier layers, to which this layer's are added.
+          positions_1L: the position of each token in its sequence, or None for 0..L-1.
         """
         shared_BLD = self.shared(x_BLD) if self.experts.shared else None
         x_BLD = self.hint(x_BLD, *WITHIN, was=RESIDUAL)
-        # Logits in bfloat16 would tie, and so select other experts on other devices.
+        # In bfloat16, different logits would often be equal, and rounding would decide which
+        # experts are selected.
         logits_BLE = jnp.matmul(
             x_BLD.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
         )

@@ -1,7 +1,7 @@
 """Products of rows with the kernels of their experts.
 
-The rows of each expert are contiguous, in the order of the experts: `counts_E` rows each. Rows
-beyond all counts give zeros. Dims: R rows, E experts, D features in, F features out, n blocks of m
+The rows are sorted by expert, and expert e has `counts_E[e]` of them. Rows after the last expert's
+rows give zeros. Dims: R rows, E experts, D features in, F features out, n blocks of m
 rows.
 """
 
@@ -20,31 +20,46 @@ from jaxdist.errors import ConfigError
 from jaxdist.models.feed_forward.config import ProductName
 
 TILE = 128
-"""Rows and columns of the tiles of a TPU's matmul unit."""
+"""The number of rows, and of columns, of a tile in a TPU's matmul unit."""
 
 
 class Product(Protocol):
     """A method to multiply rows by the kernels of their experts."""
 
     def __call__(self, x_RD: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, block: int) -> Any:
-        """Return `[R, F]` in the dtype of x; R and all counts are multiples of `block`."""
+        """Return the product `[R, F]` of each row with its expert's kernel, in the dtype of x.
+
+        Args:
+          x_RD: the rows.
+          w_EDF: the kernels.
+          counts_E: the number of rows of each expert, a multiple of `block`.
+          block: the result of the method `block`; R is a multiple of it.
+        """
         ...
 
     def block(self, rows: int, experts: int) -> int:
-        """Return the number that counts must be multiples of; `rows` is the number of all rows."""
+        """Return the number of which the count of each expert must be a multiple.
+
+        Args:
+          rows: the number of rows of all experts.
+          experts: the number of experts.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over blocks of rows, each of a single expert; blocks without rows are skipped."""
+    """A loop over blocks of rows, each with a single expert; empty blocks are skipped."""
 
     def __call__(self, x_RD: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, block: int) -> Any:
-        """Multiply a block of rows after another."""
+        """Multiply block by block, as `Product` specifies."""
         return _looped(x_RD, w_EDF, jnp.cumsum(counts_E), block)
 
     def block(self, rows: int, experts: int) -> int:
-        """Return the rows of a block: a quarter of an even load, a power of two from 8 to 128."""
+        """Return the number of rows in a block, a power of two from 8 to 128.
+
+        The number is about a quarter of the rows of an expert under an even load.
+        """
         quarter = max(1, rows // (4 * experts))
         return min(TILE, max(8, 1 << (quarter.bit_length() - 1)))
 
@@ -105,7 +120,7 @@ class RaggedDot:
     """XLA's product of ragged groups of rows."""
 
     def __call__(self, x_RD: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, block: int) -> Any:
-        """Multiply."""
+        """Multiply all rows in one operation, as `Product` specifies."""
         return lax.ragged_dot(x_RD, w_EDF.astype(x_RD.dtype), counts_E)
 
     def block(self, rows: int, experts: int) -> int:
@@ -118,7 +133,10 @@ class Megablox:
     """The kernel of megablox (Gale et al., arXiv 2211.15841), for TPU, from jax's library."""
 
     def __call__(self, x_RD: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, block: int) -> Any:
-        """Multiply; D and F are multiples of 128."""
+        """Multiply by the Pallas kernel, as `Product` specifies.
+
+        D and F must be multiples of 128.
+        """
         from jax.experimental.pallas.ops.tpu.megablox import gmm
 
         rows = len(x_RD)
@@ -126,7 +144,7 @@ class Megablox:
         sizes = *x_RD.shape, w_EDF.shape[2]
         tiling = tuple(next(t for t in (512, 256, TILE) if n % t == 0) for n in sizes)
         y_RF = gmm(x_RD, w_EDF.astype(x_RD.dtype), counts_E, x_RD.dtype, tiling)
-        # The kernel leaves rows beyond all counts undefined.
+        # The kernel leaves the rows after the last expert's rows undefined.
         used_R1 = (jnp.arange(rows) < counts_E.sum())[:, None]
         return jnp.where(used_R1, y_RF[:rows], 0)
 
@@ -143,13 +161,15 @@ PRODUCTS: Mapping[ProductName, Callable[[], Product]] = {
 
 
 def choose_product(name: ProductName, platform: str | None, *widths: int) -> Product:
-    """Choose a product for devices of a platform.
+    """Return the named product, or for `auto` the best product on the devices of a platform.
 
     Args:
-      widths: features in and out.
+      platform: the platform of the devices, as jax names it, or None if it is unknown.
+      widths: the numbers of input and output features.
 
     Raises:
-      ConfigError: megablox on other devices than TPUs, or for widths that its tiles do not divide.
+      ConfigError: the product is megablox, and the devices are not TPUs or its tiles do not divide
+        the widths.
     """
     fits = platform == "tpu" and all(width % TILE == 0 for width in widths)
     if name == "megablox" and not fits:

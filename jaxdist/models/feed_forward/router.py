@@ -1,7 +1,7 @@
-"""The router of a mixture of experts: which tokens go to which experts, and with what weight.
+"""The router of a mixture of experts: it selects the experts of each token, and their weights.
 
-All statistics are sums over the tokens of a sequence, so that they add up over rows, microbatches
-and devices. A token counts by its weight in the loss.
+All statistics are sums over the tokens of a sequence, each times its weight in the loss, so that
+the statistics add up over rows, microbatches and devices.
 
 Dims: B batch, L sequence, E experts, k experts of a token, N layers with experts.
 """
@@ -23,8 +23,9 @@ class ExpertChoice(NamedTuple):
     """The experts of each token.
 
     Attributes:
-      ids: the selected experts, int32 `[B, L, k]`; for a dropped copy, the number of experts.
-      weights: the weights of their results, float32 `[B, L, k]`, or 0 for a dropped copy.
+      ids: the number of each selected expert, int32 `[B, L, k]`, or E for a dropped copy.
+      weights: the weight of each selected expert's result, float32 `[B, L, k]`, or 0 for a dropped
+        copy.
     """
 
     ids: jax.Array
@@ -35,8 +36,8 @@ class Statistics(NamedTuple):
     """The measurements of routers, summed over the tokens of each sequence, float32.
 
     Attributes:
-      sums: the columns `SUMS`, `[B, S]`, added up over layers.
-      load: the fraction of a token's copies that are each expert's, `[N, B, E]`; the last layer
+      sums: `[B, S]`, a column for each name in `SUMS`, added up over layers.
+      load: `[N, B, E]`, the number of copies that each expert has, divided by k; the last layer
         comes last.
     """
 
@@ -45,12 +46,12 @@ class Statistics(NamedTuple):
 
     @classmethod
     def zeros(cls, layers: int, rows: int, experts: int) -> Statistics:
-        """Return the statistics before the first layer."""
+        """Return the statistics before the first layer, which are zeros."""
         shapes = (rows, len(SUMS)), (layers, rows, experts)
         return cls(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
 
     def add(self, sums_BS: jax.Array, load_BE: jax.Array) -> Statistics:
-        """Return the statistics after a further layer."""
+        """Return the statistics with those of a further layer."""
         load_NBE = jnp.concatenate([self.load[1:], load_BE[None]])
         return Statistics(self.sums + sums_BS, load_NBE)
 
@@ -62,16 +63,17 @@ def route(
     config: ExpertsConfig,
     positions_1L: jax.Array | None = None,
 ) -> tuple[ExpertChoice, jax.Array, jax.Array]:
-    """Select the experts of each token; return also its `sums_BS` and `load_BE`.
+    """Select the experts of each token; return the choice, and the layer's `sums_BS` and `load_BE`.
 
-    Ties go to the expert with the smaller number. Capacity is that of each sequence, and drops its
-    later tokens, so that the dropped set does not depend on the mesh or on microbatches.
+    If two experts have equal scores, the expert with the smaller number comes first. The capacity
+    of an expert is counted in each sequence separately, and the later tokens of the sequence are
+    dropped. Therefore the dropped copies do not depend on the mesh or on microbatches.
 
     Args:
-      logits_BLE: float32.
-      bias_E: added to the scores in the selection only.
-      weight_BL: weight of each token in the loss.
-      positions_1L: the place of each token in its sequence, or None for 0..L-1.
+      logits_BLE: the router's logits, float32.
+      bias_E: a bias of the scores that only affects the selection, and not the weights.
+      weight_BL: the weight of each token in the loss.
+      positions_1L: the position of each token in its sequence, or None for 0..L-1.
     """
     k, E = config.top_k, config.count
     soft_BLE = jax.nn.softmax(logits_BLE, -1)
@@ -105,7 +107,7 @@ def route(
 
 
 def _sum_before(x_BLE: jax.Array, positions_1L: jax.Array | None) -> jax.Array:
-    """Return for each token the sum over the tokens of its sequence at earlier positions.
+    """Return for each token the sum of x over the earlier positions of its sequence.
 
     >>> _sum_before(jnp.array([[[1], [2], [4]]]), jnp.array([[2, 0, 1]])).ravel().tolist()
     [6, 0, 2]
@@ -119,8 +121,9 @@ def _sum_before(x_BLE: jax.Array, positions_1L: jax.Array | None) -> jax.Array:
 def _balance(load_BE: jax.Array, share_BLE: jax.Array, weight_BL: jax.Array) -> jax.Array:
     """Return Switch's loss of each sequence, E sum_i f_i P_i, times the sequence's weight.
 
-    f_i is the fraction of the sequence's copies that go to expert i, and P_i the mean share of
-    its probability; an even load gives 1 (Fedus et al., arXiv 2101.03961, section 2.2).
+    f_i is the fraction of the sequence's copies that go to expert i, and P_i is the mean over
+    tokens of that expert's share of the probability. An even load gives 1 (Fedus et al., arXiv
+    2101.03961, section 2.2).
     """
     weight_B = weight_BL.sum(1)
     divisor_B = jnp.where(weight_B == 0, 1, weight_B)
@@ -129,7 +132,7 @@ def _balance(load_BE: jax.Array, share_BLE: jax.Array, weight_BL: jax.Array) -> 
 
 
 def corrected(bias_NE: jax.Array, load_NE: jax.Array, rate: float) -> jax.Array:
-    """Move the bias of each expert by `rate` towards an even load (arXiv 2408.15664).
+    """Return the biases after each has moved by `rate` towards an even load (arXiv 2408.15664).
 
     >>> corrected(jnp.zeros(3), jnp.array([3.0, 1.0, 2.0]), 0.5).tolist()
     [-0.5, 0.5, 0.0]
@@ -138,7 +141,7 @@ def corrected(bias_NE: jax.Array, load_NE: jax.Array, rate: float) -> jax.Array:
 
 
 def violation(load: jax.Array) -> jax.Array:
-    """Return MaxVio of the last dim: the largest load over the mean load, minus 1.
+    """Return MaxVio over the last dim: the largest load divided by the mean load, minus 1.
 
     >>> float(violation(jnp.array([3.0, 1.0, 2.0])))
     0.5

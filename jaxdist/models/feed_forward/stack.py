@@ -1,4 +1,4 @@
-"""A stack of blocks whose routers measure, and add to the loss.
+"""A stack of blocks with routers, whose statistics are returned and whose losses are added.
 
 Dims: B batch, L sequence, D embed.
 """
@@ -18,14 +18,14 @@ from jaxdist.models.feed_forward.router import Statistics
 from jaxdist.models.layers import Stacked, scan_blocks
 
 Routed = tuple[jax.Array, Statistics]
-"""The residual stream, with the statistics of the routers before."""
+"""The residual stream, with the statistics of the routers of the earlier blocks."""
 
 
 class RoutedStack(Stacked):
-    """A `Stacked` whose blocks may have experts: then they map `Routed` to `Routed`.
+    """A `Stacked` whose blocks may have experts; blocks with experts map `Routed` to `Routed`.
 
     Attributes:
-      experts: settings of the experts, or None without experts, as in a plain `Stacked`.
+      experts: the settings of the experts, or None if the blocks are those of a plain `Stacked`.
       deterministic: whether the model evaluates; the loss then excludes auxiliary losses.
     """
 
@@ -34,7 +34,7 @@ class RoutedStack(Stacked):
     deterministic: bool = False
 
     def trunk(self, x: jax.Array, *inputs: Any) -> jax.Array:
-        """Run all blocks in order."""
+        """Run all blocks in order, without the statistics of routers."""
         if self.experts is None:
             return super().trunk(x, *inputs)
         return self._routed(self.experts, x, inputs, jnp.zeros(x.shape[:2], jnp.float32))[0]
@@ -48,11 +48,11 @@ class RoutedStack(Stacked):
         return scan_blocks(self.blocks, begun, *more, remat=self.remat, unroll=self.unroll)
 
     def measured(self, weight_BL: jax.Array, *inputs: Any) -> tuple[jax.Array, Auxiliary | None]:
-        """Return the input of the head, and the auxiliary losses, or None without experts.
+        """Return the input of the head, and the auxiliary losses, or None if there are no experts.
 
         Args:
-          weight_BL: weight of each token in the loss, which auxiliary losses are weighted by too.
-          inputs: those of the model.
+          weight_BL: the weight of each token in the loss and in the auxiliary losses.
+          inputs: the inputs of the model.
         """
         if self.experts is None:
             return self.hidden(*inputs), None

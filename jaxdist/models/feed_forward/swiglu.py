@@ -29,7 +29,7 @@ ACTIVATIONS: Mapping[Mlp, Callable[[jax.Array], jax.Array]] = {
 
 
 class MlpSettings(Protocol):
-    """The settings of a transformer that its feed-forward layers read, as in `GptConfig`."""
+    """The settings of a transformer that its feed-forward layers read; see `GptConfig`."""
 
     @property
     def embed(self) -> int: ...
@@ -44,16 +44,17 @@ class MlpSettings(Protocol):
 
 
 def biased(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
-    """Add a bias of the last dims, if there is one."""
+    """Add a bias to y, broadcast from the last dims; return y if the bias is None."""
     if bias is None:
         return y
     return y + bias[...].astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
 class SwiGLU(nnx.Module):
-    """down(silu(gate x) * up x) (Shazeer 2020, arXiv 2002.05202), or its variants.
+    """The layer down(silu(gate x) * up x) (Shazeer 2020, arXiv 2002.05202), or a variant.
 
-    The variants are `mlp_type` geglu, with gelu for silu, and gelu or gelu_erf: down(gelu(up x)).
+    `mlp_type` selects the variant: geglu has gelu instead of silu, and gelu and gelu_erf are
+    down(gelu(up x)), without a gate.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Map x `[B, L, D]`, laid out as the residual stream, to the same shape and layout."""
-        # The kernels into the hidden width, in the order of `_activated`: gate, if any, then up.
+        # These are the input kernels in the order of `_activated`: gate, if any, then up.
         names = ("gate", "up") if self.kind in GATED else ("up",)
         into = [getattr(self, name)[...] for name in names]
         down_FD, ring = self.down[...], self.hint.ring
@@ -101,7 +102,11 @@ class SwiGLU(nnx.Module):
         return on_ring(x_BLD, *(w.astype(x_BLD.dtype) for w in (*into, down_FD)))
 
     def _activated(self, *columns_BLF: jax.Array) -> jax.Array:
-        """Return the hidden features from the product of up, or from those of gate and up."""
+        """Return the hidden features.
+
+        Args:
+          columns_BLF: the products of x with gate and up, or with up alone.
+        """
         names = ("mlp_gate", "mlp_up")[-len(columns_BLF) :]
         act = ACTIVATIONS[self.kind]
         first_BLF, *more = (
@@ -114,7 +119,7 @@ class SwiGLU(nnx.Module):
     def _on_ring(
         self, ring: SequenceRing, x_BlD: jax.Array, *into_and_down: jax.Array
     ) -> jax.Array:
-        """Compute the MLP for a device's piece of the sequence and its part of F."""
+        """Compute the MLP on a ring of devices that split both the sequence and F."""
         *into, down_FD = into_and_down
         columns = ring.products(ring.gathered(x_BlD), *into)
         h_BlF = tuple(self._activated(*pieces) for pieces in zip(*columns, strict=True))

@@ -1,1 +1,1 @@
-"""Models for images: they share a contract, `build(rngs, shape=, classes=, hint=)`."""
+"""The models for images, whose configs share the method `build(rngs, shape=, classes=, hint=)`."""

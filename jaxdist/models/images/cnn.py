@@ -17,7 +17,7 @@ from jaxdist.models.tuning.part import PartConfig
 
 
 class CnnConfig(PartConfig):
-    """Convolution, ReLU and 2x2 max pooling per stage, then one hidden layer."""
+    """A network of stages (convolution, ReLU, 2x2 max pooling), and then a hidden layer."""
 
     type: Literal["cnn"]
     """Selects this model."""
@@ -34,7 +34,7 @@ class CnnConfig(PartConfig):
 
 
 class Conv(nnx.Module):
-    """A convolution with a square window of odd size, zeros around the image, channels last."""
+    """A convolution with a square window of odd size, zero padding, and channels last."""
 
     def __init__(
         self,
@@ -71,14 +71,17 @@ class Conv(nnx.Module):
 
 
 def max_pool(x: jax.Array) -> jax.Array:
-    """Take the maximum of 2x2 pixels; an odd last row or column is dropped."""
+    """Return the maximum of each 2x2 pixels; an odd last row or column is dropped."""
     B, height, width, C = x.shape
     even = x[:, : height // 2 * 2, : width // 2 * 2]
     return even.reshape(B, height // 2, 2, width // 2, 2, C).max(axis=(2, 4))
 
 
 class Cnn(nnx.Module):
-    """Convolutions with pooling, and two dense layers; pooling ends once a side has one pixel."""
+    """Convolutions with pooling, and two dense layers.
+
+    An image with a side of one pixel is not pooled further.
+    """
 
     def __init__(
         self,

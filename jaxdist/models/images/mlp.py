@@ -15,7 +15,7 @@ from jaxdist.models.tuning.part import PartConfig
 
 
 class MlpConfig(PartConfig):
-    """Fully connected layers with ReLU between them."""
+    """A network of fully connected layers with ReLU between them."""
 
     type: Literal["mlp"]
     """Selects this model."""
@@ -30,7 +30,10 @@ class MlpConfig(PartConfig):
 
 
 class Mlp(nnx.Module):
-    """Dense layers in pairs for tensor parallelism: the first splits outputs, the second inputs."""
+    """Dense layers with ReLU between them.
+
+    For tensor parallelism layers alternate: one splits its outputs, and the next its inputs.
+    """
 
     def __init__(
         self,

@@ -21,11 +21,11 @@ from jaxdist.models.tuning.part import PartConfig
 
 _BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
 _EXPANSION = 4
-"""The ratio of a bottleneck block's output channels to those of its 3x3 convolution."""
+"""The ratio of a bottleneck block's output channels to the channels of its 3x3 convolution."""
 
 
 class ResnetConfig(PartConfig):
-    """A residual network, version 1.5: the 3x3 convolution of a bottleneck has the stride."""
+    """A residual network, version 1.5, in which a bottleneck's 3x3 convolution has the stride."""
 
     type: Literal["resnet"]
     """Selects this model."""
@@ -66,7 +66,7 @@ class ResnetConfig(PartConfig):
 
     @property
     def expansion(self) -> int:
-        """The ratio of a block's output channels to those of its 3x3 convolutions."""
+        """The ratio of a block's output channels to the channels of its 3x3 convolutions."""
         bottleneck = self.depth == 50 if self.bottleneck is None else self.bottleneck
         return _EXPANSION if bottleneck else 1
 
@@ -91,8 +91,8 @@ def _norm(config: ResnetConfig, channels: int, rngs: nnx.Rngs, *, scale: float =
             rngs=rngs,
         )
     else:
-        # Where the mean is large against the deviation, the fast variance, E[x^2] - E[x]^2, loses
-        # digits in which many devices and a single device must agree.
+        # If the mean is large compared with the deviation, the fast variance, E[x^2] - E[x]^2,
+        # loses digits in which many devices and a single device must agree.
         norm = nnx.BatchNorm(
             channels,
             momentum=0.9,
@@ -109,7 +109,7 @@ def _norm(config: ResnetConfig, channels: int, rngs: nnx.Rngs, *, scale: float =
 
 
 class ResidualBlock(nnx.Module):
-    """A residual block of two 3x3 convolutions, or of 1x1, 3x3 and 1x1 (a bottleneck)."""
+    """A residual block: two 3x3 convolutions, or a bottleneck of 1x1, 3x3 and 1x1."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Resnet(nnx.Module):
         return x
 
     def parts(self) -> list[Callable[[jax.Array], jax.Array]]:
-        """List the parts that form pipeline stages: the stem, each block, the head."""
+        """List the parts that form pipeline stages: the stem, each block, and the head."""
         return [self._first, *self.blocks, self._head]
 
     def _first(self, image: jax.Array) -> jax.Array:
@@ -197,6 +197,6 @@ class Resnet(nnx.Module):
 
 
 def _max_pool(x: jax.Array) -> jax.Array:
-    """Take the maximum of 3x3 pixels with stride 2; pixels outside of the image count as -inf."""
+    """Return the maximum of each 3x3 pixels, with stride 2; padding counts as -inf."""
     sides = ((0, 0), (1, 1), (1, 1), (0, 0))
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), sides)

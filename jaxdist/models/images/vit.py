@@ -73,7 +73,11 @@ class VitConfig(PartConfig):
         return self
 
     def block(self, tokens: int) -> GptConfig:
-        """Return the config of the blocks, which are those of `gpt`."""
+        """Return the `GptConfig` from which the blocks are built.
+
+        Args:
+          tokens: the number of patches, with the class token if the model has it.
+        """
         return GptConfig.model_construct(
             type="gpt",
             layers=self.layers,
@@ -101,12 +105,12 @@ class VitConfig(PartConfig):
         """Build the module for images of `shape` (height, width, channels).
 
         Args:
-          platform: platform of the devices, as jax names it, or None if it is unknown.
-          family: short name of the devices, such as v5e; empty is unknown.
+          platform: the platform of the devices, as jax names it, or None if it is unknown.
+          family: the short name of the devices, such as v5e; "" means unknown.
 
         Raises:
-          ConfigError: the patch does not divide the image; an attention kernel that does not
-            support these devices.
+          ConfigError: the patch does not divide the image; the attention kernel does not support
+            these devices.
         """
         height, width, channels = shape
         if height % self.patch or width % self.patch:
@@ -171,7 +175,7 @@ class Vit(Stacked):
         return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)
 
     def operands(self, image: jax.Array) -> tuple[None]:
-        """Return the operands of attention: no documents, because an image is a single document."""
+        """Return (None,): the blocks have no document numbers, because an image is one document."""
         del image
         return (None,)
 

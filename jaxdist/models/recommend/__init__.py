@@ -1,1 +1,1 @@
-"""Recommenders: tables of rows that are looked up by id, and the models and losses on them."""
+"""Recommenders: tables of rows that are looked up by id, and their models and losses."""

@@ -23,7 +23,7 @@ Widths = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
 class DlrmConfig(RecommenderConfig):
-    """Dot products of table rows and of a bottom MLP's vector, below a top MLP."""
+    """A bottom MLP and table rows, whose dot products are the input of a top MLP."""
 
     type: Literal["dlrm"]
     """Selects this model."""
@@ -42,12 +42,18 @@ class DlrmConfig(RecommenderConfig):
         hint: Hint = no_hint,
         served: bool = False,
     ) -> Dlrm:
-        """Build the module for any number of fields and of dense features."""
+        """Build the module for any number of fields and of dense features.
+
+        Args:
+          fields: the number of ids of each field, by the field's name.
+          dense: the number of dense features.
+          served: whether parameter servers hold the tables.
+        """
         return Dlrm(self, rngs, fields=fields, dense=dense, hint=hint, served=served)
 
 
 class Dlrm(nnx.Module):
-    """Tables, bottom MLP, dot interaction and top MLP."""
+    """A model of tables, a bottom MLP, dot products of all pairs of vectors, and a top MLP."""
 
     def __init__(
         self,
@@ -73,7 +79,13 @@ class Dlrm(nnx.Module):
     def __call__(
         self, ids_BF: jax.Array, dense: jax.Array | None = None, pulled: jax.Array | None = None
     ) -> Scored:
-        """Score each example, as a logit, from its ids `[B, F]` and dense features `[B, C]`."""
+        """Return the logit of each example, and the penalty.
+
+        Args:
+          ids_BF: the ids of each example, or indices in `pulled`.
+          dense: the dense features, `[B, C]`, or None if the data has none.
+          pulled: the rows that were pulled for this batch, or None if the module holds the tables.
+        """
         rows_BFD = self.tables(ids_BF, pulled)
         if self.bottom is None:
             vectors_BKD, first = rows_BFD, rows_BFD.reshape(rows_BFD.shape[0], -1)
@@ -89,7 +101,10 @@ class Dlrm(nnx.Module):
 
 
 class DenseTower(nnx.Module):
-    """Linear layers with ReLU between them, in pairs for tensor parallelism."""
+    """Linear layers with ReLU between them.
+
+    For tensor parallelism layers alternate: one splits its outputs, and the next its inputs.
+    """
 
     def __init__(self, sizes: Sequence[int], rngs: nnx.Rngs, hint: Hint):
         hidden = [("mlp", "embed")[i % 2] for i in range(len(sizes) - 2)]

@@ -1,7 +1,7 @@
-"""The lookup of a batch's rows: in one array, over a mesh axis, or among rows of the batch itself.
+"""The lookup of a batch's rows in a table on one device, in a split table, or in pulled rows.
 
-Dims: B batch, F fields, D width; in a block: b examples, n = b F ids, N devices, r rows of a
-device, c ids that one device may ask of another.
+Dims: B batch, F fields, D width. On each of N devices: b examples, n = b F ids, r rows of the
+table, and c ids that the device may request from each other device.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import jax.numpy as jnp
 from jaxdist.models.hints import Hint
 
 HEADROOM = 2
-"""The room for ids that a device asks of another, relative to an even spread."""
+"""The ratio of the ids that a device may request from another to an even share of its ids."""
 
 
 def capacity(ids: int, devices: int) -> int:
-    """Return the number of ids that a device may ask of another without the slow path.
+    """Return the most ids that a device may request from another device without the slow path.
+
+    Args:
+      ids: the number of ids on a device.
 
     >>> capacity(64, 8), capacity(64, 2)
     (16, 64)
@@ -30,18 +33,23 @@ def capacity(ids: int, devices: int) -> int:
 def exchanged_bytes(ids: int, devices: int, width: int) -> int:
     """Return the bytes that a device sends for a lookup of `ids` ids and its gradient.
 
-    Ids go one way, rows the other, and gradients of rows as the ids: c (N - 1) (4 + 8 D).
+    The number is c (N - 1) (4 + 8 D): 4 bytes for each id, and 4 D bytes each for the requested row
+    and for its gradient.
     """
     return capacity(ids, devices) * (devices - 1) * (4 + 8 * width)
 
 
 def look_up(table_RD: jax.Array, rows_BF: jax.Array, hint: Hint) -> jax.Array:
-    """Return the rows `[B, F, D]` of a table, whose dim "rows" the mesh may split.
+    """Return rows `[B, F, D]` of a table, whose dim "rows" the mesh may split.
 
-    Over the axes that also split the batch, each device asks the owners of its ids for their rows,
-    each id once, in an all-to-all of ids and one of rows; the gradient goes back the same way. If a
-    device asks another for more than `capacity` ids, all devices take a path with room for all.
-    Over any other axis, XLA places the communication.
+    If all axes that split the rows also split the batch, each device requests each of its distinct
+    ids from the device that holds the row. An all-to-all sends the ids, and a second all-to-all
+    returns the rows; gradients are sent back in the same manner. If a device would request more
+    than `capacity` ids from another, all devices take a slower path without that limit. In all
+    other cases XLA places the communication.
+
+    Args:
+      rows_BF: the index of each row in the table.
     """
     axes = hint.axes("rows")
     if not axes or not set(axes) <= set(hint.axes("batch")):
@@ -51,11 +59,12 @@ def look_up(table_RD: jax.Array, rows_BF: jax.Array, hint: Hint) -> jax.Array:
 
 
 def look_up_pulled(pulled: jax.Array, places_BF: jax.Array, hint: Hint) -> jax.Array:
-    """Return rows `[B, F, D]` of those that were pulled for the batch, without communication.
+    """Return the rows `[B, F, D]` of a batch from its pulled rows, without communication.
 
     Args:
-      pulled: rows `[N n, D]`; each device has the n rows of its own examples.
-      places_BF: place of each row among the device's own.
+      pulled: the rows that were pulled from servers, `[N n, D]`; each device has the n rows of its
+        examples.
+      places_BF: the index of each row among the n rows of its device.
     """
 
     def own(places: jax.Array, rows: jax.Array) -> jax.Array:
@@ -70,8 +79,8 @@ def look_up_pulled(pulled: jax.Array, places_BF: jax.Array, hint: Hint) -> jax.A
 def _asked(rows_bF: jax.Array, table_rD: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
     devices = prod(jax.lax.axis_size(axis) for axis in axes)
     own, flat = table_rD.shape[0], rows_bF.reshape(-1)
-    # Each id once: popular ids would otherwise fill the room of one device. They are sorted, so
-    # those of an owner are neighbours.
+    # Each id is requested only once; popular ids would otherwise exceed the capacity of one device.
+    # The ids are sorted, so the ids of each owner are contiguous.
     unique, places = jnp.unique(flat, return_inverse=True, size=flat.size, fill_value=own * devices)
     starts = jnp.searchsorted(unique, jnp.arange(devices + 1, dtype=unique.dtype) * own)
     room = capacity(flat.size, devices)
@@ -80,7 +89,7 @@ def _asked(rows_bF: jax.Array, table_rD: jax.Array, *, axes: tuple[str, ...]) ->
         found = fetch(table_rD, room=room)
     else:
         most = jax.lax.pmax((starts[1:] - starts[:-1]).max(), axes)
-        # The maximum is common, so all devices take the same branch.
+        # All devices have the same maximum, so all take the same branch.
         found = jax.lax.cond(
             most > room, partial(fetch, room=flat.size), partial(fetch, room=room), table_rD
         )
@@ -90,7 +99,14 @@ def _asked(rows_bF: jax.Array, table_rD: jax.Array, *, axes: tuple[str, ...]) ->
 def _fetched(
     unique: jax.Array, starts: jax.Array, table_rD: jax.Array, *, axes: tuple[str, ...], room: int
 ) -> jax.Array:
-    """Return the rows of sorted unique ids from their owners, at most `room` from each."""
+    """Return the rows of sorted unique ids from the devices that hold them.
+
+    Args:
+      unique: the ids, `[n]`.
+      starts: for each device, the index in `unique` of its first id, and at last the number of ids.
+      table_rD: the rows of this device.
+      room: the most ids that are requested from each device.
+    """
     own, devices = table_rD.shape[0], starts.size - 1
     slots = starts[:-1, None] + jnp.arange(room, dtype=starts.dtype)[None, :]
     wanted = unique[jnp.minimum(slots, unique.size - 1)] % own

@@ -18,7 +18,7 @@ _NEEDS = {"ids": ("fields",), "target": ()}
 
 
 class SquaredErrorConfig(Config):
-    """Squared error of a score; evaluation adds its root, the RMSE."""
+    """Squared error of a score; evaluation also measures the root of its mean, the RMSE."""
 
     needs: ClassVar[Mapping[str, tuple[str, ...] | None]] = _NEEDS
     type: Literal["squared_error"]
@@ -42,10 +42,11 @@ class ClickConfig(Config):
 
 
 def squared_error(module: PyTree, batch: Mapping[str, jax.Array]) -> PyTree:
-    """Compute the mean squared error, to which the penalty of looked-up rows is added.
+    """Compute the mean squared error, to which the penalty on looked-up rows is added.
 
     Args:
-      batch: ids int32 `[B, F]`, target float32 `[B]`, weight float32 `[B]`, and perhaps dense.
+      batch: ids int32 `[B, F]`, target float32 `[B]` and weight float32 `[B]`; dense features,
+        float32 `[B, C]`, are optional.
     """
     scored, weight = _scored(module, batch), batch["weight"]
     error_B = jnp.square(scored.score - batch["target"])
@@ -57,7 +58,7 @@ def squared_error(module: PyTree, batch: Mapping[str, jax.Array]) -> PyTree:
 
 
 def click(module: PyTree, batch: Mapping[str, jax.Array]) -> PyTree:
-    """Compute the mean cross-entropy of targets from 0 to 1, with the penalty of looked-up rows."""
+    """Compute the mean cross-entropy of targets from 0 to 1, plus the penalty on looked-up rows."""
     scored, weight, target = _scored(module, batch), batch["weight"], batch["target"]
     nats_B = optax.sigmoid_binary_cross_entropy(scored.score, target)
     count = weight.sum()

@@ -29,7 +29,7 @@ class MfConfig(RecommenderConfig):
     """Selects this model."""
 
     def form(self, fields: Mapping[str, int]) -> RowForm:
-        """Return the form of the tables, whose rows end with the bias, which begins at zero."""
+        """Return the form of the tables: a row has factors, and then a bias that begins at zero."""
         return replace(super().form(fields), width=self.width + 1, zeros=1)
 
     def build(
@@ -41,10 +41,10 @@ class MfConfig(RecommenderConfig):
         hint: Hint = no_hint,
         served: bool = False,
     ) -> Mf:
-        """Build the module for two fields.
+        """Build the module for data with two fields.
 
         Raises:
-          ConfigError: the data has another number of fields, or dense features.
+          ConfigError: the data has another number of fields, or it has dense features.
         """
         if len(fields) != 2 or dense:
             more = f" and {dense} dense features" if dense else ""
@@ -74,7 +74,11 @@ class Mf(nnx.Module):
     def __call__(
         self, ids_BF: jax.Array, dense: jax.Array | None = None, pulled: jax.Array | None = None
     ) -> Scored:
-        """Score each pair of ids `[B, 2]`."""
+        """Return the score of each pair of ids `[B, 2]`, and the penalty.
+
+        Args:
+          pulled: the rows that were pulled for this batch, or None if the module holds the tables.
+        """
         rows_BFD = self.tables(ids_BF, pulled)
         factors, biases = rows_BFD[..., :-1], rows_BFD[..., -1]
         score = (factors[:, 0] * factors[:, 1]).sum(-1) + biases.sum(-1) + self.bias[...]

@@ -1,7 +1,8 @@
 """The initial rows of tables, computed from (seed, row) alone.
 
-A table on a mesh and a row that a server creates on first use hold the same bits, so the arithmetic
-is of 32-bit integers and one rounding, which numpy and XLA do alike.
+A row has the same bits whether a mesh holds the table or a server creates the row on first use. The
+arithmetic therefore uses only 32-bit integers and a single rounding, for which numpy and XLA have
+the same results.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 
 MULTIPLE = 256
-"""The number of rows of all tables together is a multiple of this, so that rows divide over most
-meshes; the rows that fill it up have no id."""
+"""The number of which the total number of rows is a multiple, so that rows divide over most
+meshes. The rows of the padding have no id."""
 MOST_ROWS = 2**31 - MULTIPLE
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 
 
 @dataclass(frozen=True)
 class RowForm:
-    """The form of a model's tables, which are stored as one: the rows of a field follow another's.
+    """The form of a model's tables, which are stored as one table, field after field.
 
     Attributes:
-      fields: number of rows of each field's table, by the field's name.
-      width: number of values in a row.
-      scale: initial values are uniform in [-scale, scale).
-      zeros: number of last values of a row that begin at zero.
+      fields: the number of rows of each field's table, by the field's name.
+      width: the number of values in a row.
+      scale: the bound of the initial values, which are uniform in [-scale, scale).
+      zeros: the number of values at the end of a row that begin at zero.
     """
 
     fields: Mapping[str, int]
@@ -40,20 +41,21 @@ class RowForm:
 
     @property
     def offsets(self) -> np.ndarray:
-        """The row (int32) at which each field's table begins."""
+        """The index (int32) of the first row of each field's table."""
         return np.array([0, *accumulate(self.fields.values())][:-1], np.int32)
 
     @property
     def rows(self) -> int:
-        """The number of rows of all tables, filled up to a multiple of `MULTIPLE`."""
+        """The number of rows of all tables, rounded up to a multiple of `MULTIPLE`."""
         return -(-sum(self.fields.values()) // MULTIPLE) * MULTIPLE
 
     def initial(self, seed: jax.Array | np.ndarray, rows: Any, xp: Any = np) -> Any:
-        """Return the initial values, float32 `[N, width]`, of rows (uint32 `[N]`).
+        """Return the initial values of rows, float32 `[N, width]`.
 
         Args:
-          seed: uint32 scalar.
-          xp: numpy or jax.numpy; both return the same bits.
+          seed: the seed, a uint32 scalar.
+          rows: the indices of the rows, uint32 `[N]`.
+          xp: the module that computes, numpy or jax.numpy; both return the same bits.
         """
         columns = xp.arange(self.width, dtype=xp.uint32) * xp.asarray(_GOLDEN, xp.uint32)
         keys = _scattered(rows.astype(xp.uint32) ^ xp.asarray(seed, xp.uint32), xp)
@@ -66,7 +68,7 @@ class RowForm:
 
 
 def _scattered(x: Any, xp: Any) -> Any:
-    """Scatter each uint32 by the finaliser of MurmurHash3 (Appleby), which wraps around."""
+    """Return a hash of each uint32, by the finaliser of MurmurHash3 (Appleby)."""
     x = (x ^ (x >> 16)) * xp.asarray(_FIRST, xp.uint32)
     x = (x ^ (x >> 13)) * xp.asarray(_SECOND, xp.uint32)
     return x ^ (x >> 16)

@@ -18,11 +18,11 @@ from jaxdist.models.recommend.rows import MOST_ROWS, RowForm, seed_of
 from jaxdist.models.tuning.part import PartConfig
 
 PULLED = "table_rows"
-"""The field of a batch with the rows that were pulled for it, where servers hold the tables."""
+"""The name of a batch's field with the rows that were pulled for it from servers."""
 
 
 class Scored(NamedTuple):
-    """A model's score of each example, and the penalty on the rows that the example looked up."""
+    """The score of each example `[B]`, and the penalty `[B]` on the rows that it looked up."""
 
     score: jax.Array
     penalty: jax.Array
@@ -59,7 +59,8 @@ class Tables(nnx.Module):
     """The tables of all fields as one parameter with the dims ("rows", none).
 
     Args:
-      served: whether servers hold the rows, and the module has no parameter.
+      form: the form of the tables.
+      served: whether parameter servers hold the rows; the module then has no parameter.
     """
 
     def __init__(self, form: RowForm, rngs: nnx.Rngs, *, hint: Hint, served: bool):
@@ -73,8 +74,8 @@ class Tables(nnx.Module):
         """Look up rows `[B, F, D]`.
 
         Args:
-          ids_BF: ids within each field's table; with `pulled`, places in it.
-          pulled: rows that were pulled for this batch.
+          ids_BF: the ids, each an index in its field's table; with `pulled`, indices in `pulled`.
+          pulled: the rows that were pulled for this batch, or None if the module holds the tables.
         """
         if pulled is not None:
             return look_up_pulled(pulled, ids_BF, self.hint)

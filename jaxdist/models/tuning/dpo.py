@@ -1,6 +1,6 @@
 """Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290), from pairs of answers.
 
-Dims: B batch, P the pair (the preferred answer first), L sequence, V vocab.
+Dims: B batch, P the two answers (the preferred answer first), L sequence, V vocab.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jaxdist.models.mean import Mean, Sums
 class DpoConfig(Config):
     """The loss of a preferred answer against another: -log sigmoid(beta (margin - margin_ref)).
 
-    The margin is the difference of the two answers' log-probabilities by the model, and margin_ref
-    is their difference by the reference.
+    The margin is the difference between the two answers' log-probabilities in the model, and
+    margin_ref is the same difference in the reference.
     """
 
     needs: ClassVar[dict[str, tuple[str, ...] | None]] = {
@@ -35,7 +35,7 @@ class DpoConfig(Config):
     """Strength with which the model is kept near the reference."""
 
     def build(self) -> Dpo:
-        """Build the loss of a module called as `module(tokens, segments)`."""
+        """Return the loss function, which calls the model and the reference."""
         return Dpo(self.beta)
 
 
@@ -44,20 +44,23 @@ class Dpo:
     """The loss as a function of (module, batch, base).
 
     Attributes:
-      takes_base: whether the loss is called with `base`, the model without its adapters.
+      beta: the strength with which the model is kept near the reference.
+      takes_base: whether the loss accepts `base`, the model without its adapters.
     """
 
     beta: float
     takes_base: ClassVar[bool] = True
 
     def __call__(self, module: Any, batch: Any, base: Any = None) -> Sums:
-        """Compute the mean loss of pairs with weight, and the fraction of pairs in right order.
+        """Compute the mean loss of pairs, and the fraction of pairs with a positive margin.
+
+        Both are weighted. A pair's margin is positive if it exceeds the margin in the reference.
 
         Args:
           batch: tokens int32 `[B, 2, L + 1]`, segments int32 and answer float32 `[B, 2, L]`, weight
-            float32 `[B]`; if it has reference float32 `[B, 2]`, these are the log-probabilities of
-            the answers by the reference.
-          base: the reference model, where the batch has no `reference`.
+            float32 `[B]`. An optional field reference, float32 `[B, 2]`, has the log-probabilities
+            of the answers in the reference.
+          base: the reference model, which is used if the batch has no `reference`.
 
         Raises:
           ConfigError: the batch has no `reference`, and `base` is None.
@@ -83,7 +86,7 @@ class Dpo:
 
 
 def log_probabilities(module: Any, batch: Any) -> jax.Array:
-    """Return the summed log-probability of each answer's tokens, float32 `[B, 2]`."""
+    """Return the log-probability of each answer, a sum over its tokens, float32 `[B, 2]`."""
     tokens, segments = batch["tokens"], batch["segments"]
     flat = tokens.reshape(-1, tokens.shape[-1])
     logits = module(flat[:, :-1], segments.reshape(-1, segments.shape[-1]))

@@ -1,9 +1,10 @@
 """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) of a model's kernels.
 
-A kernel W is frozen and computes as W + scale A B, where A `[*inputs, rank]` and B `[rank,
-*outputs]` are trained. The sum is made where the kernel is read, layer by layer in a stack, so that
-models of any library have adapters, under every plan. The sum costs a product of A and B per kernel
-and pass, and memory for whole gradients of a layer's kernels while its backward pass runs.
+A kernel W is frozen and replaced by W + scale A B, where A `[*inputs, rank]` and B `[rank,
+*outputs]` are trained. The sum is computed where the kernel is read, layer by layer in a stack.
+Adapters therefore work for models of any library and under every plan. The costs are a product of A
+and B for each kernel and pass, and memory for the full gradients of one layer's kernels during its
+backward pass.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ class Adapter:
     """The form of a kernel's adapter.
 
     Attributes:
-      name: name of the kernel.
-      shape: shape of the kernel, without the dim that counts layers.
-      dims: logical dims of the kernel, with the dim that counts layers.
-      layers: number of stacked layers, or None without a stack.
-      inputs: number of the kernel's dims that are inputs; they come first.
-      rank: rank of the product.
-      scale: factor of the product.
-      dropout: fraction of the inputs that are dropped in training.
+      name: the name of the kernel.
+      shape: the shape of the kernel, without the dim that counts layers.
+      dims: the logical dims of the kernel, with the dim that counts layers.
+      layers: the number of stacked layers, or None without a stack.
+      inputs: the number of dims of the kernel that are inputs; these dims come first.
+      rank: the rank of the product.
+      scale: the factor of the product.
+      dropout: the fraction of the inputs that are dropped in training.
     """
 
     name: str
@@ -56,26 +57,26 @@ class Adapter:
 
     @property
     def layer_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of a single layer's A and B."""
+        """The shapes of A and B for a single layer."""
         ins, outs = self.shape[: self.inputs], self.shape[self.inputs :]
         return (*ins, self.rank), (self.rank, *outs)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of A and B."""
+        """The shapes of A and B, with the dim that counts layers."""
         more = () if self.layers is None else (self.layers,)
         of_a, of_b = self.layer_shapes
         return (*more, *of_a), (*more, *of_b)
 
     @property
     def layer_dims(self) -> tuple[Dims, Dims]:
-        """The logical dims of a single layer's A and B; the dim of the rank is never split."""
+        """The logical dims of A and B for a single layer; the dim of the rank is never split."""
         own = self.dims[len(self.dims) - len(self.shape) :]
         return (*own[: self.inputs], None), (None, *own[self.inputs :])
 
     @property
     def all_dims(self) -> tuple[Dims, Dims]:
-        """The logical dims of A and B."""
+        """The logical dims of A and B, with the dim that counts layers."""
         more = self.dims[: len(self.dims) - len(self.shape)]
         of_a, of_b = self.layer_dims
         return (*more, *of_a), (*more, *of_b)
@@ -93,7 +94,9 @@ def adapter_of(
     """Return the adapter of a parameter, or None for a bias or a scale, which is not a kernel.
 
     Args:
-      shape, dims: shape and dims of the parameter, with the dim that counts layers.
+      name: the name of the parameter.
+      shape, dims: the shape and the dims of the parameter, with the dim that counts layers.
+      stacked: whether the first dim counts layers.
     """
     layers, own = (shape[0], shape[1:]) if stacked else (None, shape)
     if len(own) < 2:
@@ -103,10 +106,11 @@ def adapter_of(
 
 
 def input_dims(shape: Sequence[int], dims: Dims) -> int:
-    """Return how many of a kernel's dims are inputs.
+    """Return the number of a kernel's dims that are inputs.
 
-    A first dim "embed" is the only input, and a last dim "embed" the only output. Other kernels are
-    cut where the sizes of inputs and outputs differ least, with the most dims as inputs.
+    If the first dim is "embed", it is the only input. Otherwise, if the last dim is "embed", it is
+    the only output. All other kernels are divided where the sizes of inputs and outputs have the
+    smallest ratio; if several positions tie, the inputs have the most dims.
 
     >>> input_dims((64, 2, 64), ("embed", "heads", "head_dim"))
     1
@@ -126,11 +130,12 @@ def input_dims(shape: Sequence[int], dims: Dims) -> int:
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class Merged(Deferred):
-    """A kernel with its adapter, whose product is added where the kernel is used.
+    """A placeholder for a kernel plus its adapter; the sum is computed where the kernel is used.
 
     Attributes:
-      base, a, b: arrays, or placeholders of them.
-      key: random key of the dropout, one for each layer of a stack; None drops nothing.
+      base, a, b: the kernel and the adapter's two parameters: arrays or placeholders.
+      key: the random key of the dropout, or a key for each layer of a stack; None drops nothing.
+      adapter: the form of the adapter.
     """
 
     base: Any
@@ -141,7 +146,7 @@ class Merged(Deferred):
 
     @classmethod
     def whole(cls, several: Sequence[Any]) -> list[jax.Array]:
-        """Gather the parts of several kernels together, and add each product to its kernel."""
+        """Gather the arrays of all kernels together; return each kernel plus its adapter."""
         parts = whole([(one.base, one.a, one.b) for one in several])
         return [one.merged(*part) for one, part in zip(several, parts, strict=True)]
 
@@ -150,11 +155,14 @@ class Merged(Deferred):
 
     @property
     def merges(self) -> bool:
-        """Whether the parameter is computed from others."""
+        """True, because the parameter is computed from others."""
         return True
 
     def merged(self, base: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return the sum, with the name by which the backward pass recomputes it."""
+        """Return the kernel plus its adapter, under the name `MERGED`.
+
+        Because of this name, the backward pass recomputes the sum instead of keeping it.
+        """
         if base.ndim == len(self.adapter.shape):
             return checkpoint_name(merged(self.adapter, base, a, b, self.key), MERGED)
         if self.key is None:
@@ -175,10 +183,17 @@ class Merged(Deferred):
 def merged(
     adapter: Adapter, base: jax.Array, a: jax.Array, b: jax.Array, key: jax.Array | None = None
 ) -> jax.Array:
-    """Return a single layer's kernel plus its adapter, in the kernel's dtype."""
+    """Return a single layer's kernel plus its adapter, in the kernel's dtype.
+
+    Args:
+      base: the kernel.
+      a, b: the parameters of the adapter.
+      key: the random key of the dropout; None drops nothing.
+    """
     if key is not None and adapter.dropout:
         kept = 1.0 - adapter.dropout
-        # Zeroing rows of A drops input features, although the inputs are not known here.
+        # A row of A that is set to zero drops an input feature, although the inputs are unknown
+        # here.
         mask = jax.random.bernoulli(key, kept, (*a.shape[:-1], 1))
         a = jnp.where(mask, a / kept, 0.0)
     return base + (adapter.scale * jnp.tensordot(a, b, 1)).astype(base.dtype)
@@ -187,11 +202,11 @@ def merged(
 def bound(
     adapters: Sequence[Adapter], values: Mapping[str, Leaf], key: jax.Array | None
 ) -> dict[str, Merged]:
-    """Return each kernel with its adapter as a `Merged`, by the kernel's name.
+    """Return a `Merged` for each kernel that has an adapter, by the kernel's name.
 
     Args:
-      values: parameters of kernels and adapters by name; they may be placeholders.
-      key: random key of the dropout; None drops nothing.
+      values: the parameters of kernels and adapters by name: arrays or placeholders.
+      key: the random key of the dropout; None drops nothing.
     """
     found = {}
     for number, adapter in enumerate(adapters):
@@ -207,7 +222,7 @@ def bound(
 
 
 def init(adapters: Sequence[Adapter], key: jax.Array) -> dict[str, jax.Array]:
-    """Draw the parameters of adapters, by name."""
+    """Return the initial parameters of adapters, by name."""
     drawn: dict[str, jax.Array] = {}
     for number, adapter in enumerate(adapters):
         drawn |= zip(adapter.names, adapter.init(jax.random.fold_in(key, number)), strict=True)
@@ -215,9 +230,9 @@ def init(adapters: Sequence[Adapter], key: jax.Array) -> dict[str, jax.Array]:
 
 
 def merge(adapters: Sequence[Adapter], values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the model's own parameters by name, with each adapter added to its kernel in float32.
+    """Return the parameters without adapters, by name; each adapter is added to its kernel.
 
-    Every parameter keeps its dtype.
+    The sum is computed in float32. Every parameter keeps its dtype.
     """
     made = bound(adapters, values, None)
     own = {name: x for name, x in values.items() if not name.startswith(f"{PREFIX}/")}

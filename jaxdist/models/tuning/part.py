@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, model_validator
 from jaxdist.config.schema import Config, Count
 
 Pattern = Annotated[str, Field(min_length=1)]
-"""A pattern for names of parameters, in which `*` matches any characters, `/` too."""
+"""A pattern for names of parameters, in which `*` matches any characters, including `/`."""
 
 
 class LoraConfig(Config):
