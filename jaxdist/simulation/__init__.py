@@ -1,1 +1,1 @@
-"""Simulations in virtual time: parameter servers, fleets, and the choice between exchanges."""
+"""The simulations in virtual time: parameter servers, fleets, and the choice of an exchange."""

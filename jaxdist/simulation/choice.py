@@ -32,12 +32,13 @@ MODELS: Mapping[str, ConsistencyConfig] = {
 }
 """The consistency models that are compared, the strictest first."""
 PLAYED_BYTES = 2**19
-"""Largest number of bytes of a simulated model. Larger models and their links are scaled down by
-the same factor, so that times are unchanged."""
+"""The largest number of bytes of a simulated model. Larger models and their links are scaled down
+by the same factor, so that times are unchanged."""
 PLAYED_STEPS = 24
-"""Number of steps that a simulation has time for, by an upper estimate of a step's time."""
+"""The number of steps that fit into the time of a simulation, by an upper estimate of a step's
+time."""
 CLEAR = 0.95
-"""A looser model is taken only if its steps take less than this fraction of a stricter model's."""
+"""An exchange is rejected if the fastest exchange takes less than this fraction of its time."""
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -46,24 +47,24 @@ class ChoiceConfig(Config):
     """The model to train, and the machines that train it."""
 
     parameter_bytes: Annotated[float, Field(ge=4096)] = 1e8
-    """Bytes of the parameters, and of a gradient of all of them."""
+    """The bytes of the parameters, and of a gradient of all of them."""
     touched: tuple[Share, ...] = (1.0, 0.01)
-    """Share of the parameters that a worker's batch reads and changes; 1 is a dense model."""
+    """The share of the parameters that a worker's batch reads and changes; 1 is a dense model."""
     step_seconds: PositiveFloat = 0.1
-    """Seconds for the gradient of a worker's part of a batch."""
+    """The seconds for the gradient of a worker's part of a batch."""
     gbits: tuple[PositiveFloat, ...] = (1.0, 10.0, 100.0)
-    """Gigabits per second of each host's card, in each direction."""
+    """The gigabits per second of each host's card, in each direction."""
     latency_seconds: NonNegativeFloat = 1e-4
-    """Latency of a message in seconds, in addition to the time for its bytes."""
+    """The latency of a message in seconds, in addition to the time for its bytes."""
     workers: Annotated[int, Field(ge=2, le=64)] = 8
-    """Number of workers: hosts that compute gradients."""
+    """The number of workers: hosts that compute gradients."""
     servers: Annotated[int, Field(ge=1, le=64)] = 4
-    """Number of servers: further hosts, which hold the parameters."""
+    """The number of servers: further hosts, which hold the parameters."""
     slower: Annotated[float, Field(gt=1)] = 2.0
-    """Factor on the step time of a single worker, in rows with a straggler."""
+    """The factor on the step time of a single worker, in rows with a straggler."""
     noise: PositiveFloat = 0.3
-    """Standard deviation of the logarithm of each step's time, in rows where all workers are slow
-    at times."""
+    """The standard deviation of the logarithm of each step's time, in rows where all workers are
+    slow at times."""
 
     def speeds(self) -> tuple[Speeds, ...]:
         """Return the compared distributions of the workers' step times."""
@@ -79,8 +80,8 @@ class Speeds:
     """A distribution of the workers' step times.
 
     Attributes:
-      slowest: factor on the step time of a single worker.
-      noise: standard deviation of the logarithm of each step's time.
+      slowest: the factor on the step time of a single worker.
+      noise: the standard deviation of the logarithm of each step's time.
     """
 
     name: str
@@ -93,10 +94,10 @@ class Choice:
     """A row of the table: the step times for a sparsity, a link and a kind of straggler.
 
     Attributes:
-      touched: share of the parameters that a worker's batch reads and changes.
-      gbits: gigabits per second of each host's card.
-      speeds: name of the distribution of the workers' step times.
-      seconds: time of a step of all workers, for each exchange of gradients.
+      touched: the share of the parameters that a worker's batch reads and changes.
+      gbits: the gigabits per second of each host's card.
+      speeds: the name of the distribution of the workers' step times.
+      seconds: the time of a step of all workers in seconds, for each exchange of gradients.
     """
 
     touched: float
@@ -114,13 +115,15 @@ class Choice:
 def run_choice(
     settings: Sequence[str], *, json_file: Path | None = None, console: Console
 ) -> list[Choice]:
-    """Print and write a recommendation; the same settings give the same numbers.
+    """Print and write recommendations, and return them; the same settings give the same numbers.
 
     Args:
-      settings: a YAML file of `ChoiceConfig`, if the first has no `=`; then `key=value` ...
+      settings: the path of a YAML file of `ChoiceConfig`, which may be left out, then `key=value`
+        texts.
+      json_file: the file for the results, or None to write none.
 
     Raises:
-      JaxdistError: unknown settings; a file that cannot be written.
+      JaxdistError: a setting is unknown, or the file cannot be written.
     """
     config = read_settings(settings, ChoiceConfig)
     check_writable(None, json_file)
@@ -144,9 +147,10 @@ def choice_rows(config: ChoiceConfig) -> Iterator[Choice]:
 def ring_seconds(config: ChoiceConfig, touched: float, gbits: float, speeds: Speeds) -> float:
     """Return the time of a step that ends in an all-reduce of whole gradients.
 
-    Where few parameters are touched, an all-gather of their gradients is used if it is faster.
+    If workers touch only a part of the parameters, an all-gather of the gradients of this part is
+    used if it is faster.
 
-    No communication is assumed to overlap with the backward pass.
+    No communication overlaps with the backward pass.
     """
     link = hardware.Link(config.latency_seconds, gbits * 1e9 / 8)
     levels = [Level(config.workers, link)]

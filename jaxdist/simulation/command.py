@@ -31,7 +31,7 @@ class SimulationResult:
 
     Attributes:
       caption: a sentence about the model, its data and the cluster.
-      targets: the target loss of each seed; the time to reach it is measured.
+      targets: the target loss of each seed, to which the time of a run is measured.
       rows: the runs of each variant; the first variant is the baseline of the others.
     """
 
@@ -78,15 +78,17 @@ def run_simulation(
     The same command gives the same bits.
 
     Args:
-      variants: as for `jaxdist.study.variants.parse_variants`; without any, CONFIG itself.
-      seeds: number of runs of each variant, with seed, seed + 1, ... of the config and of the
-        script.
-      target: held-out loss to reach, for which the time is measured; by default, for each seed, 1%
-        above the last loss of the first variant.
-      json_file, plot: a file for the results, and a directory for the pictures.
+      variants: the variants, as `jaxdist.study.variants.parse_variants` reads them; if empty, only
+        CONFIG is simulated.
+      seeds: the number of runs of each variant; run i adds i to the config's seed and to the seed
+        of `strategy.simulation`.
+      target: the held-out loss to which the time of a run is measured; None takes, for each seed, a
+        loss 1% above the last loss of the first variant.
+      json_file, plot: the file for the results and the directory for the pictures; None writes
+        nothing.
 
     Raises:
-      JaxdistError: a config that cannot be simulated; files that cannot be written.
+      JaxdistError: a config cannot be simulated, or a file cannot be written.
     """
     found = parse_variants(variants, taken=[]) or (AS_GIVEN,)
     experiments = {variant: _experiment(path, overrides, variant, 0) for variant in found}

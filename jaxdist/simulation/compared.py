@@ -37,7 +37,7 @@ class SimulatedVariant:
         return tuple(report.loss for report in self.reports)
 
     def seconds_to(self, targets: Targets) -> float | None:
-        """Return the mean time over the seeds, or None where a run does not reach its target."""
+        """Return the mean virtual seconds to the target, or None if a run does not reach it."""
         pairs = zip(self.reports, targets, strict=True)
         found = [report.seconds_to(target) for report, target in pairs]
         reached = [seconds for seconds in found if seconds is not None]

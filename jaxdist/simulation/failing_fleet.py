@@ -1,12 +1,13 @@
-"""A simulation of a fleet whose devices fail: how much of its time is useful work.
+"""A simulation of a fleet whose devices fail, for the share of useful work in its time.
 
 All devices work together, so one failure stops all of them. Failures are random, at a constant
-rate. Work is saved in up to two tiers: often in the memory of hosts, each with a replica on another
-host, and occasionally on disk. A failure loses the work since the last save; with a given
-probability it destroys both copies in memory, and the fleet goes back to the last save on disk.
+rate. Work is saved in up to two tiers. Snapshots are frequent and stay in the memory of a host,
+with a replica in the memory of another host. Checkpoints on disk are less frequent. A failure loses
+the work since the last save. With a given probability, a failure destroys both copies of a
+snapshot, and the fleet continues from the last checkpoint.
 
-The simulation leaves out waiting for a spare host, failures that are correlated or more frequent in
-new hardware, and steps, because work is continuous.
+The simulation does not model the wait for a spare host, correlated failures, or the more frequent
+failures of new hardware. Work is continuous, without separate steps.
 """
 
 from __future__ import annotations
@@ -28,64 +29,65 @@ Chance = Annotated[float, Field(ge=0, le=1)]
 class FleetConfig(Config):
     """A fleet, its failures, and the time that each part of a recovery takes.
 
-    The defaults describe Llama 3's fleet; other values are from the sources named
-    below.
+    The defaults describe Llama 3's fleet; further values are from the sources that the fields name.
     """
 
     devices: Count = 16_384
-    """Number of devices, which all work together. The default is that of Llama 3 405B (arXiv
+    """The number of devices, which all work together. The default is that of Llama 3 405B (arXiv
     2407.21783, section 3.3.4)."""
     failures_per_1000_device_days: PositiveFloat = 0.5267
-    """Number of interruptions per 1,000 devices and day. Llama 3 405B had 466 interruptions in 54
-    days on 16,384 devices (arXiv 2407.21783)."""
+    """The number of interruptions per 1,000 devices and day. Llama 3 405B had 466 interruptions in
+    54 days on 16,384 devices (arXiv 2407.21783)."""
     days: PositiveFloat = 54.0
-    """Number of days that the fleet runs. The default is from arXiv 2407.21783."""
+    """The number of days that the fleet runs. The default is from arXiv 2407.21783."""
     detect_seconds: NonNegativeFloat = 100.0
-    """Time from a failure until it is detected: JAX's default timeout for a missed heartbeat."""
+    """The time from a failure until it is detected: JAX's default timeout for a missed
+    heartbeat."""
     restart_seconds: NonNegativeFloat = 380.0
-    """Time from the detection until all processes run again. By default detection, restart and
+    """The time from the detection until all processes run again. By default detection, restart and
     loading together take 10 minutes: the cost of a failure before fault tolerance in arXiv
     2602.00277."""
     restore_seconds: NonNegativeFloat = 120.0
-    """Time to load a checkpoint from disk. The default is a guess."""
+    """The time to load a checkpoint from disk. The default is a guess."""
     memory_restore_seconds: NonNegativeFloat = 10.0
-    """Time to load a snapshot from the memory of hosts. The default is a guess."""
+    """The time to load a snapshot from the memory of hosts. The default is a guess."""
     checkpoint_seconds: NonNegativeFloat = 60.0
-    """Time that a checkpoint on disk blocks training. The default is the usual example (arXiv
+    """The time that a checkpoint on disk blocks training. The default is the usual example (arXiv
     2410.21680)."""
     snapshot_seconds: NonNegativeFloat = 1.0
-    """Time that a snapshot in memory blocks training. The default is a guess; GEMINI (SOSP 2023)
-    overlaps snapshots with training."""
+    """The time that a snapshot in memory blocks training. The default is a guess; GEMINI (SOSP
+    2023) overlaps snapshots with training."""
     both_copies_lost: Chance = 0.084
     """The share of failures that destroy a snapshot and its replica. The default assumes that a
     host and its replica share a switch: switches and cables caused 35 of Llama 3's 419 unexpected
     failures."""
     checkpoint_every_seconds: PositiveFloat | None = None
-    """Seconds of work between checkpoints on disk when there are snapshots too; null takes Young's
-    interval for the failures that need a checkpoint."""
+    """The seconds of work between checkpoints on disk when there are snapshots too; null takes
+    Young's interval for the failures that need a checkpoint."""
     runs: Count = 20
-    """Number of simulated runs of each interval between saves; all meet the same failures."""
+    """The number of simulated runs of each interval between saves; all intervals meet the same
+    failures."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the failures."""
+    """The seed of the failures."""
 
     @property
     def mttf(self) -> float:
-        """Mean seconds between two failures."""
+        """The mean seconds between two failures."""
         return intervals.mttf_of(self.devices, self.failures_per_1000_device_days / 1000)
 
     @property
     def recovery(self) -> float:
-        """Seconds from a failure until work continues from disk."""
+        """The seconds from a failure until work continues from disk."""
         return self.detect_seconds + self.restart_seconds + self.restore_seconds
 
     @property
     def memory_recovery(self) -> float:
-        """Seconds from a failure until work continues from memory."""
+        """The seconds from a failure until work continues from memory."""
         return self.detect_seconds + self.restart_seconds + self.memory_restore_seconds
 
     @property
     def checkpoint_every(self) -> float:
-        """Seconds of work between checkpoints on disk when there are snapshots too."""
+        """The seconds of work between checkpoints on disk when there are snapshots too."""
         if self.checkpoint_every_seconds is not None:
             return self.checkpoint_every_seconds
         # A chance of zero would need no checkpoints: the interval is then the length of the run.
@@ -99,9 +101,9 @@ class Saves:
     """The interval and the tiers of a fleet's saves.
 
     Attributes:
-      every: seconds of work between two saves.
-      disk: every `disk`-th save is a checkpoint on disk, the others are snapshots; 1 means no
-        snapshots.
+      every: the seconds of work between two saves.
+      disk: the number of saves from one checkpoint on disk to the next. The other saves are
+        snapshots, and 1 means no snapshots.
     """
 
     every: float
@@ -110,7 +112,7 @@ class Saves:
 
 @dataclass(frozen=True)
 class Simulated:
-    """The results of the runs that save in one way.
+    """The results of all runs with the same saves.
 
     Attributes:
       seconds: the time by kind, float64 [runs]; the kinds add up to the length of a run.
@@ -134,7 +136,7 @@ class Simulated:
 
 
 def snapshots_with(fleet: FleetConfig, every: float) -> Saves:
-    """Return saves in two tiers: a snapshot each `every` seconds, checkpoints as configured."""
+    """Return saves after every `every` seconds, with checkpoints at the configured interval."""
     return Saves(every, max(round(fleet.checkpoint_every / every), 1))
 
 
@@ -143,8 +145,8 @@ def first_order(fleet: FleetConfig, saves: Saves) -> float:
 
     The formula is equation 1 of arXiv 2410.21680.
 
-    Saves block training; a failure costs the recovery and half an interval: between two
-    checkpoints if both copies are lost, and otherwise between two snapshots.
+    Saves block training. A failure costs the recovery and half an interval. This is the interval
+    between checkpoints if both copies are lost, and otherwise the interval between snapshots.
     """
     lost_both = 1.0 if saves.disk == 1 else fleet.both_copies_lost
     stands = fleet.snapshot_seconds * (saves.disk - 1) + fleet.checkpoint_seconds
@@ -155,7 +157,7 @@ def first_order(fleet: FleetConfig, saves: Saves) -> float:
 
 
 def simulate_fleet(fleet: FleetConfig, ways: Sequence[Saves]) -> list[Simulated]:
-    """Simulate a fleet with each of these methods to save, against the same failures.
+    """Simulate a fleet with each of the given saves, against the same failures.
 
     Cost: a few numpy operations on [ways, runs] for each failure of a run.
     """
@@ -192,7 +194,7 @@ class _State:
             )
         }
         self.saved = np.zeros(shape, np.int64)
-        """Number of snapshots since the last checkpoint."""
+        """The number of snapshots since the last checkpoint."""
         self.detecting, self.restoring = np.zeros(shape), np.zeros(shape)
         """Remaining seconds of detection, and of restart and loading, before work continues."""
         self.from_disk = np.zeros(shape, bool)
@@ -201,7 +203,7 @@ class _State:
         """Advance all runs to the next failure, or to the end of a run that has no further failure.
 
         Args:
-          gap: seconds to advance, float64 [runs].
+          gap: the seconds to advance, float64 [runs].
           dies: whether a failure follows, bool [runs].
           both: whether that failure destroys both copies of a snapshot, bool [runs].
         """

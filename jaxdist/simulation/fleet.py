@@ -1,4 +1,4 @@
-"""`jaxdist simulate fleet`: goodput over the interval between saves, with and without snapshots."""
+"""The command `jaxdist simulate fleet`: the goodput of a fleet over the interval between saves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxdist.study.files import check_writable, read_settings, write_study
 from jaxdist.types import JsonObject
 
 POWERS = range(-8, 5)
-"""Powers of two by which Young's interval for checkpoints is multiplied."""
+"""The powers of two by which Young's interval for checkpoints is multiplied."""
 _BESTS = {"Young": intervals.young, "Daly": intervals.daly}
 
 
@@ -33,8 +33,8 @@ class SaveTier:
     """A kind of saves, simulated at each interval.
 
     Attributes:
-      name: name of the kind of saves, for tables and pictures.
-      cost: seconds that a save blocks training, for the kind of save whose interval varies.
+      name: the name of the kind of saves, for tables and pictures.
+      cost: the seconds that a save blocks training, for the kind of save whose interval varies.
       rows: the simulated runs of each interval, the shortest interval first.
       formula: the goodput of each row by a closed form.
     """
@@ -60,8 +60,8 @@ class Fleet:
     """A simulated fleet.
 
     Attributes:
-      tiers: checkpoints alone, and checkpoints with snapshots in memory; the rows of both have the
-        same intervals.
+      tiers: the checkpoints alone, and checkpoints with snapshots in memory; the rows of both have
+        the same intervals.
     """
 
     config: FleetConfig
@@ -73,7 +73,7 @@ class Fleet:
         return [row.saves.every for row in self.tiers[0].rows]
 
     def marks(self, tier: SaveTier) -> dict[str, float]:
-        """Return the best interval in seconds by each formula, none if saves cost no time."""
+        """Return the best interval in seconds by each formula, or {} if saves cost no time."""
         found = _BESTS if tier.cost else {}
         return {name: best(tier.cost, self.config.mttf) for name, best in found.items()}
 
@@ -169,11 +169,13 @@ def run_fleet(
     """Simulate a fleet, and print and write the results; the same settings give the same numbers.
 
     Args:
-      settings: a YAML file of `FleetConfig`, if the first has no `=`; then `key=value` ...
-      json_file, plot: a file for the results, and a directory for the pictures.
+      settings: the path of a YAML file of `FleetConfig`, which may be left out, then `key=value`
+        texts.
+      json_file, plot: the file for the results and the directory for the pictures; None writes
+        nothing.
 
     Raises:
-      JaxdistError: unknown or invalid settings; files that cannot be written.
+      JaxdistError: a setting is unknown or invalid, or a file cannot be written.
     """
     config = read_settings(settings, FleetConfig)
     check_writable(plot, json_file)

@@ -1,4 +1,4 @@
-"""The goodput of a fleet over the interval between saves, as a picture."""
+"""The picture of a fleet's goodput over the interval between saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss over virtual time and over steps, and the staleness, as a picture."""
+"""The picture of the loss over virtual time and over steps, and of the staleness."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plot_simulation(
 
     Args:
       rows: the variants; curves show the first seed, histograms all seeds.
-      title: text above the axes.
+      title: the text above the axes.
       target: the loss that a dashed line marks.
     """
     figure = simulation_figure(rows, title=title, target=target)
@@ -73,7 +73,7 @@ def simulation_figure(rows: Sequence[SimulatedVariant], *, title: str, target: f
 
 
 def _draw_staleness(axes: Axes, row: SimulatedVariant, colour: np.ndarray) -> None:
-    """Draw a cumulative histogram: many of them can share the axes and still be distinguished."""
+    """Draw a cumulative histogram: many such histograms remain distinguishable in the same axes."""
     counts = sum((report.staleness for report in row.reports), Counter[int]())
     ages = np.arange(max(counts, default=0) + 1)
     shares = np.cumsum([counts[age] for age in range(len(ages))]) / max(sum(counts.values()), 1)

@@ -25,7 +25,7 @@ class _Compiled(NamedTuple):
     """An update rule for arrays with the same dims.
 
     Attributes:
-      wrapped: function from an array to the tree that the transformation receives.
+      wrapped: the function from an array to the tree that the transformation receives.
     """
 
     transform: optax.GradientTransformationExtraArgs
@@ -34,7 +34,7 @@ class _Compiled(NamedTuple):
 
 
 class ServerRule:
-    """A rule that updates ranges of parameters as the config's optimizer would update the whole.
+    """A rule that updates ranges of parameters as the config's optimizer updates whole parameters.
 
     Attributes:
       learning_rate: the largest learning rate of the run.
@@ -55,10 +55,10 @@ class ServerRule:
         """Prepare a rule that all servers share.
 
         Args:
-          schedule: function from the number of steps, as a mesh counts them, to the learning rate.
+          schedule: the function from the number of steps of all workers to the learning rate.
           params: all parameters, or their shapes.
-          dims: logical dims of each parameter, by name.
-          updates_per_step: number of updates of a range in a step of all workers.
+          dims: the logical dims of each parameter, by name.
+          updates_per_step: the number of updates of a range in a step of all workers.
         """
         self.learning_rate = learning_rate
         self.divisible = updates_elementwise(optim)
@@ -81,7 +81,7 @@ class ServerRule:
         """Return the updated array and the optimizer's next state.
 
         Args:
-          rate: factor on the learning rate.
+          rate: the factor on the learning rate.
         """
         if is_statistic(name):
             return array - (gradient if rate == 1 else np.float32(rate) * gradient), state

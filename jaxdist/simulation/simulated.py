@@ -1,4 +1,4 @@
-"""A config's own model, data and optimizer under a simulated parameter server."""
+"""The simulation of a config's model, data and optimizer with a parameter server."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxdist.tables.batch import RowsLoader
 from jaxdist.train.strategy.config import ParameterServer
 
 POINTS = 20
-"""Number of points of a loss curve where `eval.every` is not set."""
+"""The number of points of a loss curve if `eval.every` is not set."""
 _NOT_IN_GRADIENTS = {"strategy", "optim", "run", "checkpoint"}
-"""Sections of a config that do not affect gradients, given the shares of the workers."""
+"""The sections of a config that do not affect gradients, given the shares of the workers."""
 
 
 def cluster_of(config: ExperimentConfig) -> ParameterServer:

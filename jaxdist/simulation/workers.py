@@ -45,9 +45,9 @@ class ModelProblem:
 
         Args:
           program: the program for whole batches.
-          shares: number of examples of each worker.
-          microbatches: number of pieces in which each worker computes its examples.
-          evaluation_batches: number of batches of the held-out split to use; None uses all.
+          shares: the number of examples of each worker.
+          microbatches: the number of microbatches of each worker.
+          evaluation_batches: the number of batches of the held-out split to use; None uses all.
 
         Raises:
           DataError: there is no held-out split.
@@ -66,7 +66,7 @@ class ModelProblem:
 
     @cached_property
     def _begun(self) -> TrainState:
-        """The initial state of runs; gradients replace its step and its parameters."""
+        """The initial training state; `gradient` replaces its step, parameters and buffers."""
         return self._program.init()
 
     @property

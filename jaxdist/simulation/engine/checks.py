@@ -1,4 +1,4 @@
-"""Checks of a simulation on its own run: the age of reads, and the size of unapplied changes."""
+"""The checks of a simulation: the age of reads, and the size of unapplied changes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Reads:
     """A check of the age of reads, by the simulation's own count of the changes in each version.
 
     Attributes:
-      bound: the most clocks that a read may be old, or None where the model has no bound.
-      count: number of reads that were checked.
-      largest_lead: the most clocks by which a read was behind its reader.
+      bound: the largest allowed age of a read, in clocks, or None if the model has no bound.
+      count: the number of reads that were checked.
+      largest_lead: the largest age of a read so far, in clocks.
     """
 
     def __init__(self, cluster: Cluster, shards: Sequence[ShardNode]) -> None:
@@ -26,7 +26,7 @@ class Reads:
         self.count, self.largest_lead = 0, 0
 
     def check(self, server: int, clock: int, version: int) -> None:
-        """Check that the version that a client is about to read is as new as its clock requires."""
+        """Assert that a version that a client is about to read is as new as the model requires."""
         lead = clock - self._shards[server].book.floors[version]
         self.count += 1
         self.largest_lead = max(self.largest_lead, lead)
@@ -37,10 +37,11 @@ class Reads:
 
 
 class Values:
-    """The quantity that a value bound limits: the sum of all changes that are under way.
+    """A record of the quantity that a value bound limits: the sum of all changes under way.
 
     Attributes:
-      largest: the largest change that plain SGD would make to a parameter with any of the sums.
+      largest: the largest change that plain SGD would make to a parameter with any of the sums so
+        far.
     """
 
     def __init__(self, cluster: Cluster, learning_rate: float) -> None:
@@ -55,7 +56,7 @@ class Values:
     def of(self, change: Shard) -> float:
         """Return the largest change that plain SGD would make to a parameter by these gradients.
 
-        The result is NaN where any gradient is.
+        The result is NaN if any gradient contains a NaN.
         """
         assert isinstance(self.model, OnArrival)
         unit = self._learning_rate * self.model.rate(0, self._workers)
@@ -64,8 +65,8 @@ class Values:
     def look(self, under_way: Sequence[Shard]) -> None:
         """Update `largest` from the changes of each worker that are under way to a server.
 
-        A sum with a NaN or an infinity is not counted: the server will drop the change that holds
-        it.
+        A sum with a NaN or an infinity is not counted, because the server will drop the change that
+        contains this value.
         """
         total = tuple(np.sum(parts, axis=0) for parts in zip(*under_way, strict=True))
         found = self.of(total)

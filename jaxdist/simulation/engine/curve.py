@@ -32,8 +32,9 @@ class LossCurve:
     """A loss curve over virtual time.
 
     Args:
-      every: number of steps between two points; a step has as many gradients as there are workers.
-      gradients: function that returns the number of gradients that all workers have computed.
+      every: the number of steps between two points; a step has as many gradients as there are
+        workers.
+      gradients: the function that returns the number of gradients that all workers have computed.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class LossCurve:
             self.measure(now)
 
     def measure(self, now: float) -> None:
-        """Add a point at this time, if updates or loss have changed since the last point."""
+        """Add a point at this time if the number of updates or the loss has changed."""
         params = joined_parameters(self.problem, self.nodes, [node.arrays for node in self.nodes])
         gradients = self._gradients()
         steps = gradients / self.cluster.workers

@@ -18,8 +18,8 @@ class Encoding:
     """The encoding that all clients of a run share, compiled once.
 
     Attributes:
-      whole: names of parameters that are pushed without encoding.
-      seed: seed of codecs that draw at random.
+      whole: the names of parameters that are pushed without encoding.
+      seed: the seed of codecs that draw at random.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class ClientEncoder:
     ) -> tuple[Shard, bool]:
         """Return the push as the server decodes it, and whether it is finite.
 
-        A push that is not finite is dropped whole, and changes no residual.
+        A push with a value that is not finite is dropped as a whole, and changes no residual.
 
         Args:
-          sequence: number of the push among the client's messages to the server.
+          sequence: the number of the push among the client's messages to the server.
         """
         encoding = self.encoding
         round = first_round(encoding.seed, sequence, self.client)

@@ -1,4 +1,4 @@
-"""Virtual time, and messages that take time."""
+"""The virtual time of a simulation, and the messages, which take time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Action = Callable[[], None]
 Node = tuple[str, int]
 """The kind and number of a participant, such as ("server", 0) or ("worker", 3)."""
 HEADER_BYTES = 64
-"""Bytes of every message besides its arrays."""
+"""The bytes of every message besides its arrays."""
 WINDOW_BYTES = 14_600
-"""Bytes that a TCP connection sends before the first acknowledgement: ten segments (RFC 6928)."""
+"""The bytes that a TCP connection sends before the first acknowledgement: ten segments (RFC
+6928)."""
 
 
 class EventQueue:
@@ -44,10 +45,10 @@ class EventQueue:
 
 @dataclass(eq=False)
 class _Flow:
-    """A message on its way from a network card to another.
+    """A message on its way from one network card to another.
 
     Attributes:
-      luck: random factor on the message's window.
+      luck: the random factor on the message's window.
       ends: the time when its last byte leaves, if rates do not change.
     """
 
@@ -78,9 +79,9 @@ class Network:
     smaller is the share of a later message.
 
     Attributes:
-      received_bytes: number of bytes that each node has received, copies included.
-      sent_bytes: number of bytes that each node has sent, lost messages included.
-      lost: number of lost messages.
+      received_bytes: the number of bytes that each node has received, copies included.
+      sent_bytes: the number of bytes that each node has sent, lost messages included.
+      lost: the number of lost messages.
     """
 
     link: NetworkConfig
@@ -103,8 +104,9 @@ class Network:
         """Send a message now.
 
         Args:
-          deliver: called when the whole message has arrived; twice if the network copies it.
-          lost: called at once when the message is lost.
+          deliver: the function that is called when the whole message has arrived, and called again
+            if the network duplicates the message.
+          lost: the function that is called at once when the message is lost.
         """
         size, draws, link = HEADER_BYTES + payload_bytes, self._random, self.link
         self.sent_bytes[source] += size
@@ -170,13 +172,13 @@ def fair_rates(
 ) -> list[float]:
     """Return the rate of each flow by max-min fairness.
 
-    The rate per weight of a flow can only be raised by lowering that of another flow whose rate per
-    weight is not higher. The rates are found by progressive filling (Bertsekas and Gallager, Data
-    Networks, 6.5.2).
+    In the result, no flow can get a higher rate per weight unless another flow, whose rate per
+    weight is not higher, gets a lower rate. The rates are found by progressive filling (Bertsekas
+    and Gallager, Data Networks, 6.5.2).
 
     Args:
       flows: the weight of each flow, and the ports that it passes.
-      capacity: function from a port to its capacity, in the unit of the rates.
+      capacity: the function from a port to its capacity, in the unit of the rates.
 
     >>> capacity = {"a": 9, "b": 4, "s": 6, "t": 9}
     >>> flows = [(1, ("a", "s")), (1, ("b", "s")), (1, ("b", "t"))]

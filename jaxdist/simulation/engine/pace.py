@@ -12,7 +12,7 @@ from jaxdist.simulation.engine.problem import Computed, Sgd
 from jaxdist.simulation.engine.run import simulate_training
 
 WARMUP = 4
-"""Number of steps at the start that the mean leaves out."""
+"""The number of steps at the start that the mean leaves out."""
 
 
 class Still:
@@ -34,8 +34,8 @@ def step_seconds(cluster: Cluster, floats: int, seconds: float) -> float:
 
     Args:
       cluster: the cluster, with the speeds and links of its script.
-      floats: number of parameters, float32.
-      seconds: virtual seconds that are simulated.
+      floats: the number of float32 parameters.
+      seconds: the virtual seconds that are simulated.
 
     Returns:
       The mean, or NaN if the loss curve has fewer than two points after the warm-up.

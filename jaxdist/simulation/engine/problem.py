@@ -1,4 +1,4 @@
-"""Interfaces of a simulation's problem and update rule, with numpy arrays, and plain SGD."""
+"""The interfaces of a simulation's problem and update rule in numpy arrays, and plain SGD."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Computed(NamedTuple):
     """A gradient that a worker has computed.
 
     Attributes:
-      tokens: weight of the gradient in a mean.
+      tokens: the weight of the gradient in a mean.
     """
 
     gradient: Arrays
@@ -41,7 +41,7 @@ class TrainingProblem(Protocol):
 
 
 class UpdateRule(Protocol):
-    """A separable update rule: it updates any range of any parameter separately.
+    """A separable update rule, which updates any range of any parameter separately.
 
     Attributes:
       divisible: whether a range may be some rows of a parameter.
@@ -60,15 +60,15 @@ class UpdateRule(Protocol):
         """Return the updated array and the optimizer's next state.
 
         Args:
-          name: name of the parameter.
-          rate: factor on the learning rate.
+          name: the name of the parameter.
+          rate: the factor on the learning rate.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Sgd:
-    """Stochastic gradient descent with momentum: b <- m b + g; w <- w - rate (b, or g + m b)."""
+    """Stochastic gradient descent: b <- m b + g, then w <- w - rate b (Nesterov: g + m b)."""
 
     learning_rate: float
     momentum: float = 0.0

@@ -22,11 +22,11 @@ class RackNode:
     """The aggregator of a rack.
 
     Attributes:
-      place: index of the rack.
+      place: the index of the rack.
       client: the rack's number as a client of the servers; a rack that lost all of its workers gets
         a new number.
-      workers: numbers of the rack's workers.
-      states: the protocol's state for each server, if the rack has workers.
+      workers: the numbers of the rack's workers.
+      states: the protocol's state for each server, or an empty list while the rack has no workers.
     """
 
     def __init__(self, place: int, workers: tuple[int, ...], run: Simulation) -> None:

@@ -16,9 +16,9 @@ class Point(NamedTuple):
     """The loss at a point in time.
 
     Attributes:
-      gradients: number of gradients that all workers have computed.
-      steps: gradients divided by the number of workers.
-      updates: number of updates of server 0.
+      gradients: the number of gradients that all workers have computed.
+      steps: the gradients divided by the number of workers.
+      updates: the number of updates of server 0.
     """
 
     seconds: float
@@ -29,7 +29,7 @@ class Point(NamedTuple):
 
 
 class WorkerReport(NamedTuple):
-    """The work of a worker."""
+    """The work and the idle time of a worker."""
 
     gradients: int
     busy_seconds: float
@@ -48,20 +48,20 @@ class Report:
 
     Attributes:
       params: the final parameters.
-      seconds: virtual time at the end.
+      seconds: the virtual time at the end, in seconds.
       curve: the loss over time.
       work: the work of each worker.
-      staleness: number of changes for each staleness, in updates, over all servers.
-      updates_per_step: number of updates of a range in a step of all workers.
-      dropped: number of changes that were not applied, by reason.
-      received_bytes: bytes that each server received, copies included.
-      sent_bytes: bytes that each server sent, lost messages included.
-      rack_received_bytes: bytes that each rack's aggregator received from workers and servers, or
-        an empty tuple without racks.
-      lost: number of lost messages.
-      reads: number of reads that were checked against the model's bound.
-      largest_lead: age of the oldest checked read, in clocks.
-      bound: the most clocks that a read may be old, or None where the model has no bound.
+      staleness: the number of changes for each staleness, in updates, over all servers.
+      updates_per_step: the number of updates of a range in a step of all workers.
+      dropped: the number of changes that were not applied, by reason.
+      received_bytes: the bytes that each server received, copies included.
+      sent_bytes: the bytes that each server sent, lost messages included.
+      rack_received_bytes: the bytes that each rack's aggregator received from workers and servers,
+        or an empty tuple without racks.
+      lost: the number of lost messages.
+      reads: the number of reads that were checked against the model's bound.
+      largest_lead: the age of the oldest checked read, in clocks.
+      bound: the largest allowed age of a read, in clocks, or None if the model has no bound.
       largest_value: the largest change of a parameter that was under way, or 0 without a value
         bound.
     """
@@ -89,7 +89,7 @@ class Report:
 
     @property
     def mean_staleness(self) -> float:
-        """The mean staleness in updates, or 0 where nothing was applied."""
+        """The mean staleness in updates, or 0 if nothing was applied."""
         total = sum(self.staleness.values())
         return sum(age * count for age, count in self.staleness.items()) / max(total, 1)
 
@@ -100,7 +100,7 @@ class Report:
         return idle / max(idle + sum(one.busy_seconds for one in self.work), 1e-300)
 
     def seconds_to(self, loss: float) -> float | None:
-        """Return the first time at which a measured loss is at most `loss`, or None."""
+        """Return the first virtual time, in seconds, with a loss of at most `loss`, or None."""
         return next((point.seconds for point in self.curve if point.loss <= loss), None)
 
     def as_json(self) -> JsonObject:

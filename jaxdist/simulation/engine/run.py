@@ -36,19 +36,19 @@ def simulate_training(
     """Train with a parameter server in virtual time.
 
     Args:
-      rule: the update rule of the servers where workers push gradients, and of the workers where
-        they push the changes of their own steps; a decoupled model has its outer rule in its own
-        settings.
-      clocks: number of pushes of each worker; with `pooled`, on average.
-      measure_every: number of steps between two measurements of the loss; a step has as many
+      rule: the update rule. Servers use the rule if workers push gradients. Workers use the rule if
+        they push the changes of local steps; in a decoupled model, servers then use the outer
+        optimizer of the model's settings.
+      clocks: the number of pushes of each worker; with `pooled`, the mean number.
+      measure_every: the number of steps between two measurements of the loss; a step has as many
         gradients as there are workers.
-      step_seconds: seconds that each worker needs for the gradient of its share of the batch; None
-        takes the times of the script.
-      pooled: take all pushes from a common pool, so that fast workers take more of them.
-      whole: names of parameters that the cluster's codec does not encode.
+      step_seconds: the seconds that each worker needs for the gradient of its share of the batch;
+        None takes the times of the script.
+      pooled: whether all workers take pushes from a common pool, so that fast workers take more.
+      whole: the names of parameters that the cluster's codec does not encode.
 
     Raises:
-      ConfigError: settings of the cluster that contradict each other.
+      ConfigError: settings of the cluster contradict each other.
     """
     cluster.check_cluster(learning_rate=rule.learning_rate)
     speeds = step_seconds or cluster.simulation.speeds(cluster.workers)
@@ -58,7 +58,7 @@ def simulate_training(
 
 
 class Simulation:
-    """A single simulated run; `simulate_training` describes its arguments."""
+    """A single simulated run; `simulate_training` describes the arguments."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Simulation:
             shard.join(worker.client, self.now)
 
     def remove(self, worker: WorkerNode, client: int) -> None:
-        """Remove a worker that has gone for good, so that no other worker waits for it."""
+        """Remove a worker permanently, so that no other worker waits for this client number."""
         place = self._rack_of(worker.number)
         if place is not None:
             place.leave(client)
@@ -198,7 +198,7 @@ class Simulation:
         payload: Shard | None,
         again: Callable[[int, Message], None],
     ) -> None:
-        """Send a client's message to a server; `again` is called if the message is lost."""
+        """Send a client's message to a server; call `again` after the retry time if it is lost."""
         lost = self._retry(lambda: again(server, message))
 
         def deliver() -> None:
@@ -216,7 +216,7 @@ class Simulation:
         return self.encoding.size_bytes(shard.ranges, shard.arrays)
 
     def encoder(self, client: int) -> ClientEncoder | None:
-        """Return the encoder of a new client, or None where pushes are not encoded."""
+        """Return the encoder of a new client, or None if pushes are not encoded."""
         return None if self.encoding is None else ClientEncoder(self.encoding, client)
 
     def _retry(self, again: Action) -> Action:

@@ -1,4 +1,4 @@
-"""Functions from a simulation's settings to the update rule, the placement and the bound."""
+"""The functions from a simulation's settings to the update rule, the placement and the bound."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def place_arrays(start: Arrays, cluster: Cluster, *, divisible: bool) -> Placeme
 
 
 def bound_of(model: Consistency) -> int | None:
-    """Return the most clocks that a read may be old, or None where the model has no bound."""
+    """Return the largest allowed age of a read, in clocks, or None if the model has no bound."""
     match model:
         case SSP():
             return model.bound

@@ -39,10 +39,11 @@ class Served:
     """The record of the changes that a server applied or dropped.
 
     Attributes:
-      staleness: number of changes for each staleness.
-      dropped: number of dropped changes by reason.
-      floors: for each version, the clock before which it contains all changes of all members. The
-        clock comes from a count of applied changes, not from the protocol under test.
+      staleness: the number of changes for each staleness.
+      dropped: the number of dropped changes by reason.
+      floors: for each version, a clock; the version contains all changes of all members from
+        earlier clocks. The clock comes from a count of applied changes, not from the protocol under
+        test.
     """
 
     staleness: Counter[int]
@@ -51,9 +52,9 @@ class Served:
 
 
 class ShardNode:
-    """A server: the protocol's state, the arrays, and the payloads that wait.
+    """A server, with the protocol's state, the arrays, and the waiting payloads.
 
-    The server's ranges are sent in a single message and have a single clock.
+    A single message carries all ranges of the server, and a single clock counts their changes.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class ShardNode:
         self._refresh(self.state.clocks.version)
 
     def _refresh(self, version: int) -> None:
-        """Raise the floor of the newest version to the smallest clock that a member completed."""
+        """Raise the floor of a version to the fewest clocks that a member has completed."""
         members = self.state.members
         known = min((self._applied[client] for client in members), default=0)
         self.book.floors[version] = max(known, self.book.floors[version])

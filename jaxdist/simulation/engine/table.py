@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from jaxdist.simulation.engine.report import Point, Report
 
 ROWS = 12
-"""Largest number of rows of the curve's table and of the histogram."""
+"""The largest number of rows of the curve's table and of the histogram."""
 _BAR = 40
 
 
@@ -45,7 +45,7 @@ def _staleness(report: Report) -> Iterator[str]:
 
 
 def binned(counts: Counter[int], most: int) -> list[tuple[str, int]]:
-    """Return a histogram with at most `most` bins of equal width, the first of which begins at 0.
+    """Return a histogram with at most `most` bins of equal width; the first bin begins at 0.
 
     >>> binned(Counter({0: 2, 3: 1, 4: 1}), 3)
     [('0-1', 2), ('2-3', 1), ('4-5', 1)]

@@ -15,7 +15,7 @@ from jaxdist.simulation.engine.problem import Computed, TrainingProblem, UpdateR
 
 
 class LocalTrainer:
-    """The computation of a worker: a gradient, or local steps with an optimizer of its own.
+    """The computation of a worker: a gradient, or local steps with the worker's optimizer.
 
     Attributes:
       pushes_first: whether the push is known before the worker computes; true for elastic

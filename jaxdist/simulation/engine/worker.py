@@ -25,10 +25,10 @@ class WorkerNode:
     """A worker in virtual time.
 
     Attributes:
-      client: the worker's number in the protocol; a new number after each crash.
+      client: the worker's number in the protocol, which changes after each crash.
       links: the protocol's state of the worker for each server, in order.
-      busy_seconds: time spent on gradients.
-      idle_seconds: time that the worker was alive and waited for servers or the network.
+      busy_seconds: the time spent on gradients.
+      idle_seconds: the time that the worker was alive and waited for servers or the network.
     """
 
     def __init__(self, number: int, step_seconds: float, run: Simulation) -> None:
@@ -41,7 +41,7 @@ class WorkerNode:
         self.begin(number)
 
     def begin(self, number: int) -> None:
-        """Begin as a new client, which has to pull all of its state."""
+        """Begin as a new client with this number, which has to pull all parameters."""
         self.client, self.alive, self.busy, self.left = number, True, False, False
         servers = range(len(self.run.shards))
         self.links = [ClientState(number) for _ in servers]
@@ -85,7 +85,7 @@ class WorkerNode:
             self._compute()
 
     def _pull_where(self, ready: bool) -> int:
-        """Pull from all servers whose copies have this readiness; return their number."""
+        """Pull from all servers whose copies are (not) ready; return the number of servers."""
         found = [
             server
             for server, link in enumerate(self.links)

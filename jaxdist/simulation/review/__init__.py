@@ -1,1 +1,1 @@
-"""The page of `jaxdist study review`: what survey articles compare, computed or recorded here."""
+"""The page of `jaxdist study review`, with the comparisons that survey articles make."""

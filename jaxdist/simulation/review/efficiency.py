@@ -16,8 +16,9 @@ from jaxdist.simulation.choice import MODELS, Speeds, server_seconds
 from jaxdist.simulation.review.settings import Architecture, ReviewConfig
 
 MOST_WORKERS = 16
-"""Largest number of workers that are simulated, since the simulation's work grows with its square;
-beyond, the busiest card decides, as `tests/simulation/test_review.py` compares."""
+"""The largest number of workers that are simulated, since the cost of a simulation grows with the
+square of this number. For more workers, `busiest_card_seconds` computes the time;
+`tests/simulation/test_review.py` compares both."""
 _CALLS: dict[Architecture, tuple[Operation, ...]] = {
     "ring": ("all_reduce",),
     "ZeRO 1": ("reduce_scatter", "all_gather"),
@@ -31,8 +32,8 @@ class Point:
     """A point of a curve.
 
     Attributes:
-      seconds: time of a step.
-      efficiency: time of a device's own work over the time of a step.
+      seconds: the time of a step, in seconds.
+      efficiency: the ratio of the time of a device's work to the time of a step.
     """
 
     architecture: Architecture
@@ -44,9 +45,9 @@ class Point:
 def curves(config: ReviewConfig) -> Iterator[Point]:
     """Yield the points of all curves, architecture by architecture.
 
-    Each device has the same amount of work at every size (weak scaling), and no communication
-    hides behind it; a pipeline's messages travel while its stages work. A pipeline has at most a
-    stage for each layer.
+    Each device has the same amount of work for every number of devices (weak scaling). No
+    communication overlaps with this work, except that a pipeline's messages travel while its stages
+    work. A pipeline has at most one stage for each layer.
     """
     for devices in config.devices:
         yield _point(config, "parameter server", devices, _servers(config, devices))
@@ -71,10 +72,10 @@ def _servers(config: ReviewConfig, workers: int) -> float:
 
 
 def busiest_card_seconds(config: ReviewConfig, workers: int) -> float:
-    """Return the time of a step whose pushes and pulls pass the busiest card one after the other.
+    """Return the time of a step if all pushes and pulls pass the busiest card one after another.
 
-    A server's card carries its share of the parameters for each worker, and a worker's card all
-    parameters.
+    The card of a server carries the server's share of the parameters once for each worker. The card
+    of a worker carries all parameters.
     """
     link = _link(config)
     carried = config.parameter_bytes * max(1.0, workers / config.servers)

@@ -1,4 +1,4 @@
-"""Optimizers by the largest batch that keeps its quality, by memory and by stability."""
+"""The comparison of optimizers by largest batch of full quality, by memory and by stability."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class OptimizerRow:
 
     Attributes:
       largest: the largest batch size up to which every mean is within `MARGIN` of the best mean at
-        the base batch; null if the mean at the base batch is worse.
-      state_bytes: bytes of state for each parameter, in float32.
-      spread: sample standard deviation over the seeds at the last batch size, if it is known.
-      diverged: number of batch sizes at which a run diverged.
-      last: the mean at the last batch size, if no run diverged.
+        the base batch, or None if the mean at the base batch is worse.
+      state_bytes: the bytes of state for each parameter, in float32.
+      spread: the sample standard deviation over the seeds at the last batch size, or None if it is
+        unknown.
+      diverged: the number of batch sizes at which a run diverged.
+      last: the mean at the last batch size, or None if a run diverged.
     """
 
     name: str
@@ -38,11 +39,11 @@ class OptimizerRow:
 
 
 def optimizer_rows(config: ReviewConfig) -> Iterator[OptimizerRow]:
-    """Yield the rows of the recorded study's optimizers, in its order.
+    """Yield a row for each optimizer of the recorded study, in the order of the study.
 
     Raises:
-      ConfigError: an optimizer that `jaxdist study batch-scaling` does not have, or a study in
-        which every optimizer diverged at the base batch.
+      ConfigError: `jaxdist study batch-scaling` lacks an optimizer of the study, or every optimizer
+        diverged at the base batch.
     """
     scaling = config.scaling
     limit = _limit(scaling)
@@ -54,7 +55,7 @@ def optimizer_rows(config: ReviewConfig) -> Iterator[OptimizerRow]:
 
 
 def _limit(scaling: RecordedScaling) -> float:
-    """Return the worst mean that still keeps the quality of the best optimizer's base batch."""
+    """Return the worst mean within `MARGIN` of the best optimizer's mean at the base batch."""
     means = [cells[0].mean for cells in scaling.cells.values() if cells[0].mean is not None]
     if not means:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`jaxdist study review`: the tables and figures of survey articles on one page."""
+"""The command `jaxdist study review`: the tables and figures of survey articles on one page."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxdist.study.files import check_writable, write_study
 from jaxdist.types import JsonObject
 
 MIXED = 16.0
-"""Bytes for each parameter in mixed precision with Adam: 2 of parameters, 2 of gradients, 12 of the
-optimizer's float32 state (ZeRO, arXiv 1910.02054, section 3.1)."""
+"""The bytes for each parameter in mixed precision with Adam: 2 of parameters, 2 of gradients, 12 of
+the optimizer's float32 state (ZeRO, arXiv 1910.02054, section 3.1)."""
 
 
 @dataclass(frozen=True)
 class Review:
-    """The page's figures: curves, compiled programs and optimizers."""
+    """The contents of the page: points of curves, compiled programs and optimizers."""
 
     config: ReviewConfig
     points: tuple[Point, ...]
@@ -189,12 +189,12 @@ def run_review(
     """Compute, print and write the page; the same settings give the same page.
 
     Args:
-      settings: as in `jaxdist.simulation.review.settings.read_review`.
-      json_file, plot: a file for the figures, and a directory for the picture.
+      settings: the settings that `jaxdist.simulation.review.settings.read_review` reads.
+      json_file, plot: the file for the figures and the directory for the picture; None writes
+        nothing.
 
     Raises:
-      JaxdistError: unknown settings, a program that cannot be compiled, or a file that cannot be
-        written.
+      JaxdistError: a setting is unknown, a program cannot be compiled, or a file cannot be written.
     """
     config = read_review(settings)
     check_writable(plot, json_file)

@@ -17,14 +17,15 @@ class Pattern:
     """The communication of a step and the state of a device, for an architecture.
 
     Attributes:
-      axes: mesh, as text.
-      calls: collectives of a device by kind and axes, with their number; for servers, the pulls and
-        pushes of a worker.
-      sent_bytes: bytes that the busiest device sends in a step; with servers, the busiest worker.
-      server_bytes: bytes that the busiest server sends in a step, if there are servers.
-      parameter_bytes: bytes of all parameters, the unit of the table.
-      state_bytes: bytes of a device's parameters and optimizer state; with servers, of the largest
-        server.
+      axes: the mesh, as text.
+      calls: the collectives of a device by kind and axes, with their number; for servers, the pulls
+        and pushes of a worker.
+      sent_bytes: the bytes that the busiest device sends in a step; with servers, the bytes that a
+        worker sends on average.
+      server_bytes: the bytes that the busiest server sends in a step, or None without servers.
+      parameter_bytes: the bytes of all parameters, the unit of the table.
+      state_bytes: the bytes of a device's parameters and optimizer state; with servers, the bytes
+        of the server with the largest state.
     """
 
     name: str
@@ -47,10 +48,10 @@ class Pattern:
 
 
 def patterns(config: ReviewConfig) -> Iterator[Pattern]:
-    """Compile the program with the settings of each pattern, and yield what it sends and holds.
+    """Compile the program with the settings of each pattern, and yield the patterns.
 
     Raises:
-      JaxdistError: a program that cannot be built or compiled.
+      JaxdistError: the program cannot be built or compiled with some settings.
     """
     assert config.program is not None, "read_review has filled it in"
     for name, overrides in config.patterns.items():
@@ -82,7 +83,7 @@ def _sent(found: Inspection) -> float:
 
 
 def _calls(found: Inspection) -> str:
-    """Return the collectives by kind, with mesh axes where there are several."""
+    """Return the collectives by kind, with the axes if the mesh has several."""
     counted: Counter[str] = Counter()
     several = len(found.ledger.axes) > 1
     for one in found.ledger.collectives:

@@ -31,7 +31,8 @@ def plot_review(
     """Draw both figures, with measured points as large circles, and return the files.
 
     Args:
-      zero_bytes: bytes for each parameter by stage and number of devices.
+      zero_bytes: the function from a ZeRO stage and a number of devices to the bytes for each
+        parameter.
     """
     figure = new_figure((9.6, 4.6))
     left, right = figure.subplots(1, 2)

@@ -27,35 +27,35 @@ class MeasuredPoint(Config):
     """An efficiency that was measured between real processes."""
 
     architecture: Architecture
-    """Architecture that was measured."""
+    """The architecture that was measured."""
     devices: Annotated[int, Field(ge=2)]
-    """Number of devices."""
+    """The number of devices."""
     efficiency: Annotated[float, Field(gt=0, le=2)]
-    """Seconds of a device's work alone over the seconds of the step."""
+    """The ratio of the seconds of a device's work alone to the seconds of the step."""
     source: str
-    """Machine, network and command of the measurement."""
+    """The machine, network and command of the measurement."""
 
 
 class Cell(Config):
     """An optimizer's result at a batch size, over its seeds."""
 
     mean: float | None
-    """Mean of the metric; null where a run diverged."""
+    """The mean of the metric; null if a run diverged."""
     spread: NonNegativeFloat | None = None
-    """Sample standard deviation over the seeds; null for a single run, or where one diverged."""
+    """The sample standard deviation over the seeds; null for a single run, or if a run diverged."""
 
 
 class RecordedScaling(Config):
     """The results of a batch-scaling study, with learning rates tuned at each batch size."""
 
     source: str
-    """Command and length of the study."""
+    """The command and length of the study."""
     metric: Literal["accuracy", "loss"] = "accuracy"
-    """Metric of the cells; an accuracy is a fraction."""
+    """The metric of the cells; an accuracy is a fraction."""
     batches: Annotated[tuple[Count, ...], Field(min_length=1)]
-    """Batch sizes of the cells, ascending."""
+    """The batch sizes of the cells, ascending."""
     cells: Annotated[Mapping[str, tuple[Cell, ...]], Field(min_length=1)]
-    """Results of each optimizer, one for each batch size."""
+    """The results of each optimizer, one for each batch size."""
 
     @model_validator(mode="after")
     def _cells_match(self) -> RecordedScaling:
@@ -72,32 +72,32 @@ class ReviewConfig(Config):
     """The settings of the review: its programs and records, and the machines of its curves."""
 
     devices: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_ascending)]
-    """Numbers of devices of the curves."""
+    """The numbers of devices of the curves."""
     parameter_bytes: PositiveFloat = 1.34e9
-    """Bytes of the parameters, and of a gradient of all of them; BERT-large in float32."""
+    """The bytes of the parameters, and of a gradient of all of them; BERT-large in float32."""
     step_seconds: PositiveFloat = 0.5
-    """Seconds of a device's work in a step; each device has the same amount of work."""
+    """The seconds of a device's work in a step; each device has the same amount of work."""
     gbits: PositiveFloat = 100.0
-    """Gigabits per second of each device's network, in each direction."""
+    """The gigabits per second of each device's network, in each direction."""
     latency_seconds: NonNegativeFloat = 1e-5
-    """Latency of a message in seconds."""
+    """The latency of a message in seconds."""
     servers: Annotated[int, Field(ge=1, le=64)] = 4
-    """Number of parameter servers, whatever the number of workers."""
+    """The number of parameter servers, whatever the number of workers."""
     microbatches: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Number of microbatches of a step of the pipeline."""
+    """The number of microbatches of a step of the pipeline."""
     layers: Count = 24
-    """Number of layers; a pipeline has at most as many stages."""
+    """The number of layers; a pipeline has at most as many stages."""
     message_bytes: NonNegativeFloat = 4.2e6
-    """Bytes that a stage sends to its successor for a microbatch."""
+    """The bytes that a stage sends to its successor for a microbatch."""
     measured: tuple[MeasuredPoint, ...] = ()
-    """Measured efficiencies, which the page marks."""
+    """The measured efficiencies, which the page marks."""
     program: FilePath | None = None
     """Config whose train step is compiled for the tables of communication and memory, relative to
     the review's file; null compiles a small decoder."""
     patterns: Annotated[Mapping[str, tuple[str, ...]], Field(min_length=1)]
-    """Settings of each compiled program, by its name in the tables."""
+    """The settings of each compiled program, by its name in the tables."""
     scaling: RecordedScaling
-    """Recorded study of optimizers at growing batch sizes."""
+    """The recorded study of optimizers at growing batch sizes."""
 
     def choice(self, workers: int) -> ChoiceConfig:
         """Return the settings of the simulated servers with a number of workers."""
@@ -116,10 +116,10 @@ FOLDER = Path(__file__).parent
 
 
 def read_review(settings: Sequence[str]) -> ReviewConfig:
-    """Read a review; a file of your own inherits the sections that it lacks from the shipped file.
+    """Read the settings of a review; the shipped file has the sections that a user's file lacks.
 
     Args:
-      settings: a YAML file, if the first has no `=`; then `key=value` texts.
+      settings: the path of a YAML file, which may be left out, then `key=value` texts.
 
     Raises:
       ConfigError: a setting does not exist, or has an invalid value.
