@@ -36,13 +36,13 @@ class AgentSettings:
     """The settings of an agent.
 
     Attributes:
-      args: the arguments of `jaxdist.cli.runs.train_process`.
+      args: the arguments of `jaxdist.cli.runs.train_process`, which each process runs.
       processes: the number of processes in each generation.
       restarts: the number of consecutive generations that may fail without a new step before the
         run fails.
-      stuck_timeouts: how long a process may make no progress.
-      notices: sources of preemption notices besides signals, which the training processes poll as
-        well; the agent polls the sources for the times when it runs no process.
+      stuck_timeouts: the times for which a process may make no progress.
+      notices: the sources of preemption notices besides signals. The training processes poll these
+        sources as well; the agent needs them while it runs no process.
     """
 
     args: Mapping[str, Json]
@@ -56,11 +56,11 @@ class Agent:
     """The agent of a run on one machine; call `run` once.
 
     Args:
-      say: prints a line for the user.
+      say: the function that prints a line for the user.
       fork_module: the module of the fork server (`jaxdist.runtime.forks`). The layers forbid this
         package to import the module, so the command passes its name.
       hosts: the hosts of the run; None means this machine alone.
-      record: builds the recorder that observes all generations, from the journal and `say`.
+      record: the function that builds the recorder of all generations from the journal and `say`.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Agent:
         self._recorder = record(self._journal, say)
 
     def run(self) -> int:
-        """Run generation after generation, and return the exit code of the run.
+        """Run one generation after another, and return the exit code of the run.
 
         Raises:
           ConfigError: a process reported an error that only the user can fix.
-          RunError: too many generations failed in a row without a new step, or too few hosts
-            joined.
+          RunError: too many generations failed in a row without a new step, too few hosts joined,
+            or a process failed after this machine was asked to stop.
         """
         with new_folder() as folder, self._signals(), heard(self.plan.notices, self._ask_to_stop):
             server = ForkServer(self.fork_module, RunFolder(folder, 0).log(0))
@@ -114,7 +114,7 @@ class Agent:
                     lost = assignment.first + failure.process
                     self._recorder.lost(run_folder, lost, failure.how, assignment.processes)
             finally:
-                # This comes before `release`, which reports that these processes are gone.
+                # The processes are ended before `release`, which reports that they are gone.
                 team.kill()
             if failure is None:
                 asked = self._stop_reason is not None or run_folder.noticed() is not None
@@ -141,13 +141,14 @@ class Agent:
             return
         process = assignment.first + failure.process
         if self._stop_reason is not None:
-            # This machine was asked to stop, so no generation follows in which to try again.
+            # This machine was asked to stop, so that no generation follows in which the work could
+            # be repeated.
             raise RunError(f"process {process} {failure.how}: {failure.words}")
         event = {"process": process, "how": failure.how, "step": self.newest}
         named = self.hosts.named()
         self._journal.add(run_folder, "lost", **event, words=failure.words, **named)
         if failure.code == CONFIG_ERROR:
-            return  # The caller raises the error, and no generation follows.
+            return  # The caller raises the error; no generation follows.
         on = f" on {named['host']}" if named else ""
         words = f"process {process} of {assignment.total}{on} {failure.how}"
         self.say(f"{words}, {at}: generation {assignment.generation + 1} begins")
@@ -168,7 +169,7 @@ class Agent:
             raise error
 
     def _team(self, run_folder: RunFolder, assignment: Assignment, server: ForkServer) -> Team:
-        """Start the processes of a generation, and return the team that watches them."""
+        """Start this machine's processes of a generation, and return the team that watches them."""
         args = {**self.plan.args, "resume": assignment.resume}
         args["run"] = None if assignment.run is None else assignment.run.plain
         if assignment.extra:
@@ -196,7 +197,7 @@ class Agent:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Catch the signals that end a run, so that its processes save and stop at one step."""
+        """Catch the signals that end a run, so that all processes stop after the same step."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._ask_to_stop(signal.Signals(number).name)
@@ -213,14 +214,14 @@ class Agent:
 
 
 def exit_of(*, asked: bool, team: Team, over: bool) -> int | None:
-    """Return the exit code of an agent whose processes ended well, or None if it has to join again.
+    """Return the exit code of an agent whose processes ended well, or None if it must join again.
 
-    When one host is asked to stop, all hosts save and stop at the same step. The host that was
-    asked then leaves the run, whether its agent received a signal or one of its processes received
-    a preemption notice. The other hosts continue without it.
+    When one host is asked to stop, all hosts save and stop after the same step. The host that was
+    asked then leaves the run, and the other hosts continue without this host.
 
     Args:
-      asked: whether this machine was asked to stop.
+      asked: whether this machine was asked to stop, by a signal to its agent or by a preemption
+        notice to one of its processes.
       over: whether the run has reached its last step.
     """
     if not (asked or over):

@@ -15,17 +15,19 @@ from jaxdist.runtime.rendezvous import free_port
 
 @dataclass(frozen=True)
 class Assignment:
-    """The task of a machine in a generation.
+    """The work of a machine in a generation: which processes it starts, and for which run.
 
     Attributes:
       generation: the generation's number, which starts at 1 and only grows.
       first: the global number of this machine's first process.
-      count: the number of processes on this machine, or 0 if the machine only waits.
+      count: the number of processes on this machine, or 0 if the machine waits in reserve.
       total: the number of processes on all machines.
-      coordinator: HOST:PORT at which the processes connect, or None if there is only one process.
+      coordinator: the HOST:PORT to which the processes connect, or None if there is only one
+        process.
       resume: whether to continue from the saved state of a run.
-      run: the run to train, or None if the processes find the run by the user's command.
-      extra: settings that override the config.
+      run: the identity of the run to train, or None if the processes find the run by the user's
+        command.
+      extra: the settings that override the config.
       fence: the name that all generations of the run share (`RunFolder.fence`), or None if no other
         generation can be running.
     """
@@ -46,7 +48,11 @@ class Assignment:
         return range(self.first, self.first + self.count)
 
     def environ(self, index: int) -> dict[str, str]:
-        """Return the variables that tell a process its place among all processes."""
+        """Return the environment variables with which a process finds the other processes.
+
+        Args:
+          index: the number of the process on this machine.
+        """
         if self.coordinator is None:
             return {}
         return {
@@ -57,17 +63,17 @@ class Assignment:
 
 
 class Hosts(Protocol):
-    """The hosts of a run, as seen by an agent, which calls the methods from one thread only."""
+    """The hosts of a run, as an agent sees them; an agent calls them from a single thread."""
 
     def begin(self, folder: Path, stopped: Callable[[], bool]) -> Assignment | None:
         """Wait for the next generation that includes this machine.
 
         Args:
           folder: this machine's folder in memory (`jaxdist.heartbeat.run_folder`).
-          stopped: returns True when the wait has to end.
+          stopped: the function that returns True when the wait has to end.
 
         Returns:
-          None if the run is over, or if `stopped` returned True.
+          The assignment of this machine, or None if the run is over or `stopped` returned True.
 
         Raises:
           RunError: no generation started in time, or another host reported that the run failed.
@@ -75,60 +81,65 @@ class Hosts(Protocol):
         ...
 
     def ends(self, assignment: Assignment) -> str | None:
-        """Return why this machine must end its healthy processes, or None if they may continue."""
+        """Return why this machine must end its processes, or None if they may continue."""
         ...
 
     def pauses(self, assignment: Assignment) -> bool:
-        """Return whether all processes have to save and stop, to restart on more machines."""
+        """Return whether all processes must save and stop, to restart on more hosts."""
         ...
 
     def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
         """Report that all processes of this machine have ended.
 
         Args:
-          why: the failure on this machine, or an empty string if its processes ended well, or
-            because the registry ended the generation.
-          stuck: whether the process that failed was still alive, but made no progress.
+          why: the description of the failure on this machine. It is empty if the processes ended
+            well, or if the registry ended the generation.
+          stuck: whether the failed process was alive and made no progress.
         """
         ...
 
     def over(self, assignment: Assignment) -> bool:
-        """Return whether the run is over, once all processes of this machine have ended well."""
+        """Return whether the run is complete, after this machine's processes ended well."""
         ...
 
     def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:
-        """Publish the progress of this machine's processes to the hosts that wait for them."""
+        """Publish the progress of this machine's processes to the other hosts."""
         ...
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status] | None:
-        """Return the progress of the other machines' processes, or None while some is unknown.
+        """Return the progress of the other machines' processes, or None while a status is unknown.
 
-        The times in the result are by this machine's clock.
+        The times in the statuses are by this machine's clock.
         """
         ...
 
     def uncopied(self) -> str | None:
-        """Return why this machine fails to copy another's snapshots, or None if it does not."""
+        """Return why this machine does not copy another host's snapshots, or None if it does."""
         ...
 
     def why(self, assignment: Assignment) -> str:
-        """Return why a generation saved and stopped early without a request to this machine."""
+        """Return the reason why a generation stopped early without a request to this machine."""
         ...
 
     def named(self) -> dict[str, str]:
-        """Return the fields that identify this machine in the journal, besides process numbers."""
+        """Return the fields of a journal event that identify this machine."""
         ...
 
     def leave(self) -> None:
-        """Announce that this machine was asked to stop; its processes will stop shortly."""
+        """Announce that this machine was asked to stop and that its processes will stop soon."""
         ...
 
     def fail(self, code: int, words: str) -> None:
-        """Report that the run cannot continue on any machine."""
+        """Report that the run cannot continue on any machine.
+
+        Args:
+          code: the exit code of the run.
+          words: the reason, for the user.
+        """
         ...
 
     def close(self) -> None:
-        """Release all resources; no method is called afterwards."""
+        """Release all resources; the agent calls no method afterwards."""
         ...
 
 
@@ -145,55 +156,55 @@ class SingleHost:
         self._number, self._id = 0, new_id()
 
     def begin(self, folder: Path, stopped: Callable[[], bool]) -> Assignment | None:
-        """Return the next generation at once."""
+        """Return the assignment of the next generation, without a wait."""
         self._number += 1
         count = self.processes
         coordinator = f"127.0.0.1:{free_port()}" if count > 1 else None
         known = RunFolder(folder, self._number).known_run()
-        # If no process got far enough to publish the path, the next generation finds the run by its
-        # id.
+        # If a generation failed before it published the path of its run, the next generation finds
+        # the run by the run's id.
         run, resume = known or Identity(self._id), self.resume or known is not None
         return Assignment(self._number, 0, count, count, coordinator, resume, run)
 
     def ends(self, assignment: Assignment) -> str | None:
-        """Return None: on a single machine, only the processes end a generation."""
+        """Return None, since on a single machine only the processes end a generation."""
         return None
 
     def pauses(self, assignment: Assignment) -> bool:
-        """Return False: no machine can join."""
+        """Return False, since no other machine can join."""
         return False
 
     def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
-        """Do nothing: no other machine waits."""
+        """Do nothing, since no other machine waits."""
 
     def over(self, assignment: Assignment) -> bool:
-        """Return True: processes that ended well have finished the run."""
+        """Return True, since processes that ended well have finished the run."""
         return True
 
     def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:
-        """Do nothing: no other machine waits."""
+        """Do nothing, since no other machine waits."""
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status]:
-        """Return an empty sequence: there are no other machines."""
+        """Return an empty sequence, since there is no other machine."""
         return ()
 
     def uncopied(self) -> str | None:
-        """Return None: there is no other machine whose snapshots could be replicated."""
+        """Return None, since there is no other machine whose snapshots could be copied."""
         return None
 
     def why(self, assignment: Assignment) -> str:
-        """Return an empty reason; the agent never calls this, because `over` returns True."""
+        """Return an empty reason; the agent never calls this method, since `over` returns True."""
         return ""
 
     def named(self) -> dict[str, str]:
-        """Return an empty mapping: there is only one machine."""
+        """Return an empty mapping, since there is only one machine."""
         return {}
 
     def leave(self) -> None:
-        """Do nothing: no other machine waits."""
+        """Do nothing, since no other machine waits."""
 
     def fail(self, code: int, words: str) -> None:
-        """Do nothing: there is no other machine to inform."""
+        """Do nothing, since there is no other machine to inform."""
 
     def close(self) -> None:
-        """Do nothing: a single machine holds no resources."""
+        """Do nothing, since a single machine holds no resources."""

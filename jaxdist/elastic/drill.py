@@ -1,7 +1,7 @@
 """Fault injection: processes of an elastic run are killed and stopped at steps drawn from a seed.
 
-A drill predicts from the first failure which share of the time the run keeps as work, and compares
-the prediction with the measured share.
+A drill predicts from the first failure which share of the run's time is kept work, and compares the
+prediction with the measured share.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Strike:
     """An injected failure.
 
     Attributes:
-      step: the failure occurs as soon as any process has finished this step.
+      step: the step after which the failure occurs, as soon as any process has finished it.
       process: the number of the process that fails.
-      stops: whether the process is stopped rather than killed.
+      stops: whether the process is stopped with SIGSTOP instead of killed.
     """
 
     step: int
@@ -48,7 +48,7 @@ class Strike:
 
 
 def strikes_of(failures: int, steps: int, processes: int, seed: int) -> list[Strike]:
-    """Return the failures of a run: one in each of `failures` equal parts of its steps.
+    """Return the failures to inject: one in each of `failures` equal parts of a run's steps.
 
     The first failure kills its process; each later failure may stop the process instead.
 
@@ -61,8 +61,8 @@ def strikes_of(failures: int, steps: int, processes: int, seed: int) -> list[Str
     for index in range(failures):
         step = math.ceil(steps * (FIRST + part * (index + rng.random())))
         process, stops = rng.randrange(processes), rng.random() < STOPS
-        # The first failure only kills: `judge_drill` measures a kill with it, and adds the time
-        # that the detection of stops takes.
+        # The first failure always kills, because `judge_drill` measures the recovery from a kill
+        # with it and adds the time after which a stopped process is detected.
         found.append(Strike(step, process, stops and index > 0))
     return found
 
@@ -71,7 +71,7 @@ class Striker(Recorder):
     """A recorder that also injects failures.
 
     Attributes:
-      left: the failures that are still to come.
+      left: the failures that have not occurred yet.
       struck: the times of the failures that occurred, in seconds since 1970.
       run: the run directory, once it is known.
     """
@@ -86,18 +86,18 @@ class Striker(Recorder):
         self._ready = False
 
     def begun(self) -> None:
-        """Record that a generation takes steps, as `Recorder` does, and allow the next failure."""
+        """Record that a generation takes steps, and allow the next failure."""
         super().begun()
         # Failures wait for the end of a recovery, because `planned_share` assumes so.
         self._ready = True
 
     def lost(self, run_folder: RunFolder, process: int, how: str, processes: range) -> None:
-        """Record a failure, as `Recorder` does, and allow no other before new steps."""
+        """Record the failure of a process, and allow no other failure until new steps."""
         super().lost(run_folder, process, how, processes)
         self._ready = False
 
     def look(self, run_folder: RunFolder, statuses: Sequence[Status]) -> None:
-        """Check the processes, as `Recorder` does, and inject the next failure at its step."""
+        """Record the statuses of the processes, and inject the next failure at its step."""
         super().look(run_folder, statuses)
         if not (self._ready and self.left):
             return
@@ -121,8 +121,9 @@ class Recovery:
 
     Attributes:
       seconds: the time from the failure to the first new step.
-      detect: the part of `seconds` until the agent noticed the failure.
-      parts: the other parts of `seconds` by name; the first step's part includes repeated steps.
+      detect: the time from the failure until the agent noticed it; a part of `seconds`.
+      parts: the other parts of `seconds` by name. The part of the first step includes the repeated
+        steps.
       lost_steps: the number of steps that were repeated.
     """
 
@@ -139,13 +140,13 @@ def recoveries_of(
     events: Sequence[JsonObject],
     found: Goodput,
 ) -> list[Recovery]:
-    """Return the recoveries of a run.
+    """Return the recovery from each failure that occurred, in order.
 
     Args:
       strikes: the failures that were planned, in order.
       struck: the times of the failures that occurred, in seconds since 1970.
       events: the events of the run's journal.
-      found: the account of how each process life of the run spent its time.
+      found: the use of time in each life of the run.
     """
     recoveries = []
     # The pairs are not `strict`, since the run may end before all failures have occurred.
@@ -170,8 +171,8 @@ class Drilled:
     """The result of a drill.
 
     Attributes:
-      predicted: the predicted share of time that is kept work, from the end of the first start.
-      achieved: the measured share of time that is kept work, from the end of the first start.
+      predicted: the predicted share of kept work in the time after the first start.
+      achieved: the measured share of kept work in the time after the first start.
     """
 
     recoveries: Sequence[Recovery]
@@ -184,7 +185,7 @@ class Drilled:
         return self.achieved >= 0.9 * self.predicted
 
     def as_json(self) -> JsonObject:
-        """Return the result as plain data."""
+        """Return the result as an object for JSON."""
         told: list[Json] = [
             {
                 "step": one.strike.step,
@@ -200,7 +201,7 @@ class Drilled:
         return {"predicted": self.predicted, "achieved": self.achieved, "recoveries": told}
 
     def lines(self) -> list[str]:
-        """Return the result as lines of text."""
+        """Return the result as text: a line for each recovery, and a line with the shares."""
         rows = [
             f"step {one.strike.step:>7} process {one.strike.process} "
             f"{'SIGSTOP' if one.strike.stops else 'SIGKILL'}  {one.seconds:6.2f} s = detect "
@@ -219,13 +220,15 @@ def judge_drill(
     every: int,
     silent_seconds: float,
 ) -> Drilled:
-    """Compare the kept share of a run with a prediction from its first life and first failure.
+    """Predict the share of kept work from a run's first life and first failure.
+
+    Return the prediction together with the measured share.
 
     Args:
       recoveries: the recoveries of the run, of which there is at least one.
-      found: the account of how each process life of the run spent its time.
+      found: the use of time in each life of the run.
       every: the number of steps between two saves.
-      silent_seconds: the time until a stopped process is detected.
+      silent_seconds: the time, in seconds, after which a stopped process is detected.
     """
     first, total = found.lives[0], found.lives[-1].last_step
     useful = sum(first.seconds[kind] for kind in (Activity.STEP, Activity.INPUT_WAIT))
@@ -248,8 +251,8 @@ def every_of(records: Sequence[JsonObject], memory: Json, disk: Json) -> int:
 
     Args:
       records: the run's metrics, which contain the interval that the run chose.
-      memory, disk: the config's intervals of snapshots and of checkpoints, each a number of steps
-        or "auto"; `memory` is None if the run takes no snapshots.
+      memory, disk: the config's intervals of snapshots and of checkpoints. Each interval is a
+        number of steps or "auto"; `memory` is None if the run takes no snapshots.
     """
     kind, wanted = (
         (Activity.CHECKPOINT_BLOCKED, disk) if memory is None else (Activity.SNAPSHOT, memory)

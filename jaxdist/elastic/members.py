@@ -1,4 +1,4 @@
-"""The processes of a generation, forked from a process that has imported everything.
+"""The processes of a generation, which are forked from a process that has imported all modules.
 
 Each process receives its task as one JSON line on its standard input.
 """
@@ -40,14 +40,14 @@ class Member:
         self.log, self.index, self._server = log, index, server
         self._code: int | None = None
         reader, writer = os.pipe()
-        # The pipe stays open while this agent lives, so its end tells the process to stop.
+        # The pipe stays open while this agent lives. The end of the pipe tells the process to stop.
         self._orders = os.fdopen(writer, "wb")
         try:
             with log.open("ab") as errors, held(log.parent) as descriptor:
                 self.pid = server.fork([reader, errors.fileno(), descriptor])
         finally:
-            # The child has its own copy of the descriptor. If this copy stayed open, a write to a
-            # dead child would never fail.
+            # The child has inherited a copy of the descriptor. If this copy stayed open, a write to
+            # a dead child would never fail.
             os.close(reader)
         send(self._orders, {"args": {**args}, "environ": {**environ}})
 
@@ -64,16 +64,16 @@ class Member:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process and everything that it started; return when the process is gone."""
-        for end in (os.killpg, os.kill):  # The process leads a group only after `setsid`.
+        """Kill the process and all processes that it started; return when the process is gone."""
+        for end in (os.killpg, os.kill):  # The process leads a group only after its `setsid`.
             with suppress(ProcessLookupError, PermissionError):
                 end(self.pid, Signals.SIGKILL)
         if self._code is None:
             self._code = self._server.ended(self.pid, wait=True)
-        # `close` flushes buffered orders, which fails if the process is dead.
+        # `close` flushes buffered input for the process, which fails if the process is dead.
         with suppress(BrokenPipeError):
             self._orders.close()
 
     def last_words(self, count: int = LAST_LINES) -> str:
-        """Return the last lines of the process's standard error."""
+        """Return the last `count` lines of the process's standard error."""
         return last_lines(self.log, count)

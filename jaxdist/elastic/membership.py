@@ -1,19 +1,19 @@
 """Membership: hosts hold leases, and at most one generation of hosts is active at any time.
 
-A registry receives renewals from hosts and grants leases on its current generation; a host is
-active while it holds a lease. Nothing here does I/O or reads a clock: the caller supplies the time
-and carries the messages, which may be lost, delayed, duplicated and reordered. Clocks may have any
-offset; the rate of each clock is wrong by `drift` at most.
+A registry receives renewals from hosts and grants leases on its current generation. A host is
+active while it holds a lease. This module does no I/O and reads no clock: the caller supplies the
+time and carries the messages. Messages may be lost, delayed, duplicated and reordered. Clocks may
+have any offset; the rate of each clock is wrong by `drift` at most.
 
-Two generations are never active at the same time. A host counts its lease from the moment of its
-request, and the registry counts the lease from its answer, which is later; the host also shortens
-its lease by the drift between two clocks. To end a generation, the registry stops granting leases
-on that generation. The registry starts the next generation only when each lease has expired, or its
-holder has reported that it stopped. A host never resumes a generation that it has stopped, so old
-messages do no harm. (Gray and Cheriton, "Leases", SOSP 1989.)
+Two generations are never active at the same time. A host counts its lease from its request, and the
+registry counts the lease from the answer, which is later. The host also shortens its lease by the
+drift between two clocks. To end a generation, the registry stops granting leases on that
+generation. The registry starts the next generation only when each lease has expired, or its holder
+has reported that it stopped. A host never resumes a generation that it has stopped, so old messages
+do no harm. (Gray and Cheriton, "Leases", SOSP 1989.)
 
-A host that is suspended between checking its lease and writing may still write too late. Against
-this, the number of its generation is a fencing token, which storage compares with its `Fence`
+A host that is suspended after it has checked its lease may still write too late. The number of its
+generation therefore is a fencing token, which storage compares with its `Fence`
 (`jaxdist.heartbeat.fence`).
 """
 
@@ -41,7 +41,7 @@ class Generation:
 
     @property
     def coordinator(self) -> str:
-        """The member to which the others connect: the host that joined first."""
+        """The member to which the other members connect, which is the host that joined first."""
         return self.members[0]
 
 
@@ -54,7 +54,7 @@ class Renew:
       sent: the time of the request, by the host's clock.
       stopped: the newest generation that the host has stopped; the host never resumes it.
       leaves: whether this is the host's last message, which requests no lease.
-      quarantined: whether the host asks to be left out if the others can continue without it.
+      quarantined: whether the host asks to be left out if the other hosts can continue without it.
     """
 
     host: str
@@ -80,7 +80,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class Stop:
-    """An order to end every generation whose number is below `token`."""
+    """An order to the receiver to end every generation whose number is below `token`."""
 
     token: int
 
@@ -107,7 +107,11 @@ class Host:
     def renew(self, now: float, *, leaves: bool = False) -> Renew:
         """Return the host's next renewal.
 
-        A host sends several renewals per lease, and stops its generation before it leaves.
+        Args:
+          now: the current time, by the host's clock.
+          leaves: whether the renewal is the host's last message.
+
+        A host sends several renewals during each lease. It stops its generation before it leaves.
         """
         return Renew(self.name, now, self.stopped, leaves, now < self.quarantined_until)
 
@@ -116,7 +120,7 @@ class Host:
         return replace(self, quarantined_until=now + config.stuck_host_seconds)
 
     def at_work(self, now: float) -> Generation | None:
-        """Return the generation in which the host is active, or None if it holds no valid lease."""
+        """Return the generation in which the host is active, or None without a valid lease."""
         return self.generation if now < self.until else None
 
     def stop(self, token: int) -> Host:
@@ -127,16 +131,17 @@ class Host:
         return Host(self.name, stopped, quarantined_until=self.quarantined_until)
 
     def hear(self, config: MembershipConfig, message: Grant | Stop) -> Host:
-        """Return the state of the host after a message from the registry."""
+        """Return the state of the host after an answer from the registry."""
         if isinstance(message, Stop):
             return self.stop(message.token)
         given, until = message.generation, message.sent + config.held_seconds
-        # A late or duplicated grant is ignored: it could let an ended generation overlap the next.
+        # A late or duplicated grant is ignored, since with it an ended generation could overlap the
+        # next generation.
         if given.number <= self.stopped:
             return self
         if given == self.generation:
-            # Grants may arrive out of order: an older grant must not cancel a pause or shorten the
-            # lease.
+            # Grants may arrive in another order. An older grant must not cancel a pause or shorten
+            # the lease.
             pauses = self.pauses or message.pauses
             return replace(self, until=max(self.until, until), pauses=pauses)
         stopped = max(self.stopped, given.number - 1)
@@ -145,7 +150,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Registry:
-    """The state of the registry, which the leader keeps on disk; a new leader calls `restarted`.
+    """The state of the registry, which the leader stores; a new leader calls `restarted`.
 
     Attributes:
       alive: the end of each host's registration, by the registry's clock.
@@ -166,10 +171,10 @@ class Registry:
     quarantined: frozenset[str] = frozenset()
 
     def restarted(self, config: MembershipConfig, now: float) -> Registry:
-        """Return the state for a leader that has read it from disk and may have another clock.
+        """Return the state for a leader that has read the registry and may have another clock.
 
-        If the generation was active, leases may have been granted after the last write; every
-        member is therefore assumed to hold a lease.
+        If the generation is active, the earlier leader may have granted leases after it wrote the
+        registry. Every member is therefore assumed to hold a lease.
         """
         members = self.generation.members if self.granted else tuple(self.holders)
         return replace(
@@ -185,7 +190,8 @@ class Registry:
         """Return the state after a renewal, and the answer to the host that sent the renewal.
 
         Args:
-          fits: returns whether hosts can work together without those that ask to be left out.
+          fits: the function that returns whether hosts can work together, without the hosts that
+            ask to be left out.
         """
         known = self.heard(config, now, message).passed(config, now, fits)
         number = known.generation.number
@@ -193,12 +199,12 @@ class Registry:
             holders = {**known.holders, message.host: now + config.lease_seconds}
             grant = Grant(known.generation, message.sent, known.pauses)
             return replace(known, holders=holders), grant
-        # While a generation is granted, only earlier generations must end; afterwards, its own
-        # members must stop too.
+        # While leases on the generation are granted, only earlier generations must end. Afterwards
+        # the members of the generation must stop too.
         return known, Stop(number if known.granted else number + 1)
 
     def heard(self, config: MembershipConfig, now: float, message: Renew) -> Registry:
-        """Return the state after a renewal: which hosts are alive, and which have stopped."""
+        """Return the state after a renewal: which hosts are alive, and which leases remain."""
         alive, holders, granted = dict(self.alive), dict(self.holders), self.granted
         came = message.host not in alive
         if message.leaves:
@@ -207,18 +213,20 @@ class Registry:
             alive[message.host] = now + config.lease_seconds
         if message.stopped >= self.generation.number:
             holders.pop(message.host, None)
-            # A member that has stopped the generation cannot return to it: it counts as lost.
+            # A member that has stopped the generation cannot return to it, and therefore counts as
+            # lost.
             granted = granted and message.host not in self.generation.members
         asks = {message.host} if message.quarantined else set()
         quarantined = self.quarantined - {message.host} | asks
         back = message.host in self.quarantined - quarantined
-        # The departure of an unknown host changes nothing, nor does a renewal of a known host.
+        # The departure of an unknown host changes nothing, and neither does a renewal of a known
+        # host.
         since = now if came != message.leaves or back else self.since
         given = {"holders": holders, "granted": granted, "since": since}
         return replace(self, alive=alive, quarantined=quarantined, **given)
 
     def passed(self, config: MembershipConfig, now: float, fits: Fits = all_fit) -> Registry:
-        """Return the state after time has passed: hosts expire, generations end and start."""
+        """Return the state at time `now`, in which hosts expire, and generations end and start."""
         alive = {host: until for host, until in self.alive.items() if until > now}
         since = self.since if len(alive) == len(self.alive) else now
         holders = {host: until for host, until in self.holders.items() if until > now}
@@ -227,9 +235,9 @@ class Registry:
         if known.granted and not known.alive.keys() >= set(known.generation.members):
             known = replace(known, granted=False)
         if known.granted and known._grows(config, now, fits):
-            # The members end the generation themselves, after a save, so that no step is lost.
+            # The members end the generation themselves after a save, so that no step is lost.
             known = replace(known, pauses=True)
-        # No host can hold a valid lease any more, so the two generations cannot overlap.
+        # Hosts no longer hold a valid lease, so that the two generations cannot overlap.
         if not known.granted and not holders:
             known = known._begun(config, now, fits)
         return known
@@ -248,12 +256,13 @@ class Registry:
         settled = len(hosts) >= config.max_hosts or self._settled(config, now)
         if len(hosts) < config.min_hosts or not settled:
             return self
-        # The order of joining keeps earlier members in, since they hold the newest snapshots.
+        # In the order of joining, earlier members stay in, since they have the newest snapshots.
         following = Generation(self.generation.number + 1, hosts[: config.max_hosts])
         return replace(self, generation=following, granted=True, pauses=False)
 
     def _settled(self, config: MembershipConfig, now: float) -> bool:
-        # Hosts join one after another. Without this wait, each host would start a generation.
+        # Hosts join one after another. Without this wait, each host that joins would start a
+        # generation.
         return now - self.since >= config.settle_seconds
 
     def _able(self, config: MembershipConfig, fits: Fits) -> tuple[str, ...]:

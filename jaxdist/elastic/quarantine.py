@@ -1,4 +1,4 @@
-"""Quarantine of hosts: which hosts take part in a generation, as a function of plain data.
+"""The quarantine of hosts: which hosts take part in a generation, computed from plain data.
 
 A host with a stuck process asks to be left out for a while, because a process that was stuck once
 may be stuck again. The other hosts start without this host if they are enough and can form a mesh;
@@ -13,7 +13,7 @@ Fits = Callable[[Sequence[str]], bool]
 
 
 def all_fit(hosts: Sequence[str]) -> bool:
-    """Return True: any set of hosts can work together."""
+    """Return True, since by default any set of hosts can work together."""
     return True
 
 
@@ -24,7 +24,7 @@ def able(
     most: int,
     fits: Fits = all_fit,
 ) -> tuple[str, ...]:
-    """Return the hosts that may take part, in order; a generation takes the first `most`.
+    """Return the hosts that may take part, in order; a generation takes the first `most` hosts.
 
     >>> able("abc", {"b"}, 2, 4), able("abc", {"b"}, 3, 4)
     (('a', 'c'), ('a', 'b', 'c'))
@@ -34,8 +34,8 @@ def able(
       quarantined: the hosts that ask to be left out.
       least: the smallest number of hosts of a generation.
       most: the largest number of hosts of a generation.
-      fits: returns whether hosts can work together, such as in a mesh; called only if a host is
-        quarantined.
+      fits: the function that returns whether hosts can work together, for example in a mesh. It is
+        called only if a host is quarantined.
     """
     everyone = tuple(alive)
     ready = tuple(host for host in everyone if host not in quarantined)

@@ -1,4 +1,4 @@
-"""The processes of one generation on this machine, watched until the generation ends."""
+"""The processes of a generation on this machine, which are watched until the generation ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from jaxdist.metrics.account import Activity
 from jaxdist.runtime.children import how_ended
 
 POLL_SECONDS, LOOK_SECONDS = 0.05, 0.25
-"""Seconds between two checks for processes that ended; and, once a generation takes steps, between
-two reads of their status."""
+"""POLL_SECONDS: the time between two checks for processes that ended. LOOK_SECONDS: the time
+between two reads of the processes' statuses, when the generation takes steps."""
 END_SECONDS = 120.0
-"""The time that the remaining processes may take after one has ended well, or after all were asked
-to stop."""
+"""The time, in seconds, that processes may take to end after a process has ended well, or after all
+were asked to stop.
+"""
 STACK_SECONDS, STACK_LINES = 0.5, 200
 
 
@@ -32,9 +33,9 @@ class Failure:
     """The reason why a generation cannot continue.
 
     Attributes:
-      process: the failed process, by its index on this machine, or None if the generation ended
-        although no process failed here.
-      how: the kind of failure, as the end of a sentence about the process.
+      process: the index of the failed process on this machine, or None if no process failed on this
+        machine.
+      how: the kind of failure, as the rest of a sentence that begins with the process.
       words: the last lines that the process printed.
       code: the exit code of the process, or None if the process is alive but stuck.
     """
@@ -50,10 +51,10 @@ class Marks:
     """The times at which a generation reached its milestones, in seconds of `time.monotonic`.
 
     Attributes:
-      begun: when the agent began to watch the processes, just after their start.
-      up: when all processes had published a status.
-      restored: when all processes had restored the state.
-      stepped: when all processes had finished the first new step.
+      begun: the time when the agent began to watch the processes, just after their start.
+      up: the time when all processes had published a status.
+      restored: the time when all processes had restored the state.
+      stepped: the time when all processes had finished the first new step.
     """
 
     begun: float
@@ -62,9 +63,15 @@ class Marks:
     stepped: float | None = None
 
     def look(self, statuses: Sequence[Status], count: int, first_step: int) -> None:
-        """Record the milestones that were reached since the last call."""
+        """Record the milestones that the processes have reached since the last call.
+
+        Args:
+          count: the number of processes that must report.
+          first_step: the first new step.
+        """
         now = time.monotonic()
-        # `statuses` lacks processes that have not reported yet, and the slowest process counts.
+        # `statuses` lacks processes that have not reported yet. A milestone is reached only when
+        # the slowest process has reached it.
         if not count or len(statuses) < count:
             return
         self.up = self.up or now
@@ -74,10 +81,10 @@ class Marks:
             self.stepped = now
 
     def seconds(self, lost_at: float | None) -> dict[str, float]:
-        """Return the seconds that each part of a start took, once the first step is done.
+        """Return the seconds that each part of the start took; the first new step must be done.
 
         Args:
-          lost_at: when the previous generation failed, or None for the first generation.
+          lost_at: the time when the previous generation failed, or None for the first generation.
         """
         assert self.up is not None
         assert self.restored is not None
@@ -99,8 +106,9 @@ class Team:
 
     Attributes:
       newest: the last step that any process of the run has finished.
-      stop_reason: returns why this machine has to stop, or None while it need not stop.
-      stopped: whether a process saved and stopped on request, before the end of the run.
+      stop_reason: the function that returns the reason why this machine has to stop, or None while
+        it need not stop.
+      stopped: whether a process saved and stopped before the end of the run, on request.
     """
 
     run_folder: RunFolder
@@ -123,14 +131,15 @@ class Team:
             member.kill()
 
     def watch(self, lost_at: float | None) -> Failure | None:
-        """Wait until the generation has ended well (None), or cannot continue.
+        """Wait until the generation ends; return the failure that ended it, or None.
 
         Args:
-          lost_at: when the previous generation failed, in seconds of `time.monotonic`.
+          lost_at: the time when the previous generation failed, in seconds of `time.monotonic`, or
+            None for the first generation.
         """
         try:
             return self._watch(lost_at)
-        finally:  # Steps and requests since the last look would otherwise be missed.
+        finally:  # Otherwise the last steps and requests would be missed.
             self._statuses([None] * len(self.members))
             self._leave()
             self._note_copies()
@@ -140,8 +149,8 @@ class Team:
         over, begun, look_at = None, False, 0.0
         while True:
             time.sleep(POLL_SECONDS)
-            # The clock is read before the exit codes, so that a process that ends in between does
-            # not count as silent.
+            # The clock is read before the exit codes. A process that ends between the two reads
+            # then does not count as silent.
             now = time.monotonic()
             looks = not begun or now >= look_at
             if looks:
@@ -153,8 +162,8 @@ class Team:
             lost = first_lost(codes)
             if lost is not None:
                 return self._lost(lost, codes[lost])
-            # `all` is true for an empty list: a host without processes must wait until it is asked
-            # to stop.
+            # `all` is true for an empty list, but a host without processes must wait until it is
+            # asked to stop.
             if all(code == 0 for code in codes) and (codes or self._passed):
                 return None
             if 0 in codes or self._passed:
@@ -162,7 +171,7 @@ class Team:
             if over is not None and time.monotonic() > over:
                 late = next(at for at, code in enumerate(codes) if code is None)
                 return Failure(late, f"did not end within {END_SECONDS:g} s after the others")
-            # Exit codes are cheap, so every iteration reads them; statuses are in files.
+            # Exit codes are read in every iteration, since they cost little; statuses are in files.
             if not looks:
                 continue
             look_at = now + LOOK_SECONDS
@@ -196,11 +205,11 @@ class Team:
         return 0 if code == STOPPED else code
 
     def _pass_on(self, *, grows: bool) -> None:
-        """Pass a request to stop on to all processes, once.
+        """Pass a request to stop to all processes, once.
 
         Args:
-          grows: whether to stop also so that more hosts can join; False while there are no new
-            steps to save, because a restart would then only cost time.
+          grows: whether the registry's request to make room for more hosts also counts. It does not
+            count while there are no new steps to save, because a restart would then only cost time.
         """
         self._leave()
         pauses = grows and bool(self.members) and self.hosts.pauses(self.assignment)
@@ -210,13 +219,13 @@ class Team:
                 member.signal(signal.SIGTERM)
 
     def _leave(self) -> None:
-        """Tell the other hosts, once, that this machine was asked to stop."""
+        """Announce to the other hosts, once, that this machine was asked to stop."""
         if not self._left and self.stop_reason() is not None:
             self._left = True
             self.hosts.leave()
 
     def _note_copies(self) -> None:
-        """Record in the journal when replication of snapshots fails, and when it resumes."""
+        """Record in the journal that the copies of snapshots fail, or that they succeed again."""
         why, before = self.hosts.uncopied(), self._uncopied
         if (why is None) != (before is None):
             event = "copied" if why is None else "uncopied"
@@ -230,16 +239,16 @@ class Team:
             if code is None
         )
         statuses = [one for one in found if one is not None]
-        # The process that had come furthest may be lost, so the newest step must not decrease.
+        # The process that was furthest ahead may be lost, but the newest step must not decrease.
         self.newest = max([self.newest, *(one.step for one in statuses)])
         return statuses
 
     def _stuck(self, stuck: Stuck, statuses: Sequence[Status]) -> Failure:
-        """Ask all processes for their stacks, and record what each was doing."""
+        """Make all processes print their stacks, and record what each process did."""
         for member in self.members:
-            # faulthandler prints the stacks even if Python is blocked inside a collective.
+            # faulthandler prints the stacks even if Python is blocked in a collective.
             member.signal(signal.SIGUSR2)
-        # The processes write the stacks to their logs, and do not report when that is done.
+        # The processes write the stacks to their logs, and do not report when they have done so.
         time.sleep(STACK_SECONDS)
         stacks = {str(member.index): member.last_words(STACK_LINES) for member in self.members}
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Detection of stuck processes, as a function of the statuses that the processes publish."""
+"""The detection of stuck processes from the statuses that the processes publish."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class StuckTimeouts:
     """The times for which a process may make no progress.
 
     Attributes:
-      silent_seconds: the longest time without a heartbeat.
-      step_seconds: the longest time for which all processes may stay at one step.
+      silent_seconds: the longest time without a heartbeat, in seconds.
+      step_seconds: the longest time for which all processes may stay at the same step, in seconds.
     """
 
     silent_seconds: float = 10.0
@@ -24,10 +24,11 @@ class StuckTimeouts:
 
 @dataclass(frozen=True)
 class Stuck:
-    """A stuck process, for which the others wait.
+    """A stuck process, for which the other processes wait.
 
     Attributes:
-      why: what the process does instead of taking steps, as the end of a sentence.
+      why: a description of what the process does instead of steps, as the rest of a sentence that
+        begins with the process.
     """
 
     process: int
@@ -40,19 +41,19 @@ def find_stuck(
     timeouts: StuckTimeouts,
     others: Callable[[], Sequence[Status] | None] = tuple,
 ) -> Stuck | None:
-    """Return the process of this machine for which all others have waited too long.
+    """Return the stuck process of this machine, or None if all processes may still make progress.
 
-    A silent process is stuck: it is stopped, or gets no CPU time. If all processes are alive and
-    none makes progress, the stuck process is the process at the lowest step. If several processes
-    are at that step, a process that does not wait for the devices comes first, then a process that
-    is not inside a step, then the process that stopped first. Each machine reports only its own
-    stuck process: it ends the process, and informs the other machines.
+    A process without a heartbeat is stuck: it is stopped or gets no CPU time. If all processes have
+    heartbeats and none makes progress for too long, the process at the lowest step is stuck. If
+    several processes are at that step, a process that does not wait for the devices is preferred,
+    then a process that is not inside a step, then the process whose progress ended first. Each
+    machine reports only its own stuck process, and then informs the other machines.
 
     Args:
       found: the processes of this machine.
-      others: returns the processes of other machines, with times by this machine's clock, or None
-        while a status is unknown. The function reads from the network, so it is called only if
-        the processes of this machine have waited too long.
+      others: the function that returns the statuses of the processes of other machines, with times
+        by this machine's clock, or None while a status is unknown. The function reads from the
+        network, so it is called only if the processes of this machine have waited too long.
     """
     silent = [one for one in found if now - one.alive > timeouts.silent_seconds]
     if silent:
@@ -64,7 +65,8 @@ def find_stuck(
     if remote is None or not _still(remote, now, timeouts):
         return None
     everyone = [*found, *remote]
-    # If all processes compile or restore, none is stuck: these phases have no time limit.
+    # If all processes compile or restore, no process is stuck, since these phases have no time
+    # limit.
     if not any(one.phase not in SLOW_PHASES for one in everyone):
         return None
     behind = min(
@@ -84,9 +86,12 @@ def _still(found: Sequence[Status], now: float, timeouts: StuckTimeouts) -> bool
 
 
 def first_lost(codes: Sequence[int | None]) -> int | None:
-    """Return the index of the process that failed first, among those that have ended.
+    """Return the index of the process that failed first, among the processes that have ended.
 
-    A process that was killed comes before processes that exited because their peer was gone.
+    Return None if no process has failed.
+
+    A process that a signal killed counts as earlier than a process that exited with an error, since
+    the latter may have exited because the former was gone.
 
     >>> first_lost([3, -9, None]), first_lost([None, 3, 0]), first_lost([0, None])
     (1, 1, None)

@@ -31,20 +31,20 @@ from jaxdist.errors import RunError
 from jaxdist.types import JsonObject
 
 SECONDS = 10.0
-"""Seconds of silence that end a transfer."""
+"""The time of silence that ends a transfer, in seconds."""
 _NONCE, _LINE_BYTES, _BLOCK_BYTES = 32, 1 << 20, 1 << 20
 _REQUEST_BYTES = 1024
 """The largest number of bytes that a client may send before the server knows its signature."""
 LIST = "*"
-"""The name with which a client requests the list of all parts."""
+"""The name that a client sends to request the list of all parts."""
 
 
 class CopyError(RunError):
-    """The error for a part of a snapshot that could not be fetched."""
+    """The error for a part of a snapshot that could not be copied from another host."""
 
 
 class CopyServer:
-    """A server that sends the parts in a folder to clients with the token, until `close`.
+    """A server that sends the parts in a folder to clients that have the token, until `close`.
 
     Args:
       host: the name or address, IPv4 or IPv6, at which the other hosts reach this machine.
@@ -71,7 +71,7 @@ class CopyServer:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """A server on one address, or on all addresses of both families."""
+    """A server on one address, or on all IPv4 and IPv6 addresses."""
 
     allow_reuse_address = True
     daemon_threads = True  # Otherwise `server_close` would wait for transfers in progress.
@@ -88,10 +88,11 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def _listening(host: str, answering: Any) -> _Server:
-    """Listen on the address that the other hosts use, and on no other network of this machine.
+    """Return a server that listens only on the address that the other hosts use.
 
-    The server listens on all addresses if this machine does not have the address, because a network
-    translates it, or if the name resolves only to loopback (127.0.1.1 in Debian's /etc/hosts).
+    There are two exceptions, in which the server listens on all addresses of this machine. The
+    machine may not have the address, because a network translates it. Or the name may resolve only
+    to loopback (127.0.1.1 in Debian's /etc/hosts).
     """
     named = not is_loopback(host) and host != "localhost"
     with suppress(OSError):
@@ -104,7 +105,7 @@ def _listening(host: str, answering: Any) -> _Server:
 
 
 def address_of(host: str, port: int) -> str:
-    """Join a host and a port; an IPv6 address is put in brackets.
+    """Return `HOST:PORT`, with brackets around an IPv6 address.
 
     >>> address_of("node1", 7000), address_of("fd00::1", 7000)
     ('node1:7000', '[fd00::1]:7000')
@@ -120,7 +121,7 @@ def parts_in(folder: Path) -> list[str]:
 
 
 def seed(disk: Path, folder: Path) -> None:
-    """Copy the snapshots on this machine's disk to a folder that the other hosts can read.
+    """Copy the snapshots on this machine's disk to the folder from which other hosts may copy.
 
     A part that cannot be read is skipped.
     """
@@ -135,7 +136,7 @@ def list_parts(address: str, token: bytes) -> list[str]:
     """Return the names of the parts that a host has.
 
     Raises:
-      CopyError: the host cannot be reached, does not know the token, or stops answering.
+      CopyError: the host cannot be reached, does not have the token, or stops answering.
     """
     with _Asked(address, LIST, token) as asked:
         names = json.loads(asked.read().decode())
@@ -149,10 +150,12 @@ def fetch(
     token: bytes,
     keeping: AbstractContextManager[bool] | None = None,
 ) -> None:
-    """Copy a part from another host into a folder; the copy is atomic.
+    """Copy a part from another host into a folder, atomically.
 
     Args:
-      keeping: entered when all bytes have arrived; returns whether the part is still wanted.
+      keeping: the context that is entered when all bytes have arrived, and in which the part gets
+        its name. The value of the context is whether the part is still wanted; None always wants
+        the part.
 
     Raises:
       CopyError: the host cannot be reached, lacks the part or the token, or the content does not
@@ -175,7 +178,7 @@ def fetch(
 
 
 class _Asked:
-    """A context manager of a requested file whose header has arrived."""
+    """The request of a file from another host, whose header has arrived; a context manager."""
 
     def __init__(self, address: str, want: str, token: bytes) -> None:
         self._who, self._want = f"{want} of {address}", want
@@ -205,7 +208,7 @@ class _Asked:
         self._stack.close()
 
     def read(self) -> bytes:
-        """Read the whole file, which must be short."""
+        """Read the content of the requested file, which must be short."""
         raw = self._read(min(int(self._told["bytes"]), _LINE_BYTES))
         self._check(hashlib.blake2b(raw, digest_size=32).hexdigest())
         return raw
@@ -241,7 +244,7 @@ def _answering(folder: Path, token: bytes) -> type[socketserver.StreamRequestHan
             try:
                 self._answer()
             except (OSError, ValueError):
-                return  # The client is unknown or has left; its own side reports the reason.
+                return  # The client left or lacks the token, and reports this itself.
 
         def _answer(self) -> None:
             theirs = self.rfile.read(_NONCE)
@@ -271,13 +274,13 @@ def _answering(folder: Path, token: bytes) -> type[socketserver.StreamRequestHan
 
 
 class _Both:
-    """The reader and the writer of a connection as one file."""
+    """The reader and the writer of a connection, together as one file."""
 
     def __init__(self, reader: Any, writer: Any) -> None:
         self.readline, self.write = reader.readline, writer.write
 
     def flush(self) -> None:
-        """Do nothing: writes are not buffered."""
+        """Do nothing, since writes are not buffered."""
 
 
 def _mac(token: bytes, nonce: bytes, body: bytes) -> str:

@@ -21,7 +21,7 @@ LISTED = 8
 def compatibility(
     values: Json, settings: Mapping[str, Json], host: str, name: str, token: bytes
 ) -> Any:
-    """Describe this host for the comparison with the leader.
+    """Describe this host, so that another host can check that both are compatible.
 
     Args:
       values: the values of the config, with its overrides.
@@ -45,12 +45,17 @@ def compatibility(
 
 
 def digest_of(name: str) -> str:
-    """Return a digest of the name of the rendezvous, because the name can be a secret."""
+    """Return a digest of the name of the rendezvous, since the name can be a secret."""
     return hashlib.sha256(b"rendezvous " + name.encode()).hexdigest()[:16]
 
 
 def check_compatibility(own: Mapping[str, Any], leader: Mapping[str, Any], address: str) -> None:
-    """Compare the compatibility of this host with that of the leader.
+    """Check that this host is compatible with the leader.
+
+    Args:
+      own: the description of this host, as `compatibility` returns it.
+      leader: the description of the leader.
+      address: the address of the rendezvous, for the message.
 
     Raises:
       ConfigError: the two hosts differ; the message names both hosts, and the differences.
@@ -77,7 +82,7 @@ def check_compatibility(own: Mapping[str, Any], leader: Mapping[str, Any], addre
 
 
 def code_digest() -> str:
-    """Return a digest of the sources of jaxdist, since two checkouts may have the same version."""
+    """Return a digest of jaxdist's sources, since two checkouts may have the same version."""
     root = Path(jaxdist.__file__).parent
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(root.rglob("*.py")):

@@ -1,10 +1,11 @@
 """Leader election for the host registry: at most one host grants leases at any time.
 
 The host that last swapped the rendezvous's token is the leader. In each turn the leader reads the
-requests of the hosts, computes the new state of the registry, writes the state if it has changed,
-swaps the token for its next token, and answers only if the swap has succeeded. A host that sees the
-same token for too long, by its own clock, swaps it for a token of its own, reads the registry back,
-and continues from there as `Registry.restarted` describes.
+requests of the hosts and computes the new state of the registry. If the state has changed, the
+leader writes the state. The leader then swaps the token for its next token, and answers only if the
+swap has succeeded. If another host sees the same token for too long, by its own clock, this host
+swaps the token for its own token. It is then the leader, reads the registry, and continues as
+`Registry.restarted` describes.
 
 The following argument shows that two generations are never active at once. Suppose that a leader
 was suspended at any point, that another host took the token at time T, and that the first leader
@@ -33,14 +34,19 @@ from jaxdist.types import JsonObject
 LEADER_TIMEOUT_LEASES = 0.8
 """The time without a heartbeat after which a leader is replaced, in leases."""
 STRANGER_TIMEOUT_LEASES = 2 * LEADER_TIMEOUT_LEASES
-"""The time after which a host that has not joined yet replaces a leader, in leases: the hosts that
-have joined come first."""
+"""The time without a heartbeat after which a host that has not joined yet replaces the leader, in
+leases. It is longer than that of the hosts that have joined, so that one of those hosts becomes the
+leader.
+"""
 FORGET_LEASES = 30
 """The time of silence after which the messages of a host are deleted, in leases."""
 
 
 def boot_clock() -> float:
-    """Return seconds of a clock that also runs while the machine sleeps, if the system has one."""
+    """Return the time of a clock that also runs while the machine sleeps, in seconds.
+
+    On a system without such a clock, return the time of `time.monotonic`.
+    """
     number = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if number is None else time.clock_gettime(number)
 
@@ -52,7 +58,7 @@ class Term:
     Attributes:
       token: the token of the leader's last swap.
       registry: the current state of the registry.
-      heard: the number and the arrival time of each host's last message.
+      heard: the number of each host's last message, and the time at which the message arrived.
       saved: the registry as the leader last wrote it.
       answers: the answers that are sent to hosts after the next swap.
       facts: the facts that each host has published about itself.
@@ -69,15 +75,16 @@ class Term:
 
 
 class LeaderElection:
-    """The election as one host takes part in it; call `turn` repeatedly.
+    """The leader election, from the view of one host; call `turn` repeatedly.
 
     Args:
       own: the name of this host.
-      compatibility: the properties that hosts must have in common, which a leader publishes for
-        hosts that join; see `jaxdist.elastic.hosts.identity`.
+      compatibility: the properties that hosts must have in common. The leader publishes these
+        properties for the hosts that join; see `jaxdist.elastic.hosts.identity`.
       before: the number of the newest generation of the run at earlier rendezvous.
-      clock: returns seconds, by the clock of this host alone.
-      fits: returns whether hosts can work together, given the facts that each host has published.
+      clock: the function that returns the time of this host's clock, in seconds.
+      fits: the function that returns whether hosts can work together, from the facts that each host
+        has published.
     """
 
     def __init__(
@@ -98,7 +105,7 @@ class LeaderElection:
         self._seen, self._since = "", clock()
 
     def turn(self) -> None:
-        """Check whether this host is, or can become, the leader; as the leader, answer requests."""
+        """Become the leader if possible; as the leader, answer the requests of hosts."""
         if self.term is None:
             self.look()
         if self.term is not None:
@@ -107,7 +114,7 @@ class LeaderElection:
                 self.answer()
 
     def look(self, timeout_leases: float = LEADER_TIMEOUT_LEASES) -> None:
-        """Take the token if no host has the token, or if its holder shows no heartbeat.
+        """Take the token if no host holds it, or if its holder has shown no heartbeat for too long.
 
         Args:
           timeout_leases: the time without a heartbeat after which the holder is replaced, in
@@ -115,8 +122,8 @@ class LeaderElection:
         """
         text, now = self.rendezvous.token(), self.clock()
         token = Token.parse(text)
-        # A change of the token is the heartbeat, at the time of this host's clock; a time inside
-        # the token would be that of another clock.
+        # A change of the token is the heartbeat, and this host's clock gives the time of the
+        # change. A time inside the token would come from another clock.
         if text != self._seen:
             self._seen, self._since = text, now
         waited = now - self._since > timeout_leases * self.config.lease_seconds
@@ -127,7 +134,7 @@ class LeaderElection:
             self.term = Term(mine, self._read(mine.term))
 
     def _read(self, number: int) -> Registry:
-        """Read the registry as earlier leaders last wrote it."""
+        """Return the registry from the last term before `number`, or a new registry."""
         terms = [int(name) for name in self.rendezvous.names("term") if int(name) < number]
         told = self.rendezvous.get(f"term/{max(terms)}") if terms else None
         if told is None:
@@ -135,7 +142,7 @@ class LeaderElection:
         return decode_registry(told["registry"]).restarted(self.config, self.clock())
 
     def collect(self) -> None:
-        """Read the requests of all hosts, and compute the answers."""
+        """Read the requests of all hosts, and compute the answers, which are not sent yet."""
         term = self.term
         assert term is not None
         term.answers = {}
@@ -165,15 +172,16 @@ class LeaderElection:
         """Write the registry if it has changed, and swap the token.
 
         Returns:
-          Whether the swap succeeded; if not, another host has taken the token, and the term ends.
+          Whether the swap succeeded. If not, another host has taken the token, and the term of this
+          host has ended.
         """
         term = self.term
         assert term is not None
         told = encode_registry(term.registry)
         if told != term.saved or not term.begun:
             number = term.token.term
-            # The write comes before the swap, because a leader that takes the token later must read
-            # every decision that was answered.
+            # The write comes before the swap. A leader that takes the token later then reads every
+            # decision that was answered.
             self.rendezvous.put(f"term/{number}", {"card": self.compatibility, "registry": told})
             self._drop_terms(number)
             term.saved = told
@@ -192,10 +200,11 @@ class LeaderElection:
             self.rendezvous.put(f"answer/{host}", encode_answer(message))
 
     def resign(self) -> None:
-        """Give up the term, so that the next leader can start at once."""
+        """End the term, so that another host can become the leader at once."""
         term, self.term = self.term, None
         if term is not None:
-            # A plain write could replace the token of a host that has become the leader meanwhile.
+            # The token is swapped, since a write could replace the token of a host that is already
+            # the next leader.
             nobody = Token(term.token.name, term.token.term, NOBODY, term.token.beat + 1)
             self.rendezvous.compare_and_swap(str(term.token), str(nobody))
 
@@ -212,7 +221,9 @@ class LeaderElection:
 
 
 def encode_registry(registry: Registry) -> JsonObject:
-    """Return the registry as JSON, without times, which only the leader's clock can interpret.
+    """Return the registry as JSON.
+
+    The times are left out, since they have a meaning only with the clock of this leader.
 
     >>> decode_registry(encode_registry(Registry())) == Registry()
     True
@@ -223,13 +234,13 @@ def encode_registry(registry: Registry) -> JsonObject:
         "members": [*registry.generation.members],
         "granted": registry.granted,
         "pauses": registry.pauses,
-        "aside": sorted(registry.quarantined),  # Stored registries keep this older name of the key.
+        "aside": sorted(registry.quarantined),  # Earlier versions stored this name.
         "holders": [*registry.holders],
     }
 
 
 def decode_registry(told: Mapping[str, Any]) -> Registry:
-    """Return the registry that `encode` wrote, without times, which `Registry.restarted` sets."""
+    """Return the registry that `encode_registry` wrote; `Registry.restarted` sets its times."""
     return Registry(
         alive=dict.fromkeys(told["alive"], 0.0),
         generation=Generation(told["number"], tuple(told["members"])),
@@ -241,7 +252,9 @@ def decode_registry(told: Mapping[str, Any]) -> Registry:
 
 
 def registry_of(rendezvous: Rendezvous) -> Registry | None:
-    """Return the registry as a leader last wrote it, without times, or None before any leader.
+    """Return the registry as a leader last wrote it, or None if there was no leader yet.
+
+    The registry has no times.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -252,7 +265,7 @@ def registry_of(rendezvous: Rendezvous) -> Registry | None:
 
 
 def encode_answer(message: Grant | Stop) -> JsonObject:
-    """Return an answer as JSON."""
+    """Return an answer to a host as JSON."""
     if isinstance(message, Stop):
         return {"stop": message.token}
     return {
@@ -276,19 +289,25 @@ def decode_answer(told: Mapping[str, Any]) -> Grant | Stop:
 
 
 def encode_renewal(message: Renew, number: int, facts: Mapping[str, Any]) -> JsonObject:
-    """Return a host's message as JSON: a renewal, a number, and facts for the other hosts."""
+    """Return a host's message as JSON.
+
+    Args:
+      message: the renewal of the host's lease.
+      number: the number of the message.
+      facts: the facts that the host publishes for the other hosts.
+    """
     renew = asdict(message)
     renew["aside"] = renew.pop("quarantined")
     return {"number": number, "renew": renew, "facts": {**facts}}
 
 
 def decode_renewal(renew: Mapping[str, Any]) -> Renew:
-    """Return the renewal that `encode_renewal` wrote."""
+    """Return the renewal in a message that `encode_renewal` wrote."""
     return Renew(**{"quarantined" if key == "aside" else key: renew[key] for key in renew})
 
 
 def compatibility_of(rendezvous: Rendezvous) -> tuple[str, JsonObject] | None:
-    """Return the leader's token and its compatibility, or None if there is no leader.
+    """Return the leader's token and the properties that it published, or None without a leader.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.

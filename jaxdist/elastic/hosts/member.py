@@ -1,7 +1,7 @@
 """A host's membership: a thread that requests leases and takes part in the election.
 
-The agent manages the processes of the host. The thread therefore accepts no answer that ends a
-generation before the agent has reported that the host's processes are gone.
+The agent manages the processes of the host. An answer may end the host's generation; the thread
+accepts such an answer only after the agent has reported that the host's processes are gone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from jaxdist.types import Json, JsonObject
 
 BEAT_SECONDS, BEAT_LEASES = 0.5, 0.05
 KILL_LEASES = 0.1
-"""The fraction of a host's lease that is left when the host's processes are killed."""
+"""The part of a lease, as a fraction, that must be left for a host's processes to continue; with
+less, the processes are killed."""
 
 
 class Membership:
@@ -33,8 +34,9 @@ class Membership:
 
     Attributes:
       facts: the facts that this host publishes about itself; see `tell`.
-      over: the end of the run, with keys `generation`, `code` and `words`; None during the run.
-      name: the name of the rendezvous, drawn at its creation.
+      over: the result of the run, with keys `generation`, `code` and `words`, or None during the
+        run.
+      name: the name of the rendezvous, which was drawn at random when the rendezvous was created.
       trouble: the reason why the rendezvous does not answer, or None while it answers.
     """
 
@@ -75,8 +77,9 @@ class Membership:
 
     @property
     def beat_seconds(self) -> float:
-        """Seconds between two turns."""
-        # A host sends many messages for each lease, so that the loss of a few does not end it.
+        """The time between two turns, in seconds."""
+        # A host sends many messages for each lease, so that the loss of a few messages does not end
+        # the lease.
         return min(BEAT_SECONDS, BEAT_LEASES * self.config.lease_seconds)
 
     @property
@@ -85,7 +88,7 @@ class Membership:
         return self._before
 
     def take(self) -> Generation | None:
-        """Enter the current generation, and return it, or None if this host has no valid lease."""
+        """Enter the current generation and return it, or None if this host has no valid lease."""
         with self._lock:
             assert self._working is None, "the generation before is released first"
             found = self._host.at_work(self._soon())
@@ -93,7 +96,7 @@ class Membership:
             return found
 
     def ends(self) -> str | None:
-        """Return why this host's processes must be ended now, or None while they may continue."""
+        """Return why this host's processes must end now, or None while they may continue."""
         with self._lock:
             if self._working is None or self._ends:
                 return self._ends or "it has no generation"
@@ -111,7 +114,7 @@ class Membership:
 
     @property
     def quarantined_seconds(self) -> float:
-        """The seconds for which this host still asks to be left out, or 0 if it does not ask."""
+        """The seconds for which this host still asks to be left out, or 0 if it does not."""
         with self._lock:
             return max(self._host.quarantined_until - self.clock(), 0.0)
 
@@ -119,7 +122,7 @@ class Membership:
         """Report that the processes of this host are gone.
 
         Args:
-          stuck: whether a process was stuck, so that this host asks to be left out for a while.
+          stuck: whether a process was stuck. If so, this host asks to be left out for a while.
         """
         with self._lock:
             if stuck:
@@ -130,17 +133,24 @@ class Membership:
         self._wake.set()
 
     def tell(self, **facts: Json) -> None:
-        """Publish facts at once."""
+        """Publish facts about this host at once."""
         self.note(**facts)
         self._wake.set()
 
     def note(self, **facts: Json) -> None:
-        """Publish facts with the next message."""
+        """Publish facts about this host with its next message."""
         with self._lock:
             self.facts = {**self.facts, **facts}
 
     def say(self, *, leaves: bool = False) -> None:
-        """Send a request for a lease now."""
+        """Send a request for a lease at once.
+
+        Args:
+          leaves: whether the request is instead the last message of a host that leaves.
+
+        Raises:
+          RendezvousError: the rendezvous cannot be reached.
+        """
         with self._saying:  # Messages must be written in the order of their numbers.
             with self._lock:
                 self._number += 1
@@ -149,7 +159,7 @@ class Membership:
             self.rendezvous.put(f"host/{self.own}", told)
 
     def others(self) -> Mapping[str, Any]:
-        """Return the last message of each host."""
+        """Return the last message of each host, this host included, by the host's name."""
         found = {}
         for host in self.rendezvous.names("host"):
             told = self.rendezvous.get(f"host/{host}")
@@ -158,22 +168,31 @@ class Membership:
         return found
 
     def finish(self, generation: int, code: int, words: str = "", **more: Json) -> None:
-        """Announce to all hosts that the run is over."""
+        """Announce to all hosts that the run is over.
+
+        Args:
+          generation: the last generation of the run.
+          code: the exit code of the run.
+          words: the error with which the run failed, or an empty string.
+          more: further values for the other hosts.
+        """
         told = {"generation": generation, "code": code, "words": words, **more}
         self.over = self.over or told
         self.rendezvous.put(OVER, told)
 
     def turn(self) -> None:
         """Send a request, take part in the election, and read the answer."""
-        # This check comes first, because this host must not become the leader of a rendezvous that
-        # other hosts have recreated: its compatibility names the old rendezvous.
+        # The name is checked first, because this host must not become the leader of a rendezvous
+        # that other hosts have recreated: this host's compatibility contains the name of the old
+        # rendezvous.
         self._check_name()
         self.say()
         self.election.turn()
         # The rendezvous may have been recreated during the election.
         self._check_name()
         told = self.rendezvous.get(f"answer/{self.own}")
-        # The end is read after the answer, which may be a stop that the end of the run has caused.
+        # The result of the run is read after the answer, since the end of the run may have caused
+        # the answer.
         over = self.rendezvous.get(OVER)
         if over is not None and over["generation"] > self._before:
             self.over = over
@@ -211,7 +230,7 @@ class Membership:
                 )
 
     def close(self) -> None:
-        """Leave, so that the others need not wait until this host's lease expires."""
+        """Leave the run, so that the other hosts need not wait until this host's lease expires."""
         self._closed.set()
         self._wake.set()
         if self._thread.is_alive():

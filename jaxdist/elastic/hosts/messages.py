@@ -1,4 +1,4 @@
-"""Messages for the user about other hosts: which are missing, which were lost, and why."""
+"""The messages for the user about other hosts: which hosts are missing or lost, and why."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ class HostMessages:
     seconds: float
 
     def why(self, assignment: Assignment, ends: str) -> str:
-        """Return why a generation ended, in the words of the host on which a process failed."""
+        """Return the reason why a generation ended, in the words of the host whose process failed.
+
+        The reason is the failure of the rendezvous, the words that a host has published, or that a
+        host leaves. If none of these is known, the reason follows from `ends`.
+        """
         trouble = self.members.trouble
         if trouble is not None:
             return str(trouble)
@@ -40,7 +44,7 @@ class HostMessages:
         return "a host was lost, or joined" if "registry" in ends else ends
 
     def tell_wait(self, wait: Wait) -> None:
-        """Print from time to time which hosts are missing, or what prevents a start."""
+        """Print from time to time which hosts are missing, or what prevents a generation."""
         trouble = self.members.trouble
         if trouble is not None:
             wait.tell(f"waiting: {trouble}")
@@ -53,7 +57,7 @@ class HostMessages:
         wait.tell(f"waiting at {self.members.rendezvous.address} for {what}")
 
     def too_few(self) -> str:
-        """Return why no generation started, and what to do about it."""
+        """Return the reason why no generation started, with advice to the user."""
         trouble = self.members.trouble
         if trouble is not None:
             return f"{trouble} (tried for {self.seconds:g} s)"

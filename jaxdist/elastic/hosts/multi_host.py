@@ -1,9 +1,9 @@
 """The hosts of a run on several machines, each with an agent: see `jaxdist.elastic.assignment`.
 
 The registry decides which hosts form a generation, and in which order. The first host plans the
-task of each host (`jaxdist.elastic.hosts.plan`) and publishes the plan at the rendezvous. Each host
-fetches the parts that it lacks of the newest snapshot which the hosts hold together, and starts its
-processes. The rendezvous holds these values:
+work of each host (`jaxdist.elastic.hosts.plan`) and publishes the plan at the rendezvous. The plan
+names the newest snapshot of which the hosts together have all parts. Each host fetches the parts of
+this snapshot that it lacks, and starts its processes. The rendezvous holds these values:
 
     host/HOST      a host's message: its renewal, and facts (name, address, parts of snapshots ...)
     answer/HOST    the leader's answer to a host
@@ -51,7 +51,7 @@ from jaxdist.heartbeat.status import Status
 from jaxdist.types import JsonObject
 
 END_SECONDS = 120.0
-"""The time that a host whose processes ended well waits for the end of the run."""
+"""The time for which a host whose processes ended well waits for the end of the run, in seconds."""
 GROWS = "a host came"
 
 
@@ -62,12 +62,12 @@ class MultiHost:
       compatibility: the properties that all hosts must have in common, see
         `jaxdist.elastic.hosts.identity`.
       values: the values of the config.
-      seconds: the time to wait for enough hosts.
+      seconds: the time to wait for enough hosts, in seconds.
       resume: whether the first generation continues a saved run.
       before: the number of the newest generation of the run at earlier rendezvous.
-      local: returns the folder with a run's snapshots on this machine's disk, or None if the config
-        keeps no snapshots on disk.
-      clock: returns seconds, by the clock of this host alone.
+      local: the function that returns the folder with a run's snapshots on this machine's disk, or
+        None if the config keeps no snapshots on disk.
+      clock: the function that returns the time of this host's clock, in seconds.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class MultiHost:
         self.rendezvous, self.config, self.here = rendezvous, config, here
         self.compatibility = compatibility
         self.say, self.seconds = say, seconds
-        # The lambda delays the access to `_preparing`, which is built last: it needs the
-        # membership, which needs the election.
+        # The lambda delays the access to `_preparing`, which is built last, since it needs the
+        # membership, and the membership needs the election.
         told = {"before": before, "clock": clock, "fits": lambda f: self._preparing.has_mesh(f)}
         election = LeaderElection(rendezvous, config, here.host, compatibility, **told)
         self.members = Membership(rendezvous, config, here.host, election, clock)
@@ -123,7 +123,7 @@ class MultiHost:
             generation = self.members.take()
             if generation is not None:
                 standby.taken(generation)
-                with suppress(RendezvousError):  # The membership records the error, and retries.
+                with suppress(RendezvousError):  # The membership records it and tries again.
                     assignment = self._begin(run_folder, generation)
                     if assignment is not None:
                         return assignment
@@ -133,7 +133,7 @@ class MultiHost:
         return None
 
     def ends(self, assignment: Assignment) -> str | None:
-        """Return why the registry or the end of the run ends this host's processes, else None."""
+        """Return the reason why the registry or the run's end ends the processes, or None."""
         now = time.monotonic()
         if not self._path_known and now - self._looked >= LOOK_SECONDS:
             self._looked = now
@@ -143,15 +143,16 @@ class MultiHost:
             # If the run ended well elsewhere, the processes here end by themselves in a moment.
             ended_well = over["code"] == 0 and assignment.count
             return None if ended_well else over["words"] or "the run is over"
-        # No run can resume from a checkpoint with part of the state, so the processes are ended
-        # without a save, and the next generation returns to the newest snapshot.
+        # A run cannot resume from a checkpoint that lacks parts of the state. The processes are
+        # therefore ended without a save, and the next generation continues from the newest
+        # snapshot.
         if self._in_part and self.members.pauses:
             return GROWS
         ends = self.members.ends()
         return None if ends is None else self._messages.why(assignment, ends)
 
     def pauses(self, assignment: Assignment) -> bool:
-        """Return whether to save and stop; always False if checkpoints lack part of the state."""
+        """Return whether to save and stop; always False if checkpoints lack parts of the state."""
         return not self._in_part and self.members.pauses
 
     def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
@@ -166,7 +167,7 @@ class MultiHost:
         self.members.release(stuck=stuck)
 
     def over(self, assignment: Assignment) -> bool:
-        """Return whether the run has reached its last step, rather than stopped on request."""
+        """Return whether the run has taken its last step, instead of stopping on request."""
         assert self._run_folder is not None
         if not RunFolder(self._run_folder.folder, assignment.generation).done.exists():
             return False
@@ -185,47 +186,47 @@ class MultiHost:
         return False
 
     def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:
-        """Publish the progress with this host's next message."""
+        """Publish the progress of this host's processes with its next message."""
         self.members.note(progress=encode_progress(assignment.generation, statuses, now))
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status] | None:
-        """Return the progress that the other hosts have published, read at most once a second."""
+        """Return the progress that other hosts have published, read at most once a second."""
         now = time.monotonic()
         if self._remote is None or self._remote.generation != assignment.generation:
             count = assignment.total - assignment.count
             self._remote = RemoteProgress(self.here.host, assignment.generation, count)
         if self._remote.due(now):
-            with suppress(RendezvousError):  # The membership records the error, and the lease ends.
+            with suppress(RendezvousError):  # The membership records it; the lease expires.
                 self._remote.read(self.members.others(), now)
         return self._remote.statuses
 
     def uncopied(self) -> str | None:
-        """Return why this host does not replicate the snapshots of the previous host."""
+        """Return the reason why this host does not copy the previous host's snapshots, or None."""
         return None if self._replica is None else self._replica.failure
 
     def why(self, assignment: Assignment) -> str:
-        """Return why the processes stopped, with the name of the host that leaves, if known."""
+        """Return why the processes stopped: the name of the host that leaves, if it is known."""
         return self._messages.why(
             assignment, GROWS if self.members.pauses else "a host was asked to stop"
         )
 
     def named(self) -> dict[str, str]:
-        """Return the name of this host, as a field of the journal."""
+        """Return the name of this host, as a field of a journal event."""
         return {"host": self.here.name}
 
     def leave(self) -> None:
-        """Tell the other hosts at once that this host leaves, so that they know why to stop."""
+        """Announce at once that this host leaves, so that the other hosts know why to stop."""
         self.members.tell(leaving=True)
         with suppress(RendezvousError):
             self.members.say()
 
     def fail(self, code: int, words: str) -> None:
-        """Tell all hosts that the run cannot continue."""
+        """Announce to all hosts that the run cannot continue."""
         with suppress(RendezvousError):
             self.members.finish(self._newest, code, f"{self.here.name}: {words}")
 
     def close(self) -> None:
-        """Leave the other hosts."""
+        """Leave the run and release all resources."""
         if self._replica is not None:
             self._replica.close()
         if self._server is not None:
@@ -236,7 +237,7 @@ class MultiHost:
         """Start a generation, and return this host's assignment.
 
         Returns:
-          None if the generation, or the run, has ended meanwhile.
+          The assignment, or None if the generation or the run has ended meanwhile.
         """
         self._newest = generation.number
         key = f"plan/{generation.number}"
@@ -262,14 +263,15 @@ class MultiHost:
                 f"generation {generation.number}: {plan.hosts} hosts, "
                 f"{plan.total} processes{settings}{waits}"
             )
-        # Generations of two rendezvous cannot be compared, so the fence is the rendezvous's name.
+        # The numbers of generations at two rendezvous cannot be compared, so the fence is the name
+        # of the rendezvous.
         fence = hashlib.sha256(self.members.name.encode()).hexdigest()[:16]
         coordinator = told["coordinator"] if plan.total > 1 else None
         given = (generation.number, first, count, plan.total, coordinator, told["resume"])
         return Assignment(*given, Identity.of(told["run"]), plan.settings, fence)
 
     def _has_finished(self) -> bool:
-        """Return whether the run has finished already; if so, tell the user how to train more."""
+        """Return whether the run has already finished, and print how to train further if so."""
         run = finished(self.rendezvous, self._values)
         if run is None:
             return False
@@ -281,14 +283,14 @@ class MultiHost:
         return True
 
     def _local_folder(self) -> Path | None:
-        """Return this machine's folder of snapshots on disk of the run, or None if it has none."""
+        """Return the folder with the run's snapshots on this machine's disk, or None."""
         if self._local is None:
             return None
         ended = ended_before(self.rendezvous)
         return self._local(known_run(self.rendezvous, ended, self._asked))
 
     def _pass_path(self, assignment: Assignment) -> None:
-        """Pass the run directory from process 0, which creates it, to all agents."""
+        """Pass the path of the run directory from process 0, which creates it, to all agents."""
         assert self._run_folder is not None
         with suppress(RendezvousError):
             if assignment.first == 0:

@@ -1,4 +1,4 @@
-"""The plan of a generation: the task of each host, as a function of plain data.
+"""The plan of a generation: the work of each host, computed from plain data.
 
 The axes of the model in the mesh (tensor, stage, context, expert) keep their sizes, and the data
 axis takes the remaining devices. The first hosts, in the order in which they joined, train: as many
@@ -10,8 +10,8 @@ microbatches: the smallest number that divides the batch, and for which no devic
 once than on the full mesh. The full mesh is the mesh of the config; if the config has data: -1, the
 full mesh is the mesh of the first generation. In formulas: D devices along data take the smallest
 number m of microbatches for which D m >= D0 m0 and the batch B is a multiple of D m; D0 and m0 are
-the devices along data and the microbatches on the full mesh. With `elastic.batch: rescale` in
-the config, the batch is B D / D0 instead, and each device has as many rows as on the full mesh.
+the devices along data and the microbatches on the full mesh. With `elastic.batch: rescale` in the
+config, the batch is B D / D0 instead, and each device has as many rows as on the full mesh.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HostFacts:
       processes: the number of processes that the host can run.
       devices: the number of devices of each process.
       parts: the names of the snapshot parts that the host has.
-      copies: HOST:PORT of the server that sends these parts to other hosts.
+      copies: the HOST:PORT of the server that sends these parts to other hosts.
     """
 
     host: str
@@ -60,16 +60,16 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class BatchRule:
-    """The mesh and the batch of the config.
+    """The mesh and the batch of the config, and how they change with the number of devices.
 
     Attributes:
-      mesh: the size of each axis, in the order of the config; the size of an axis over two
-        networks is a mapping from each network (`dcn`, `ici`) to a size.
+      mesh: the size of each axis, in the order of the config. If an axis spans two networks, its
+        size is a mapping from each network (`dcn`, `ici`) to a size.
       batch_size: the number of examples in a step.
       microbatches: the number of microbatches on the full mesh.
-      full: the number of devices along data on the full mesh if the config has data: -1; None
+      full: the number of devices along data on the full mesh if the config has data: -1, or None
         before the first generation.
-      rescales: whether the batch shrinks and grows with the mesh.
+      rescales: whether the batch size shrinks and grows with the mesh.
     """
 
     mesh: Mapping[str, Json]
@@ -94,7 +94,7 @@ class BatchRule:
         return math.prod(_count(size) for axis, size in self.mesh.items() if axis != DATA)
 
     def data_size(self, devices: int) -> int:
-        """Return the number of devices along data, out of `devices`.
+        """Return the size of the data axis on a mesh of `devices` devices.
 
         Raises:
           RunError: the devices do not form a mesh.
@@ -121,7 +121,7 @@ class BatchRule:
         return devices // self.others
 
     def settings(self, devices: int) -> tuple[str, ...]:
-        """Return the settings that replace the config's mesh and microbatches on `devices` devices.
+        """Return the settings that replace the config's mesh and batch on `devices` devices.
 
         Raises:
           RunError: the devices form no mesh, or no number of microbatches divides the batch.
@@ -142,7 +142,10 @@ class BatchRule:
         return (self.full or data) if written == -1 else _count(written)
 
     def _rescaled(self, data: int) -> tuple[str, ...]:
-        """Return the settings with which each device has as many rows as on the full mesh."""
+        """Return the settings that replace the config's batch settings if the batch is rescaled.
+
+        Each device then has as many rows as on the full mesh.
+        """
         size, left = divmod(self.batch_size * data, self._full(data))
         if left:
             raise RunError(
@@ -170,13 +173,14 @@ class GenerationPlan:
     """The plan of a generation.
 
     Attributes:
-      places: each host's first process, by number, and the number of processes on that host.
+      places: the number of the first process and the number of processes, for each host with
+        processes.
       total: the number of processes on all hosts.
       devices: the number of devices of all processes.
-      settings: settings that replace those of the config.
-      idle: the names of the hosts that wait.
-      snapshot: the host from which to fetch each file of the newest complete snapshot, or an empty
-        mapping if no snapshot is complete.
+      settings: the settings that replace settings of the config.
+      idle: the names of the hosts that wait in reserve.
+      snapshot: the host from which to fetch each part of the newest complete snapshot, by the
+        part's name. The mapping is empty if no snapshot is complete.
     """
 
     places: Mapping[str, tuple[int, int]]
@@ -198,14 +202,15 @@ def make_plan(
     least: int,
     quarantined: Sequence[HostFacts] = (),
 ) -> GenerationPlan:
-    """Plan a generation of these hosts, in their order.
+    """Return the plan of a generation of these hosts, in their order.
 
     Args:
       least: the smallest number of hosts with processes.
-      quarantined: hosts that are left out, but may have parts of a snapshot that the others lack.
+      quarantined: the hosts that are left out, but may have parts of a snapshot that the members
+        lack.
 
     Raises:
-      RunError: no number of hosts can form a mesh; the message explains why for each number.
+      RunError: no number of hosts can form a mesh; the message gives the reason for each number.
     """
     reasons = []
     for count in range(len(members), least - 1, -1):
@@ -228,7 +233,9 @@ def make_plan(
 
 
 def newest_whole(members: Sequence[HostFacts]) -> dict[str, str]:
-    """Return the newest snapshot of which the members hold all files, as a host for each file.
+    """Return a host for each part of the newest snapshot of which the members have all parts.
+
+    The result is empty if no snapshot is complete.
 
     >>> a = HostFacts("a", "a", "", 1, 1, ("step_00000010.0_of_2", "step_00000020.0_of_2"))
     >>> b = HostFacts("b", "b", "", 1, 1, ("step_00000010.1_of_2",))

@@ -40,14 +40,14 @@ class Preparing:
     resume: bool
 
     def tell_plan(self, key: str, generation: Generation) -> RunError | None:
-        """Publish the plan of a generation, on its first host; return an error if there is no plan.
+        """Publish the plan of a generation, on its first host; return an error if none exists.
 
         Raises:
           RendezvousError: the plan cannot be published.
         """
         said = self.members.others()
         if not said.keys() >= set(generation.members):
-            return None  # A member is gone already; the registry will end this generation.
+            return None  # A member has left; the registry will end this generation.
         hosts = [HostFacts.of(host, said[host]["facts"]) for host in generation.members]
         registry = registry_of(self.members.rendezvous)
         left_out = (registry.quarantined if registry else frozenset()) - {*generation.members}
@@ -82,7 +82,7 @@ class Preparing:
         return None
 
     def has_mesh(self, facts: Mapping[str, JsonObject]) -> bool:
-        """Return whether hosts can form a mesh, given the facts that they have published.
+        """Return whether hosts can form a mesh, from the facts that they have published.
 
         Raises:
           RendezvousError: the full mesh cannot be read.
@@ -99,7 +99,7 @@ class Preparing:
         return BatchRule.of(self.values, full["data"] if self._of_this_run(full) else None)
 
     def _of_this_run(self, told: Mapping[str, Any] | None) -> bool:
-        """Return whether a value was written after the last run of this rendezvous ended."""
+        """Return whether a value was written after the rendezvous's last run ended."""
         return told is not None and told["generation"] > self.members.ended_before
 
     def collect(
@@ -107,11 +107,12 @@ class Preparing:
     ) -> SnapshotReplica | None:
         """Fetch the parts of the plan's snapshot that this host lacks, and delete all other parts.
 
-        The other parts belong to steps that will be repeated, or to snapshots that lack the part of
-        a lost host.
+        The deleted parts belong to steps that will be repeated, or to snapshots that a lost host
+        made incomplete.
 
         Returns:
-          The replica of the previous host's snapshots, or None if this is the only host.
+          The replica of the snapshots of the host before this host, or None if there is no other
+          host.
 
         Raises:
           RendezvousError: the messages of the other hosts cannot be read.
@@ -127,7 +128,7 @@ class Preparing:
                 fetch(said[host]["facts"]["copies"], name, folder, self.token)
             except CopyError as error:
                 self.say(f"no snapshot in memory: {error}")
-                break  # The snapshot is now incomplete, so its other parts are useless.
+                break  # The snapshot is incomplete, so its other parts are useless.
         self.members.tell(parts=parts_in(folder), why=None)
         at = generation.members.index(self.members.own)
         before = generation.members[at - 1]

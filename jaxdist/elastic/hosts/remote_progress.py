@@ -1,8 +1,8 @@
 """The progress of processes on other hosts, which is needed to find a stuck process.
 
-The clocks of hosts differ, so ages are published instead of times. The ages are part of a message
-that a host sends anyway, twice a second; the other hosts read the message only if their own
-processes have waited too long.
+The clocks of hosts differ, so a host publishes the ages of its statuses instead of times. The ages
+are part of a message that the host sends anyway, twice a second. The other hosts read the message
+only if their own processes have waited too long.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from jaxdist.metrics.account import Activity
 from jaxdist.types import JsonObject
 
 READ_SECONDS = 1.0
-"""Seconds between two reads of what other hosts have published."""
+"""The time between two reads of the messages of other hosts, in seconds."""
 
 
 def encode_progress(generation: int, statuses: Sequence[Status], now: float) -> JsonObject:
     """Return the progress of a host's processes as JSON.
 
     Args:
-      now: the current time in seconds, by the clock of the statuses.
+      now: the current time in seconds, by the clock that gave the times of the statuses.
     """
     told = [
         [one.process, one.step, str(one.phase), one.waiting, now - one.since, now - one.alive]
@@ -40,16 +40,16 @@ class RemoteProgress:
         self._next, self._found = float("-inf"), None
 
     def due(self, now: float) -> bool:
-        """Return whether to read the messages of other hosts again."""
+        """Return whether it is time to read the messages of other hosts."""
         return now >= self._next
 
     def read(self, said: Mapping[str, Any], now: float) -> None:
-        """Read the last messages of all hosts.
+        """Store the last messages of all hosts.
 
         Args:
           said: each host's message, from `jaxdist.elastic.hosts.leader_election.encode_renewal`.
-          now: the current time in seconds. A message's age counts from the time when this host
-            first read it, so a status can only seem younger than it is.
+          now: the current time in seconds. The age of a message counts from the time at which this
+            host first read the message, so that a status can only appear younger than it is.
         """
         self._next = now + READ_SECONDS
         found: list[Status] = []

@@ -5,8 +5,8 @@
     run/over   the result, id and directory of a run that ended, and a digest of its command
 
 The first two values contain the number of a generation, and the directory that the config requests.
-If the generation is not newer than the generation in `run/over`, the value belongs to an earlier
-run, which has ended; if the directory differs, the value belongs to another run.
+A value belongs to an earlier run, which has ended, if its generation is not newer than the
+generation in `run/over`. A value belongs to another run if its directory differs.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def ended_before(rendezvous: Rendezvous) -> int:
 
 
 def requested_directory(values: JsonObject) -> str | None:
-    """Return the run directory that a config requests, or None if the file's name decides."""
+    """Return the run directory that a config requests, or None if the config's name decides."""
     directory = (values.get("run") or {}).get("directory")
     return None if directory is None else str(directory)
 
 
 def known_run(rendezvous: Rendezvous, ended: int, asked: str | None) -> Identity | None:
-    """Return the run that has started at a rendezvous since the last run ended, or None.
+    """Return the run that has started since the last run at a rendezvous ended, or None.
 
     Args:
       ended: the generation in which the last run ended.
@@ -57,7 +57,12 @@ def known_run(rendezvous: Rendezvous, ended: int, asked: str | None) -> Identity
 def run_to_begin(
     rendezvous: Rendezvous, ended: int, generation: int, asked: str | None
 ) -> Identity:
-    """Return the run that a new generation trains; draw an id if the run has none yet.
+    """Return the run that a new generation trains; draw a new id if the run has no id yet.
+
+    Args:
+      ended: the generation in which the last run ended.
+      generation: the number of the new generation.
+      asked: the result of `requested_directory`.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -72,6 +77,10 @@ def run_to_begin(
 def tell_run(rendezvous: Rendezvous, generation: int, run: Identity, asked: str | None) -> None:
     """Publish which run has started.
 
+    Args:
+      generation: the number of the generation that started the run.
+      asked: the result of `requested_directory`.
+
     Raises:
       RendezvousError: the rendezvous cannot be reached.
     """
@@ -79,13 +88,13 @@ def tell_run(rendezvous: Rendezvous, generation: int, run: Identity, asked: str 
 
 
 def finished(rendezvous: Rendezvous, values: Json) -> Identity | None:
-    """Return the finished run that this command would train again, or None if there is no such run.
+    """Return the finished run that a command would train again, or None if there is no such run.
 
     The result is None if no run has ended well, if the config differs, or if the run's directory no
     longer exists.
 
     Args:
-      values: the values of the config.
+      values: the values of the command's config.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -101,7 +110,7 @@ def finished(rendezvous: Rendezvous, values: Json) -> Identity | None:
 
 
 def command_of(values: Json) -> str:
-    """Return a digest of a config, which is equal on all agents that have the same config."""
+    """Return a digest of a config, which is the same on all agents that have the same config."""
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""A replica of another host's snapshots, from which a run resumes when that host is lost."""
+"""A replica of another host's snapshots, from which a run resumes if that host is lost."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LOOK_SECONDS = 0.5
 FAILURES = 6
 """The number of consecutive failures after which a replica reports that it makes no copies."""
 KEEP = 2
-"""The number of snapshots that are kept: two, because the newest may be incomplete."""
+"""The number of snapshots that are kept: two, because the newest snapshot may be incomplete."""
 
 
 class SnapshotReplica:
-    """A thread that replicates the snapshots of one source host during a generation.
+    """A thread that copies the snapshots of a source host during a generation.
 
     Args:
       address: the address at which the source host sends its parts.
@@ -27,7 +27,7 @@ class SnapshotReplica:
       total: the number of processes on all hosts.
 
     Attributes:
-      failure: the reason why no copies are made, or None while copies are made.
+      failure: the reason why the copies fail, or None while copies succeed.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SnapshotReplica:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop copying, without a wait for a transfer in progress: the source host may be stuck."""
+        """Stop the copies without a wait for a transfer, since the source host may be stuck."""
         with self._keeping:
             self._closed.set()
 
@@ -69,7 +69,7 @@ class SnapshotReplica:
 
     @contextmanager
     def _wanted(self) -> Iterator[bool]:
-        """Yield whether copies are still wanted; the answer holds inside the `with` block."""
+        """Yield whether copies are still wanted; the value holds inside the `with` block."""
         with self._keeping:
             yield not self._closed.is_set()
 
@@ -78,7 +78,7 @@ class SnapshotReplica:
         return [n for n, p in parts if p and p[1] in self.processes and p[2] == self.total]
 
     def _newest(self, names: list[str]) -> list[str]:
-        """Return the newest parts of each process of the source host."""
+        """Return the names of the newest parts of each process of the source host."""
         found: dict[int, list[str]] = {}
         for name in sorted(self._of(names)):
             part = snapshot_of(name)
@@ -92,8 +92,8 @@ class SnapshotReplica:
             try:
                 self.look()
             except CopyError as error:
-                # A first failure means little: the source host may be lost, which the registry will
-                # notice, or may just have deleted an old file.
+                # A first failure is not reported: the source host may be lost, which the registry
+                # will notice, or may just have deleted an old file.
                 failed += 1
                 if failed == FAILURES:
                     self.failure = (

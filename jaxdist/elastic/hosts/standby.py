@@ -1,4 +1,4 @@
-"""A standby host, which is in no generation, and waits until it can join one."""
+"""A standby host, which waits until it can join a generation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxdist.errors import RunError
 from jaxdist.runtime.rendezvous import Wait
 
 READ_SECONDS = 1.0
-"""Seconds between two reads of the registry."""
+"""The time between two reads of the registry, in seconds."""
 SURE_LEASES = 2
 """The number of leases after which a generation is reported as running: a younger generation may
 just have been lost."""
@@ -24,10 +24,10 @@ just have been lost."""
 
 @dataclass
 class Standby:
-    """The wait of a host until it joins a generation; it times out only if none is running.
+    """The wait of a host until it joins a generation; it times out only while no generation runs.
 
     Args:
-      clock: returns seconds that never decrease.
+      clock: the function that returns the time of a monotonic clock, in seconds.
     """
 
     members: Membership
@@ -43,13 +43,13 @@ class Standby:
         self.wait = Wait(self.messages.seconds, self.say, self.clock)
 
     def look(self) -> None:
-        """Print messages that are due, and check whether the wait has timed out.
+        """Print the messages that are due, and check that the wait has not timed out.
 
         Raises:
-          RunError: no generation started in time.
+          RunError: no generation started in time, or the rendezvous lost its content.
         """
         if isinstance(self.members.trouble, LostError):
-            raise self.members.trouble  # A longer wait cannot help.
+            raise self.members.trouble  # The rendezvous is lost: a longer wait cannot help.
         now = self.clock()
         if now - self._read >= READ_SECONDS or self.wait.over:
             self._read = now
@@ -63,7 +63,7 @@ class Standby:
             self.messages.tell_wait(self.wait)
 
     def taken(self, generation: Generation) -> None:
-        """Print that this host takes part, if it does so although it asked to be left out."""
+        """Print a message if this host takes part although it asked to be left out."""
         if self.members.quarantined_seconds:
             self.say(
                 f"generation {generation.number} includes this host, {self.messages.name}, "

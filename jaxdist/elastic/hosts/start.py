@@ -51,16 +51,18 @@ def agent_of(
       rendezvous: the address at which all hosts meet.
       least, most: the smallest and the largest number of hosts in a generation.
       processes: the number of processes on this machine.
-      host: NAME or NAME/ADDRESS; None takes this machine's name.
-      token_file: the file of the token that all hosts share; None takes the rendezvous's secret.
+      host: the NAME or NAME/ADDRESS of this host; None takes this machine's name.
+      token_file: the file with the token that all hosts share; None takes the secret of the
+        rendezvous.
       resume: whether the first generation continues a saved run.
-      restarts: the number of consecutive generations that may fail without a new step.
-      seconds: the time to wait for enough hosts.
+      restarts: the number of consecutive generations that may fail without a new step before the
+        run fails.
+      seconds: the time to wait for enough hosts, in seconds.
       fork_module: see `jaxdist.elastic.agent.Agent`.
-      json_file: where process 0 writes the result of the run, on its own host.
+      json_file: the file to which process 0 writes the result of the run, on the host of process 0.
 
     Raises:
-      JaxdistError: an error that the user can fix.
+      JaxdistError: the agent cannot be built for a reason that the user can correct.
     """
     if least > most:
         raise ConfigError(f"--min {least} is above --max {most}: lower --min, or raise --max")
@@ -109,12 +111,12 @@ def agent_of(
 def local_of(
     values: JsonObject, base: Path, run: Identity | None, *, exact: bool = False
 ) -> Path | None:
-    """Return the folder on this machine's disk with snapshots of the run, or None.
+    """Return the folder with the run's snapshots on this machine's disk, or None if there is none.
 
     Args:
       base: the run directory that the config names.
-      run: the run that the other hosts train, or None if it is unknown. An unknown run is the only
-        run at `base`; if there are several, the first process refuses to start.
+      run: the run that the other hosts train, or None if it is unknown. In the latter case the only
+        run at `base` is taken; if there are several runs, the first process refuses to start.
       exact: whether `base` itself is the run directory.
 
     >>> values = {"checkpoint": {"local": {"directory": "/ssd"}}}
@@ -131,7 +133,7 @@ def local_of(
 
 
 def split_host(text: str) -> tuple[str, str]:
-    """Split the name and the address of a host.
+    """Return the name and the address of a host from NAME or NAME/ADDRESS.
 
     >>> split_host("rack1-a/10.0.0.7"), split_host("node1")
     (('rack1-a', '10.0.0.7'), ('node1', 'node1'))
@@ -146,7 +148,7 @@ def split_host(text: str) -> tuple[str, str]:
 
 
 def read_host_token(path: Path) -> bytes:
-    """Read the shared token.
+    """Return the shared token from a file.
 
     Raises:
       RunError: the file cannot be read, or the token is too short.
@@ -167,9 +169,9 @@ def read_host_token(path: Path) -> bytes:
 
 
 def local_device_count(values: JsonObject, environ: Mapping[str, str], processes: int) -> int:
-    """Return the number of devices of each process of this machine, without starting JAX.
+    """Return the number of devices that each process of this machine has, without starting JAX.
 
-    The processes divide the visible GPUs among themselves when they start.
+    The visible GPUs are divided equally among the processes.
 
     >>> local_device_count({"mesh": {"fake_devices": 4}}, {}, 2)
     4

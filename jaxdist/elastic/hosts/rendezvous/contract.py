@@ -1,7 +1,7 @@
-"""The contract of a rendezvous: one token with compare-and-swap, and atomic values.
+"""The contract of a rendezvous: a token with compare-and-swap, and values with atomic writes.
 
-Several hosts may change the token at once; every other value has one writer at a time. A
-rendezvous is a folder, a Redis server or an etcd cluster that all hosts can access.
+Several hosts may change the token at once; every other value has one writer at a time. A rendezvous
+is a folder, a Redis server or an etcd cluster that all hosts can access.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RendezvousError(RunError):
 
 
 class LostError(RendezvousError):
-    """The error for a rendezvous that lost its content, so that the hosts cannot continue."""
+    """The error for a rendezvous that lost its content, after which the hosts cannot continue."""
 
     def __init__(self, address: str) -> None:
         super().__init__(
@@ -35,10 +35,10 @@ class Token:
     """The token, which shows which host is the leader.
 
     Attributes:
-      name: the name of the rendezvous, drawn at its creation; a rendezvous that was recreated has
-        a new name.
+      name: the name of the rendezvous, which is drawn at random when the rendezvous is created. A
+        rendezvous that was recreated has a new name.
       term: the number of the term, which grows with each leader.
-      holder: the host that is the leader; `NOBODY` between two terms.
+      holder: the name of the leader, or `NOBODY` between two terms.
       beat: the number of the leader's turn within the term.
     """
 
@@ -52,7 +52,7 @@ class Token:
 
     @classmethod
     def parse(cls, text: str) -> Token:
-        """Read a token from its text.
+        """Return the token that a text contains.
 
         >>> Token.parse("ab.3.node1-77.12")
         Token(name='ab', term=3, holder='node1-77', beat=12)
@@ -70,12 +70,12 @@ class Token:
         return replace(self, term=self.term + 1, holder=holder, beat=0)
 
     def next(self) -> Token:
-        """Return the token of the same leader's next turn."""
+        """Return the token of the next turn of the same leader."""
         return replace(self, beat=self.beat + 1)
 
 
 class Rendezvous(Protocol):
-    """A small shared store that all hosts can access; its methods are safe to call from threads.
+    """A small shared store that all hosts can access; several threads may call its methods.
 
     A value's full name is `kind/name`. If the store cannot be reached, each method raises
     `RendezvousError` within a bounded time.
@@ -88,14 +88,15 @@ class Rendezvous(Protocol):
         ...
 
     def secret(self) -> bytes:
-        """Return a secret that only users of the store can read, for hosts without a token file."""
+        """Return a secret that only users of the store can read, which replaces a token file."""
         ...
 
     def compare_and_swap(self, seen: str, new: str) -> bool:
-        """Replace the token by `new` if it is `seen`; return whether it was replaced.
+        """Replace the token by `new` if the token is `seen`; return whether the token was replaced.
 
-        The operation is linearizable: of all swaps that expect the same token, one succeeds, and a
-        host that reads a value after its swap sees every write that came before the swap.
+        The operation is linearizable. If several hosts expect the same token, the swap of one host
+        succeeds. A host that reads a value after its swap sees every write that came before the
+        swap.
         """
         ...
 
@@ -108,7 +109,7 @@ class Rendezvous(Protocol):
         ...
 
     def names(self, kind: str) -> list[str]:
-        """Return the names of all values of a kind, without the kind, sorted."""
+        """Return the sorted names of all values of a kind, without the kind."""
         ...
 
     def drop(self, name: str) -> None:
@@ -117,7 +118,7 @@ class Rendezvous(Protocol):
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address, IPv4 or IPv6, is this machine's loopback; False for a name.
+    """Return whether an address, IPv4 or IPv6, is a loopback address; a name is never loopback.
 
     >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("node1")
     (True, True, False)

@@ -1,9 +1,9 @@
 """A rendezvous on etcd, whose transactions over HTTP swap the hosts' token atomically.
 
-The cluster may have several members, of which a majority must live: etcd is linearizable, so a swap
-that it acknowledged is never lost. Each value is a key below `/jaxdist/NAME/`. Nothing expires: the
-hosts' own leases and leader election depend on swaps of the token alone, for every kind of
-rendezvous.
+The cluster may have several members, of which a majority must be alive. Since etcd is linearizable,
+a swap that etcd acknowledged is never lost. Each value has a key below `/jaxdist/NAME/`. No key
+expires: the leases and the leader election of the hosts use only swaps of the token, with every
+kind of rendezvous.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from jaxdist.types import Json
 
 CA, CERTIFICATE, KEY = (f"JAXDIST_ETCD_{name}" for name in ("CA", "CERTIFICATE", "KEY"))
 SECONDS = 5.0
-"""The time within which a member must answer; the next member is asked then."""
+"""The time within which a member must answer, in seconds. After this time the next member is asked.
+"""
 
 
 class EtcdRendezvous:
     """A `jaxdist.elastic.hosts.rendezvous.contract.Rendezvous` on an etcd cluster.
 
     Args:
-      address: etcd://HOST:PORT[,HOST:PORT...], etcds:// for TLS, and `#NAME` for another run on the
-        same cluster. With TLS the environment names the files of the authority (JAXDIST_ETCD_CA)
-        and of this host's certificate and key (JAXDIST_ETCD_CERTIFICATE, JAXDIST_ETCD_KEY).
+      address: the address etcd://HOST:PORT[,HOST:PORT...]. It begins with etcds:// for TLS, and
+        ends with `#NAME` if the cluster has another run too. With TLS, environment variables name
+        the files of the authority (JAXDIST_ETCD_CA) and of this host's certificate and key
+        (JAXDIST_ETCD_CERTIFICATE, JAXDIST_ETCD_KEY).
 
     Raises:
       ConfigError: the address has no host, a member on another machine lacks TLS, or a file of the
@@ -48,7 +50,7 @@ class EtcdRendezvous:
         self._members, self._tls = members(url), None
         if url.startswith("etcds://"):
             self._tls = tls_context(os.environ)
-        # Only the first host creates the token: a key without any version does not exist.
+        # Only the first host creates the token; the key has version 0 if it does not exist.
         self._swap("version", 0, str(Token(token_hex(16))))
 
     def token(self) -> str:
@@ -63,10 +65,10 @@ class EtcdRendezvous:
         return Token.parse(self.token()).name.encode()
 
     def compare_and_swap(self, seen: str, new: str) -> bool:
-        """Compare and swap the token in a transaction, which the cluster commits as a whole.
+        """Compare and swap the token in a transaction, which the cluster commits atomically.
 
-        If no answer arrives, the swap may have succeeded all the same: the token, which no other
-        host would have written, tells.
+        If no answer arrives, the swap may have succeeded anyway. The method then reads the token
+        and compares it with `new`, which no other host writes.
         """
         try:
             return self._swap("value", _coded(seen), new)
@@ -80,13 +82,13 @@ class EtcdRendezvous:
         self._call("kv/put", {"key": self._key(name), "value": _coded(json.dumps(value))})
 
     def get(self, name: str) -> Json:
-        """Return a value, or None if there is none."""
+        """Return a value, or None if the value does not exist."""
         found = self._range(name)
         return json.loads(found[0][1]) if found else None
 
     def names(self, kind: str) -> list[str]:
         """Return the names of all values of a kind."""
-        # The keys from `kind/` up to `kind0`, as 0 is the character after /.
+        # The range is from `kind/` up to `kind0`, since 0 is the character after /.
         found = self._range(f"{kind}/", until=f"{kind}0", keys_only=True)
         return sorted(key.removeprefix(f"{self._prefix}{kind}/") for key, _ in found)
 
@@ -113,7 +115,7 @@ class EtcdRendezvous:
         return bool(self._call("kv/txn", {"compare": [compare], "success": [put]}).get("succeeded"))
 
     def _call(self, method: str, asked: Mapping[str, Json]) -> dict[str, Any]:
-        """Return the answer of the first member that answers, which is asked first from then on."""
+        """Return the answer of the first member that answers; later calls ask this member first."""
         problems: list[str] = []
         for member in [*self._members]:
             try:
@@ -129,7 +131,8 @@ class EtcdRendezvous:
         )
 
     def _asked(self, member: str, path: str, body: str) -> dict[str, Any]:
-        # A connection for each call: calls come from several threads, a few in a second.
+        # Each call opens a connection, since calls come from several threads, and only a few in a
+        # second.
         connection = (
             http.client.HTTPConnection(member, timeout=SECONDS)
             if self._tls is None
@@ -180,8 +183,8 @@ def tls_context(environ: Mapping[str, str]) -> ssl.SSLContext:
     """Return the TLS settings from the files that the environment names.
 
     Raises:
-      ConfigError: a variable is missing, or a file cannot be read. Without a certificate of each
-        host, anyone who reaches the cluster could take over the run.
+      ConfigError: a variable is missing, or a file cannot be read. The certificate of the host is
+        required, since otherwise anyone who reaches the cluster could take over the run.
     """
     missing = [name for name in (CA, CERTIFICATE, KEY) if name not in environ]
     if missing:

@@ -1,12 +1,12 @@
-"""A rendezvous in a directory that all hosts share: every change is one rename.
+"""A rendezvous in a directory that all hosts share: every change is a rename.
 
     FOLDER/keeper/TOKEN       an empty file, whose name is the token
     FOLDER/KIND/NAME.json     a value
     FOLDER/secret             the secret of hosts without a token file, readable by its owner only
 
-A swap renames the token's file: if several hosts rename the same file, one host succeeds, and the
-others get an error because the file no longer exists. The file server itself decides, so no
-client's cache can interfere.
+A swap renames the token's file. If several hosts rename the same file, one host succeeds, and the
+others get an error because the file no longer exists. The file server decides which host succeeds,
+so that the cache of a client cannot interfere.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FolderRendezvous:
       folder: the folder, which is created if it does not exist.
 
     Raises:
-      RendezvousError: the folder cannot be written, or its renames are not atomic.
+      RendezvousError: the folder cannot be written, or renames in the folder are not atomic.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,7 +68,8 @@ class FolderRendezvous:
         staging = self.folder / f".new-{token_hex(4)}"
         staging.mkdir()
         (staging / str(Token(token_hex(16)))).touch()
-        # Only the first rename succeeds: no directory can be renamed onto one that has content.
+        # Only the first rename succeeds, since a directory cannot replace a directory that has
+        # content.
         try:
             os.rename(staging, self.folder / KEEPER)
         except OSError as error:
@@ -82,7 +83,7 @@ class FolderRendezvous:
         for _ in range(_TRIES):
             with self._told():
                 found = os.listdir(self.folder / KEEPER)
-            if len(found) == 1:  # During a rename, a listing may have both names, or none.
+            if len(found) == 1:  # During a rename, a listing may have both names, or neither.
                 return found[0]
             time.sleep(_PAUSE_SECONDS)
         raise RendezvousError(
@@ -91,10 +92,10 @@ class FolderRendezvous:
         )
 
     def secret(self) -> bytes:
-        """Return the content of a file that only its owner can read, even in an open folder.
+        """Return the content of a file that only its owner can read, even in a shared folder.
 
-        The token cannot be the secret: it is a file name, visible to everyone who may list the
-        folder.
+        The token cannot be the secret, since the token is a file name, which everyone who may list
+        the folder can see.
         """
         path, own, found = self.folder / SECRET, token_hex(32), b""
         with self._told():
@@ -108,7 +109,7 @@ class FolderRendezvous:
                     f"{path} may be read by others (mode {mode:o}), who could fetch the state of "
                     f"the model with it: chmod 600 {path}, or give all hosts a --token-file"
                 )
-            for _ in range(_TRIES):  # Another host may have created the file without content yet.
+            for _ in range(_TRIES):  # Another host may not have written the content yet.
                 found = path.read_bytes()
                 if len(found) == len(own):
                     return found
@@ -124,7 +125,8 @@ class FolderRendezvous:
             try:
                 os.rename(self.folder / KEEPER / seen, self.folder / KEEPER / new)
             except FileNotFoundError:
-                # A missing directory means that the rendezvous is gone, not that the swap lost.
+                # A missing directory means that the rendezvous is gone, not that another host
+                # swapped first.
                 if not (self.folder / KEEPER).is_dir():
                     raise
                 return False
@@ -140,7 +142,7 @@ class FolderRendezvous:
             os.replace(staging, path)
 
     def get(self, name: str) -> Json:
-        """Return a value, or None if there is none."""
+        """Return a value, or None if the value does not exist."""
         with self._told():
             try:
                 return json.loads(self._path(name).read_text(encoding="utf-8"))
@@ -178,7 +180,7 @@ class FolderRendezvous:
 def find_problem(folder: Path) -> str | None:
     """Return how renames in an empty directory fail to be atomic, or None if they are atomic.
 
-    The test costs some forty renames, while a thread reads.
+    The test makes about forty renames, while a thread reads.
     """
     problem = _one_by_one(folder)
     return problem or _while_read(folder)
@@ -204,7 +206,7 @@ def _one_by_one(folder: Path) -> str | None:
 
 
 def _while_read(folder: Path) -> str | None:
-    """Return how a repeatedly replaced file is seen missing or torn, or None if it never is."""
+    """Return how a reader fails while a file is repeatedly replaced, or None if it never fails."""
     path, seen = folder / "value", set[str]()
     whole = "x" * 4096
     path.write_text(whole)

@@ -1,8 +1,9 @@
 """A rendezvous on a Redis server: a script swaps the token, and a hash holds each kind of values.
 
-The server must be a single server: a replica that takes over may lack the last writes, and among
-them a swap that was acknowledged. The data need not survive a restart: a server that comes back
-empty gets a token with another name, which every agent notices; no earlier lease is granted again.
+The server must be a single server. A replica that takes over may lack the last writes, and one of
+these may be a swap that was acknowledged. The data need not survive a restart. After a restart
+without data, the server gets a token with another name; every agent notices the name, and no
+earlier lease is granted again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jaxdist.types import Json
 
 PASSWORD, PASSWORD_FILE = "JAXDIST_REDIS_PASSWORD", "JAXDIST_REDIS_PASSWORD_FILE"
 SECONDS = 5.0
-"""The time within which the server must answer."""
+"""The time within which the server must answer, in seconds."""
 _SWAP = """
 if redis.call('get', KEYS[1]) == ARGV[1] then
   redis.call('set', KEYS[1], ARGV[2])
@@ -36,9 +37,10 @@ class RedisRendezvous:
     """A `jaxdist.elastic.hosts.rendezvous.contract.Rendezvous` on a Redis server.
 
     Args:
-      address: redis://[:PASSWORD@]HOST:PORT/DB, rediss:// for TLS, and `#NAME` for another run on
-        the same server. A password is safer in the environment (`find_password`) than here, where
-        other users can see it in the list of commands.
+      address: the address redis://[:PASSWORD@]HOST:PORT/DB. It begins with rediss:// for TLS, and
+        ends with `#NAME` if the server has another run too. A password is safer in the environment
+        (`find_password`) than in the address, since other users can see the address in the list of
+        processes.
 
     Raises:
       ConfigError: the package redis is not installed, or a server on another machine lacks TLS or a
@@ -65,9 +67,10 @@ class RedisRendezvous:
         if password is not None:
             given["password"] = password
         with self._told():
-            # The declared type includes awaitables, which this client never returns.
+            # The declared type includes awaitables, which this synchronous client never returns.
             self._server: Any = redis.Redis.from_url(url, decode_responses=True, **given)
-            # With `nx` only the first host creates the token; for other hosts, nothing changes.
+            # With `nx`, only the first host creates the token; the calls of other hosts change
+            # nothing.
             self._server.set(f"{self._prefix}:token", str(Token(token_hex(16))), nx=True)
 
     def token(self) -> str:
@@ -94,7 +97,7 @@ class RedisRendezvous:
             self._server.hset(f"{self._prefix}:{kind}", key, json.dumps(value))
 
     def get(self, name: str) -> Json:
-        """Return a value, or None if there is none."""
+        """Return a value, or None if the value does not exist."""
         kind, _, key = name.partition("/")
         with self._told():
             found = self._server.hget(f"{self._prefix}:{kind}", key)
@@ -123,7 +126,9 @@ class RedisRendezvous:
 
 
 def find_password(environ: Mapping[str, str]) -> str | None:
-    """Return the password from the environment or the file that it names, or None without either.
+    """Return the password from the environment, or from the file that the environment names.
+
+    Return None if the environment has neither.
 
     Raises:
       ConfigError: the file cannot be read.
@@ -138,7 +143,7 @@ def find_password(environ: Mapping[str, str]) -> str | None:
 
 
 def check_secure(url: str, password: str | None) -> None:
-    """Refuse a server that strangers on the network could read and write.
+    """Check that strangers on the network can neither read nor write the server.
 
     A client that can write to the server controls what the hosts of the run do, and can fetch the
     model's state.
@@ -163,7 +168,7 @@ def check_secure(url: str, password: str | None) -> None:
 
 
 def _shown(address: str) -> str:
-    """Return an address without its password.
+    """Return an address without its password, for messages.
 
     >>> _shown("redis://:secret@node1:6379/0#mine")
     'redis://node1:6379/0#mine'
