@@ -1,4 +1,4 @@
-"""Options for the compiler (`parallel.xla`), as a preset and as single options.
+"""The options of XLA's compiler that a config sets (`parallel.xla`): a preset and single options.
 
 An option may have no effect: `jaxdist audit CONFIG --topology T --options` compiles with and
 without each option and reports whether the program changes.
@@ -24,15 +24,16 @@ Options = Mapping[str, OptionValue]
 PresetName = Literal["default", "none", "overlap", "collective_matmul"]
 
 PLATFORM = "tpu"
-"""The platform of the presets, except `default` and `none`, which are for all platforms."""
+"""The platform that every preset except `default` and `none` needs."""
 _FUSION = "xla_tpu_enable_async_collective_fusion"
-# Without a high threshold XLA gathers an operand in pieces, between small matmuls. Gathering whole
+# Without a high threshold XLA gathers an operand in parts, between small matmuls. Gathering whole
 # operands is predicted to be faster in every step of `jaxdist bench tpu`, by up to a sixth.
 _WHOLE: Options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
-"""The option for the vector memory that a fusion or kernel may use. With libtpu's default, large
-matmuls read their operands more often; `jaxdist/cost/products.json` has the fractions of the peak
-that matmuls reach with the default and with this option."""
+"""The name of the option that limits the vector memory of a fusion or kernel, in KiB. With libtpu's
+default limit, large matmuls read their operands more often. `jaxdist/cost/products.json` has the
+fractions of the peak that matmuls reach with the default limit and with the limit of the presets.
+"""
 _SCOPED: Options = {SCOPED_VMEM: 65536}
 PRESETS: Mapping[PresetName, Options] = {
     "default": {**_WHOLE, **_SCOPED},
@@ -55,14 +56,15 @@ PRESETS: Mapping[PresetName, Options] = {
         "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
     },
 }
-"""The options of each preset. `overlap` has the options that MaxText sets for v5e and v5p. Most of
-these options are defaults of current libtpu versions, and then change nothing in the program."""
+"""The options of each preset. `overlap` has the options that MaxText sets for v5e and v5p. Current
+versions of libtpu set most of these options by default, so the preset may change no program."""
 ONLY_ON: Mapping[str, tuple[str, ...]] = {
     f"{_FUSION}_fuse_all_gather": ("v5e",),
     SCOPED_VMEM: ("v5e", "v5p", "v6e", "tpu7x"),
 }
-"""The devices that an option of a preset is for. libtpu 0.0.52 refuses the first option in programs
-for v5p that the option would change; a v4 has no more vector memory than libtpu's default."""
+"""The devices on which a preset sets an option; all TPUs get the options that are not listed here.
+On v5p, libtpu 0.0.52 refuses to compile a program that the first option would change. On v4,
+libtpu's default limit is already all of the vector memory."""
 PASSES = "xla_disable_hlo_passes"
 """The name of an option whose value is a list of passes, separated by commas."""
 
@@ -72,17 +74,19 @@ class XlaConfig(Config):
 
     preset: PresetName = "default"
     """The set of options for TPUs: `default` gathers whole operands of matmuls; `overlap` also runs
-    collectives during computation; `collective_matmul` lets XLA cut a matmul into pieces that run
-    during the collective of its operand or result, which exists on a tensor axis with
-    `residual_seq: tensor` (compare `sharding.collective_matmul`); `none` sets no options."""
+    collectives during computation; `collective_matmul` lets XLA cut a matmul into parts that run
+    during the collective of its operand or result; `none` sets no options. With `residual_seq:
+    tensor` a tensor axis has such collectives (compare `sharding.collective_matmul`)."""
     options: dict[str, OptionValue] = Field(default_factory=dict)
-    """Further options by XLA's names, without dashes; they override the preset's."""
+    """Further options, by XLA's names without leading dashes. An option that is set here overrides
+    the same option of the preset."""
 
 
 def compiler_options(config: XlaConfig, devices: Sequence[Device]) -> dict[str, OptionValue]:
-    """Return the options that a config sets, checked with the compiler of these devices.
+    """Return the options that a config sets, after the compiler of these devices accepts them.
 
-    The check compiles an empty program with the options; without options nothing is compiled.
+    The check compiles a tiny program with the options. If the compiler refuses the `default`
+    preset, the preset's options are left out. Without options nothing is compiled.
 
     Raises:
       ConfigError: the preset is for other devices, or the compiler of these devices refuses an
@@ -105,7 +109,7 @@ def compiler_options(config: XlaConfig, devices: Sequence[Device]) -> dict[str, 
 
 
 def preset_options(preset: PresetName, device: Device) -> dict[str, OptionValue]:
-    """Return the options of a preset on such a device, or no options if it is not a TPU."""
+    """Return the options that a preset sets on a device, or no options if it is not a TPU."""
     if device.platform != PLATFORM:
         return {}
     known = find_device(device.device_kind)
@@ -118,7 +122,9 @@ def preset_options(preset: PresetName, device: Device) -> dict[str, OptionValue]
 
 
 def merged_options(options: Options, more: Options) -> dict[str, OptionValue] | None:
-    """Merge two sets of options and join their lists, or None for no options, as `jax.jit` expects.
+    """Merge two sets of options, or return None if both are empty, as `jax.jit` expects.
+
+    An option in `more` replaces the same option in `options`, but two lists of passes are joined.
 
     >>> merged_options({PASSES: "a"}, {PASSES: "b", "xla_x": True})
     {'xla_disable_hlo_passes': 'a,b', 'xla_x': True}
@@ -142,7 +148,11 @@ def options_refusal(options: Options, device: Device) -> str | None:
 
 
 def _told(options: Options, device: Device) -> str | None:
-    """Explain which option the compiler refuses by itself, or return None if it refuses none."""
+    """Describe the first option that the compiler refuses without the other options.
+
+    Returns:
+      A sentence with the compiler's error, or None if the compiler accepts each option alone.
+    """
     known = {name for preset in PRESETS.values() for name in preset}
     for name, value in options.items():
         problem = options_refusal({name: value}, device)

@@ -22,9 +22,9 @@ from jaxdist.types import Buffers, Grads, Params, PyTree
 
 @dataclass(frozen=True)
 class Unstaged:
-    """The common part of passes in which every device has all layers.
+    """The base class of computations without pipeline stages: every device runs all layers.
 
-    Evaluation processes the whole batch at once.
+    Evaluation computes a whole batch at once, whatever the number of microbatches.
     """
 
     objective: Objective
@@ -40,7 +40,7 @@ class Unstaged:
 
 @dataclass(frozen=True)
 class WholeBatch(Unstaged):
-    """A pass over the whole batch at once."""
+    """The computation of gradients in a single pass over the whole batch."""
 
     microbatches: int = field(default=1, init=False)
 
@@ -57,7 +57,10 @@ class WholeBatch(Unstaged):
 
 @dataclass(frozen=True)
 class Accumulated(Unstaged):
-    """Passes over microbatches in sequence, whose gradients are added up in float32 or wider."""
+    """The computation of gradients by one pass for each microbatch, in sequence.
+
+    The gradients of the microbatches are added up in float32 or wider.
+    """
 
     microbatches: int
 
@@ -80,7 +83,7 @@ class Accumulated(Unstaged):
             return Gradients(total, sums, buffers), None
 
         rows, first = jax.tree.map(lambda x: x[0], (pieces, keys))
-        # The sums have the dtypes of a piece's results, which tracing finds without computation.
+        # The sums have the dtypes of a microbatch's results, which are found by tracing.
         shapes = jax.eval_shape(one, held.buffers, rows, first)
         check_adds_up(shapes.sums, f"the batch is computed in {self.microbatches} microbatches")
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:2])
@@ -95,14 +98,14 @@ class Accumulated(Unstaged):
 
 
 def whole_or_accumulated(objective: Objective, layout: Layout, microbatches: int) -> Compute:
-    """Return an object that computes a batch in `microbatches` pieces."""
+    """Return the computation of gradients that divides a batch into `microbatches` parts."""
     if microbatches == 1:
         return WholeBatch(objective, layout)
     return Accumulated(objective, layout, microbatches)
 
 
 def over_weight(found: Gradients) -> Gradients:
-    """Convert gradients of the total loss to those of the mean loss."""
+    """Convert gradients of the total loss to gradients of the mean loss."""
     weight = divisor(found.sums["loss"].weight)
     return found._replace(grads=jax.tree.map(lambda g: g / weight, found.grads))
 

@@ -1,8 +1,8 @@
-"""The contracts of a train step: computing gradients, and exchanging them.
+"""The protocols of the parts of a train step: `Compute` and `Exchange`, with their data types.
 
-A step is `Objective` -> `Compute` -> `Exchange` -> optimizer. A new way to compute gradients is a
-new class that implements `Compute`, a new way to reduce them is a new class that implements
-`Exchange`; `train/step.py` does not change.
+A step is `Objective` -> `Compute` -> `Exchange` -> optimizer. To compute gradients by a new method,
+write a class that implements `Compute`. To reduce gradients by a new method, write a class that
+implements `Exchange`. `train/step.py` does not change.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from jaxdist.types import Buffers, Grads, Params, PyTree, Shardings
 
 
 class Gradients(NamedTuple):
-    """The results of a pass over a batch.
+    """The results of the forward and backward passes over a batch.
 
     Attributes:
-      grads: gradients of the total or of the mean loss, a tree like the trained parameters.
-      sums: totals and weights of the loss and its metrics.
+      grads: the gradients of the total loss or of the mean loss, as the method that returns them
+        documents; a tree like the trained parameters.
+      sums: the totals and weights of the loss and its metrics.
       buffers: the model's buffers after the pass.
     """
 
@@ -38,7 +39,9 @@ class StepInputs(NamedTuple):
 
     Attributes:
       params: the parameters with the shapes that the model and the optimizer see.
-      stored: the parameters as devices store them, with the zeros that fill up ZeRO's shards.
+      stored: the parameters as devices store them. ZeRO pads a dim with zeros if the number of
+        shards does not divide its length.
+      buffers: the model's buffers before the step.
       scale: the state of the loss scale, or None without a loss scale.
     """
 
@@ -50,12 +53,14 @@ class StepInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchContext:
-    """The context in which gradients are computed: a batch as one array, or each device's own rows.
+    """The context in which gradients are computed: on one global batch, or on a device's rows.
 
     Attributes:
-      axes: manual mesh axes that split the rows, or () where XLA sees the rows as one array.
-      statistics_over: the axes over which a BatchNorm averages its statistics itself.
-      placed: function that lays out each microbatch's gradients before they are added up.
+      axes: the manual mesh axes that split the rows of the batch, or () if the batch is one global
+        array that XLA partitions.
+      statistics_over: the axes over which a BatchNorm calls collectives to average its statistics.
+      placed: the function that sets the shardings of each microbatch's gradients before they are
+        added up.
     """
 
     axes: tuple[str, ...] = ()
@@ -64,11 +69,12 @@ class BatchContext:
 
 
 class Compute(Protocol):
-    """The computation of gradients from a batch, on the devices that hold its rows.
+    """The computation of gradients from a batch, on the devices that hold the batch's rows.
 
     Attributes:
-      microbatches: number of pieces in which the batch is computed, in sequence.
-      explicit: whether the computation calls collectives itself, instead of leaving them to XLA.
+      microbatches: the number of microbatches into which a batch is divided.
+      explicit: whether the computation calls collectives explicitly. Otherwise XLA inserts all
+        collectives.
     """
 
     @property
@@ -79,7 +85,14 @@ class Compute(Protocol):
     def gradients(
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
-        """Compute gradients of the total loss of these rows, summed over microbatches."""
+        """Compute gradients of the total loss of the rows in `batch`, summed over microbatches.
+
+        Args:
+          held: the parameters, buffers and loss scale.
+          batch: the whole batch, or a device's rows if `around.axes` is not empty.
+          key: the random key of the step.
+          around: the context, which says how the batch is split.
+        """
         ...
 
     def mean_gradients(
@@ -93,16 +106,17 @@ class Compute(Protocol):
         ...
 
     def resized(self, microbatches: int) -> Compute:
-        """Return this computation for a batch in another number of pieces."""
+        """Return the same computation with another number of microbatches."""
         ...
 
 
 class Placements(NamedTuple):
-    """Shardings of trees like the parameters.
+    """The shardings of the parameters, between steps and during the optimizer's update.
 
     Attributes:
-      params: shardings of the stored parameters.
-      shares: shardings of gradients, moments and new parameters during the optimizer's update.
+      params: the shardings of the stored parameters.
+      shares: the shardings of gradients, moments and new parameters during the optimizer's update,
+        a tree like the trained parameters.
     """
 
     params: Params
@@ -110,20 +124,24 @@ class Placements(NamedTuple):
 
 
 Given = Sequence[tuple[PyTree, PyTree]]
-"""Pairs of a tree and a tree with the `jaxdist.optim.owners.Owner`, or None, of each leaf."""
+"""Pairs of a tree and a second tree of the same structure. For each leaf of the first tree, the
+second tree has the `jaxdist.optim.owners.Owner`, or None if the leaf belongs to no parameter."""
 
 
 class Exchange(Protocol):
-    """The exchange of gradients: it sums devices' gradients, and distributes the new parameters.
+    """The exchange that sums the gradients of all devices and distributes the new parameters.
 
-    Each device gets its share of the summed gradients. `state` (for example residuals) is passed
-    from step to step, and saved with the train state; an exchange without state has `()`.
+    Each device gets its share of the summed gradients: a shard with ZeRO, otherwise all gradients.
+    A step passes `state` (for example residuals) to the next step, and the training state contains
+    it. The state of an exchange without residuals is `()`.
 
     Attributes:
-      zero: the splitting of the training state over replicas; None splits nothing.
-      explicit: whether the exchange calls collectives itself, instead of leaving them to XLA.
-      keeps_barriers: whether replicas of the parameters are only equal to the bit if XLA keeps
-        barriers.
+      zero: the split of the training state over replicas, or None without ZeRO.
+      explicit: whether the exchange calls collectives explicitly. Otherwise XLA inserts all
+        collectives.
+      keeps_barriers: whether XLA must keep optimization barriers, because otherwise the replicas of
+        the parameters could differ in their last bits.
+      placements: the shardings of the parameters between steps and during the update.
     """
 
     @property
@@ -144,15 +162,15 @@ class Exchange(Protocol):
         ...
 
     def state_shardings(self, state: PyTree) -> PyTree:
-        """Return the shardings of a state's leaves; `state` may be shapes."""
+        """Return the sharding of each leaf of a state, whose leaves are arrays or shapes."""
         ...
 
     def reshard(self, saved: PyTree, state: PyTree) -> PyTree:
-        """Convert a state, which was saved under another plan, to this plan's form.
+        """Convert a state that was saved under another plan to the form of this plan.
 
         Args:
-          saved: arrays of the same structure, of any shapes.
-          state: shapes of this plan's state.
+          saved: the saved arrays, a tree of the same structure whose leaves may have other shapes.
+          state: the shapes of this plan's state.
 
         Raises:
           CompressionError: no conversion is sound, so the state must be initialized again.
@@ -176,13 +194,17 @@ class Exchange(Protocol):
     def apply(
         self, function: Callable[..., tuple[Any, ...]], given: Given, rest: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Apply `function`, such as an optimizer's update, to trees like the parameters.
+        """Apply a function, such as an optimizer's update, to trees like the parameters.
 
         Args:
-          function: function of the trees and of `rest`; the n trees that it returns replace the
-            last n of `given`.
-          given: each tree with its leaves' owners; a leaf is placed like its owner's share.
-          rest: arguments that are equal on all devices.
+          function: the function, which is called with the trees of `given` and then with `rest`.
+            The n trees that it returns have the structures and shardings of the last n trees.
+          given: each tree with the owners of its leaves. A leaf is sharded like the share of the
+            parameter that owns it.
+          rest: further arguments, which are equal on all devices.
+
+        Returns:
+          The trees that `function` returns.
         """
         ...
 
@@ -195,6 +217,6 @@ class Exchange(Protocol):
 
         Args:
           params: new parameters with the shardings of `placements.shares`.
-          into: the old parameters; if these are donated, the new parameters use their memory.
+          into: the old parameters. If they are donated, the new parameters use the same memory.
         """
         ...

@@ -1,9 +1,9 @@
-"""Digests of replicas, which detect a wrong bit and name its device.
+"""Digests of the replicas of a shard, which detect a wrong bit and name the device that has it.
 
 A device that computes or stores wrong values raises no error: training continues with wrong
-numbers. But replicas of the same shard must hold the same bits, so comparing a few words from each
-replica reveals a difference. A shard without a second replica cannot be compared, and a value that
-was wrong before devices summed it up is equally wrong on all replicas.
+numbers. But replicas of the same shard must have the same bits, so different digests reveal a
+fault. Two faults stay hidden: a fault in a shard that has a single replica, and a value that was
+wrong before an all-reduce, which makes the value wrong on all replicas.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from jaxdist.trees import flatten_with_names, leaf_bytes
 from jaxdist.types import Leaf, PyTree
 
 LANES = 2
-"""The number of words of a digest."""
+"""The number of 32-bit words in a digest."""
 _LISTED = 3
 _GOLDEN = 0x9E3779B9
-"""The integer nearest to 2^32 over the golden ratio; its multiples spread neighbouring places."""
+"""The integer nearest to 2^32 over the golden ratio. Its multiples modulo 2^32 are far apart, so
+neighbouring elements of an array get very different summands."""
 
 
 class ReplicaDifference(NamedTuple):
@@ -38,7 +39,8 @@ class ReplicaDifference(NamedTuple):
     Attributes:
       leaf: name of the leaf in the tree.
       holders: the devices that hold a replica of the shard.
-      odd: the devices that differ from an equal majority, or () if there is no such majority.
+      odd: the devices whose replicas differ from a majority of equal replicas, or () if there is no
+        such majority.
     """
 
     leaf: str
@@ -46,10 +48,10 @@ class ReplicaDifference(NamedTuple):
     odd: tuple[Device, ...]
 
     def told(self, hosts: Mapping[int, str]) -> str:
-        """Describe in a line which replicas differ.
+        """Describe in one line which replicas differ.
 
         Args:
-          hosts: names of the processes' hosts, by process number.
+          hosts: the host name of each process, by process number.
         """
         if self.odd:
             equal = len(self.holders) - len(self.odd)
@@ -74,11 +76,11 @@ def _listed(devices: Sequence[Device], hosts: Mapping[int, str]) -> str:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The part of a device's state that can be compared with other devices.
+    """The part of a device's shards that have replicas on other devices.
 
     Attributes:
-      held_bytes: bytes of a device's shards of all leaves.
-      compared_bytes: bytes of the shards that other devices hold too.
+      held_bytes: the bytes of one device's shards of all leaves.
+      compared_bytes: the bytes of those shards of which another device has a replica.
     """
 
     held_bytes: int
@@ -86,16 +88,17 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """The fraction of the bytes that can be compared, from 0 to 1."""
+        """The fraction of a device's bytes that can be compared, from 0 to 1."""
         return self.compared_bytes / self.held_bytes if self.held_bytes else 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class Replicas:
-    """The replicas of a tree on a mesh.
+    """A comparison of the replicas of a tree's shards on a mesh.
 
     Attributes:
-      shapes: `jax.ShapeDtypeStruct`s, each with a `NamedSharding` on `mesh`.
+      mesh: the mesh that holds the tree.
+      shapes: the tree as `jax.ShapeDtypeStruct`s, each with a `NamedSharding` on `mesh`.
     """
 
     mesh: Mesh
@@ -105,9 +108,9 @@ class Replicas:
     def digests(self) -> jax.stages.Wrapped:
         """The function from the tree to the digest of each device's shard of each leaf.
 
-        The function returns uint32 `[*mesh, leaves, 2]`, equal on all devices. Each device reads
-        its shards once and keeps no copy; then 8 bytes for each leaf and device are sent to all
-        devices.
+        The function returns an array of uint32, `[*mesh, leaves, 2]`, with a replica on every
+        device. Each device reads its shards once and makes no copy. Then all devices gather the
+        digests, 8 bytes for each leaf and device.
         """
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.shapes)
         axes = self.mesh.axis_names
@@ -133,7 +136,7 @@ class Replicas:
         """Return the shards whose replicas differ.
 
         Args:
-          digests: the array that the function `digests` returns.
+          digests: the array `[*mesh, leaves, 2]` that the function `digests` returns.
         """
         found: list[ReplicaDifference] = []
         for number, (name, leaf) in enumerate(self._leaves.items()):
@@ -151,20 +154,20 @@ class Replicas:
         return dict(flatten_with_names(self.shapes))
 
     def _apart(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return the dims of the array of devices along which a leaf is replicated."""
+        """Return the positions of the mesh axes along which a leaf is replicated."""
         split = {name for entry in leaf.sharding.spec for name in entry_names(entry)}
         sizes = self.mesh.shape.items()
         return tuple(at for at, (name, size) in enumerate(sizes) if size > 1 and name not in split)
 
 
 def digest(leaf: jax.Array) -> jax.Array:
-    """Compute the digest of an array's bits, uint32 `[2]`, independent of the order of summation.
+    """Compute the digest of an array's bits, uint32 `[2]`, which no order of summation changes.
 
-    The digest has two sums modulo 2^32 over the array's words x_i of at most 32 bits: a sum of x_i
-    (2 i + 1), and a sum of h(x_i + g i), where h is bijective and scatters bits, and g is odd.
-    Since the multipliers of the first sum are odd and h is bijective, a change of a single word
-    changes both sums. Changes of several words could cancel each other in the first sum, but in the
-    second sum only with a probability of 2^-32.
+    The array is read as words x_i of at most 32 bits. The digest is two sums modulo 2^32: the sum
+    of x_i (2 i + 1), and the sum of h(x_i + g i), where h is bijective and scatters bits, and g is
+    odd. The multipliers of the first sum are odd and h is bijective, so a change of a single word
+    changes both sums. Changes of several words may cancel each other in the first sum; in the
+    second sum this has a probability of 2^-32.
 
     >>> [int(word) for word in digest(jnp.array([1, 0, 2], jnp.int32))]
     [11, 239823234]
@@ -194,9 +197,9 @@ def _words(leaf: jax.Array) -> jax.Array:
 
 
 def _places(shape: tuple[int, ...]) -> jax.Array:
-    """Return the row-major index of each element, uint32, in the array's own shape.
+    """Return the row-major index of each element of an array, uint32, in the shape of the array.
 
-    Flattening the array instead would copy it if its layout on the device is another.
+    The array is not flattened, because that would copy an array whose layout is not row-major.
     """
     place = jnp.zeros(shape, jnp.uint32)
     for dim in range(len(shape)):
@@ -206,7 +209,7 @@ def _places(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _scattered(words: jax.Array) -> jax.Array:
-    """Scatter bits bijectively, by the finalizer of MurmurHash3 (Appleby)."""
+    """Apply a bijection of 32-bit words that scatters bits: the finalizer of MurmurHash3."""
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
     return words ^ (words >> 16)
@@ -217,12 +220,17 @@ def _shard(leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 
 def _as_one(digests: np.ndarray) -> np.ndarray:
-    """Combine the two words of each digest in a single number, uint64."""
+    """Combine the two words of each digest, `[..., 2]`, into a single uint64, `[...]`."""
     return digests[..., 0].astype(np.uint64) << np.uint64(32) | digests[..., 1]
 
 
 def _rows(values: np.ndarray, apart: tuple[int, ...]) -> np.ndarray:
-    """Rearrange an array of the mesh's shape to `[shards, replicas]`."""
+    """Rearrange an array of the mesh's shape to `[shards, replicas]`.
+
+    Args:
+      values: one value for each device of the mesh.
+      apart: the positions of the mesh axes along which a leaf is replicated.
+    """
     moved = np.moveaxis(values, apart, range(-len(apart), 0))
     return moved.reshape(-1, math.prod(moved.shape[-len(apart) :]))
 

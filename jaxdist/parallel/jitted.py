@@ -1,4 +1,4 @@
-"""The compilation of a plan's functions, with compiler options and separate channels."""
+"""The compilation of the functions of a plan, with the compiler options that the plan needs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ Compiled = jax.stages.Wrapped | SeparateChannels
 
 @dataclass(frozen=True)
 class Jitted:
-    """A compiler for the functions of a `Compute` and an `Exchange`.
+    """A compiler of functions that use a `Compute` and an `Exchange`.
 
     Attributes:
-      options: compiler options for all these functions.
-      platform: platform of the devices.
+      compute: the computation of gradients.
+      exchange: the exchange of gradients.
+      options: the compiler options for all functions.
+      platform: the platform of the devices.
     """
 
     compute: Compute
@@ -31,7 +33,13 @@ class Jitted:
     platform: str
 
     def __call__(self, function: Any, more: Options | None = None, **settings: Any) -> Compiled:
-        """Compile a function with the program's options and with `more`."""
+        """Wrap a function in `jax.jit`, with the compiler options of the plan and `more` options.
+
+        Args:
+          function: the function to compile.
+          more: further compiler options for this function.
+          settings: further arguments of `jax.jit`.
+        """
         told = self.exchange.options(self.platform)
         options = merged_options(merged_options(self.options, told) or {}, more or {})
         jitted = jax.jit(function, compiler_options=options, **settings)
@@ -40,7 +48,14 @@ class Jitted:
         return SeparateChannels(jitted) if named and self.platform == "cpu" else jitted
 
     def updating(self, function: Any, shardings: Any) -> Compiled:
-        """Compile a program that donates its argument's memory to the next state."""
+        """Wrap a function from a training state to the next state in `jax.jit`.
+
+        The compiled function donates the memory of its first argument, the old state.
+
+        Args:
+          function: the function to compile.
+          shardings: the shardings of the results.
+        """
         # XLA:CPU drops barriers before it fuses, but only barriers make the replicas of new
         # parameters equal.
         keep = self.exchange.keeps_barriers and self.platform == "cpu"

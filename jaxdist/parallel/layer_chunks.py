@@ -1,7 +1,7 @@
-"""Collectives over stacked layers, a few layers at a time, without a second copy of the stack.
+"""Calls of collectives on stacked layers, a few layers at a time.
 
-A collective on a stack of all layers needs a second buffer as large as the stack. If a collective
-instead runs on a few layers at a time, its results can overwrite an existing buffer.
+A collective on a stack of all layers needs a second buffer as large as the stack. A collective on a
+few layers at a time can write its results into an existing buffer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jaxdist.trees import leaf_bytes
 Layers = list[jax.Array]
 """A list of tensors: the same few layers of several stacks, or tensors that are not stacked."""
 Function = Callable[[list[int], Layers], Layers]
-"""A function from the positions of some leaves, and these leaves, to new leaves that have the same
-number of layers."""
+"""A function of the positions of some leaves and of these leaves. It returns new leaves, which have
+the same number of layers."""
 
 
 def by_layers(
@@ -29,15 +29,23 @@ def by_layers(
     *,
     into: Sequence[jax.Array] | None = None,
 ) -> Layers:
-    """Call `function` on stacks in chunks of layers, and on all other leaves at once.
+    """Call `function` on stacks of layers in chunks, and once on all other leaves together.
 
-    A stack whose layers all fit in one chunk is among the other leaves.
+    Stacks with the same number of layers are passed together. If all their layers fit in one chunk,
+    these stacks are passed together with the other leaves.
 
     Args:
-      layers: number of layers that each leaf has along its first dim, or None if it is not a stack.
-      chunk_bytes: bytes of a chunk's layers, unless a single layer is larger.
-      into: buffers for the stacks' results; None overwrites the stacks themselves. Results get the
-        dtypes of these buffers, and may be shorter along any dim but the first.
+      function: the function to call on leaves, or on a chunk of layers of leaves.
+      leaves: all leaves.
+      layers: the number of layers that each leaf has along its first dim, or None for a leaf that
+        is not a stack.
+      chunk_bytes: the maximum number of bytes of a chunk, unless a single layer is larger.
+      into: the buffers for the results, one for each leaf, or None to overwrite the stacks. The
+        results of stacks get the dtypes of these buffers, and may be shorter than the buffers along
+        any dim except the first.
+
+    Returns:
+      The results of `function` for all leaves, in the order of `leaves`.
     """
     found = list(leaves)
     once = [i for i, count in enumerate(layers) if count is None]
@@ -69,9 +77,10 @@ def group(layers: Sequence[int | None]) -> list[list[int]]:
 
 
 def layers_at_once(stacks: Sequence[jax.Array], chunk_bytes: int) -> int:
-    """Return the largest divisor of the number of layers with which a chunk fits `chunk_bytes`.
+    """Return the number of layers of a chunk, which has at most `chunk_bytes` in all stacks.
 
-    The result is 1 if not even a single layer of all stacks fits.
+    The result is the largest divisor of the number of layers that fits, or 1 if not even a single
+    layer fits.
 
     >>> import numpy as np
     >>> layers_at_once([np.zeros((6, 4), "float32")], 63)
@@ -80,7 +89,7 @@ def layers_at_once(stacks: Sequence[jax.Array], chunk_bytes: int) -> int:
     layers = stacks[0].shape[0]
     layer_bytes = sum(leaf_bytes(stack) for stack in stacks) / layers
     fitting = [
-        # Only divisors fit: all iterations of the loop over chunks must have equal shapes.
+        # Only divisors are possible: all iterations of the loop over chunks must have equal shapes.
         n
         for n in range(1, layers + 1)
         if layers % n == 0 and n * layer_bytes <= chunk_bytes
@@ -91,17 +100,19 @@ def layers_at_once(stacks: Sequence[jax.Array], chunk_bytes: int) -> int:
 def _in_chunks(
     function: Callable[[Layers], Layers], stacks: Layers, into: Layers | None, count: int
 ) -> Layers:
-    """Call `function` on chunks of `count` layers, one after another."""
+    """Call `function` on chunks of `count` layers, in sequence, and return whole stacks.
+
+    The results overwrite the buffers `into`, or `stacks` if `into` is None.
+    """
     chunks = stacks[0].shape[0] // count
 
-    # By this name `jaxdist.proofs` recognizes a loop that overwrites all of the buffer that it
-    # fills.
+    # `jaxdist.proofs` recognizes by this function's name that the loop overwrites its whole buffer.
     def overwrite_chunk(at: jax.Array, filled: Layers) -> Layers:
         layers = function(_take(filled if into is None else stacks, at * count, count))
         return _put(filled, layers, at * count)
 
     filled = lax.fori_loop(0, chunks, overwrite_chunk, stacks if into is None else into)
-    # The results may be shorter than their buffers; the function's own shapes give their lengths.
+    # The results may be shorter than their buffers. A trace of the function gives their lengths.
     shapes = jax.eval_shape(function, stacks)
     return [lax.slice(f, [0] * f.ndim, s.shape) for f, s in zip(filled, shapes, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Splitting of batches into pieces that are processed in sequence."""
+"""The division of a batch into microbatches."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from jaxdist.types import PyTree
 
 
 def split_rows(batch: PyTree, count: int, layout: Layout) -> PyTree:
-    """Reshape leaves `[rows, ...]` to `[count, rows / count, ...]`.
+    """Divide a batch into microbatches, from leaves `[rows, ...]` to `[count, rows / count, ...]`.
 
-    Microbatch k has every count-th row, so that each device splits its own rows and sends none.
+    Microbatch k has the rows k, k + count, k + 2 count, and so on. Each device therefore divides
+    the rows that it holds, and sends none.
     """
 
     def leaf(x: jax.Array) -> jax.Array:

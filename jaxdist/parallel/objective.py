@@ -1,4 +1,4 @@
-"""The training objective: the loss of a model on rows, its scale, and its gradients."""
+"""The training objective: the loss of a model on a batch, and the gradients of the loss."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ from jaxdist.types import Buffers, Params
 
 NOWHERE = BatchContext()
 _SCALING = DynamicLossScale()
-"""A loss scale with any settings: scaling and unscaling do not depend on the settings."""
+"""A loss scale with default settings. Only its methods that scale the loss and unscale gradients
+are called, and their results do not depend on the settings."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A model with its loss."""
+    """A model and the loss that trains it.
+
+    Attributes:
+      model: the model.
+      loss: the function from a model and a batch to the sums of the loss and its metrics.
+    """
 
     model: Functional
     loss: Loss
@@ -38,10 +44,18 @@ class Objective:
         key: jax.Array | None,
         around: BatchContext = NOWHERE,
     ) -> tuple[jax.Array, tuple[Sums, Any]]:
-        """Compute the total loss of a batch, all sums, and the next buffers.
+        """Compute the total loss of a batch, the sums of loss and metrics, and the next buffers.
 
         Args:
-          key: random key of training mode; None selects evaluation mode.
+          params: the parameters of the model.
+          buffers: the buffers of the model.
+          batch: the rows of the batch.
+          key: the random key for training mode, or None for evaluation mode.
+          around: the context, which says over which axes a BatchNorm averages.
+
+        Returns:
+          The total loss, and a pair of the sums and the next buffers: the form of a function for
+          `jax.grad` with `has_aux`.
         """
         batch = weighted(batch)
         module = self.model.bind(
@@ -53,7 +67,11 @@ class Objective:
         return sums["loss"].total, (sums, self.model.buffers_of(module))
 
     def _base(self, params: Params, buffers: Buffers) -> tuple[Any, ...]:
-        """Return the model without its adapters, if the loss takes it as a reference, else ()."""
+        """Return the further arguments of the loss.
+
+        These are the model without its adapters if the loss takes the base model as a reference
+        (`takes_base`) and the model has adapters, otherwise none.
+        """
         if not (self.model.adapters and getattr(self.loss, "takes_base", False)):
             return ()
         base = replace(self.model, adapters=()).bind(params, buffers)
@@ -83,7 +101,8 @@ class Objective:
     ) -> Gradients:
         """Compute gradients of the total loss of a batch."""
         if held.scale is not None:
-            # The loss scale is chosen for the mean loss: times the total loss, it would overflow.
+            # The loss scale is chosen for the mean loss. Its product with the total loss could
+            # overflow.
             found = self.mean_gradients(held, batch, key, around)
             weight = _common(found.sums["loss"].weight, around)
             return found._replace(grads=jax.tree.map(lambda g: g * weight, found.grads))
@@ -98,7 +117,14 @@ class Objective:
     def field_gradients(
         self, held: StepInputs, batch: Batch, key: jax.Array, field: str
     ) -> jax.Array:
-        """Compute gradients of the mean loss of a whole batch with respect to one of its fields."""
+        """Compute the gradient of the mean loss of a whole batch with respect to a batch field.
+
+        Args:
+          held: the parameters, buffers and loss scale.
+          batch: the whole batch.
+          key: the random key of the step.
+          field: the name of an array of floats in `batch`.
+        """
 
         def mean(values: jax.Array) -> jax.Array:
             given = {**batch, field: values}
@@ -115,10 +141,13 @@ class Objective:
         batch: Batch,
         key: jax.Array,
     ) -> tuple[jax.Array, tuple[Sums, Any]]:
-        """Compute the mean loss of a batch, times the loss scale if any, and the sums."""
+        """Compute the mean loss of a batch, and the pair of sums and next buffers.
+
+        With a loss scale, the mean loss is multiplied by the scale.
+        """
         total, aux = self.sums(params, buffers, batch, key, around)
-        # The weight counts as a constant, as if gradients of the total were divided by it, even
-        # where a loss computes its weight from the outputs of the model.
+        # The weight is a constant in the derivative, even if a loss computes its weight from the
+        # outputs of the model. The gradients then equal the gradients of the total over the weight.
         weight = jax.lax.stop_gradient(aux[0]["loss"].weight)
         if held.scale is None:
             return total / divisor(weight), aux
@@ -126,15 +155,20 @@ class Objective:
 
 
 def may_weigh_nothing(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) -> bool:
-    """Return whether the weight of a batch depends on the batch's values, so that it may be 0.
+    """Return whether the weight of a batch may be 0, because it depends on the batch's values.
 
-    Nothing is computed: if the batch has no leaf `weight`, the traced loss is examined.
+    The answer is true if the batch has a leaf `weight`. Otherwise the loss is traced, and nothing
+    is computed.
     """
     return "weight" in batch or measures(objective, batch)[1]
 
 
 def measures(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[Sums, bool]:
-    """Return the shapes of the loss's sums, and whether the loss's weight depends on values."""
+    """Return the shapes of the sums of loss and metrics, and whether the weight may vary.
+
+    The second result is true if the weight of the loss depends on the values of the parameters, the
+    buffers or the batch, and false if it depends on shapes only.
+    """
 
     def sums(params: Params, buffers: Buffers, batch: Batch) -> Sums:
         return objective.sums(params, buffers, batch, None)[1][0]
@@ -147,10 +181,10 @@ def measures(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) ->
 
 
 def _common(weight: jax.Array, around: BatchContext) -> jax.Array:
-    """Return the mean weight of a microbatch over the devices, which is the same on all; never 0.
+    """Return the mean weight of a microbatch over devices, or 1 if the mean is 0.
 
-    The weight must be common, because ZeRO sums gradients over devices before they are multiplied
-    by the weight.
+    All devices must use the same weight, because ZeRO sums gradients over devices before they are
+    multiplied by the weight.
     """
     if around.axes:
         weight = jax.lax.pmean(weight, around.axes)

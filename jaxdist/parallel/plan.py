@@ -1,4 +1,7 @@
-"""The choice of an exchange from a config; `validity/` refuses combinations that do not work."""
+"""The config section `parallel`, and the choice of an exchange from it.
+
+The package `jaxdist.validity` refuses combinations of settings that do not work.
+"""
 
 from __future__ import annotations
 
@@ -38,31 +41,31 @@ from jaxdist.validity.table import check
 
 
 class ParallelConfig(Config):
-    """The communication and layout that jaxdist decides, instead of leaving them to XLA."""
+    """The distribution of a step over devices: collectives, ZeRO, pipeline and compiler options."""
 
     reduce: ReduceConfig | None = None
-    """The algorithm that sums gradients over the data axis; null lets XLA place the reductions."""
+    """The algorithm that sums gradients over the data axis; null lets XLA insert the reductions."""
     reduce_dtype: Literal["bfloat16", "float32"] | None = None
-    """The dtype in which `reduce` sends and sums gradients; null keeps the gradients' own dtype."""
+    """The dtype in which `reduce` sends and sums gradients; null keeps the gradients' dtype."""
     batch_norm: Literal["global", "local"] = "global"
     """The rows over which a BatchNorm computes statistics with `reduce`: the rows of all devices
-    (global), or each device's own rows (local)."""
+    (global), or the rows of one device (local)."""
     compression: CompressionConfig | None = None
     """The codec that compresses gradients for sending; null sends them uncompressed."""
     deterministic: StrictConfig | None = None
-    """The guarantee of the same bits on any number of devices; with null, results have the same
+    """The guarantee of the same bits on any number of devices. With null, results have the same
     bits only on the same number of devices."""
     zero: ZeroConfig = ZeroConfig()
     """The part of the training state of which each device keeps only a shard."""
     pipeline: PipelineConfig = PipelineConfig()
-    """The division of the work among the stages of mesh axis `stage`; with stages, `reduce: null`
-    means `xla`."""
+    """The division of the work among the stages of mesh axis `stage`. On a mesh with several
+    stages, `reduce: null` means `xla`."""
     xla: XlaConfig = XlaConfig()
     """The options for the compiler."""
 
     @property
     def shards(self) -> int | None:
-        """The number of logical shards of a batch, or None without deterministic mode."""
+        """The number of logical shards of a batch, or None without `deterministic`."""
         return None if self.deterministic is None else self.deterministic.shards
 
 
@@ -79,21 +82,26 @@ def plan_exchange(
     seed: int = 0,
     whole_matrices: bool = False,
 ) -> tuple[Exchange, tuple[str, ...]]:
-    """Build the exchange of the config, and a sentence for each setting without effect.
+    """Build the exchange of a config, and collect the notices about its settings.
 
     Args:
+      config: the config section `parallel`.
+      layout: the layout of the training state.
       params: the parameters, or their shapes.
-      dims: logical dims of each parameter, by name.
-      whole: shardings of the parameters without ZeRO, a tree like the parameters.
-      scanned: names of the parameters whose first dim counts layers.
-      frozen: names of the parameters that are not trained.
+      dims: the logical dims of each parameter, by name.
+      whole: the shardings that the parameters have without ZeRO, a tree like the parameters.
+      scanned: the names of the parameters whose first dim counts layers.
+      frozen: the names of the parameters that are not trained.
       offloads: whether activations are offloaded to the host's memory.
-      seed: seed of codecs that draw at random.
+      seed: the seed of codecs that draw at random.
       whole_matrices: whether the optimizer needs whole matrices.
 
+    Returns:
+      The exchange, and the notices: sentences about settings that have no effect or a hidden cost.
+
     Raises:
-      ConfigError: some settings do not fit together or with the layout (one message lists all), or
-        the codec cannot encode a parameter's gradient.
+      ConfigError: some settings contradict each other or the layout (one message lists all of
+        them), or the codec cannot encode the gradient of a parameter.
     """
     facts = plan_facts(config, layout, dims, offloads=offloads)
     check(facts)
@@ -129,7 +137,7 @@ def plan_exchange(
     compression = _chosen_codec(config.compression, facts, sent, placed, scanned)
     inside = zero
     if zero is None and compression.axis == "data.dcn":
-        # Small tensors are split too: else every device would send them across the slow network.
+        # Small tensors are split too. Otherwise every device would send them on the slow network.
         shards = ZeroConfig(stage=1, scope="ici", whole_below=0)
         inside = plan_zero(shards, layout, params, dims)
     messages = _messages(compression, facts, inside, sent, placed, scanned, seed)
@@ -144,10 +152,10 @@ def _chosen_codec(
     whole: Shardings,
     scanned: frozenset[str],
 ) -> Compression:
-    """Return the config with a codec, which for `auto` is chosen by the links of the mesh.
+    """Return a config with a fixed codec: `config`, or for `auto` a choice by the mesh's links.
 
     Raises:
-      ConfigError: the links are unknown, or no codec fits.
+      ConfigError: the speeds of the links are unknown, or no codec can be chosen.
     """
     if not isinstance(config, CompressAuto):
         return config
@@ -171,10 +179,20 @@ def _messages(
     scanned: frozenset[str],
     seed: int,
 ) -> Messages:
-    """Return the messages of the config's codec, which cross the config's axes.
+    """Build the compressed all-reduce of a compression config.
 
     Args:
-      inside: the splitting of tensors over the fast network while messages cross the slow network.
+      config: the compression config, with a fixed codec.
+      facts: the facts about the plan.
+      inside: the split of tensors over the fast network while messages are sent over the slow
+        network, or None if messages are sent over all axes of whole tensors.
+      params: the shapes of the trained parameters.
+      whole: the shardings that these parameters have without ZeRO.
+      scanned: the names of the parameters whose first dim counts layers.
+      seed: the seed of random choices.
+
+    Raises:
+      ConfigError: the codec cannot encode a block.
     """
     across = config.axis == "data.dcn"
     axes = tuple(axis for axis in facts.batch_axes if not across or axis not in facts.fast_axes)
@@ -205,11 +223,13 @@ def explicit_exchange(
     algorithm: Algorithm,
     **settings: Any,
 ) -> Exchange:
-    """Build the exchange with jaxdist's own collectives for ZeRO's stage.
+    """Build the uncompressed exchange with explicit collectives for a ZeRO stage.
 
     Args:
-      whole: shardings of the parameters without ZeRO, a tree like the parameters.
-      axes: mesh axes that split the batch, slowest first.
+      whole: the shardings that the parameters have without ZeRO, a tree like the parameters.
+      zero: the split of the training state, or None without ZeRO.
+      axes: the mesh axes that split the batch, slowest first.
+      algorithm: the algorithm of the sums over `axes`.
       settings: further fields of `jaxdist.parallel.exchange.explicit.Explicit`.
     """
     settings |= {"axes": axes, "algorithm": algorithm}
@@ -223,10 +243,12 @@ def explicit_exchange(
 def plan_facts(
     config: ParallelConfig, layout: Layout, dims: Mapping[str, Dims], *, offloads: bool = False
 ) -> Facts:
-    """Collect the facts that the validity table (`validity/`) checks.
+    """Collect the facts about a plan that the table of `jaxdist.validity` checks.
 
     Args:
-      dims: logical dims of each parameter, by name.
+      config: the config section `parallel`.
+      layout: the layout of the training state.
+      dims: the logical dims of each parameter, by name.
       offloads: whether activations are offloaded to the host's memory.
     """
     axis = layout.axis_of("batch")
@@ -240,8 +262,8 @@ def plan_facts(
     named = {dim for found in dims.values() for dim in found} | {"batch", "seq"}
     busy = {name for dim in named for name in layout.names_of(dim)}
     sizes = dict(layout.mesh.shape)
-    # The stage axis counts as used even without a rule, because stages of a model in parts need no
-    # sharding rule.
+    # The stage axis is in use even without a rule, because the stages of a model that is a sequence
+    # of parts need no sharding rule.
     empty = tuple(n for n, size in sizes.items() if size > 1 and n not in {*busy, AXIS})
     return Facts(
         mesh=sizes,
@@ -260,7 +282,7 @@ def plan_facts(
 
 
 def _chosen(config: PipelineConfig) -> tuple[str, ...]:
-    """Return the settings of a pipeline that differ from the defaults, formatted for a message."""
+    """Format the settings of a pipeline that differ from their defaults, for a message."""
     default = PipelineConfig().model_dump(mode="json")
     return tuple(
         f"parallel.pipeline.{name} {_shown(value)}"

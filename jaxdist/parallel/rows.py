@@ -1,9 +1,9 @@
-"""Detection, in a traced loss, of operations that tie the rows of a batch together.
+"""The detection of operations that tie the rows of a batch together, in a trace of the loss.
 
 An operation ties rows together if a result for one row depends on other rows, as in a batch norm.
-Where a batch is split (by device, microbatch, stage or worker), a model with such an operation
-computes other numbers on each part than on the whole. The trace shows such operations of any
-library and of the user's own code.
+If a batch is divided (among devices, microbatches or workers), a model with such an operation
+computes other numbers for a row than on the undivided batch. The trace shows the operations of all
+libraries and of the user's code.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from jaxdist.parallel.objective import Objective
 from jaxdist.types import Buffers, Params, PyTree
 
 _PRIMES = (251, 241, 239, 233, 229, 227, 223, 211)
-"""The candidates for the number of rows; no other dim may be a multiple of the chosen number."""
+"""The candidates for the number of rows in the trace. The size of a dim that is not a dim of rows
+must not be a multiple of the chosen number."""
 _ALONG = {
     "sort": "dimension", "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis",
     "cumlogsumexp": "axis", "rev": "dimensions",
 }  # fmt: skip
-"""The primitives that mix elements along a dim and keep the dim, with the parameter that names the
-dim."""
+"""The primitives that mix elements along a dim and keep the dim. The value is the name of the
+primitive's parameter that has the index of the dim."""
 
 
 class Flow(NamedTuple):
@@ -39,7 +40,8 @@ class Flow(NamedTuple):
 
     Attributes:
       rows: whether the value depends on rows of the batch.
-      several: whether the value has lost the dim of rows, and so depends on several rows at once.
+      several: whether the value depends on several rows and has no dim of rows, such as a mean over
+        rows.
     """
 
     rows: bool = False
@@ -51,15 +53,22 @@ class RowInterpreter:
     """An interpreter of a traced loss that recognizes dims of rows by their size.
 
     Attributes:
-      count: number of rows, a prime; a dim is a dim of rows if its size is a multiple of `count`.
-      axes: manual mesh axes; a sum over all these axes no longer belongs to a device's own rows.
+      count: the number of rows, which is a prime. A dim is a dim of rows if its size is a multiple
+        of `count`.
+      axes: the manual mesh axes that split the rows. A sum over all these axes is the same on all
+        devices, so it does not depend on the division of the rows.
     """
 
     count: int
     axes: tuple[str, ...]
 
     def ties(self, jaxpr: Any, given: Sequence[Flow]) -> tuple[list[Flow], list[str]]:
-        """Return the flows of the results, and descriptions of the operations that tie rows."""
+        """Return the flows of the results, and descriptions of the operations that tie rows.
+
+        Args:
+          jaxpr: the trace.
+          given: the flow of each argument of the trace.
+        """
         flows = dict(zip(jaxpr.invars, given, strict=True))
         places: list[str] = []
         used = {v for e in jaxpr.eqns for v in e.invars if _is_variable(v)}
@@ -77,10 +86,14 @@ class RowInterpreter:
     def _through(
         self, equation: Any, inputs: list[Flow], used: set[Any]
     ) -> tuple[list[Flow], list[str]]:
-        """Return the flows of an equation's results, and the operations inside it that tie rows.
+        """Return the flows of an equation's results, and the operations in its body that tie rows.
+
+        Only loops, conditionals and calls have a body.
 
         Args:
-          used: the variables that are read after their equation.
+          equation: the equation.
+          inputs: the flow of each input of the equation.
+          used: the variables that some equation or the result of the trace reads.
         """
         outputs = [self._out(equation, inputs, variable) for variable in equation.outvars]
         if not any(flow.rows for flow in inputs):
@@ -129,13 +142,20 @@ class RowInterpreter:
         places: list[str],
         apart: Sequence[bool],
     ) -> tuple[list[Flow], list[str]]:
-        """Add to the flows of an equation's results the flow of the condition that decided them.
+        """Add the flow of a condition to the flows of the results of a conditional or a loop.
 
-        A condition that keeps the dim of rows (a loop under `vmap`) decides for each row alone.
+        If the condition depends on several rows, all results depend on several rows too. A
+        condition that has a dim of rows (a loop under `vmap`) decides for each row alone, and
+        changes nothing.
 
         Args:
-          apart: whether each result keeps its rows apart all the same: a mask holds the rows that
-            are done, however long the loop runs for the others, or nothing reads the result.
+          equation: the conditional or the loop.
+          by: the flow of the condition.
+          found: the flows of the results without the condition.
+          places: the descriptions of the operations in the body that tie rows.
+          apart: for each result, whether the condition does not tie its rows. This is so if a mask
+            keeps the values of rows that are done while the loop runs for other rows, or if nothing
+            reads the result.
         """
         if not by.several:
             return found, places
@@ -150,19 +170,30 @@ class RowInterpreter:
     def _loop(
         self, body: Any, inputs: list[Flow], first: int, last: int, outputs: list[Flow]
     ) -> tuple[list[Flow], list[str]]:
-        """Interpret a loop with carry `inputs[first:last]` until its flows no longer change."""
+        """Interpret the body of a loop again and again until the flows of its carry do not change.
+
+        Args:
+          body: the body of the loop.
+          inputs: the flow of each input of the loop; the carry is `inputs[first:last]`.
+          first, last: the bounds of the carry.
+          outputs: the flows of the loop's results that follow from their shapes alone.
+
+        Returns:
+          The flows of the loop's results, and descriptions of the operations that tie rows.
+        """
         given = list(inputs)
         while True:
             found, places = self.ties(_open(body), given)
             carry = [
                 Flow(a.rows or b.rows, a.several or b.several)
-                # `zip` is not strict: behind the carry, `found` continues with the stacked results.
+                # `zip` is not strict: after the carry, `found` has the stacked results.
                 for a, b in zip(given[first:last], found, strict=False)
             ]
             if carry == given[first:last]:
                 break
             given[first:last] = carry
-        # A loop over rows removes the dim of rows, and its carry passes from row to row.
+        # A scan over rows removes the dim of rows in its body, and its carry depends on all rows
+        # before.
         merged = [Flow(a.rows, a.several or b.several) for a, b in zip(found, outputs, strict=True)]
         return merged, places
 
@@ -176,7 +207,7 @@ class RowInterpreter:
         return Flow(True, several)
 
     def _tied(self, equation: Any, inputs: Sequence[Flow], variable: Any) -> bool:
-        """Return whether an element of a result depends on rows other than the element's own."""
+        """Return whether an element of a result depends on rows other than the element's row."""
         if not self._has(variable) or self._sums_devices(equation):
             return False
         if any(flow.several for flow in inputs):
@@ -186,8 +217,8 @@ class RowInterpreter:
             for i, (flow, v) in enumerate(zip(inputs, equation.invars, strict=True))
             if flow.rows and self._has(v)
         ]
-        # If the inputs have one dim of rows and the result has two, its elements belong to pairs of
-        # rows.
+        # If each input has one dim of rows and the result has two, an element of the result belongs
+        # to a pair of rows.
         if (
             rows
             and len(self._places(variable)) > 1
@@ -205,7 +236,7 @@ class RowInterpreter:
         return bool(self._places(variable))
 
     def _places(self, variable: Any) -> tuple[int, ...]:
-        """Return the positions of the dims of rows in a variable's shape."""
+        """Return the indices of the dims of rows in the shape of a variable."""
         shape = getattr(variable.aval, "shape", ())
         return tuple(i for i, n in enumerate(shape) if n and n % self.count == 0)
 
@@ -218,21 +249,25 @@ def check_rows(
     local: bool,
     microbatches: int,
 ) -> tuple[str, ...]:
-    """Refuse a model that ties rows together if the exchange keeps each device's rows separate.
+    """Check whether a plan changes the results of a model that ties rows together.
 
-    Batch norms of flax are accepted, because they average over all devices themselves, except in
-    strict mode, which computes each logical shard separately.
+    The BatchNorm layers of flax average over all devices, so they are accepted. They are not
+    accepted in strict mode, which computes each logical shard separately.
 
     Args:
-      batch: arrays or their shapes.
-      local: whether the config asks for statistics of a device's own rows.
-      microbatches: number of pieces in which a device's rows are computed.
+      objective: the model and its loss.
+      batch: the arrays of a batch, or their shapes.
+      exchange: the exchange of the plan.
+      local: whether the config asks for statistics over the rows of one device.
+      microbatches: the number of microbatches.
 
     Returns:
-      A sentence for each change of an accepted model's results by the plan.
+      Sentences for the user: that microbatches change the results of the model, or that the trace
+      failed. The result is () if the plan does not change the results.
 
     Raises:
-      ConfigError: the model or the loss would compute other numbers than on a single device.
+      ConfigError: the exchange divides the rows among devices or logical shards, and the model or
+        the loss would therefore compute other numbers than on a single device.
     """
     try:
         if isinstance(exchange, Explicit) and not local:
@@ -257,10 +292,10 @@ def check_rows(
 
 
 def _check_exchange(objective: Objective, batch: Mapping[str, Any], exchange: Explicit) -> None:
-    """Refuse a model that ties rows which the exchange computes on different devices or shards.
+    """Refuse a model that ties rows of different devices, or of different logical shards.
 
     Raises:
-      ConfigError: the model has an operation that ties rows; the message says what to set.
+      ConfigError: the model has an operation that ties such rows.
     """
     strict = isinstance(exchange, Strict)
     pieces = exchange.order.shards if strict else _parts(exchange.mesh, exchange.axes)
@@ -293,19 +328,23 @@ def ties_rows(
     *,
     inside: BatchContext | None = None,
 ) -> str:
-    """Find the first operation of a model or its loss, in training, that ties rows together.
+    """Describe the first operation of a model or its loss that ties rows together in training.
 
-    The result describes the operation, and is "" if no operation ties rows. The loss is only
-    traced, with a prime number of rows on each device, and not computed.
+    The loss is traced with a prime number of rows on each device, and is not computed.
 
     Args:
-      batch: arrays or their shapes.
-      axes: mesh axes that split the batch.
-      inside: context of a device's own rows, in which `axes` are manual; None traces the whole
-        batch as one array.
+      objective: the model and its loss.
+      batch: the arrays of a batch, or their shapes.
+      mesh: the mesh.
+      axes: the mesh axes that split the batch.
+      inside: the context for the rows of one device, in which `axes` are manual, or None to trace
+        the whole batch as one global array.
+
+    Returns:
+      A description of the operation, or "" if no operation ties rows.
 
     Raises:
-      Exception: the user's code fails for that number of rows.
+      Exception: the user's code fails for this number of rows.
     """
     count = next(p for p in _PRIMES if not any(n % p == 0 for n in _sizes(objective, batch)))
     rows = {
@@ -334,7 +373,7 @@ def ties_rows(
 
 
 def _mixed(equation: Any, at: int) -> Sequence[int]:
-    """Return the dims of an input along which an equation mixes elements."""
+    """Return the dims of the input number `at` along which an equation mixes elements."""
     name = equation.primitive.name
     if name == "dot_general":
         return equation.params["dimension_numbers"][0][at]
@@ -343,7 +382,7 @@ def _mixed(equation: Any, at: int) -> Sequence[int]:
 
 
 def _sizes(objective: Objective, batch: Mapping[str, Any]) -> Iterator[int]:
-    """Yield all sizes of dims that are not dims of rows."""
+    """Yield the sizes of the dims of parameters, buffers and batch that are not dims of rows."""
     for leaf in jax.tree.leaves((objective.model.params, objective.model.buffers)):
         yield from (n for n in leaf.shape if n)
     for leaf in batch.values():
@@ -351,7 +390,7 @@ def _sizes(objective: Objective, batch: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _called(equation: Any) -> list[Any]:
-    """Return the programs that an equation calls with its own inputs: one or none."""
+    """Return a list with the program that an equation calls on its inputs, or [] without a call."""
     shapes = [getattr(v.aval, "shape", None) for v in equation.invars]
     for value in equation.params.values():
         inner = _open(value)
@@ -363,10 +402,15 @@ def _called(equation: Any) -> list[Any]:
 
 
 def _holds(jaxpr: Any, result: Any, carry: Any) -> bool:
-    """Return whether the body of a loop keeps a carry, or keeps it where a mask says so.
+    """Return whether a result of a loop's body is its carry, or a masked choice with the carry.
 
-    Such loops compute each row until the row is done, as in `jax.random.poisson`. The mask
-    itself is not examined.
+    A loop with such a mask computes each row until the row is done, as in `jax.random.poisson`.
+    The values of the mask are not examined.
+
+    Args:
+      jaxpr: the body of the loop.
+      result: the variable of the carry after an iteration.
+      carry: the variable of the same carry before an iteration.
     """
     if result is carry:
         return True
@@ -392,6 +436,6 @@ def _is_variable(node: Any) -> bool:
 
 
 def _place(equation: Any) -> str:
-    """Describe an operation by its scope and primitive, by which users may find it in a model."""
+    """Describe an operation by its primitive and its scope, so that users find it in a model."""
     scope = str(equation.source_info.name_stack)
     return f"{equation.primitive.name} in {scope}" if scope else equation.primitive.name

@@ -1,9 +1,9 @@
-"""Parameters that are gathered when a layer uses them, and whose gradients are reduced per layer.
+"""Deferred parameters for ZeRO 2 and 3, whose collectives run for each layer separately.
 
-Inside a `jax.shard_map` that is manual on the data axes, the classes of this module may replace a
-model's parameters. Differentiation then returns this device's shard of the summed gradient, and in
-stage 3 a layer's weights are whole only while the layer runs: a device never holds the whole
-gradient of the model, or in stage 3 the whole model.
+Inside a `jax.shard_map` that is manual on the data axes, the classes of this module may replace the
+parameters of a model. Differentiation then returns this device's shard of the summed gradient, so
+that a device never holds the gradients of the whole model. In stage 3 the parameters of a layer are
+gathered when the layer runs, so that a device never holds the parameters of the whole model.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from jaxdist.types import Params, PyTree
 )
 @dataclass(frozen=True)
 class ShardedParameter(Deferred):
-    """A parameter of which this device keeps a shard (stage 3).
+    """A parameter of which each device holds a shard (stage 3).
 
-    Each use sends one all-gather for all parameters that are used together, and a reduce-scatter in
-    the backward pass.
+    Parameters that are used together are gathered by one all-gather. In the backward pass their
+    gradients are summed by one reduce-scatter.
 
     Attributes:
       shard: this device's shard.
-      dim: the split dim, counted from the end, and so the same in a slice of a stack of layers.
-      spec: partition spec over automatic axes, with an entry for each dim, that of layers included.
-      length: length of the split dim without the zeros that fill it up, or None if it divides.
-      second: the shards of all devices at this device's place in their fast networks, along a new
-        leading dim; gathered instead of `shard`. None gathers `shard` over all networks.
+      dim: the negative index of the split dim, which counts from the last dim. It is the same in a
+        slice of a stack of layers.
+      wire: the collectives.
+      spec: the partition spec over auto axes, with an entry for each dim, including a dim of
+        layers.
+      length: the length of the split dim without padding, or None if the dim is not padded.
+      second: a second copy from `ZeroMessages.hold`, which is gathered inside the fast network
+        instead of `shard`, or None to gather `shard` over all axes.
     """
 
     shard: jax.Array
@@ -53,7 +56,7 @@ class ShardedParameter(Deferred):
 
     @classmethod
     def whole(cls, several: Sequence[ShardedParameter]) -> list[jax.Array]:
-        """Return the parameters; their gradients are summed into the shards."""
+        """Gather whole parameters, whose gradients become gradients of the shards."""
         splits = tuple(SplitDim(leaf.dim, leaf.spec, leaf.length) for leaf in several)
         seconds = [leaf.second for leaf in several if leaf.second is not None]
         return _gathered(several[0].wire, splits, [leaf.shard for leaf in several], seconds)
@@ -64,7 +67,7 @@ class ShardedParameter(Deferred):
 
     @property
     def ahead(self) -> bool:
-        """Whether a layer's parameters are gathered while the previous layer computes."""
+        """Whether the parameters of a layer are gathered while the previous layer computes."""
         return self.wire.ahead
 
 
@@ -75,15 +78,16 @@ class ShardedParameter(Deferred):
 )
 @dataclass(frozen=True)
 class Scattered(Deferred):
-    """A parameter that is whole, but whose gradient is sharded (stage 2).
+    """A parameter that is whole on each device, but whose gradient is sharded (stage 2).
 
-    Each use sends a reduce-scatter in the backward pass. In stage 3, a parameter that was gathered
-    for a whole step is such a parameter too.
+    Each use runs a reduce-scatter in the backward pass. In stage 3, a parameter that is gathered
+    once for a whole step is a `Scattered` parameter too.
 
     Attributes:
-      full: the whole parameter; differentiation gives zero as its gradient.
-      shard: zeros of a shard's shape; their gradient is the shard of the parameter's gradient.
-      dim, spec: as for `ShardedParameter`.
+      full: the whole parameter. Differentiation returns zeros as its gradient.
+      shard: zeros of a shard's shape. Differentiation returns this device's shard of the
+        parameter's summed gradient as the gradient of these zeros.
+      dim, wire, spec: the attributes of `ShardedParameter`.
     """
 
     full: jax.Array
@@ -94,7 +98,7 @@ class Scattered(Deferred):
 
     @classmethod
     def whole(cls, several: Sequence[Scattered]) -> list[jax.Array]:
-        """Return the parameters; their gradients are summed into the shards."""
+        """Return whole parameters, whose gradients become gradients of the shards."""
         splits = tuple(SplitDim(leaf.dim, leaf.spec) for leaf in several)
         fulls, shards = [leaf.full for leaf in several], [leaf.shard for leaf in several]
         return _itself(several[0].wire, splits, fulls, shards)
@@ -115,14 +119,17 @@ def defer(
     second: jax.Array | None = None,
     once: bool = False,
 ) -> PyTree:
-    """Make a `ShardedParameter` (if `sharded`) or a `Scattered` parameter.
+    """Build a deferred parameter: a `ShardedParameter`, or a `Scattered` parameter.
 
     Args:
-      param: this device's shard (`sharded`), or the whole parameter.
-      dim: the split dim of the parameter or of its gradient, counted from the front.
-      spec: partition spec of the parameter over automatic axes.
-      length, second: as for `ShardedParameter`.
-      once: whether a shard is gathered at once, in one message, for all uses in a step.
+      param: this device's shard of the parameter if `sharded`, otherwise the whole parameter.
+      dim: the index of the split dim of the parameter or of its gradient, not negative.
+      wire: the collectives.
+      spec: the partition spec of the parameter over auto axes.
+      sharded: whether the parameter is sharded (stage 3). Only its gradient is sharded otherwise.
+      length, second: the attributes of `ShardedParameter`.
+      once: whether to gather the shard here, once for all uses in a step. The result is then a
+        `Scattered` parameter.
     """
     full = PartitionSpec(*spec, *(None,) * (param.ndim - len(spec)))
     dtype = param.dtype
@@ -138,7 +145,7 @@ def defer(
 
 @dataclass(frozen=True)
 class SplitDim:
-    """The dim of a tensor that ZeRO splits; the attributes are those of `ShardedParameter`."""
+    """The dim of a tensor that ZeRO splits, with the same attributes as a `ShardedParameter`."""
 
     dim: int
     spec: PartitionSpec
@@ -163,8 +170,9 @@ def _gathered(
 def _gathered_forward(
     wire: ZeroMessages, splits: Splits, shards: list[jax.Array], seconds: list[jax.Array]
 ) -> tuple[list[jax.Array], PyTree]:
-    # The backward pass needs only the dtypes of its arguments, but a residual must be an array, so
-    # scalars carry the dtypes. The gradient of `seconds` is zero: the shards get all of it.
+    # The backward pass needs only the dtypes of the arguments, but a residual must be an array, so
+    # scalars carry the dtypes. The gradient of `seconds` is zero, because the gradient of the
+    # shards is the whole gradient.
     like = [[jnp.zeros((), x.dtype) for x in part] for part in (shards, seconds)]
     return _gathered(wire, splits, shards, seconds), like
 
@@ -190,7 +198,7 @@ def _scattered(wire: ZeroMessages, splits: Splits, grads: list[jax.Array]) -> li
 
 def _of_last(spec: PartitionSpec, dims: int) -> PartitionSpec:
     """Return the entries of a partition spec for the last `dims` dims."""
-    # Inside a scan over layers, a parameter has lost its first dim, but its spec has not.
+    # Inside a scan over layers, a parameter has no dim of layers, but its spec has an entry for it.
     return PartitionSpec(*spec[len(spec) - dims :]) if len(spec) > dims else spec
 
 
@@ -203,12 +211,15 @@ def on_blocks(
     specs: Sequence[PartitionSpec],
     out_specs: Sequence[PartitionSpec] | None = None,
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """Map `function` over each device's blocks of arrays that automatic axes split by `specs`.
+    """Return a function that calls `function` on each device's blocks of arrays.
 
-    If `function` ran on whole arrays, XLA would gather them over those axes before sending.
+    The blocks are the parts of the arrays by the auto axes of the current mesh. If `function` ran
+    on whole arrays, XLA would gather the arrays over the auto axes before it sends them.
 
     Args:
-      out_specs: partition specs of the results; None means the same specs as for the arguments.
+      function: the function of a list of blocks, which may call collectives over manual axes.
+      specs: the partition specs of the arrays over the auto axes.
+      out_specs: the partition specs of the results, or None if they are the same as `specs`.
     """
 
     def run(arrays: list[jax.Array]) -> list[jax.Array]:

@@ -1,9 +1,10 @@
-"""Communication of parameter and gradient shards between devices.
+"""The collectives of ZeRO: gathers of parameters, and sums of gradients into shards.
 
-With codecs this communication is ZeRO++ (Wang et al., arXiv 2306.10209): parameters are gathered as
-messages, encoded from the exact shard that each device keeps (section 3.1); a second copy of the
-shards inside the fast network saves traffic on the slow network (3.2); gradients are sent as
-messages and summed in float32, first inside the fast network, then across (3.3).
+With codecs these are the collectives of ZeRO++ (Wang et al., arXiv 2306.10209). Parameters are
+gathered as messages that are encoded from the exact shard of each device (section 3.1). A second
+copy of the shards inside the fast network saves traffic on the slow network (3.2). Gradients are
+sent as messages and summed in float32, first inside the fast network, then over the slow network
+(3.3).
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ from jaxdist.types import PyTree
 
 @dataclass(frozen=True)
 class ZeroMessages:
-    """The messages of an exchange with ZeRO.
+    """The collectives of an exchange with ZeRO.
 
     Attributes:
-      axes: manual mesh axes over which tensors are split, slowest first.
-      gather_dtype: dtype of parameters when they are sent and used; None keeps their own dtype.
-      reduce_dtype: dtype in which gradients are sent and summed; None keeps their own dtype.
-      ahead: whether a layer's parameters are gathered while the previous layer computes.
-      gather_codec: codec of the parameters in gathers; None sends them uncompressed.
-      reduce_codec: codec of the gradients; None sends them uncompressed.
+      axes: the manual mesh axes over which tensors are split, slowest first.
+      algorithm: the algorithm of the collectives.
+      gather_dtype: the dtype in which parameters are sent and used, or None for the dtype in which
+        they are stored.
+      reduce_dtype: the dtype in which gradients are sent and summed, or None for the dtype of the
+        gradients.
+      ahead: whether the parameters of a layer are gathered while the previous layer computes.
+      gather_codec: the codec of parameters in gathers, or None to send them uncompressed.
+      reduce_codec: the codec of gradients, or None to send them uncompressed.
     """
 
     axes: tuple[str, ...]
@@ -48,7 +52,7 @@ class ZeroMessages:
 
     @property
     def fast(self) -> tuple[str, ...]:
-        """The axes inside the fast network; all axes if there is a single network."""
+        """The axes inside the fast network, or all axes if there is a single network."""
         fast = tuple(axis for axis in self.axes if axis.endswith(ICI))
         return fast or self.axes
 
@@ -60,7 +64,13 @@ class ZeroMessages:
     def gather(
         self, shards: Sequence[jax.Array], dims: Sequence[int], lengths: Sequence[int | None]
     ) -> list[jax.Array]:
-        """Gather whole tensors in `gather_dtype`, with their split dims cut to `lengths`."""
+        """Gather whole tensors from their shards, in `gather_dtype`.
+
+        Args:
+          shards: this device's shards.
+          dims: the split dim of each tensor.
+          lengths: the length of each split dim without padding, or None for a dim without padding.
+        """
         if self.gather_codec is None:
             given = {"lengths": lengths, "algorithm": self.algorithm}
             return gather_leaves(self._carried(shards), dims, self.axes, **given)
@@ -70,28 +80,40 @@ class ZeroMessages:
         return self._joined(blocks, rows, shards, dims, lengths)
 
     def hold(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
-        """Gather the shards of all devices at this device's place in fast networks, [D, ...] each.
+        """Gather shards across the slow network, as the input of `gather_seconds`.
 
-        D is the number of fast networks. The results are in `gather_dtype`.
+        There are D fast networks. A device with the index f in its fast network gathers the shards
+        of the D devices that have the index f in their fast networks.
+
+        Returns:
+          An array `[D, ...]` in `gather_dtype` for each shard `[...]`.
         """
         return [self._held(shard) for shard in shards]
 
     def gather_seconds(
         self, seconds: Sequence[jax.Array], dims: Sequence[int], lengths: Sequence[int | None]
     ) -> list[jax.Array]:
-        """Gather whole tensors from the results of `hold`, inside the fast network only."""
+        """Gather whole tensors from the results of `hold`, inside the fast network only.
+
+        The arguments `dims` and `lengths` are the same as for `gather`.
+        """
         shards = [x[0] for x in seconds]
         rows = [jnp.moveaxis(x, dim + 1, 1) for x, dim in zip(seconds, dims, strict=True)]
         flat = jnp.concatenate([row.reshape(len(row), -1) for row in rows], axis=1)
-        # [I, D, total] becomes [D, I, total], because shards are counted over the slow axis first.
+        # [I, D, total] becomes [D, I, total], because the slow axis is the first axis of shards.
         blocks = all_gather(flat[None], self.fast, algorithm=self.algorithm)
         blocks = jnp.swapaxes(blocks, 0, 1).reshape(-1, flat.shape[1])
         return self._joined(blocks, [row[0] for row in rows], shards, dims, lengths)
 
     def scatter(self, grads: Sequence[jax.Array], dims: Sequence[int]) -> list[jax.Array]:
-        """Sum gradients over devices, and return this device's shards, padded with zeros.
+        """Sum gradients over devices, and return this device's shards of the sums.
 
-        The shards are in `reduce_dtype`, or in float32 with a codec.
+        A split dim that the number of devices does not divide is padded with zeros. The shards are
+        in `reduce_dtype`, or in float32 with a codec.
+
+        Args:
+          grads: this device's whole gradients.
+          dims: the split dim of each gradient.
         """
         if self.reduce_codec is None:
             carried = [grad.astype(self.reduce_dtype or grad.dtype) for grad in grads]
@@ -101,8 +123,9 @@ class ZeroMessages:
         rows = jnp.concatenate([b.reshape(count, -1).astype(jnp.float32) for b in blocks], axis=1)
         if self.slow:
             across, total = axis_size(self.slow), rows.shape[1]
-            # Row f of `inside` has the rows for the devices at place f of every fast network, which
-            # the device at place f of this network sums. Only these sums cross the slow network.
+            # Row f of `inside` has the rows for the devices that have the index f in their fast
+            # networks. The device with index f of this network sums row f. Only these sums are sent
+            # over the slow network.
             inside = jnp.swapaxes(rows.reshape(across, -1, total), 0, 1).reshape(-1, across * total)
             rows = self._summed(inside, self.fast).reshape(across, total)
         own = self._summed(rows, self.slow or self.fast)
@@ -111,7 +134,7 @@ class ZeroMessages:
 
     def _summed(self, rows: jax.Array, axis: Axis) -> jax.Array:
         """Send row i to device i as a message, and sum the received rows in float32."""
-        # The codec keeps no state between steps, so every message is that of a first round.
+        # The codec keeps no state between steps, so every message is encoded as in a first round.
         codec, round = self.reduce_codec, first_round()
         assert codec is not None
         messages = jax.vmap(lambda row: encode_once(codec, row, (), round)[0])(rows)
@@ -160,6 +183,10 @@ class ZeroMessages:
 def _in_front(
     shards: Sequence[jax.Array], dims: Sequence[int]
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Move the split dim of each shard to the front, and concatenate the shards in float32."""
+    """Move the split dim of each shard to the front.
+
+    Returns:
+      The moved shards, and a flat concatenation of all of them in float32.
+    """
     rows = [jnp.moveaxis(shard, dim, 0) for shard, dim in zip(shards, dims, strict=True)]
     return rows, jnp.concatenate([row.reshape(-1).astype(jnp.float32) for row in rows])

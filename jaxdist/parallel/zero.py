@@ -1,13 +1,14 @@
-"""ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): state split over data-parallel replicas.
+"""ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): the split of the training state over replicas.
 
-Replicas hold equal optimizer states, gradients and parameters. Stage 1 splits the optimizer state
-over the replicas, stage 2 also the gradients, stage 3 also the parameters. This module chooses the
-split dim of each tensor, from shapes alone; the rest of the framework only sees partition specs.
+Without ZeRO all data-parallel replicas hold equal optimizer states, gradients and parameters. Stage
+1 splits the optimizer state over the replicas, stage 2 also the gradients, and stage 3 also the
+parameters. This module chooses the split dim of each tensor from the shapes. The rest of the
+framework only sees partition specs.
 
-If no dim of a tensor divides, a dim is filled up with zeros. Arguments and results of a compiled
-program must divide over the devices, but intermediate values need not: state is stored with the
-zeros, and cut to its own shape at the beginning of a step. Model, optimizer, norms and noise
-therefore never see these zeros.
+If the number of devices divides no dim of a tensor, a dim is padded with zeros. XLA requires even
+shards of the arguments and results of a compiled program, but not of intermediate values. State is
+therefore stored with the padding, and the padding is removed at the beginning of a step. The model,
+the optimizer, norms and noise never see the padding.
 """
 
 from __future__ import annotations
@@ -35,36 +36,37 @@ STAGES = range(4)
 # A Literal would accept true and 1.0 as 1, since pydantic compares its values by equality.
 Stage = Annotated[int, Field(ge=0, le=3)]
 MOST_FILLED = 2
-"""The largest factor by which a dim may be filled up: zeros cost communication like other
-values."""
+"""The largest factor by which padding may lengthen a dim. Zeros cost the same communication as
+other values."""
 
 
 GatherCodec = Annotated[Cast | Quantize | Adaptive, Field(discriminator="type")]
 
 
 class ZeroConfig(Config):
-    """The splitting of the training state over the devices that share the batch."""
+    """The split of the training state over the devices that share the batch."""
 
     stage: Stage = 0
     """The stage of ZeRO: 0 replicates everything; 1 splits the optimizer state, 2 also gradients, 3
     also parameters."""
     scope: Literal["all", "ici"] = "all"
-    """The devices over which a copy of the state is split: those of the whole data axis (all), or
-    those of each fast network, which then has a copy of its own (ici)."""
+    """The devices over which the state is split: all devices of the data axis (all), or the devices
+    of each fast network, so that every fast network has a replica of the state (ici)."""
     whole_below: Annotated[int, Field(ge=0)] = 2048
     """The number of elements below which a tensor is not split, because splitting would save little
     memory and cost a message."""
     gather_dtype: Literal["bfloat16"] | None = None
-    """The dtype in which stage 3 gathers parameters for the model; null keeps their own dtype."""
+    """The dtype in which stage 3 gathers parameters; null keeps the dtype of the parameters."""
     prefetch: bool = False
-    """Whether stage 3 gathers a layer while the previous layer computes, and so holds one layer
-    more."""
+    """Whether stage 3 gathers the parameters of a layer while the previous layer computes. A device
+    then holds the parameters of one layer more."""
     gather_codec: GatherCodec | None = None
-    """The codec of the messages in which stage 3 gathers parameters; each device keeps its exact
-    shard."""
+    """The codec of the messages in which stage 3 gathers parameters. Each device keeps its exact
+    shard; null sends parameters uncompressed."""
     secondary: bool = False
-    """Whether stage 3 gathers shards across the slow network only once per step. Forward and
-    backward pass then gather inside the fast network, from a second copy kept for the step."""
+    """Whether stage 3 gathers shards across the slow network only once per step. The forward and
+    backward passes then gather inside the fast network, from a second copy that is kept for the
+    step."""
 
     @field_validator("gather_codec")
     @classmethod
@@ -79,20 +81,23 @@ class ZeroConfig(Config):
 
 @dataclass(frozen=True)
 class ZeroSplit:
-    """The splitting of each parameter's state.
+    """The split of the training state over replicas, parameter by parameter.
 
     Attributes:
-      axes: mesh axes over which the state is split, slowest first.
-      dims: the split dim of each parameter, by name, or None for a parameter that stays whole.
-      gather_dtype: dtype of gathered parameters; None keeps their own dtype.
-      prefetch: whether a layer is gathered while the previous layer computes.
-      gather_codec: codec of the parameters in gathers; None sends them uncompressed.
-      secondary: whether shards are gathered across the slow network once a step.
-      once: whether stage 3 gathers parameters once a step, and keeps them whole until its end.
-      uneven: shapes, by name, of large parameters that stay whole, because no dim divides and none
-        can be filled up with zeros.
-      padded: for each parameter whose split dim does not divide, by name: the dim's own length, and
-        its length with zeros at the end.
+      mesh: the mesh.
+      stage: the stage of ZeRO, from 1 to 3.
+      axes: the mesh axes over which the state is split, slowest first.
+      dims: by name of each parameter, the split dim, or None if the parameter is not split.
+      gather_dtype: the dtype of gathered parameters, or None for the dtype of the parameters.
+      prefetch: whether the parameters of a layer are gathered while the previous layer computes.
+      gather_codec: the codec of parameters in gathers, or None to send them uncompressed.
+      secondary: whether shards are gathered across the slow network once per step.
+      once: whether stage 3 gathers all parameters once per step, and keeps them whole until the end
+        of the step.
+      uneven: the shapes, by name, of large parameters that are not split, because no dim divides by
+        the number of devices and no dim can be padded.
+      padded: by name of each parameter whose split dim is padded, the length of the dim and its
+        length with padding.
     """
 
     mesh: Mesh
@@ -112,22 +117,22 @@ class ZeroSplit:
         return [self.dims[name] for name, _ in flatten_with_names(tree)]
 
     def lengths_of(self, tree: PyTree) -> list[int | None]:
-        """Return the length of each leaf's split dim without zeros, or None if the dim divides."""
+        """Return the length of each leaf's split dim without padding, or None for other leaves."""
         names = [name for name, _ in flatten_with_names(tree)]
         return [self.padded[name][0] if name in self.padded else None for name in names]
 
     def map(self, function: Callable[[Any, int | None], Any], tree: PyTree) -> PyTree:
-        """Map `function` of (leaf, its split dim) over a tree like the parameters."""
+        """Map a function of (leaf, split dim or None) over a tree like the parameters."""
         leaves, structure = jax.tree.flatten(tree)
         found = [function(*pair) for pair in zip(leaves, self.dims_of(tree), strict=True)]
         return jax.tree.unflatten(structure, found)
 
     def specs(self, specs: Specs) -> PyTree:
-        """Add `axes` to each parameter's partition spec, at the split dim."""
+        """Return the partition specs of the shards, from the specs without ZeRO."""
         return self.map(self._split, specs)
 
     def shardings(self, shardings: Shardings) -> PyTree:
-        """Add `axes` to each parameter's sharding, at the split dim."""
+        """Return the shardings of the shards, from the shardings without ZeRO."""
 
         def split(sharding: NamedSharding, dim: int | None) -> NamedSharding:
             return NamedSharding(self.mesh, self._split(sharding.spec, dim))
@@ -135,25 +140,28 @@ class ZeroSplit:
         return self.map(split, shardings)
 
     def filled(self, tree: PyTree) -> PyTree:
-        """Fill up the split dims that do not divide with zeros, in a tree like the parameters."""
+        """Pad the split dims of a tree like the parameters with zeros, where shards are uneven."""
         return jax.tree.map(self.fill_one, tree, of_params(tree))
 
     def cut(self, tree: PyTree) -> PyTree:
-        """Cut off the zeros of `filled`, in a tree like the parameters."""
+        """Remove the padding that `filled` adds to a tree like the parameters."""
         return jax.tree.map(self.cut_one, tree, of_params(tree))
 
     def fill_one(self, leaf: jax.Array, owner: Owner) -> jax.Array:
-        """Fill up a leaf, such as a moment, that shares the split dim of the parameter `owner`."""
+        """Pad a leaf, such as a moment, that is split like the parameter that owns it.
+
+        The leaf is returned unchanged if the parameter is not padded.
+        """
         dim = self._padded_dim(owner)
         if dim is None:
             return leaf
         length, filled = self.padded[owner.name]
-        # The comparison counts as 0 or 1, so only this dim is filled up.
+        # The comparison is 0 or 1, so only this dim is padded.
         more = [(0, (filled - length) * (i == dim)) for i in range(leaf.ndim)]
         return jnp.pad(leaf, more)
 
     def cut_one(self, leaf: jax.Array, owner: Owner) -> jax.Array:
-        """Cut off the zeros that `fill_one` appends."""
+        """Remove the padding that `fill_one` adds to a leaf."""
         dim = self._padded_dim(owner)
         if dim is None:
             return leaf
@@ -180,19 +188,22 @@ def plan_zero(
     parts: int | None = None,
     by_layer: bool = False,
 ) -> ZeroSplit | None:
-    """Choose the dim along which the config's stage splits each parameter, or None for stage 0.
+    """Choose the split dim of each parameter, or return None for stage 0.
 
     Args:
+      config: the config of ZeRO.
+      layout: the layout of the training state.
       params: the parameters, or their shapes.
-      dims: logical dims of each parameter, by name.
-      parts: number of parts that a split dim must divide into, a multiple of the number of devices;
-        None means the number of devices.
-      by_layer: whether stage 1 splits stacked layers where they divide, so that each device has
-        whole layers; other stages ignore it, because they send each layer's gradients separately.
+      dims: the logical dims of each parameter, by name.
+      parts: the number of equal parts into which a split dim is divided, a multiple of the number
+        of devices, or None for the number of devices.
+      by_layer: whether stage 1 splits stacked layers along the dim of layers if the parts are even,
+        so that each device has whole layers. The other stages ignore this argument, because they
+        send the gradients of each layer separately.
 
     Raises:
-      ConfigError: the mesh has no data axis, scope is ici without two networks, or a rule already
-        splits a parameter over the data axis.
+      ConfigError: no mesh axis splits the batch, or the scope is `ici` on a mesh with a single
+        network, or a sharding rule already splits a parameter over the axes of the batch.
     """
     if config.stage == 0:
         return None
@@ -240,21 +251,30 @@ def plan_zero(
 
 
 LANES, SUBLANES = 128, 8
-"""The columns and rows of a TPU's tile, for every dtype that ZeRO stores or gathers. Two rows of
-bfloat16 share a sublane, but a tile of bfloat16 has 8 rows too (`T(8,128)(2,1)` in a program)."""
+"""The numbers of columns and of rows of a TPU's tile, for every dtype that ZeRO stores or gathers.
+Two rows of bfloat16 share a sublane, but a tile of bfloat16 has 8 rows too (`T(8,128)(2,1)` in a
+program)."""
 
 
 def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int) -> int | None:
-    """Choose the dim to split into `parts`, among the free dims, or return None if no dim divides.
+    """Choose the dim of a tensor to split into `parts` equal parts, or return None.
 
-    The order of preference follows from how XLA:TPU lays out a gathered tensor:
+    The candidates are the dims that ZeRO may split (`_free`) whose length is a multiple of `parts`.
+    The result is None if there is no candidate. The order of preference follows from the memory
+    layout of gathered tensors in XLA:TPU:
 
-    1. dims whose shards are whole tiles of the usual layout: XLA gathers other dims by an
-       all-reduce of zeros with a shard in them, which sends twice the bytes, or into another
-       layout, from which every gathered tensor is copied;
-    2. dims whose shards are whole sublanes: XLA gathers them in the transposed layout, which
-       matmuls read without a copy;
-    3. the longest dim, and the first of several.
+    1. Dims whose shards consist of whole tiles of the usual layout. XLA gathers along other dims by
+       an all-reduce, in which a device contributes its shard and zeros. This sends twice the bytes.
+       Or XLA gathers into another layout, and copies every gathered tensor.
+    2. Dims whose shards consist of whole sublanes. XLA gathers along these dims into the transposed
+       layout, which matmuls read without a copy.
+    3. The longest dim, and of equally long dims the first.
+
+    Args:
+      shape: the shape of the tensor.
+      dims: the logical dims of the tensor.
+      spec: the partition spec that the tensor has without ZeRO.
+      parts: the number of parts.
 
     >>> split_dim((4, 16, 48), ("layers", "embed", "mlp"), PartitionSpec(None, None, "tensor"), 8)
     1
@@ -274,9 +294,14 @@ def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int)
 
 
 def padded_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int) -> int | None:
-    """Choose the free dim to fill up with zeros: the dim that grows least, then the longest.
+    """Choose the dim of a tensor to pad with zeros for a split into `parts` equal parts.
 
-    The result is None if every free dim would grow to more than `MOST_FILLED` times its length.
+    The choice is the dim that padding lengthens by the smallest factor, and of several such dims
+    the longest. The arguments are the same as for `split_dim`.
+
+    Returns:
+      The index of the dim, or None if padding would lengthen every dim that ZeRO may split by more
+      than the factor `MOST_FILLED`.
 
     >>> padded_dim((65, 33, 3), (None, "embed", "heads"), PartitionSpec(None, None, "tensor"), 8)
     0
@@ -294,12 +319,14 @@ def padded_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int
 
 
 def _free(dims: Dims, spec: PartitionSpec) -> list[int]:
-    """Return the dims that ZeRO may split.
+    """Return the indices of the dims that ZeRO may split.
 
-    The dim of stacked layers is excluded: gradients and parameters are sent layer by layer, so each
-    device must hold a part of every layer. A dim that another axis splits is excluded too: stored
-    shards would be contiguous inside each block of that axis, but the shards of a `jax.shard_map`
-    that is manual on the data axes only are spread across all blocks.
+    The dim of stacked layers is excluded. Gradients and parameters are sent layer by layer, so each
+    device must hold a part of every layer.
+
+    A dim that another axis already splits is excluded too. A stored shard would be a contiguous
+    part of one block of that axis. But in a `jax.shard_map` that is manual on the data axes only, a
+    shard is a contiguous part of the whole dim, and has parts of several blocks.
     """
     entries = [*spec, *(None,) * (len(dims) - len(spec))]
     return [i for i, dim in enumerate(dims) if dim != "layers" and not entry_names(entries[i])]

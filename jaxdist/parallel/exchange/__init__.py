@@ -1,1 +1,1 @@
-"""The exchanges of gradients, each a `jaxdist.parallel.contract.Exchange`."""
+"""The implementations of `jaxdist.parallel.contract.Exchange`, the exchange of gradients."""

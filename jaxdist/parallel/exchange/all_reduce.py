@@ -1,4 +1,4 @@
-"""All-reduce: every device gets the sum of all gradients (data parallelism without ZeRO)."""
+"""The exchange by all-reduce: every device gets the sum of all gradients (no ZeRO)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxdist.types import Grads, Params, PyTree
 
 @dataclass(frozen=True)
 class AllReduce(Explicit):
-    """An exchange that all-reduces whole gradients, a few layers at a time."""
+    """The exchange that all-reduces whole gradients, a few layers at a time."""
 
     def gradients(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
@@ -25,7 +25,7 @@ class AllReduce(Explicit):
         return found._replace(grads=self.mean(found.grads, found.sums["loss"].weight)), state
 
     def mean(self, stacked: Grads, weight: jax.Array) -> PyTree:
-        """Sum gradients from `stacked` over devices, and divide them by a weight."""
+        """Sum the gradients that `stacked` returns over devices, and divide by a weight."""
         return self.on_all_axes(self._mean_of_own, self.specs)(stacked, weight)
 
     def _mean_of_own(self, grads: Grads, weight: jax.Array) -> PyTree:

@@ -1,4 +1,4 @@
-"""The common part of all exchanges: the placement of trees, and an empty state."""
+"""The base class of all exchanges, which has the shardings of parameters and an empty state."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jaxdist.types import Buffers, Grads, Params, PyTree, Shardings
 
 @dataclass(frozen=True)
 class Base:
-    """The base class of exchanges, without state.
+    """The base class of exchanges; its state is empty.
 
     Attributes:
-      whole: shardings of the parameters without ZeRO, a tree like the parameters.
-      zero: the splitting of the training state over replicas; None splits nothing.
-      frozen: names of the parameters that are not trained and have no gradients.
+      whole: the shardings that the parameters have without ZeRO, a tree like the parameters.
+      zero: the split of the training state over replicas, or None without ZeRO.
+      frozen: the names of the parameters that are not trained and have no gradients.
     """
 
     whole: Shardings
@@ -49,17 +49,17 @@ class Base:
         return Placements(shares if sharded else self.whole, self.trained(shares))
 
     def trained(self, tree: PyTree) -> PyTree:
-        """Return the part of a tree like the parameters that belongs to trained parameters."""
+        """Return a tree like the parameters without the leaves of frozen parameters."""
         return divide(tree, self.frozen)[0]
 
     @cached_property
     def all_specs(self) -> PyTree:
-        """The partition specs of whole parameters, a tree like the parameters."""
+        """The partition specs of all parameters before ZeRO splits them."""
         return jax.tree.map(lambda sharding: sharding.spec, self.whole)
 
     @cached_property
     def specs(self) -> PyTree:
-        """The partition specs of whole trained parameters and of their gradients."""
+        """The partition specs of the trained parameters and of their gradients, before ZeRO."""
         return self.trained(self.all_specs)
 
     def init(self, params: Params) -> PyTree:
@@ -71,7 +71,7 @@ class Base:
         return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state)
 
     def reshard(self, saved: PyTree, state: PyTree) -> PyTree:
-        """Return the saved state unchanged, because it is the same on every mesh."""
+        """Return the saved state unchanged, because the state is the same on every mesh."""
         return saved
 
     def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:

@@ -1,8 +1,8 @@
-"""Exchanges that send gradients as messages of a codec, with error feedback.
+"""The exchanges that send gradients as messages of a codec, with error feedback.
 
-Messages cross all axes of the batch, or only the slow network if the data axis is split over two
-networks. In the second case gradients are first summed exactly inside the fast network, and each
-device sends only its shard of the sums.
+Messages are sent over all axes of the batch, or only over the slow network if the data axis is
+split over two networks. In the second case gradients are first summed without compression inside
+the fast network, and each device sends only its shard of the sums.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxdist.types import Grads, Params, PyTree
 
 @dataclass(frozen=True)
 class Compressed(Explicit):
-    """The common part of compressed exchanges, whose state is that of `messages`."""
+    """The base class of compressed exchanges; its state is the state of `messages`."""
 
     messages: Messages = field(kw_only=True)
 
@@ -44,17 +44,21 @@ class Compressed(Explicit):
         return self.messages.reshard(saved, state)
 
     def stacked_specs(self) -> PyTree:
-        """Return the partition specs, over all axes, of the gradients from `stacked`."""
+        """Return the partition specs, over all axes, of the gradients that `stacked` returns."""
         return jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
 
     def summed_inside(self, zero: ZeroSplit, grads: Grads, *, scatter: bool = True) -> PyTree:
-        """Sum gradients exactly over the axes of `zero`.
-
-        The results are shards of the tensors that `zero` splits, and otherwise whole tensors.
+        """Sum gradients without compression over the axes of `zero`.
 
         Args:
-          scatter: whether to reduce-scatter the tensors that `zero` splits; false if `grads` has
-            shards of their sums already.
+          zero: the split of tensors, and the axes to sum over.
+          grads: a device's gradients.
+          scatter: whether to reduce-scatter the tensors that `zero` splits. It is false if `grads`
+            already has the device's shards of the sums of these tensors.
+
+        Returns:
+          The device's shard of each sum whose tensor `zero` splits, and the whole sum of each
+          other tensor.
         """
         leaves, structure = jax.tree.flatten(grads)
         dims = zero.dims_of(grads)
@@ -70,11 +74,11 @@ class Compressed(Explicit):
 
 @dataclass(frozen=True)
 class CompressedAllReduce(Compressed, AllReduce):
-    """An all-reduce by messages: every device gets the sum of all gradients.
+    """The exchange by a compressed all-reduce: every device gets the sum of all gradients.
 
     Attributes:
-      inside: the splitting of tensors over the fast network while messages cross the slow network,
-        or None if messages cross all axes.
+      inside: the split of tensors over the fast network while messages are sent over the slow
+        network, or None if messages are sent over all axes.
     """
 
     inside: ZeroSplit | None = field(default=None, kw_only=True)
@@ -99,7 +103,7 @@ class CompressedAllReduce(Compressed, AllReduce):
 
 
 def _gathered(zero: ZeroSplit, like: Grads, exchange: Explicit, shards: Grads) -> PyTree:
-    """Gather whole tensors from their shards, over the axes of `zero`."""
+    """Gather the tensors that `zero` splits from their shards, and return the other tensors too."""
     leaves, structure = jax.tree.flatten(shards)
     dims, lengths = zero.dims_of(shards), zero.lengths_of(shards)
     cut = [n for n, dim in zip(lengths, dims, strict=True) if dim is not None]
@@ -109,7 +113,7 @@ def _gathered(zero: ZeroSplit, like: Grads, exchange: Explicit, shards: Grads) -
 
 @dataclass(frozen=True)
 class CompressedScatter(Compressed, Scatter):
-    """A reduce-scatter of compressed messages: a device gets its shard of the sum (ZeRO 1)."""
+    """The exchange after which each device has its shard of the sums of messages (ZeRO 1)."""
 
     def gradients(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
@@ -144,11 +148,11 @@ def _own_shards(zero: ZeroSplit, whole: Grads) -> PyTree:
 
 @dataclass(frozen=True)
 class CompressedUnsharded(Compressed, Unsharded):
-    """An exchange with ZeRO 2 or 3 that sums exactly in the fast network, then by messages.
+    """The exchange with ZeRO 2 or 3 that compresses only messages over the slow network.
 
-    Each layer's gradients are summed into shards inside the fast network during the backward pass.
-    Messages cross the slow network after the backward pass, once per step, so that the residual of
-    a device is only as large as its shard.
+    Each layer's gradients are reduce-scattered inside the fast network during the backward pass.
+    Messages are sent over the slow network after the backward pass, once per step. A device's
+    residual is therefore only as large as its shard.
     """
 
     def gradients(
@@ -177,7 +181,11 @@ class CompressedUnsharded(Compressed, Unsharded):
         return found._replace(grads=zero.cut(grads)), state
 
     def _unsummed(self, specs: PyTree) -> PyTree:
-        """Add a leading dim to each spec, over the axes along which the leaf is not yet summed."""
+        """Add a first dim to each spec, split over the axes on which the leaf is to be summed.
+
+        These are all axes of the batch for a leaf that ZeRO does not split. A leaf that ZeRO splits
+        is already summed over ZeRO's axes.
+        """
         others = tuple(axis for axis in self.axes if axis not in self.zero.axes)
 
         def leading(spec: PartitionSpec, dim: int | None) -> PartitionSpec:
@@ -189,10 +197,11 @@ class CompressedUnsharded(Compressed, Unsharded):
 def compressed_exchange(
     zero: ZeroSplit | None, inside: ZeroSplit | None, **settings: Any
 ) -> Exchange:
-    """Build the compressed exchange for ZeRO's stage.
+    """Build the compressed exchange for a ZeRO stage.
 
     Args:
-      inside: as for `CompressedAllReduce`.
+      zero: the split of the training state, or None without ZeRO.
+      inside: the field of `CompressedAllReduce`, used without ZeRO only.
       settings: further fields of `Compressed`.
     """
     if zero is None:

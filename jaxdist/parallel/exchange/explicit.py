@@ -1,9 +1,9 @@
-"""The common part of exchanges whose collectives jaxdist calls: each device has its own rows.
+"""The base classes of exchanges that call collectives explicitly.
 
-There are two `jax.shard_map`s. The `jax.shard_map` around the model is manual on the data axes
-only, so that the model is unchanged and XLA still places the communication of tensor axes. The
-`jax.shard_map` around a reduction is manual on all axes, so that the reduction sees plain local
-blocks, however other axes shard the gradients.
+A step uses two `jax.shard_map`s. The `jax.shard_map` around the model is manual on the data axes
+only, so that the model is unchanged and XLA still inserts the communication of tensor axes. The
+`jax.shard_map` around a reduction is manual on all axes. The reduction therefore sees plain local
+blocks, no matter how other axes shard the gradients.
 """
 
 from __future__ import annotations
@@ -36,19 +36,23 @@ from jaxdist.types import Buffers, Grads, Params, PyTree, Specs
 
 EVERYWHERE = PartitionSpec()
 LEAST_CHUNKS = 16
-"""The least number of chunks of stacked layers; chunks must be small, since two are in memory."""
+"""The minimum number of chunks into which stacked layers are divided for their messages. Chunks
+must be small, because two of them are in memory at a time."""
 
 
 @dataclass(frozen=True)
 class Explicit(Base):
-    """An exchange that sums the gradients of each device's own rows by explicit collectives.
+    """An exchange whose devices each compute gradients of their rows, and sum them explicitly.
 
     Attributes:
-      axes: mesh axes that split the batch, slowest first.
-      algorithm: the algorithm of the sums over these axes.
-      reduce_dtype: dtype in which gradients are sent and summed; None keeps their own dtype.
-      scanned: names of the parameters whose first dim counts layers.
-      global_statistics: whether a BatchNorm of the model averages over the rows of all devices.
+      mesh: the mesh that the step runs on.
+      axes: the mesh axes that split the batch, slowest first.
+      algorithm: the algorithm of the sums over `axes`.
+      reduce_dtype: the dtype in which gradients are sent and summed, or None for the dtype of the
+        gradients.
+      scanned: the names of the parameters whose first dim counts layers.
+      global_statistics: whether a BatchNorm of the model averages over the rows of all devices,
+        instead of the rows of one device.
     """
 
     mesh: Mesh = field(kw_only=True)
@@ -78,14 +82,20 @@ class Explicit(Base):
     ) -> Gradients:
         """Compute gradients of the total loss on each device's rows.
 
-        The sums of the result are over all devices, its buffers are means. Random layers draw
-        separately on each device, so their masks differ from the masks on a single device.
+        The `sums` of the result are summed over all devices, and its `buffers` are means over all
+        devices. Random layers use another key on each device, so their masks differ from the masks
+        on a single device.
 
         Args:
-          enter: function from a device's stored parameters to the parameters of its computation.
-          leave: function from a device's gradients to the `grads` of the result.
-          params_specs: partition specs of the stored parameters.
-          grads_specs: partition specs of the results of `leave`.
+          compute: the computation of gradients.
+          held: the parameters, buffers and loss scale.
+          batch: the whole batch.
+          key: the random key of the step.
+          enter: the function from a device's stored parameters to the parameters that `compute`
+            gets.
+          leave: the function from a device's gradients to the `grads` of the result.
+          params_specs: the partition specs of the stored parameters over `axes`.
+          grads_specs: the partition specs of the results of `leave` over `axes`.
         """
         around = BatchContext(self.axes, self.axes if self.global_statistics else ())
 
@@ -97,7 +107,7 @@ class Explicit(Base):
             check_adds_up(
                 found.sums, (f"each part of mesh axis {', '.join(self.axes)} has rows of its own")
             )
-            # Between processes on CPUs, gloo's own all-reduce of a number takes thirty times longer
+            # Between processes on CPUs, gloo's all-reduce of a number takes thirty times longer
             # than sending the number.
             quick = Halving() if sends_apart() else XLA
             sums = reduce_tree(found.sums, self.axes, algorithm=quick)
@@ -125,16 +135,24 @@ class Explicit(Base):
     def stacked(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array
     ) -> Gradients:
-        """Compute each device's own gradients, stacked along a leading dim that `axes` split."""
+        """Compute each device's gradients without summing them over devices.
+
+        The gradients of all devices are stacked along a new first dim, which `axes` split.
+        """
         per_device = PartitionSpec(self.axes)
         return self.on_rows(
             compute, held, batch, key, leave=_with_leading_dim, grads_specs=per_device
         )
 
     def on_all_axes(self, reduce: Callable[[Any, jax.Array], Any], out_specs: Specs) -> PyTree:
-        """Return a function that calls `reduce` on each device, manual on all axes.
+        """Return a function that calls `reduce` on each device, in a `shard_map` over all axes.
 
-        The function takes the gradients from `stacked`, and a weight.
+        The function takes the gradients that `stacked` returns, and a weight. `reduce` gets the
+        gradients of its device without the stacked dim, and the weight.
+
+        Args:
+          reduce: the function that each device runs; it may call collectives.
+          out_specs: the partition specs of its results.
         """
 
         def run(stacked: Grads, weight: jax.Array) -> PyTree:
@@ -153,14 +171,27 @@ class Explicit(Base):
         )
 
     def layers_of(self, tree: PyTree, dims: Sequence[int | None]) -> list[int | None]:
-        """Return each leaf's number of layers, or None if it has none or the layers are split."""
+        """Return the number of layers that each leaf stacks.
+
+        Args:
+          tree: a tree like the trained parameters.
+          dims: the dim of each leaf that ZeRO splits, or None if ZeRO does not split the leaf.
+
+        Returns:
+          One entry for each leaf: the length of its first dim, or None if this dim does not count
+          layers or ZeRO splits it.
+        """
         return [
             leaf.shape[0] if name in self.scanned and dim != 0 else None
             for (name, leaf), dim in zip(flatten_with_names(tree), dims, strict=True)
         ]
 
     def chunk_bytes(self, leaves: Layers) -> int:
-        """Return the bytes of stacked layers per message, a small part of all unless configured."""
+        """Return the bytes of stacked layers that are sent in one message.
+
+        This is the algorithm's `bucket_bytes` if it is a number, otherwise a small part of the
+        bytes of all leaves.
+        """
         chosen = self.algorithm.bucket_bytes
         if isinstance(chosen, int):
             return chosen
@@ -169,7 +200,7 @@ class Explicit(Base):
         return min(BUCKET_BYTES, sum(map(leaf_bytes, leaves)) // LEAST_CHUNKS)
 
     def sum(self, grads: Layers, axes: tuple[str, ...]) -> Layers:
-        """Sum gradients over axes in `reduce_dtype`, and return the sums in their own dtypes."""
+        """Sum gradients over axes in `reduce_dtype`, and return sums of the gradients' dtypes."""
         carried = [g.astype(self.reduce_dtype or g.dtype) for g in grads]
         total = reduce_tree(carried, axes, algorithm=self.algorithm)
         return [g.astype(like.dtype) for g, like in zip(total, grads, strict=True)]
@@ -177,10 +208,12 @@ class Explicit(Base):
 
 @dataclass(frozen=True)
 class Sharding(Explicit):
-    """The common part of explicit exchanges with ZeRO, which gathers the new parameters.
+    """The base class of explicit exchanges with ZeRO, which gathers the new parameters.
 
     Attributes:
-      reduce_codec: codec of gradients, without feedback; None sends them uncompressed.
+      zero: the split of the training state over replicas.
+      reduce_codec: the codec of gradients, without error feedback, or None to send them
+        uncompressed.
     """
 
     zero: ZeroSplit
@@ -188,9 +221,11 @@ class Sharding(Explicit):
 
     @property
     def keeps_barriers(self) -> bool:
-        """Whether replicas need barriers: XLA would fuse the update into its two uses.
+        """Whether replicas need barriers, which is true below ZeRO stage 3.
 
-        The value that a device keeps and the value that it sends would then be rounded differently.
+        A device uses the result of its update twice: it keeps the result and sends it. Without a
+        barrier XLA would fuse the update into both uses, and might round the two values
+        differently.
         """
         return self.zero.stage < 3
 
@@ -201,7 +236,11 @@ class Sharding(Explicit):
         return ZeroMessages(zero.axes, self.algorithm, *dtypes, zero.prefetch, *codecs)
 
     def finish(self, grads: Grads) -> PyTree:
-        """Sum over the remaining axes: whole tensors over all data axes, shards over other axes."""
+        """Sum gradients over the axes on which they are still to be summed.
+
+        A tensor that ZeRO does not split is summed over all axes of the batch. A shard, which is
+        already summed over ZeRO's axes, is summed over the other axes of the batch.
+        """
         zero = self.zero
         leaves, structure = jax.tree.flatten(grads)
         dims, blocks = zero.dims_of(grads), jax.tree.leaves(self.specs)
@@ -247,17 +286,25 @@ def _with_leading_dim(grads: Grads) -> PyTree:
 def over(weight: jax.Array, grads: Grads) -> PyTree:
     """Divide gradients by the weight of the whole batch, and keep the gradients' dtypes.
 
-    A weight of 0 gives NaN, which is never used: a program whose batches may have no weight skips
-    such a step (`Program.update`).
+    A weight of 0 gives NaN. `Program.update` skips the step of such a batch.
     """
-    # `divisor` must not be used here. XLA may know a weight to be constant, but the select in
-    # `divisor` hides that until the program is partitioned: replicas then rounded differently
-    # (reduce halving, ZeRO 2, and an idle tensor axis).
+    # `divisor` must not be used here. XLA may find that a weight is constant, but the select in
+    # `divisor` hides the constant until XLA partitions the program. With `divisor`, replicas were
+    # rounded differently (with reduce halving, ZeRO 2, and a tensor axis that splits nothing).
     return jax.tree.map(lambda g: (g / weight).astype(g.dtype), grads)
 
 
 def together(send: Callable[..., Layers], leaves: Layers, dims: Sequence[int | None]) -> Layers:
-    """Call `send` on all leaves that have a split dim at once, and return all leaves."""
+    """Call `send` once with all leaves that have a split dim, and replace them by its results.
+
+    Args:
+      send: the function of a list of leaves and the list of their split dims.
+      leaves: all leaves.
+      dims: the split dim of each leaf, or None for a leaf that `send` must not get.
+
+    Returns:
+      All leaves in their order and dtypes; a leaf without a split dim is unchanged.
+    """
     found, split = list(leaves), [(i, dim) for i, dim in enumerate(dims) if dim is not None]
     sent = send([leaves[i] for i, _ in split], [dim for _, dim in split])
     for (i, _), leaf in zip(split, sent, strict=True):

@@ -1,4 +1,4 @@
-"""Gradients as messages of a codec: the part of a compressed exchange that has state."""
+"""The compressed all-reduce inside a compressed exchange, with the state of its codec."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ EVERYWHERE = PartitionSpec()
 
 @dataclass(frozen=True)
 class Messages:
-    """A compressed all-reduce of the devices' blocks of a tree.
+    """A compressed all-reduce of a tree of blocks, of which each device has its own values.
 
-    The state has a leading dim over all devices of the mesh, because each device keeps the residual
-    of its own messages.
+    Each leaf of the state has a leading dim over all devices of the mesh, because each device keeps
+    the residual of the messages that it sends.
 
     Attributes:
-      axes: mesh axes that messages cross, slowest first.
-      blocks: shapes of a device's blocks in float32, a tree like the parameters.
-      seed: seed of random choices.
+      mesh: the mesh that the step runs on.
+      axes: the mesh axes over which messages are sent, slowest first.
+      blocks: the shapes of a device's blocks in float32, a tree like the trained parameters.
+      choice: the codec of each parameter.
+      feedback: the error feedback.
+      algorithm: the algorithm that sends the messages.
+      seed: the seed of random choices.
     """
 
     mesh: Mesh
@@ -58,14 +62,17 @@ class Messages:
 
     @cached_property
     def parties(self) -> int:
-        """The number of devices on the axes that messages cross."""
+        """The number of devices that exchange messages with each other."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def shardings(self, state: PyTree) -> PyTree:
         return jax.tree.map(lambda _: NamedSharding(self.mesh, self.spec), state)
 
     def reshard(self, saved: PyTree, state: PyTree) -> PyTree:
-        """Reshard the state by `jaxdist.compression.reshard`, even if the message axes differ."""
+        """Convert a saved state to the shapes of `state` by `jaxdist.compression.reshard`.
+
+        The saved state may be from a plan whose messages were sent over other axes.
+        """
         sizes = dict(self.mesh.shape)
         return reshard(saved, state, [sizes[name] for name in sizes], self._places)
 
@@ -88,13 +95,16 @@ class Messages:
         """Compute mean gradients, and the next state.
 
         Args:
-          grads: each device's own gradients, with a leading dim over the axes still to be summed.
-          specs: partition specs of the gradients.
-          weight: weight of the whole batch; residuals are in units of the mean.
-          before: function from a device's own gradients to the blocks that it sends, inside a
-            `jax.shard_map` that is manual on all axes.
-          after: function from sums of blocks to the mean gradients, inside that `jax.shard_map`.
-          out_specs: partition specs of the results of `after`.
+          grads: the gradients of each device, with a leading dim over the axes on which they are
+            still to be summed.
+          specs: the partition specs of `grads`.
+          weight: the weight of the whole batch. Gradients are divided by it before they are
+            compressed, so residuals are residuals of the mean.
+          state: the state after the previous step.
+          before: the function from a device's gradients to the blocks that it sends. It runs inside
+            a `jax.shard_map` that is manual on all axes, as does `after`.
+          after: the function from the summed blocks to the mean gradients.
+          out_specs: the partition specs of the results of `after`.
         """
 
         def run(grads: Grads, weight: jax.Array, state: CompressionState) -> PyTree:
@@ -125,7 +135,13 @@ class Messages:
 
 
 def blocks_of(shapes: PyTree, specs: Specs, mesh: Mesh) -> PyTree:
-    """Return the shapes, in float32, of a device's blocks of arrays with these specs."""
+    """Return the shape, in float32, of one device's block of each array.
+
+    Args:
+      shapes: the shapes of the arrays.
+      specs: the partition spec of each array.
+      mesh: the mesh that the arrays are sharded on.
+    """
 
     def block(like: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         shape: Sequence[int] = NamedSharding(mesh, spec).shard_shape(tuple(like.shape))

@@ -1,4 +1,4 @@
-"""Reduce-scatter: every device gets its shard of the summed gradients (ZeRO 1)."""
+"""The exchange by reduce-scatter: every device gets its shard of the sums (ZeRO 1)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxdist.types import Grads, PyTree
 
 @dataclass(frozen=True)
 class Scatter(Sharding):
-    """An exchange that reduce-scatters gradients after the backward pass, in chunks of layers."""
+    """The exchange that reduce-scatters gradients after the backward pass, in chunks of layers."""
 
     def gradients(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
@@ -30,7 +30,10 @@ class Scatter(Sharding):
         return over(weight, self.finish(self._scattered(grads)))
 
     def _scattered(self, grads: Grads) -> PyTree:
-        """Reduce-scatter the leaves that ZeRO splits over its axes; leave other leaves unsummed."""
+        """Reduce-scatter the leaves that ZeRO splits, over ZeRO's axes.
+
+        The other leaves are returned without a sum.
+        """
         leaves, structure = jax.tree.flatten(grads)
         wire, dims = self.wire(), self.zero.dims_of(grads)
 

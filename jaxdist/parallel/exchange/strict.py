@@ -1,11 +1,12 @@
-"""Gradients whose bits do not depend on how many devices compute them (`parallel.deterministic`).
+"""The exchange whose gradients have the same bits on any number of devices.
 
-A batch is divided by index into V logical shards, where the config fixes V. The same program with
-the same shapes computes a shard's gradients, sums and buffers on any device, with a random key that
-depends on the shard's index. The results are added up in the order of
-`jaxdist.parallel.strict.tree`: a device adds its own part of the tree, and `Reduction` adds the
-sums of all devices. The update is the same program on any number of devices too: with ZeRO it runs
-on pieces that are equal for all numbers of devices, otherwise on whole parameters.
+`parallel.deterministic` selects it. A batch is divided by index into V logical shards, where the
+config fixes V. The gradients, sums and buffers of a logical shard are computed by the same program
+with the same shapes on any device, with a random key that depends on the shard's index. The results
+are added up in the order of `jaxdist.parallel.strict.tree`: each device adds the results of its
+shards, and `Reduction` adds the sums of all devices. The update is the same program on any number
+of devices too. Without ZeRO it runs on whole parameters. With ZeRO it runs on V parts of each split
+parameter, one after another.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ AWAY = (
     "small-while-loop-hoisting",
 )
 """The passes of XLA:CPU that are disabled. The first pass would remove barriers. The second pass
-would move code out of loops, but a device with a single shard would then compute it differently.
-The third pass would merge common subexpressions, but XLA rewrites a division as multiplication by
-the reciprocal depending on the number of the divisor's uses, and merges earlier where it partitions
-the program. The last pass would unroll small loops, but unrolled code has no barriers."""
+would move code out of loops; a device with a single shard has no loop and would compute that code
+differently. The third pass would merge common subexpressions. The number of a divisor's uses then
+depends on when XLA merges them, which is earlier in a partitioned program, and XLA rewrites a
+division as a multiplication by the reciprocal depending on that number. The last pass would unroll
+small loops, but unrolled code has no barriers."""
 ON_CPU: Options = {PASSES: ",".join(AWAY), "xla_cpu_multi_thread_eigen": False}
 """The compiler options on CPU. With threads in Eigen, the order of summation in a matmul would
 depend on the number of threads."""
@@ -56,7 +58,7 @@ depend on the number of threads."""
 
 @dataclass(frozen=True)
 class Strict(Explicit):
-    """An exchange that adds up the gradients of logical shards in a fixed order.
+    """The exchange that adds up the gradients of logical shards in a fixed order.
 
     Attributes:
       order: the order in which shards are added up.
@@ -74,7 +76,7 @@ class Strict(Explicit):
 
     @property
     def local(self) -> LocalTree:
-        """Each device's part of the order of summation."""
+        """The part of the order of summation that each device does alone."""
         return self.order.on(self.devices)
 
     @property
@@ -83,7 +85,7 @@ class Strict(Explicit):
         return Reduction(self.order, self.axes, self.devices, self.zero)
 
     def explain(self) -> str:
-        """Describe in a line the work of each device."""
+        """Describe in one line the work of each device."""
         local, shards = self.local, self.order.shards
         return (
             f"strict: {shards} logical shards, {local.shards} on each device, which holds at "
@@ -98,7 +100,7 @@ class Strict(Explicit):
 
     @property
     def _alone(self) -> bool:
-        """Whether a logical shard is computed by a single device."""
+        """Whether a single device computes a logical shard, instead of a group of devices."""
         return self.devices == self.mesh.size
 
     def gradients(
@@ -144,8 +146,9 @@ class Strict(Explicit):
     def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:
         grads, params = super().shares(grads, params)
         if self.zero is not None:
-            # `apply` updates pieces separately. If the optimizer skips a step for one piece because
-            # of a NaN, the NaN must be in all pieces, so that the step is skipped for all.
+            # `apply` updates the parts of a tree separately. The optimizer skips the step of a part
+            # that has a NaN. A NaN in one part must therefore be in all parts, so that the
+            # optimizer skips the whole step.
             fine = all_finite(grads)
             grads = jax.tree.map(lambda g: jnp.where(fine, g, jnp.nan), grads)
         return lax.optimization_barrier((grads, params))
@@ -162,7 +165,11 @@ class Strict(Explicit):
     def apply(
         self, function: Callable[..., tuple[Any, ...]], given: Given, rest: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Apply `function`; with ZeRO, to pieces that are equal for all numbers of devices."""
+        """Apply `function` to whole trees, or to the V parts of the trees with ZeRO.
+
+        V is the number of logical shards, so the parts have the same shapes on any number of
+        devices.
+        """
         zero = self.zero
         if zero is None:
             return self._once(function, [tree for tree, _ in given], rest)
@@ -191,9 +198,10 @@ class Strict(Explicit):
         return lax.optimization_barrier(cut)
 
     def norm(self, grads: Grads) -> jax.Array:
-        """Compute the global norm.
+        """Compute the global norm, in float32, with the same bits on any number of devices.
 
-        With ZeRO, the squares of V pieces along each split dim are added up in the fixed order.
+        With ZeRO, each split gradient is divided into V parts along its split dim, and the sums of
+        squares of the parts are added up in the fixed order.
         """
         if self.zero is None:
             (found,) = self._once(lambda g, _: (global_norm(g),), [grads, jnp.float32(0)], ())
@@ -211,8 +219,8 @@ class Strict(Explicit):
     ) -> tuple[Any, ...]:
         """Apply `function` to values that are equal on all devices of the batch's axes.
 
-        The `jax.shard_map` makes the program the same for any number of devices: without it,
-        functions that ask which axes XLA may split would compute otherwise.
+        The `jax.shard_map` makes the program the same for any number of devices. Without it,
+        functions that ask which mesh axes are auto axes would compute differently.
         """
         run = jax.shard_map(
             partial(once, function, flat=self._alone),
@@ -227,9 +235,10 @@ class Strict(Explicit):
     def _blocks(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array
     ) -> Gradients:
-        """Compute each device's sums of gradients, stacked over `axes`.
+        """Compute each device's sums of gradients, stacked along a first dim that `axes` split.
 
-        The result also has the sums over all shards, and the means of the buffers.
+        The `sums` of the result are over all logical shards, and its `buffers` are means over all
+        logical shards.
         """
 
         def run(stored: Params, buffers: Buffers, batch: PyTree, key: jax.Array) -> Gradients:
@@ -267,11 +276,11 @@ class Strict(Explicit):
         )(held.stored, held.buffers, batch, key)
 
     def _rows(self, batch: PyTree) -> PyTree:
-        """Reshape a device's rows `[B, ...]` to the rows of shards, `[shards, B / shards, ...]`."""
+        """Reshape a device's rows from `[B, ...]` to `[shards, B / shards, ...]`."""
         return jax.tree.map(lambda x: x.reshape(self.local.shards, -1, *x.shape[1:]), batch)
 
     def _entered(self, stored: Params) -> PyTree:
-        """Return whole parameters; for stage 3, gather all shards at the beginning of the step."""
+        """Return whole parameters; with ZeRO stage 3, gather them from their shards."""
         zero = self.zero
         if zero is None or zero.stage < 3:
             return stored
@@ -297,7 +306,15 @@ class Strict(Explicit):
         *,
         stacked: bool = True,
     ) -> PyTree:
-        """Apply `function` to each device's stacked blocks or shards, in a `shard_map`."""
+        """Apply `function` on each device in a `shard_map` over all axes.
+
+        Args:
+          function: the function that each device runs.
+          tree: a tree like the gradients.
+          out: the partition specs of the results.
+          stacked: whether the leaves have a first dim that `axes` split. Otherwise they are split
+            as ZeRO's shards.
+        """
         if stacked:
             specs = jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
         else:

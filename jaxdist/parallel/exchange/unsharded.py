@@ -1,7 +1,8 @@
 """The exchange that sums gradients into shards during the backward pass (ZeRO 2 and 3).
 
-In stage 3, which torch calls FSDP, parameters are stored as shards too, and each layer's parameters
-are gathered when the layer runs, or all of them once a step: see `jaxdist.parallel.unshard`.
+With stage 3, which PyTorch calls FSDP, parameters are stored as shards too. Each layer's parameters
+are gathered when the layer runs, or all parameters are gathered once per step. The module
+`jaxdist.parallel.unshard` gathers them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jaxdist.types import Params, PyTree
 
 @dataclass(frozen=True)
 class Unsharded(Sharding):
-    """An exchange that reduce-scatters each layer's gradients during the backward pass."""
+    """The exchange that reduce-scatters each layer's gradients during the backward pass."""
 
     def gradients(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
@@ -42,7 +43,11 @@ class Unsharded(Sharding):
         return found._replace(grads=mean), state
 
     def _deferred(self, params: Params) -> PyTree:
-        """Replace parameters that ZeRO splits by objects that send when a layer uses them."""
+        """Replace each parameter that ZeRO splits by a deferred parameter (see `defer`).
+
+        A deferred parameter is gathered when a layer uses it, and its gradient is then
+        reduce-scattered in the backward pass.
+        """
         zero = self.zero
         wire, sharded = self.wire(), zero.stage == 3
         leaves, structure = jax.tree.flatten(params)
@@ -66,10 +71,14 @@ class Unsharded(Sharding):
         return structure.unflatten(deferred)
 
     def _seconds(self, params: Params) -> list[jax.Array | None]:
-        """Gather a second copy of the shards across the slow network, for use inside the fast.
+        """Gather a second copy of the shards across the slow network.
 
-        In a stack of layers the dim over fast networks comes second, so that a slice of a layer
-        keeps this dim.
+        Later gathers of this copy use the fast network only. Each copy has a further dim over the
+        shards of the slow network. It is the first dim, but the second dim in a stack of layers, so
+        that a slice of one layer keeps it.
+
+        Returns:
+          A copy for each leaf that ZeRO splits, and None for the other leaves.
         """
         leaves, dims = jax.tree.leaves(params), self.zero.dims_of(params)
         mine = [i for i, dim in enumerate(dims) if dim is not None]

@@ -1,4 +1,4 @@
-"""The exchange whose reductions XLA places, given the shardings of the results."""
+"""The exchange whose collectives XLA inserts, from the shardings of the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxdist.types import Grads, Params, PyTree
 
 @dataclass(frozen=True)
 class XlaExchange(Base):
-    """An exchange by XLA: a batch is one array, and sharding constraints split the gradients."""
+    """The exchange by XLA, for a batch that is one global array."""
 
     explicit: bool = field(default=False, init=False)
 
@@ -28,7 +28,7 @@ class XlaExchange(Base):
 
     @property
     def _around(self) -> BatchContext:
-        """The context that lays out new gradients, as shards from ZeRO's stage 2 on."""
+        """The context that constrains the shardings of new gradients, to shards from ZeRO 2 on."""
         if self.zero is None:
             return BatchContext()
         lie = self.placements.shares if self.zero.stage >= 2 else self.trained(self.whole)
@@ -38,5 +38,5 @@ class XlaExchange(Base):
         return global_norm(grads)
 
     def publish(self, params: Params, into: Params) -> PyTree:
-        """Return the parameters unchanged; XLA gathers them for the step's output shardings."""
+        """Return the parameters unchanged, since XLA gathers them at the end of the step."""
         return params

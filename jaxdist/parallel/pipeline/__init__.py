@@ -1,1 +1,1 @@
-"""Pipelines: a model is split into stages, and a schedule is lowered to ticks of one program."""
+"""Pipeline parallelism: stages of a model, and schedules that are lowered to one program."""

@@ -1,4 +1,4 @@
-"""The arguments with which a loss calls its model, found without a whole model."""
+"""A search for the arguments with which a loss calls its model, without running a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _CalledError(Exception):
 class _Asked(StandIn):
     """A stand-in for a model that reports the arguments of its call."""
 
-    # An exception ends the loss here, which could not compute with a stand-in's result.
+    # The exception ends the loss here, because the loss could not compute with a stand-in's result.
     def hidden(self, *inputs: PyTree) -> Any:
         raise _CalledError(inputs)
 
@@ -28,7 +28,11 @@ class _Asked(StandIn):
 
 
 def inputs_of(loss: Loss, batch: Batch) -> tuple[Any, ...]:
-    """Return the arguments with which a loss calls its model.
+    """Return the arguments with which a loss calls its model first.
+
+    Args:
+      loss: the loss, which is called with a stand-in for the model.
+      batch: the batch that the loss gets.
 
     Raises:
       ConfigError: the loss does not call its model.

@@ -1,4 +1,4 @@
-"""Stand-ins: the objects that a loss receives in place of a model that is on several stages."""
+"""Stand-ins: the objects that a loss gets instead of a model that is on several stages."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from jaxdist.types import PyTree
 
 
 class StandIn:
-    """An object that a loss may call like its model, but whose attributes it cannot read.
+    """The base class of objects that a loss may call like its model, but not read.
 
-    No stage has all parameters. A loss that adds a penalty on the parameters would see none, and
-    the penalty would be lost silently. Reading any attribute is therefore an error that names the
-    attribute.
+    No stage has all parameters. A loss that adds a penalty on the parameters would find none, and
+    the penalty would be lost without an error. Reading an attribute of a stand-in, or flattening
+    it, therefore raises ConfigError.
     """
 
-    # Built-in losses read these attributes alone from every model. Routers, of which `measured`
-    # tells, are refused in pipelines.
+    # Built-in losses read only these two attributes of a model. `measured` is about the routers of
+    # a model, and pipelines refuse models with routers.
     padded_head: Callable[[jax.Array], jax.Array] | None = None
     measured: None = None
 
     def __init_subclass__(cls) -> None:
-        # flax and jax find parameters by flattening, which must fail too: an unregistered object
-        # would count as a leaf.
+        # flax and jax find parameters by flattening, which must raise the error too. Without this
+        # registration, a stand-in would be a leaf.
         jax.tree_util.register_pytree_node(cls, _refused, _refused)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python's own protocols, such as copying, expect this error.
+        if name.startswith("__"):  # Python's protocols, such as copying, expect this error.
             raise AttributeError(name)
         _refuse(f"{name} of its model")
 
@@ -50,7 +50,13 @@ def _refuse(what: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class HeadOnly(StandIn):
-    """The head of a `Stacked` with the input `x`, which a loss calls like the whole model."""
+    """A stand-in that computes the head of a `Stacked` model on the fixed input `x`.
+
+    Attributes:
+      head: the head of the model.
+      x: the input of the head, for any arguments with which a loss calls the model.
+      padded_head: the model's head with a padded vocabulary, or None if the model has none.
+    """
 
     head: Callable[[jax.Array], PyTree]
     x: jax.Array
@@ -58,26 +64,30 @@ class HeadOnly(StandIn):
 
     @classmethod
     def of(cls, module: Any, x: jax.Array) -> HeadOnly:
-        """Return a `HeadOnly` with the heads of a `Stacked` and the input `x`."""
+        """Return a `HeadOnly` with the heads of a `Stacked` model and the input `x`."""
         return cls(module.head, x, getattr(module, "padded_head", None))
 
     def hidden(self, *inputs: PyTree) -> jax.Array:
-        """Return the input of the head, and ignore the model's inputs."""
+        """Return the input of the head, and ignore the arguments."""
         del inputs
         return self.x
 
     def __call__(self, *inputs: PyTree) -> PyTree:
-        """Return the output of the head for `x`, and ignore the model's inputs."""
+        """Return the output of the head for `x`, and ignore the arguments."""
         return self.head(self.hidden(*inputs))
 
 
 @dataclass(frozen=True)
 class Output(StandIn):
-    """An object that returns a model's output for any arguments with which a loss calls it."""
+    """A stand-in that returns the same output for all arguments.
+
+    Attributes:
+      x: the output of the model.
+    """
 
     x: jax.Array
 
     def __call__(self, *inputs: PyTree) -> jax.Array:
-        """Return the model's output, and ignore the model's inputs."""
+        """Return the output `x`, and ignore the arguments."""
         del inputs
         return self.x

@@ -1,1 +1,4 @@
-"""The guarantee of the same bits on any number of devices, by logical shards and a fixed order."""
+"""The parts of strict mode, which gives the same bits on any number of devices.
+
+The gradients of logical shards are added up in a fixed order (`parallel.deterministic`).
+"""

@@ -15,7 +15,8 @@ from jaxdist.mesh import describe_mesh
 from jaxdist.types import Params
 
 OTHER_AXES = ("tensor",)
-"""The axes other than data over which XLA's sums within a process were seen to keep their order."""
+"""The mesh axes other than data that strict mode allows. In tests, XLA's sums over these axes
+within a process always had the same order."""
 CROSSING = frozenset(
     [
         "sort",
@@ -41,15 +42,20 @@ CROSSING = frozenset(
         "householder_product",
     ]
 )
-"""The primitives that keep a shape but mix elements, or depend on the position of elements."""
+"""The primitives that may keep a shape, but mix elements or depend on the index of elements."""
 
 
 def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
-    """Check that the shards divide over the data axis, and that other axes keep the bits.
+    """Check that strict mode is possible on a mesh.
+
+    Args:
+      mesh: the mesh.
+      batch_axes: the mesh axes that split the batch.
+      shards: the number of logical shards.
 
     Raises:
-      ConfigError: the shards do not divide, or an axis other than data is not known to keep bits,
-        or spans processes.
+      ConfigError: the number of devices along `batch_axes` does not divide the number of shards, or
+        a further axis is not in `OTHER_AXES`, or the devices along it are in several processes.
     """
     sizes = dict(mesh.shape)
     count = 1
@@ -86,12 +92,17 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
 
 
 def check_update(transform: optax.GradientTransformationExtraArgs, params: Params) -> None:
-    """Check that an update works element by element, because strict ZeRO computes it in pieces.
+    """Check that an optimizer's update is elementwise, as strict mode with ZeRO requires.
 
-    The update is only traced, not computed. A test whether all elements are finite is allowed.
+    Strict mode with ZeRO updates parts of the parameters separately. The update is traced and not
+    computed. A test whether all elements are finite is allowed.
+
+    Args:
+      transform: the optimizer.
+      params: the parameters, or their shapes.
 
     Raises:
-      ConfigError: the update adds up elements, mixes them, or draws at random.
+      ConfigError: the update sums or mixes elements, or draws random numbers.
     """
     number = jax.ShapeDtypeStruct((), jnp.float32)
     state = jax.eval_shape(transform.init, params)
@@ -111,7 +122,7 @@ def check_update(transform: optax.GradientTransformationExtraArgs, params: Param
 
 
 def _crossing(jaxpr: Any) -> Iterator[str]:
-    """Yield the primitives that do not work element by element."""
+    """Yield the names of the primitives in a trace that are not elementwise."""
     for equation in jaxpr.eqns:
         inner = [x for value in equation.params.values() for x in _jaxprs(value)]
         if inner:

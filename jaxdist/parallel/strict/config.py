@@ -15,5 +15,5 @@ class StrictConfig(Config):
     type: Literal["strict"]
     """The name that selects this guarantee in a config."""
     shards: Annotated[int, Field(ge=1, le=4096)] = 8
-    """The number of pieces into which each batch is cut by index, on any number of devices. Another
-    number of pieces gives other bits. With a power of two the fewest bytes are sent."""
+    """The number of logical shards into which each batch is divided by index, on any number of
+    devices. Another number gives other bits. With a power of two the fewest bytes are sent."""

@@ -1,8 +1,9 @@
-"""Updates of shards in pieces of a common shape, with the same code on every device count.
+"""Functions that are applied to a shard in pieces, with the same code on any number of devices.
 
-XLA:CPU decides for each loop whether to contract a product and a sum into a single rounding, and
-may decide differently for a loop over a shard of another length. Shards are therefore updated in
-pieces whose shape is the same for all device counts, a piece in each iteration.
+XLA:CPU decides for each loop whether it rounds a product before it adds the product to a sum. It
+may decide differently for a loop over a shard of another length. A shard is therefore divided into
+pieces that have the same shape on any number of devices, and each iteration of a loop updates one
+piece.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from jaxdist.parallel.strict.tree import settled, turns
 from jaxdist.types import PyTree
 
 Places = Sequence[int | None]
-"""The dim along which each leaf is cut, or None for a leaf that all pieces share."""
+"""The dim along which each leaf is divided into pieces. It is None for a leaf that is not divided,
+which every iteration reads or writes as a whole."""
 
 
 def in_pieces(
@@ -28,13 +30,18 @@ def in_pieces(
     places: Sequence[Places],
     rest: tuple[Any, ...],
 ) -> tuple[Any, ...]:
-    """Apply `function` to trees in `count` equal pieces, one after another.
+    """Apply an elementwise function to trees in `count` equal pieces, in sequence.
 
     Args:
-      function: elementwise function of the trees and of `rest`; the n trees that it returns replace
-        the last n of `trees`.
-      trees: this device's trees.
-      places: the dims along which the leaves of each tree are cut.
+      function: the elementwise function, which is called with a piece of each tree and then with
+        `rest`. The n trees that it returns have the structures of the last n trees.
+      count: the number of pieces.
+      trees: the trees, with this device's shards.
+      places: for each tree, the dims along which its leaves are divided.
+      rest: further arguments, which are the same for all pieces.
+
+    Returns:
+      The n trees that `function` returns, joined from the results for all pieces.
     """
 
     def run(number: jax.Array) -> tuple[Any, ...]:
@@ -60,17 +67,22 @@ def once(
     *,
     flat: bool = True,
 ) -> tuple[Any, ...]:
-    """Apply `function` to trees, compiled separately from the code around it.
+    """Apply a function to trees, such that XLA compiles it separately from the code around it.
 
     Args:
-      function: function of the trees and of `rest`; the n trees that it returns replace the last n
-        of `trees`.
-      flat: as for `settled`.
+      function: the function, which is called with the trees and then with `rest`. The n trees that
+        it returns have the structures and shapes of the last n trees.
+      trees: the trees.
+      rest: further arguments.
+      flat: whether to flatten arrays before the barriers, as in `settled`.
+
+    Returns:
+      The n trees that `function` returns.
     """
     shapes = jax.eval_shape(function, *trees, *rest)
     others, last = trees[: len(trees) - len(shapes)], trees[len(trees) - len(shapes) :]
 
-    # XLA does not inline a loop whose number of iterations it does not know: see `turns`.
+    # XLA does not inline a loop whose number of iterations it does not know (`turns`).
     def turn(_: jax.Array, last: tuple[Any, ...]) -> tuple[Any, ...]:
         given, mine, more = settled((others, last, rest), flat=flat)
         return settled(function(*given, *mine, *more), flat=flat)

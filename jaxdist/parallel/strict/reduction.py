@@ -1,8 +1,9 @@
-"""Sums over all shards from the sums of each device, inside `jax.shard_map`, in a fixed order.
+"""The sum over all logical shards from the sums of each device, in a fixed order.
 
-Each device receives its part of the elements from all devices, and adds the received sums in the
-order of `jaxdist.parallel.strict.tree`. Whole results are then gathered. If each device has one
-sum, as many bytes are sent as for a reduce-scatter and an all-gather.
+The code runs inside a `jax.shard_map`. Each device receives its part of the elements from all
+devices, and adds the received sums in the order of `jaxdist.parallel.strict.tree`. Results that
+must be whole are then gathered. If each device contributes a single sum, the number of sent bytes
+is the same as for a reduce-scatter and an all-gather.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from jaxdist.types import Grads, PyTree
 
 @dataclass(frozen=True)
 class Reduction:
-    """The reduction of each device's blocks from `jaxdist.parallel.strict.tree.add_blocks`.
+    """The sum over all devices of the blocks of each device.
+
+    A block is the sum of some adjacent logical shards, and each device has one block or several
+    (`jaxdist.parallel.strict.tree.add_blocks`).
 
     Attributes:
       order: the order in which shards are added up.
-      axes: manual mesh axes of the shards, slowest first.
-      devices: number of devices along these axes.
-      zero: the splitting of the sums over these axes; None leaves all whole.
+      axes: the manual mesh axes over which the shards are distributed, slowest first.
+      devices: the number of devices along these axes.
+      zero: the split of the sums over these axes, or None without ZeRO.
     """
 
     order: Order
@@ -41,14 +45,15 @@ class Reduction:
     zero: ZeroSplit | None
 
     def everywhere(self, blocks: PyTree) -> PyTree:
-        """Gather the small blocks of all devices on every device, and sum all logical shards there.
+        """Gather the blocks of all devices on every device, and sum all logical shards there.
 
-        The result for an integer leaf is its last block.
+        This is for small leaves `[blocks, ...]`. An integer leaf is not summed: the result is its
+        last block.
         """
 
         def total(flat: jax.Array) -> jax.Array:
-            # The barrier separates the sum, whose code must be the same for any number of devices,
-            # from the gather, whose code is not.
+            # The barrier separates the sum from the gather. The code of the sum must be the same
+            # for any number of devices, and the code of the gather is not.
             return self.order.add(lax.optimization_barrier(all_gather(flat, self.axes)))
 
         leaves, structure = jax.tree.flatten(blocks)
@@ -60,12 +65,20 @@ class Reduction:
         return structure.unflatten(found)
 
     def mean_like(self, total: jax.Array, like: jax.Array) -> jax.Array:
-        """Divide a sum over the shards by their number, in the dtype of `like`; keep integers."""
+        """Divide a sum over the shards by the number of shards, and return it in `like`'s dtype.
+
+        An integer is returned unchanged.
+        """
         floating = jnp.issubdtype(like.dtype, jnp.inexact)
         return (total / self.order.shards).astype(like.dtype) if floating else total
 
     def total(self, blocks: Grads) -> PyTree:
-        """Sum all shards to this device's part of tensors that ZeRO splits, else whole tensors."""
+        """Sum the blocks `[blocks, ...]` of all devices, in the order of the tree.
+
+        Returns:
+          This device's shard of the sum of each tensor that ZeRO splits, and the whole sum of each
+          other tensor.
+        """
         leaves, structure = jax.tree.flatten(blocks)
         leaves = [begins(x, self.axes, i) for i, x in enumerate(leaves)]
         dims = _dims(self.zero, blocks)
@@ -79,9 +92,10 @@ class Reduction:
         return structure.unflatten(leaves)
 
     def _cut(self, blocks: jax.Array, dim: int | None) -> jax.Array:
-        """Rearrange `[blocks, ...]` to `[devices, blocks, ...]`, with each device's part of `dim`.
+        """Divide a dim of each block among devices: `[blocks, ...]` to `[devices, blocks, ...]`.
 
-        Zeros fill the dim up to a multiple of the number of shards, as in `plan_zero`.
+        The dim is padded with zeros to a multiple of the number of logical shards, as in
+        `plan_zero`. Its index `dim` does not count the dim of blocks.
         """
         assert dim is not None
         rows = jnp.moveaxis(blocks, dim + 1, 1)
@@ -91,25 +105,29 @@ class Reduction:
         return jnp.moveaxis(jnp.moveaxis(parts, 1, 0), 2, dim + 2)
 
     def _whole(self, flat: jax.Array) -> jax.Array:
-        """Sum the blocks `[blocks, n]` of all devices to `[n]` on every device."""
+        """Sum the blocks `[blocks, n]` of all devices, and return the sum `[n]` on every device."""
         size = flat.shape[1]
         flat = jnp.pad(flat, [(0, 0), (0, -size % self.devices)])
         parts = jnp.moveaxis(flat.reshape(len(flat), self.devices, -1), 1, 0)
         return all_gather(self._part(parts), self.axes, size=size)
 
     def _part(self, parts: jax.Array) -> jax.Array:
-        """Send parts `[devices, blocks, n]` to their devices, and sum this device's part, `[n]`."""
+        """Send part i of `[devices, blocks, n]` to device i, which sums the parts to `[n]`."""
         arrived = all_to_all(parts, self.axes)
         return self.order.add(arrived.reshape(-1, parts.shape[-1]))
 
     def square(self, shards: Grads) -> jax.Array:
-        """Sum the squares of the elements of all shards, and of tensors whole on each device."""
+        """Sum the squares of all elements of a tree of which each device has its ZeRO shards.
+
+        A tensor that ZeRO does not split is whole on each device, and is counted once.
+        """
         leaves, dims, count = (
             jax.tree.leaves(shards),
             _dims(self.zero, shards),
             self.order.on(self.devices).shards,
         )
-        # A piece has the same shape on any number of devices, so its sum has the same bits.
+        # A shard is divided into pieces that have the same shape on any number of devices, so the
+        # sum of a piece has the same bits.
         pieces = [
             (rows := jnp.moveaxis(x, dim, 0)).reshape(count, -1, *rows.shape[1:])
             for x, dim in zip(leaves, dims, strict=True)
@@ -134,7 +152,16 @@ def _dims(zero: ZeroSplit | None, tree: PyTree) -> list[int | None]:
 def _in_buckets(
     function: Callable[[jax.Array], jax.Array], leaves: Sequence[jax.Array], *, lead: int = 1
 ) -> list[jax.Array]:
-    """Apply `function` to concatenated leaves, `[*lead, n]` to `[n]`, to send fewer messages."""
+    """Apply `function` to several leaves at a time in buckets, to send fewer messages.
+
+    Args:
+      function: the function from an array with `lead` first dims and a dim n to an array `[n]`.
+      leaves: the arrays, which are flattened after the `lead` first dims and concatenated.
+      lead: the number of first dims.
+
+    Returns:
+      The result for each leaf, in the shape of the leaf without its `lead` first dims.
+    """
     flat = [x.reshape(*x.shape[:lead], -1) for x in leaves]
     found: dict[int, jax.Array] = {}
     for bucket in plan_buckets(flat, BUCKET_BYTES):

@@ -1,11 +1,11 @@
-"""The order in which logical shards are added up: a tree that does not depend on devices.
+"""The order in which logical shards are added up: a tree that is the same for all device counts.
 
 Floating-point sums depend on their order, so the order must be fixed. V shards are divided into
-runs of 2^a shards, the largest power of two that divides V. Each run is added as a binary tree, and
-the sums of the runs are added one after another. A tree is better than a chain for two reasons:
-adjacent shards on a device form a subtree, which the device adds up before it sends anything; and a
-device that adds each shard when it is computed keeps a + 1 sums, not V. If V is a power of two,
-each device therefore sends one gradient, as in any reduction.
+runs of 2^a shards, where 2^a is the largest power of two that divides V. Each run is added as a
+binary tree, and the sums of the runs are added one after another. A tree has two advantages over a
+chain. Adjacent shards on a device form a subtree, which the device adds up before it sends a
+message. And a device that adds each shard as soon as it is computed holds a + 1 sums instead of V.
+If V is a power of two, each device therefore sends a single gradient, as in any reduction.
 
     >>> Order(8).on(2), Order(12).on(4), Order(12).on(3)
     (LocalTree(shards=4, block=4), LocalTree(shards=3, block=1), LocalTree(shards=4, block=4))
@@ -27,11 +27,11 @@ from jaxdist.types import PyTree
 
 @dataclass(frozen=True)
 class LocalTree:
-    """A device's part of the tree.
+    """The part of the tree that one device adds up.
 
     Attributes:
-      shards: number of shards on the device.
-      block: number of adjacent shards that always form a subtree; a power of two.
+      shards: the number of logical shards on the device.
+      block: the number of adjacent shards in a block, a power of two. Each block is a subtree.
     """
 
     shards: int
@@ -39,7 +39,7 @@ class LocalTree:
 
     @property
     def blocks(self) -> int:
-        """The number of sums that the device contributes."""
+        """The number of blocks on the device, each of which has one sum."""
         return self.shards // self.block
 
     @property
@@ -49,35 +49,42 @@ class LocalTree:
 
     @property
     def held(self) -> int:
-        """The number of sums in memory at once: one per level, one per block, and a shard's own."""
+        """The number of trees in memory at a time: a sum per level and per block, and one shard."""
         return self.levels + self.blocks + 1
 
 
 @dataclass(frozen=True)
 class Order:
-    """The tree over a number of logical shards."""
+    """The order of summation of a number of logical shards.
+
+    Attributes:
+      shards: the number of logical shards, V.
+    """
 
     shards: int
 
     @property
     def run(self) -> int:
-        """The number of shards of a binary tree: the largest power of two that divides `shards`."""
+        """The number of shards of a run: the largest power of two that divides `shards`."""
         return self.shards & -self.shards
 
     def on(self, devices: int) -> LocalTree:
-        """Return the part of the tree that each of `devices` devices adds up."""
+        """Return the part of the tree that each device adds up if there are `devices` devices."""
         assert self.shards % devices == 0, "see jaxdist.parallel.strict.check"
         mine = self.shards // devices
         return LocalTree(mine, math.gcd(mine, self.run))
 
     def add(self, blocks: jax.Array) -> jax.Array:
-        """Add up `[n, ...]`, the sums of V / n shards each, over the first dim in the tree's order.
+        """Add up an array `[n, ...]` over its first dim in the order of the tree.
+
+        Each of the n entries is the sum of V / n adjacent shards.
 
         >>> [float(Order(12).add(x)) for x in (jnp.arange(12.0), jnp.full(3, 1.5))]
         [66.0, 4.5]
         """
         runs = self.shards // self.run
-        # The devices may have added some levels already, so this loop begins at any level.
+        # The devices may have added some levels of the tree already. The loop adds the levels that
+        # remain.
         while len(blocks) > runs:
             pairs = blocks.reshape(len(blocks) // 2, 2, *blocks.shape[1:])
             blocks = pairs[:, 0] + pairs[:, 1]
@@ -88,12 +95,13 @@ class Order:
 
 
 def settled(tree: PyTree, *, flat: bool = True) -> PyTree:
-    """Put a barrier behind the tree, so that the code after it is compiled separately.
+    """Return a tree behind a barrier, so that XLA compiles code that uses it separately.
 
     Args:
-      flat: whether to flatten arrays before the barrier. A memory layout, which also determines an
-        order of summation, then ends at the barrier. Arrays that automatic axes split must not be
-        flattened, because flattening would gather them.
+      tree: the tree.
+      flat: whether to flatten arrays at the barrier. XLA then cannot propagate a memory layout
+        across the barrier, which could change an order of summation. Arrays that auto axes split
+        must not be flattened, because flattening would gather them.
     """
     leaves, structure = jax.tree.flatten(tree)
     rows = [x.reshape(-1) for x in leaves] if flat else leaves
@@ -107,7 +115,7 @@ def take_entry(tree: PyTree, number: jax.Array) -> PyTree:
 
 
 def wide(tree: PyTree) -> PyTree:
-    """Convert floating leaves to dtypes that are safe for sums over shards: float32 or wider."""
+    """Convert floating leaves to float32 or wider, for sums over shards."""
 
     def one(x: jax.Array) -> jax.Array:
         floating = jnp.issubdtype(x.dtype, jnp.inexact)
@@ -119,16 +127,20 @@ def wide(tree: PyTree) -> PyTree:
 def add_blocks(
     one: Callable[[jax.Array], PyTree], local: LocalTree, *, flat: bool = True
 ) -> PyTree:
-    """Add up a device's own shards to leaves `[local.blocks, ...]`.
+    """Compute the shards of a device, and add them up to blocks.
 
-    Integer leaves are not added up: each block keeps the leaf of its last shard.
-
-    An iteration of the loop compiles to the same code for any number of iterations, because XLA
-    does not know the number, and because barriers separate a shard's computation from the sums.
+    An integer leaf is not added up: each block has the leaf of its last shard. An iteration of the
+    loop compiles to the same code for any number of iterations. XLA does not know this number, and
+    barriers separate the computation of a shard from the sums.
 
     Args:
-      one: function from a shard's number on this device to the tree to sum, in dtypes of `wide`.
-      flat: as for `settled`.
+      one: the function from the number of a shard on this device to the tree to sum, whose leaves
+        have the dtypes of `wide`.
+      local: the part of the tree on this device.
+      flat: whether to flatten arrays before the barriers, as in `settled`.
+
+    Returns:
+      The sums of the blocks, leaves `[local.blocks, ...]`.
     """
     shapes = jax.eval_shape(one, jnp.int32(0))
 
@@ -139,13 +151,14 @@ def add_blocks(
         waiting, blocks = carry
         found = settled(one(number), flat=flat)
         place = number % local.block
-        # The number of complete levels is that of the trailing 1 bits of the place: 0, 1, 0, 2, 0,
-        # 1, 0, 3, ...
+        # After the shard with index `place` in its block, the number of complete levels is the
+        # number of trailing 1 bits of `place`: 0, 1, 0, 2, 0, 1, 0, 3, ...
         complete = lax.population_count(place & ~(place + 1))
         for level in range(local.levels):
             found = jax.tree.map(partial(_joined, level, complete), waiting, found)
         found = settled(found, flat=flat)
-        # A complete block waits at no level: its write to the last level is overwritten unread.
+        # The sum of a complete block waits at no level. It is written to the last level here, but
+        # the next block overwrites it before it is read.
         if local.levels:
             waiting = _put(waiting, found, jnp.minimum(complete, local.levels - 1))
         # Each iteration overwrites the entry of its block, so that the complete sum remains.
@@ -163,9 +176,15 @@ def _joined(level: int, complete: jax.Array, waiting: jax.Array, x: jax.Array) -
 
 
 def turns(count: int, turn: Callable[[jax.Array, PyTree], PyTree], begun: PyTree) -> PyTree:
-    """Run a loop like `lax.fori_loop`, which XLA never merges with the code around it.
+    """Run a loop like `lax.fori_loop` that XLA never merges with the code around the loop.
 
-    The barrier hides the number of iterations from XLA, which would inline a single iteration.
+    A barrier hides the number of iterations from XLA, which would otherwise inline a loop with a
+    single iteration.
+
+    Args:
+      count: the number of iterations.
+      turn: the function from the number of the iteration and the carry to the next carry.
+      begun: the carry before the first iteration.
     """
     return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(count)), turn, begun)
 

@@ -1,4 +1,7 @@
-"""The backward tasks of a stage: FULL tasks, or pairs of INPUT and WEIGHT tasks."""
+"""The backward tasks of a pipeline stage, as parts of the traced program.
+
+A FULL task is the whole backward pass of a chunk. An INPUT task and a WEIGHT task are its halves.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +28,28 @@ from jaxdist.pipeline_schedules.schedule import TaskKind
 from jaxdist.types import Grads
 
 BackwardTask = Callable[[StageContext, StageState, TickTasks], tuple[StageState, Activation]]
-"""A function from a stage and its state to the next state and the gradient of the chunk's input."""
+"""A function of a stage, its state and the entries of the tables for this tick. It returns the next
+state and the gradient of the chunk's input."""
 
 
 def backward(
     stage: StageContext, state: StageState, work: TickTasks, y: Activation
 ) -> tuple[StageState, Activation, Activation]:
-    """Run the stage's backward task in a tick, if it has one.
+    """Run the backward task of a stage in a tick, if the stage has a backward task in this tick.
 
     Args:
-      y: the output of the tick's forward task, or None. `execute._train` explains why `y` passes
-        through: a stage without a backward task returns `y`, other stages return zeros.
+      stage: the stage.
+      state: the state of the stage.
+      work: the entries of the backward table for this tick and stage.
+      y: the output of the tick's forward task, or None. `execute._train` explains why `y` is passed
+        through this function.
 
     Returns:
-      The next state, `y` or zeros, and the gradient of the chunk's input (zeros without a task).
+      The next state, then `y`, and the gradient of the chunk's input. With a backward task the
+      second result is zeros instead of `y`. Without a backward task the third result is zeros.
     """
-    # Backward tasks only read these buffers, which are closed over instead of passed through the
-    # conditional, since XLA may copy the results of a conditional.
+    # Backward tasks only read these buffers. The buffers are closed over instead of passed through
+    # the conditional, since XLA may copy the results of a conditional.
     unchanged = {name: getattr(state, name) for name in ("inputs", "gradients", "residuals")}
 
     def branch(
@@ -67,7 +75,10 @@ def backward(
 
 
 def _full(stage: StageContext, state: StageState, work: TickTasks) -> tuple[StageState, Activation]:
-    """Compute the gradients of a chunk's input and weights, from residuals or from the input."""
+    """Compute the gradients of a chunk's input and weights.
+
+    The task reads the stored residuals, or recomputes the forward pass from the chunk's input.
+    """
     visit, params = stage.visit(work), stage.params(work)
     if stage.stashes:
         y, residuals = _stashed(state, work)
@@ -83,7 +94,7 @@ def _full(stage: StageContext, state: StageState, work: TickTasks) -> tuple[Stag
 def _input(
     stage: StageContext, state: StageState, work: TickTasks
 ) -> tuple[StageState, Activation]:
-    """Compute the gradient of a chunk's input, and keep the values that the WEIGHT task needs."""
+    """Compute the gradient of a chunk's input, and store the values that the WEIGHT task needs."""
     visit, params = stage.visit(work), stage.params(work)
     if stage.stashes:
         y, residuals = _stashed(state, work)
@@ -99,7 +110,10 @@ def _input(
 def _weight(
     stage: StageContext, state: StageState, work: TickTasks
 ) -> tuple[StageState, Activation]:
-    """Compute the gradients of a chunk's weights from the values that its INPUT task kept."""
+    """Compute the gradients of a chunk's weights from the values that the INPUT task stored.
+
+    The second result is zeros, because only the INPUT task has the gradient of the chunk's input.
+    """
     at_hand = (stage.params(work), stage.visit(work))
     grads = stage.split_backward.w(at_hand, read_slot(state.kept, work.kept))
     return _add(state, work, grads), zeros(stage.x_shapes)
@@ -115,7 +129,7 @@ _TASKS: dict[TaskKind, BackwardTask] = {
 def _stashed(state: StageState, work: TickTasks) -> tuple[Activation, list[jax.Array]]:
     """Return a chunk's output and its residuals.
 
-    The output is valid only for the last chunk, the only chunk for which `_loss` reads it.
+    The output is valid only for the last chunk. `_loss` reads the output of no other chunk.
     """
     return read_slot(state.inputs, work.input), read_slot(state.residuals, work.residual)
 
@@ -123,9 +137,10 @@ def _stashed(state: StageState, work: TickTasks) -> tuple[Activation, list[jax.A
 def _loss(
     stage: StageContext, state: StageState, work: TickTasks, visit: Visit, y: Activation
 ) -> tuple[StageState, Activation]:
-    """Return the gradient of a chunk's output, computed for the last chunk and else received.
+    """Return the next state and the gradient of a chunk's output.
 
-    At the last chunk the gradients and sums of the head are added to the state.
+    For the last chunk the head computes this gradient, and the head's gradients and sums are added
+    to the state. For other chunks it is the gradient that the stage received.
     """
 
     def last(grads: Grads, sums: Sums) -> tuple[Grads, Sums, Activation]:
@@ -144,7 +159,7 @@ def _loss(
 
 
 def _embedding(stage: StageContext, state: StageState, visit: Visit, dx: Activation) -> StageState:
-    """Add the gradient of the embedding's parameters to the state, if the chunk is the first."""
+    """Add the gradients of the embedding to the state if the chunk is the model's first chunk."""
 
     def first(grads: Grads) -> Grads:
         pull = jax.vjp(lambda shared: stage.embed(shared, visit), stage.shared)[1]

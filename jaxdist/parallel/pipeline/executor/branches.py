@@ -1,8 +1,8 @@
-"""The branch that each conditional takes in each tick, for the executor and for predictions.
+"""The branch that each conditional of a pipeline's program takes in each tick.
 
-A conditional that depends on the tick is in a named scope, such as `tick_scope(FORWARD)`. The names
-of the enclosing scopes identify the conditional in the compiled program: "forward",
-"backward/last".
+The executor uses these branches, and so does the prediction of a step's time. A conditional that
+depends on the tick is in a named scope, such as `tick_scope(FORWARD)`. The names of the enclosing
+scopes identify the conditional in the compiled program: "forward", "backward/last".
 """
 
 from __future__ import annotations
@@ -28,25 +28,29 @@ def tick_scope(name: str) -> AbstractContextManager[object]:
 
 
 def goes_forward(ticks: Ticks, work: TickTasks) -> Entries:
-    """Return whether a tick's forward task computes anything.
+    """Return whether the forward task of each tick and stage computes anything.
 
-    With recomputation the forward task of the last chunk computes nothing: only the loss uses the
-    chunk's output, and the backward task recomputes that output.
+    Without a forward task nothing is computed. With recomputation the forward task of the last
+    chunk computes nothing either: only the loss uses the output of this chunk, and the backward
+    task recomputes that output.
     """
     runs = work.kind != NONE
     return runs if ticks.activations == "stash" else runs & (work.chunk != ticks.chunks - 1)
 
 
 def backward_kinds(ticks: Ticks) -> tuple[TaskKind, ...]:
-    """Return the kinds of backward tasks in a schedule, in the order of their branches.
+    """Return the kinds of backward tasks that a schedule has, in the order of their branches.
 
-    The branch of an idle stage comes before these branches.
+    Branch 0 is for a stage without a backward task. The first of these kinds has branch 1.
     """
     return tuple(kind for kind in KINDS[1:] if (ticks.backward.kind == KINDS.index(kind)).any())
 
 
 def backward_branches(ticks: Ticks) -> np.ndarray:
-    """Return int32 `[kinds + 1]`: the branch of each of `KINDS`, then the branch of no task."""
+    """Return the branch for each entry of `KINDS`, then for no task, int32 `[kinds + 1]`.
+
+    The branch is 0 for no task, and for a kind that the schedule does not have.
+    """
     # `NONE` is -1, so a lookup of no task finds the last entry.
     kinds = backward_kinds(ticks)
     found = [kinds.index(kind) + 1 if kind in kinds else 0 for kind in KINDS]
@@ -54,16 +58,22 @@ def backward_branches(ticks: Ticks) -> np.ndarray:
 
 
 def channel_scope(channels: str, channel: Channel) -> str:
-    """Return the name of the scope of a rare channel, such as "outputs_-1"."""
+    """Return the name of the scope of a channel's transfer, such as "outputs_-1".
+
+    Args:
+      channels: `OUTPUTS` or `COTANGENTS`.
+      channel: the channel.
+    """
     return f"{channels}_{channel.offset}"
 
 
 def lockstep(ticks: Ticks, layers: Sequence[int]) -> Lockstep:
-    """Return the branch that each stage takes in each tick, by the name of the conditional.
+    """Return the branches of all conditionals that depend on the tick, for each tick and stage.
 
     Args:
-      layers: number of layers of each chunk. All chunks loop over the largest number, and a chunk
-        with fewer layers skips the last iterations.
+      ticks: the lowered schedule.
+      layers: the number of layers of each chunk. All chunks loop over the largest number, and a
+        chunk with fewer layers skips the last iterations.
     """
     ahead, back = ticks.forward, ticks.backward
     shares = np.array(layers) / max(layers)

@@ -1,4 +1,8 @@
-"""Buffers, which are pytrees of arrays `[slots, ...]`, and sums of gradients, under jit."""
+"""The buffers of a pipeline's executor, and sums of gradients, as traced values.
+
+A buffer is a pytree of arrays `[slots, ...]`. A slot of a buffer holds one value, a pytree of
+arrays `[...]`.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +15,29 @@ from jaxdist.types import Grads, Params, PyTree, Specs, TreeT
 
 
 def buffer(shapes: PyTree, slots: int) -> PyTree:
-    """Create a buffer of zeros for `slots` values of these shapes, with at least one slot."""
+    """Create a buffer of zeros with `slots` slots, but at least one slot.
+
+    Args:
+      shapes: the shapes and dtypes of a value, a pytree.
+      slots: the number of slots.
+    """
     # A buffer without slots would not compile, even in branches that are never taken.
     return jax.tree.map(lambda s: jnp.zeros((max(slots, 1), *s.shape), s.dtype), shapes)
 
 
 def read_slot(held: PyTree, slot: jax.Array) -> PyTree:
-    """Read the value in a slot; if `slot` is NONE, which is negative, the value is arbitrary."""
+    """Return the value in a slot of a buffer; if `slot` is `NONE` (-1), the value is arbitrary."""
     at = jnp.maximum(slot, 0)
 
     def leaf(held: jax.Array) -> jax.Array:
-        # A single slot is read in place; a dynamic index would copy it out of the buffer.
+        # A static index reads a single slot in place. A dynamic index would copy it.
         return held[0] if len(held) == 1 else lax.dynamic_index_in_dim(held, at, keepdims=False)
 
     return jax.tree.map(leaf, held)
 
 
 def put(held: TreeT, slot: jax.Array, value: PyTree) -> TreeT:
-    """Write a value to a slot; if `slot` is NONE, which is negative, nothing changes."""
+    """Return a buffer with a value written to a slot, or unchanged if `slot` is `NONE` (-1)."""
     at = jnp.maximum(slot, 0)
 
     def leaf(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -41,19 +50,19 @@ def put(held: TreeT, slot: jax.Array, value: PyTree) -> TreeT:
 
 
 def put_one(held: TreeT, slot: jax.Array, value: PyTree) -> TreeT:
-    """Write a value to a slot that is known not to be NONE."""
+    """Return a buffer with a value written to a slot, which must not be `NONE`."""
     return jax.tree.map(
         lambda old, new: lax.dynamic_update_index_in_dim(old, new, slot, 0), held, value
     )
 
 
 def zeros(shapes: PyTree) -> PyTree:
-    """Create zeros of these shapes and dtypes."""
+    """Create a pytree of zeros with the shapes and dtypes of `shapes`."""
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 def no_gradients(params: Params) -> Grads:
-    """Create zeros for sums of gradients: the parameters' shapes, in float32 or wider."""
+    """Create zeros to which gradients are added: like the parameters, but in float32 or wider."""
     return jax.tree.map(
         lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params
     )
@@ -65,7 +74,14 @@ def add(total: TreeT, more: PyTree) -> TreeT:
 
 
 def constrain(tree: TreeT, specs: Specs, lead: int) -> TreeT:
-    """Constrain each leaf to its partition spec, after `lead` leading dims that are not split."""
+    """Constrain each leaf of a tree to a partition spec over auto axes.
+
+    Args:
+      tree: the tree.
+      specs: a tree of specs, in which a spec may apply to all leaves of a subtree of `tree`.
+      lead: the number of first dims that a leaf has in addition to the dims of its spec. These dims
+        are not split.
+    """
     mesh = jax.sharding.get_abstract_mesh()
 
     def leaf(spec: PartitionSpec, x: PyTree) -> PyTree:

@@ -1,9 +1,9 @@
-"""The executor of every schedule: a scan over its ticks, on every device of the stage axis.
+"""The executor of all pipeline schedules: a scan over the ticks of a lowered schedule.
 
-The executor runs inside a `jax.shard_map` that is manual on the axis of the stages. All stages run
-the same program, in which conditionals choose a tick's tasks: a stage without a task computes
-nothing and waits. The devices of a stage take the same branches, so that a layer may communicate
-over other axes.
+The executor runs inside a `jax.shard_map` that is manual on the stage axis. All stages run the same
+program, in which conditionals choose the tasks of a tick. A stage without a task computes nothing
+and waits. All devices of a stage take the same branches, so the layers inside a branch may call
+collectives over other axes.
 """
 
 from __future__ import annotations
@@ -50,23 +50,25 @@ def run_pipeline(
     specs: StageSpecs | None = None,
     frozen: tuple[Params, Params] = ((), ()),
 ) -> GradientsAndSums:
-    """Compute loss and gradients of a batch, by a schedule; for use inside `jax.shard_map`.
+    """Compute the sums and gradients of a batch by a pipeline schedule, inside `jax.shard_map`.
 
-    For each microbatch, activations and later their gradients are sent once between consecutive
-    chunks. The gradients of `shared` are finally all-reduced over the stages. With the same key,
-    all schedules draw the same dropout masks.
+    For each microbatch, an activation and later its gradient are sent once between consecutive
+    chunks. After the last tick, the gradients of `shared` are all-reduced over the stages. With the
+    same key, all schedules draw the same dropout masks.
 
     Args:
-      chunk_params: parameters of this stage's chunks, leaves `[chunks per stage, ...]`
+      ticks: the lowered schedule, which must have backward tasks.
+      model: the model as three functions.
+      chunk_params: the parameters of this stage's chunks, leaves `[chunks per stage, ...]`
         (`chunks.to_stages`).
-      shared: parameters of embedding and head, the same on all stages.
-      microbatches: leaves `[microbatches, ...]`, the same on all stages.
+      shared: the parameters of embedding and head, the same on all stages.
+      microbatches: the batch, leaves `[microbatches, ...]`, the same on all stages.
       axis: the mesh axis of the stages.
-      key: random key of dropout and other random layers.
-      specs: partition specs over automatic axes, which sums of gradients get too, or None if no
-        automatic axis splits parameters.
-      frozen: the frozen parameters of chunks, and of embedding and head, like `chunk_params` and
-        `shared`.
+      key: the random key for dropout and other random layers, or None without random layers.
+      specs: the partition specs over auto axes, which are also the specs of sums of gradients, or
+        None if no auto axis splits parameters.
+      frozen: the frozen parameters of the chunks, then of embedding and head, in the forms of
+        `chunk_params` and `shared`.
     """
     assert ticks.trains, ticks.name
     stage = StageContext(ticks, model, chunk_params, shared, microbatches, axis, key, specs, frozen)
@@ -88,7 +90,10 @@ def evaluate_pipeline(
     specs: StageSpecs | None = None,
     frozen: tuple[Params, Params] = ((), ()),
 ) -> Sums:
-    """Compute the sums of a batch by forward tasks only; the arguments are as in `run_pipeline`."""
+    """Compute the sums of a batch in evaluation mode, inside `jax.shard_map`.
+
+    `ticks` must have forward tasks only. The other arguments are the same as for `run_pipeline`.
+    """
     assert not ticks.trains, ticks.name
     stage = StageContext(
         ticks, model, chunk_params, shared, microbatches, axis, None, specs, frozen
@@ -99,7 +104,10 @@ def evaluate_pipeline(
 def _scan(
     stage: StageContext, tick: Callable[[StageContext, StageState, PyTree], StageState]
 ) -> StageState:
-    """Scan `tick` over all ticks, each with this stage's entries of the tables."""
+    """Run the function `tick` for each tick in sequence, and return the state after the last tick.
+
+    The function gets the stage, the state, and the entries of the tables for this tick and stage.
+    """
     ticks, here = stage.ticks, lax.axis_index(stage.axis)
 
     def mine(table: np.ndarray) -> jax.Array:
@@ -118,16 +126,16 @@ def _scan(
 
 
 def _train(stage: StageContext, state: StageState, tables: PyTree) -> StageState:
-    """Run a tick of training: a forward task, a backward task, then transfers."""
+    """Run a tick of training: a forward task, then a backward task, then transfers."""
     ahead, back, outputs, cotangents = tables
     state, y = _forward(stage, state, ahead)
     if stage.ticks.paired:
         state, _, dx = backward(stage, state, back, None)
     else:
-        # `y` passes through the backward task, which returns `y` or zeros, so that all transfers
-        # come after both tasks. A transfer of `y` before the backward task would make a stage with
-        # a backward task wait for the forward tasks of other stages. Nothing is lost, since here no
-        # stage has both tasks in one tick: with a backward task, `y` is already zeros.
+        # `y` is passed through the backward task, which returns `y` or zeros, so that all transfers
+        # run after both tasks. A transfer of `y` before the backward task would make a stage with
+        # a backward task wait for the forward tasks of other stages. No output is lost: here no
+        # stage has both tasks in one tick, so `y` is zeros on a stage with a backward task.
         state, y, dx = backward(stage, state, back, y)
     return state._replace(
         inputs=_send(stage, state.inputs, y, stage.ticks.outputs, outputs, OUTPUTS),
@@ -136,7 +144,10 @@ def _train(stage: StageContext, state: StageState, tables: PyTree) -> StageState
 
 
 def _evaluate(stage: StageContext, state: StageState, tables: PyTree) -> StageState:
-    """Run a tick of evaluation: a forward task, the loss after the last chunk, then transfers."""
+    """Run a tick of evaluation: a forward task, then transfers.
+
+    The forward task of the last chunk also computes the loss and adds its sums to the state.
+    """
     work, _, outputs, _ = tables
 
     def forward(sums: Sums) -> tuple[Activation, Sums]:
@@ -157,7 +168,11 @@ def _evaluate(stage: StageContext, state: StageState, tables: PyTree) -> StageSt
 
 
 def _forward(stage: StageContext, state: StageState, work: TickTasks) -> tuple[StageState, PyTree]:
-    """Run a tick's forward task, if any; return the next state and the chunk's output or zeros."""
+    """Run the forward task of a tick, and return the next state and the chunk's output.
+
+    The output is zeros if the tick has no forward task, or if `goes_forward` says that the task
+    computes nothing.
+    """
 
     def recompute() -> Activation:
         visit = stage.visit(work)
@@ -167,7 +182,8 @@ def _forward(stage: StageContext, state: StageState, work: TickTasks) -> tuple[S
         visit = stage.visit(work)
         x = stage.x(inputs, work, visit)
         y, leaves = stage.residuals.forward(stage.params(work), visit, x)
-        # Only the loss reads an output again: see `backward._stashed`.
+        # Only the loss reads an output again, so only the last chunk stores it
+        # (`backward._stashed`).
         slot = jnp.where(work.chunk == stage.last, work.input, NONE)
         return put(inputs, slot, y), put_one(residuals, work.residual, leaves), y
 
@@ -190,7 +206,17 @@ def _send(
     now: list[tuple[jax.Array, jax.Array]],
     name: str,
 ) -> TreeT:
-    """Send `value` on each channel, and return the buffer with the values received."""
+    """Send a value on each channel, and return the buffer with the received values.
+
+    Args:
+      stage: the stage.
+      held: the buffer for received values.
+      value: the value that this stage sends.
+      channels: the channels, one after another.
+      now: for each channel, the slot for the value that this stage receives in this tick, and
+        whether any stage receives a value.
+      name: `OUTPUTS` or `COTANGENTS`.
+    """
     for channel, (slot, used) in zip(channels, now, strict=True):
 
         def along(x: Activation, channel: Channel = channel) -> Activation:
@@ -198,9 +224,9 @@ def _send(
                 return x
             return jax.tree.map(lambda leaf: permute(leaf, stage.axis, channel.pairs), x)
 
-        # A collective under a conditional is safe here, since all devices agree on `used`. But only
-        # outside of a conditional can the transfer overlap with the tick's other task, so it runs
-        # in every tick unless most ticks send nothing.
+        # A collective in a conditional is safe here, since `used` is the same on all devices. But
+        # only a transfer outside a conditional can overlap with the other task of the tick. The
+        # transfer therefore runs in every tick, unless most ticks send nothing.
         with tick_scope(channel_scope(name, channel)):
             moved = lax.cond(used, along, zeros, value) if channel.rare else along(value)
         held = put(held, slot, moved)

@@ -1,7 +1,8 @@
-"""The lowering of a schedule to lock-step ticks: each task's tick, and each value's buffer slot.
+"""The lowering of a pipeline schedule to ticks: the tick of each task, and the slot of each value.
 
-Each task runs in the first tick in which the order of its stage and its inputs allow it. The number
-of ticks is therefore minimal for these orders: delaying a task would make no other task earlier.
+Each task runs in the first tick in which the task before it on its stage has run and its inputs
+have arrived. The number of ticks is therefore minimal for the orders of the schedule, since a delay
+of a task would let no other task run earlier.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ def lower(
     """Lower a schedule to ticks.
 
     Args:
-      activations: the policy for the input of the backward pass, which decides how long values are
-        kept.
-      paired: whether a stage may run a forward and a backward task in one tick; None chooses the
-        alternative that takes less time by `typical_seconds`.
+      schedule: the schedule, an order of tasks for each stage.
+      activations: the values that a backward task reads: the chunk's input, or stored residuals.
+      paired: whether a stage may run a forward and a backward task in one tick, or None to choose
+        the faster alternative, with the times of tasks from `typical_seconds`.
 
     Raises:
       ConfigError: a stage waits for a task that never runs.
@@ -53,10 +54,10 @@ def lower(
 
 
 def typical_seconds(activations: Activations) -> dict[TaskKind, float]:
-    """Return the typical time of each kind of task, in units of a forward task.
+    """Return the typical time of each kind of task, where a forward task takes 1 unit.
 
-    A FULL backward task takes 2 units, an INPUT or WEIGHT task 1. With recomputation, FULL and
-    INPUT tasks take a further unit.
+    A FULL backward task takes 2 units, and an INPUT or WEIGHT task takes 1 unit. With
+    recomputation, FULL and INPUT tasks take 1 unit more, for the repeated forward pass.
 
     >>> typical_seconds("recompute")[TaskKind.FULL]
     3.0
@@ -78,8 +79,8 @@ def _clock(schedule: Schedule, *, paired: bool) -> dict[Task, int]:
 
     def ready(task: Task, tick: int, before: Task | None) -> bool:
         wanted = (need for need in needs(task, schedule.chunks) if need in present)
-        # For a task that has not run, `get` returns this tick, which is not earlier than itself.
-        # `before` is the forward task of the same tick, which runs first.
+        # For a task that has not run, `get` returns `tick`, and the comparison is false. `before`
+        # is the forward task of the same tick and stage, which runs before the backward task.
         return all(clock.get(need, tick) < tick or need == before for need in wanted)
 
     tick = 0
@@ -135,16 +136,22 @@ def _arriving(tick: int) -> int:
 
 @dataclass
 class _Lives:
-    """The lifetimes of the values of a buffer: the moments of each value's write and last read."""
+    """The lifetimes of the values in a buffer.
+
+    Attributes:
+      placement: the stage of each chunk.
+      found: for each value, the moment of its write and the moment of its last read.
+    """
 
     placement: tuple[int, ...]
     found: dict[VisitId, tuple[int, int]]
 
     def slots(self) -> tuple[dict[VisitId, int], int]:
-        """Assign a slot to each value; return the assignment and the number of slots per stage.
+        """Assign a slot to each value, and return the assignment and the number of slots.
 
-        The algorithm is greedy colouring of intervals in the order of their starts, which needs the
-        fewest slots: as many as values are alive at once.
+        Two values share a slot only if one is last read before the other is written. The algorithm
+        is greedy coloring of intervals in the order of their starts. It needs the fewest slots,
+        namely the maximum number of values that a stage holds at a time.
         """
         taken: dict[VisitId, int] = {}
         free: dict[int, list[int]] = defaultdict(list)
@@ -152,8 +159,8 @@ class _Lives:
         count: dict[int, int] = defaultdict(int)
         for visit, (written, read) in sorted(self.found.items(), key=lambda item: item[1]):
             stage = self.placement[visit[0]]
-            # The read must be strictly earlier than the write: a value that is read at the moment
-            # in which another value is written still needs its slot.
+            # The read must be strictly earlier than the write: a value still needs its slot at the
+            # moment of its last read.
             while busy[stage] and busy[stage][0][0] < written:
                 heapq.heappush(free[stage], heapq.heappop(busy[stage])[1])
             if not free[stage]:
@@ -165,7 +172,10 @@ class _Lives:
 
 
 def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[_Lives, ...]:
-    """Return the lifetimes of inputs, of gradients, of residuals, of values for WEIGHT tasks."""
+    """Return the lifetimes of the values in each buffer.
+
+    The buffers are, in this order: inputs, gradients, residuals, and values for WEIGHT tasks.
+    """
     inputs, gradients, residuals, kept = ({} for _ in range(4))
     last, stash = schedule.chunks - 1, activations == "stash"
     at = {(task.kind, task.chunk, task.microbatch): tick for task, tick in clock.items()}
@@ -174,8 +184,8 @@ def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[
         if kind is TaskKind.FORWARD:
             back = at.get((TaskKind.FULL, *visit), at.get((TaskKind.INPUT, *visit)))
             # A backward task that recomputes reads the chunk's input again. A backward task with
-            # residuals does not, except for the last chunk, where it reads the chunk's output from
-            # the same slot.
+            # residuals does not read the input. The backward task of the last chunk reads the
+            # chunk's output, which the forward task writes to the slot of the input.
             needed_back = back is not None and (not stash or chunk == last)
             until = _in_backward(back) if back is not None and needed_back else _in_forward(tick)
             if chunk > 0:
@@ -243,15 +253,24 @@ def _channels(
     kinds: tuple[TaskKind, ...],
     towards: int,
 ) -> tuple[Channel, ...]:
-    """Return the channels that carry values to the next (`towards` 1) or previous (-1) chunk."""
+    """Return the channels that carry values from each chunk to an adjacent chunk.
+
+    Args:
+      schedule: the schedule.
+      clock: the tick of each task.
+      slots: the slot of each received value, by the receiving chunk and the microbatch.
+      size: the numbers of ticks and of stages.
+      kinds: the kinds of the tasks whose results are sent.
+      towards: 1 to send to the next chunk, -1 to send to the previous chunk.
+    """
     tables: dict[int, np.ndarray] = {}
     for task, tick in clock.items():
         chunk = task.chunk + towards
         if task.kind not in kinds or not 0 <= chunk < schedule.chunks:
             continue
         stage = schedule.placement[chunk]
-        # The offset is that of the shorter way round the ring: the left neighbour is -1, not
-        # stages - 1.
+        # The offset counts in the shorter direction around the ring of stages: the previous stage
+        # is -1, not stages - 1.
         offset = (stage - schedule.placement[task.chunk]) % schedule.stages
         offset -= schedule.stages * (2 * offset > schedule.stages)
         table = tables.setdefault(offset, np.full(size, NONE, np.int32))

@@ -1,4 +1,4 @@
-"""The types that a pipeline's executor takes and returns: a model as three functions, gradients."""
+"""The types of the arguments and results of a pipeline's executor."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from jaxdist.types import Grads, Params, PyTree, Specs
 Activation: TypeAlias = Any
 """A chunk's input or output: a pytree of floating arrays, with the same shapes for all chunks."""
 Sums: TypeAlias = Any
-"""The sums that the head returns besides the loss, in the form of `jaxdist.models.loss.Sums`."""
+"""The sums of loss and metrics that the head returns, a `jaxdist.models.loss.Sums`."""
 
 
 class Visit(NamedTuple):
-    """The visit of a microbatch to a chunk.
+    """A pass of a microbatch through a chunk.
 
     Attributes:
       rows: the microbatch, with all of its rows on every stage.
-      chunk: index of the chunk in the model, int32 scalar.
-      key: random key for random layers such as dropout, different for every visit, or None in
+      chunk: the index of the chunk in the model, an int32 scalar.
+      key: the random key for random layers such as dropout, different for every visit, or None in
         evaluation.
-      frozen: the frozen parameters of the chunk, and those of embedding and head.
+      frozen: the frozen parameters of the chunk, then the frozen parameters of embedding and head.
     """
 
     rows: PyTree
@@ -36,15 +36,17 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFns:
-    """A model as three functions. The first stage runs `embed`, the last stage runs `head`.
+    """A model as three functions.
 
-    The argument `shared` has the parameters of embedding and head; both may use the same parameter.
+    The stage of the first chunk runs `embed`, and the stage of the last chunk runs `head`. The
+    argument `shared` has the parameters of embedding and head, which may have parameters in common.
 
     Attributes:
-      embed: function from (shared, visit) to the first chunk's input.
-      blocks: function from (parameters of a chunk, its input x, visit) to the chunk's output, with
-        the shapes and dtypes of x.
-      head: function from (shared, x, visit) to (the scalar to minimise, sums).
+      embed: the function from (shared, visit) to the input of the first chunk.
+      blocks: the function from (parameters of a chunk, input x of the chunk, visit) to the output
+        of the chunk, which has the shapes and dtypes of x.
+      head: the function from (shared, output of the last chunk, visit) to (the scalar to minimize,
+        sums).
     """
 
     embed: Callable[[Params, Visit], Activation]
@@ -54,12 +56,13 @@ class ModelFns:
 
 @dataclass(frozen=True)
 class StageSpecs:
-    """The partition specs of a stage's values over automatic mesh axes.
+    """The partition specs of a stage's values over auto mesh axes.
 
     Attributes:
-      chunk: specs of a chunk's parameters, without the leading dim that counts a stage's chunks.
-      shared: specs of the parameters of embedding and head.
-      x: spec of those activations between chunks that have dims (rows, sequence, embed).
+      chunk: the specs of a chunk's parameters, without the first dim, which counts the chunks of a
+        stage.
+      shared: the specs of the parameters of embedding and head.
+      x: the spec of activations between chunks, for leaves with the dims (rows, sequence, embed).
     """
 
     chunk: Specs
@@ -68,12 +71,12 @@ class StageSpecs:
 
 
 class GradientsAndSums(NamedTuple):
-    """The gradients of the minimised scalar, and the head's sums, over all microbatches.
+    """The gradients and the sums of a batch, added up over all microbatches.
 
     Attributes:
-      chunk_grads: gradients of this stage's chunks, in float32 or wider.
-      shared_grads: gradients of embedding and head, in float32 or wider; equal on all stages.
-      sums: sums of the head; equal on all stages.
+      chunk_grads: the gradients of this stage's chunks, in float32 or wider.
+      shared_grads: the gradients of embedding and head, in float32 or wider, equal on all stages.
+      sums: the sums of the head, equal on all stages.
     """
 
     chunk_grads: Grads

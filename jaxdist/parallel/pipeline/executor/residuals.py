@@ -1,8 +1,8 @@
-"""Residuals: the arrays that a forward pass stores in a buffer for its backward pass.
+"""Residuals: the arrays that the forward pass of a chunk stores for its backward pass.
 
-`jax.vjp` keeps more values than must be stored for every microbatch. Only values that depend on the
-chunk's input are stored. The backward pass still has the parameters and random keys, and recomputes
-masks and other values that depend only on these.
+`jax.vjp` keeps more values than must be stored for each microbatch. Only values that depend on the
+chunk's input are stored. The backward pass has the parameters and random keys too, and recomputes
+masks and other values that depend only on parameters and keys.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ BackwardFn = Callable[[Activation], tuple[Grads, Activation]]
 
 @dataclass(frozen=True)
 class Residuals:
-    """The residuals of a chunk's function, which is the same for all chunks.
+    """The forward and backward passes of a chunk's function, which is the same for all chunks.
+
+    The backward function that `jax.vjp` returns is a pytree of arrays. Both passes run the same
+    trace. A second trace might have other leaves, because jax merges some equal leaves, but not
+    always the same leaves.
 
     Attributes:
-      x: shapes of the input.
-      traced: function from (params, visit, x) to the output and the backward function of `jax.vjp`,
-        which is a pytree, both as flat leaves. Both passes run this same trace: a second trace
-        might have other leaves, since jax merges some equal leaves, but not always the same leaves.
-      y: structure of the output.
-      pull: structure of the backward function.
+      x: the shapes of the input.
+      traced: the trace from the leaves of (params, visit, x) to the leaves of the output, then the
+        leaves of the backward function.
+      y: the structure of the output.
+      pull: the structure of the backward function.
       listed: for each leaf of the backward function, whether it is a residual to store.
-      shapes: shapes of the stored residuals.
+      shapes: the shapes of the stored residuals.
     """
 
     x: PyTree
@@ -49,16 +52,16 @@ class Residuals:
     def forward(
         self, params: Params, visit: Visit, x: Activation
     ) -> tuple[Activation, list[jax.Array]]:
-        """Return the output, and the residuals to store."""
+        """Return the output of a chunk, and the residuals to store."""
         y, leaves = self._run(params, visit, x)
         own = [leaf for leaf, own in zip(leaves, self.listed, strict=True) if own]
         return jax.tree.unflatten(self.y, y), own
 
     def backward(self, params: Params, visit: Visit, residuals: Sequence[jax.Array]) -> BackwardFn:
-        """Return the backward function with the stored residuals inserted."""
-        # XLA removes most of this forward pass on zeros, because every leaf that depends on the
-        # input is replaced by its residual. Only the computation of other leaves, from parameters
-        # and visit, remains.
+        """Return the backward function of `forward`, from the stored residuals."""
+        # This forward pass runs on zeros. Every leaf that depends on the input is replaced by its
+        # residual, so XLA removes the code that computes it. XLA keeps only the code that computes
+        # other leaves, from the parameters and the visit.
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.x)
         leaves, found = self._run(params, visit, zeros)[1], iter(residuals)
         return jax.tree.unflatten(
@@ -69,17 +72,18 @@ class Residuals:
     def _run(
         self, params: Params, visit: Visit, x: Activation
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Run the trace; return the leaves of the output, then those of the backward function."""
+        """Run the trace, and return the leaves of the output and of the backward function."""
         found = jaxpr_as_fun(self.traced)(*jax.tree.leaves((params, visit, x)))
         count = self.y.num_leaves
         return found[:count], found[count:]
 
 
 def find_residuals(blocks: ChunkFn, params: Params, visit: Visit, x: Activation) -> Residuals:
-    """Find the residuals of the function `blocks` in a single trace.
+    """Trace the function `blocks` once, and find its residuals.
 
     Args:
-      params, visit, x: arguments of `blocks`, or their shapes.
+      blocks: the function of a chunk.
+      params, visit, x: the arguments of `blocks`, or their shapes.
     """
 
     def vjp(params: Params, visit: Visit, x: Activation) -> tuple[Activation, BackwardFn]:

@@ -1,4 +1,4 @@
-"""The context of a stage's tasks (microbatch, parameters and input), and the state of the scan."""
+"""The values that the tasks of a pipeline stage read, and the state that they change."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ from jaxdist.types import Grads, Params, PyTree, Specs
 
 
 class StageState(NamedTuple):
-    """A stage's state from tick to tick: buffers `[slots, ...]`, and sums.
+    """The state of a stage between ticks: buffers `[slots, ...]`, and sums over microbatches.
 
     Attributes:
-      inputs: buffer of the inputs of chunks.
-      gradients: buffer of the gradients of chunks' outputs.
-      residuals: buffer of values that forward tasks store for backward tasks; None with
+      inputs: the buffer of the inputs of chunks.
+      gradients: the buffer of the gradients of the outputs of chunks.
+      residuals: the buffer of values that forward tasks store for backward tasks, or None with
         recomputation.
-      kept: buffer of values that INPUT tasks store for WEIGHT tasks, or None without such tasks.
-      chunk_grads: sums of gradients `[chunks per stage, ...]`.
-      shared_grads: sums of gradients of embedding and head, from this stage's tasks only.
-      sums: sums of the head, zero except on the stage of the last chunk.
+      kept: the buffer of values that INPUT tasks store for WEIGHT tasks, or None without such
+        tasks.
+      chunk_grads: the sums of the gradients of this stage's chunks, `[chunks per stage, ...]`.
+      shared_grads: the sums of the gradients of embedding and head, from this stage's tasks only.
+      sums: the sums of the head, which are zero except on the stage of the last chunk.
     """
 
     inputs: Activation
@@ -58,7 +59,10 @@ class StageState(NamedTuple):
 
 @dataclass(frozen=True)
 class StageContext:
-    """A stage inside `jax.shard_map`; its attributes are the arguments of `run_pipeline`."""
+    """The values that the tasks of a stage read, inside the `jax.shard_map` of `run_pipeline`.
+
+    The attributes are the arguments of `run_pipeline`.
+    """
 
     ticks: Ticks
     model: ModelFns
@@ -81,9 +85,9 @@ class StageContext:
         return self.ticks.activations == "stash"
 
     def visit(self, work: TickTasks) -> Visit:
-        """Return the microbatch and chunk of a task, with a random key.
+        """Return the visit of a task: its microbatch, chunk, random key and frozen parameters.
 
-        The key depends only on microbatch and chunk, so all schedules draw the same masks.
+        The key depends only on the microbatch and the chunk, so all schedules draw the same masks.
         """
         key = self.key
         if key is not None:
@@ -105,11 +109,14 @@ class StageContext:
         return self.model.blocks(params, x, _with_key(visit, 1))
 
     def head(self, shared: Params, x: Activation, visit: Visit) -> tuple[jax.Array, Sums]:
-        """Compute the scalar to minimise, and the sums, from the last chunk's output."""
+        """Compute the scalar to minimize, and the sums, from the output of the last chunk."""
         return self.model.head(shared, x, _with_key(visit, 2))
 
     def x(self, inputs: Activation, work: TickTasks, visit: Visit) -> Activation:
-        """Return the input of a chunk: the embedding, or the received value."""
+        """Return the input of a task's chunk.
+
+        The first chunk gets the embedding. Other chunks get a received value from `inputs`.
+        """
         with tick_scope(FIRST):
             return lax.cond(
                 work.chunk == 0,
@@ -118,9 +125,9 @@ class StageContext:
             )
 
     def laid_out(self, x: Activation) -> Activation:
-        """Constrain `x` to the layout, over automatic axes, of activations between chunks.
+        """Constrain `x` to the sharding, over auto axes, of activations between chunks.
 
-        The constraint gives both branches of a conditional the same layout, which XLA needs.
+        XLA needs the same sharding in both branches of a conditional.
         """
         return x if self.specs is None else constrain(x, self.x_specs, 0)
 
@@ -137,10 +144,10 @@ class StageContext:
 
     @cached_property
     def x_specs(self) -> Specs:
-        """The partition specs, over automatic axes, of the activations between chunks.
+        """The partition specs, over auto axes, of the activations between chunks.
 
-        Leaves with as many dims as the spec `StageSpecs.x` get this spec; other leaves are not
-        split.
+        A leaf that has as many dims as the spec `StageSpecs.x` gets this spec. The other leaves are
+        not split.
         """
         assert self.specs is not None
         spec = self.specs.x
@@ -150,15 +157,15 @@ class StageContext:
 
     @cached_property
     def residuals(self) -> Residuals:
-        """The residuals of a chunk, which its forward task stores for its backward task."""
+        """The forward and backward passes of a chunk with stored residuals."""
         return find_residuals(self.blocks, *self._shapes, self.x_shapes)
 
     @cached_property
     def split_backward(self) -> SplitFunction:
         """The backward pass of a chunk in two halves, for INPUT and WEIGHT tasks.
 
-        Both halves receive (parameters, visit); only the first half receives (residuals, gradient
-        of the output).
+        Both halves take the pair (parameters, visit). Only the first half takes the pair
+        (residuals, gradient of the output).
         """
 
         def backward(at_hand: PyTree, given: PyTree) -> tuple[Activation, Grads]:
@@ -186,9 +193,10 @@ class StageContext:
         )
 
     def split(self, state: StageState) -> StageState:
-        """Constrain the state to the layouts of parameters and activations over automatic axes.
+        """Constrain the state to the shardings of parameters and activations over auto axes.
 
-        Without these constraints, XLA would gather each microbatch's gradients to add them up.
+        Without these constraints, XLA would gather the gradients of each microbatch before it adds
+        them up.
         """
         specs = self.specs
         if specs is None:
@@ -204,7 +212,10 @@ class StageContext:
 
 
 def _with_key(visit: Visit, part: int) -> Visit:
-    """Return a visit whose key differs between the parts embed (0), blocks (1) and head (2)."""
+    """Return a visit with another key for each part: embed (0), blocks (1) or head (2).
+
+    A visit without a key is returned unchanged.
+    """
     if visit.key is None:
         return visit
     return visit._replace(key=jax.random.fold_in(visit.key, part))

@@ -1,8 +1,9 @@
-"""A schedule in lock step, as tables of integers: each stage's tasks and slots in each tick.
+"""A lowered schedule: tables of integers with the tasks and slots of each stage in each tick.
 
-In a tick each stage runs at most one forward task, then at most one backward task. Then transfers
-run, and the values sent can be read from the next tick on. Values that a stage needs later wait in
-the slots of buffers. A slot is used again after the last read of its value.
+All stages run the ticks in lock step. In a tick each stage runs at most one forward task, then at
+most one backward task. Then transfers run, and the sent values can be read in the next tick. Values
+that a stage needs later are stored in the slots of buffers. A slot is used again after the last
+read of its value.
 """
 
 from __future__ import annotations
@@ -16,32 +17,33 @@ import numpy as np
 from jaxdist.pipeline_schedules.schedule import TaskKind
 
 Activations = Literal["recompute", "stash"]
-"""The input of the backward pass: a chunk's input (recompute), or the residuals that the chunk's
-forward pass stored (stash)."""
+"""The values that a backward task reads: the chunk's input, from which the task recomputes the
+forward pass ("recompute"), or the residuals that the chunk's forward pass stored ("stash")."""
 
 NONE = -1
-"""The entry of a table for no task or no slot."""
+"""The entry of a table where there is no task, or where a task uses no slot."""
 KINDS = (TaskKind.FORWARD, TaskKind.FULL, TaskKind.INPUT, TaskKind.WEIGHT)
-"""The kinds of tasks; tables contain indices into this tuple."""
+"""The kinds of tasks. The tables contain indices into this tuple."""
 
 
 Entries: TypeAlias = Any
-"""An int32 table `[ticks, stages]`; inside the traced program, the entry for a tick and stage."""
+"""An int32 table `[ticks, stages]`, or in the traced program a scalar: the entry of the table for
+the current tick and stage."""
 
 
 class TickTasks(NamedTuple):
-    """The task of each tick and stage; all entries are `NONE` where there is no task.
+    """The tasks of all ticks and stages, as tables; without a task all entries are `NONE`.
 
     Attributes:
-      kind: index into `KINDS`.
-      microbatch: index of the microbatch.
-      chunk: index of the chunk in the model.
-      local: index of the chunk among the chunks of its stage.
-      input: slot of the chunk's input. With stashed residuals, the slot then has the output of the
-        last chunk, for the loss, since the input is no longer needed.
-      gradient: slot of the gradient of the chunk's output.
-      residual: slot of the residuals that a forward task stores for its backward task.
-      kept: slot of the values that an INPUT task stores for its WEIGHT task.
+      kind: the index of the kind of task in `KINDS`.
+      microbatch: the index of the microbatch.
+      chunk: the index of the chunk in the model.
+      local: the index of the chunk among the chunks of its stage.
+      input: the slot of the chunk's input. With stashed residuals, the forward task of the last
+        chunk overwrites this slot with the chunk's output, which the loss reads.
+      gradient: the slot of the gradient of the chunk's output.
+      residual: the slot of the residuals that a forward task stores for its backward task.
+      kept: the slot of the values that an INPUT task stores for its WEIGHT task.
     """
 
     kind: Entries
@@ -56,12 +58,13 @@ class TickTasks(NamedTuple):
 
 @dataclass(frozen=True)
 class Channel:
-    """A transfer between stages at the end of each tick, in which every stage takes part.
+    """A transfer between stages at the end of each tick.
 
     Attributes:
-      offset: distance of the transfer: stage s sends to stage (s + offset) mod stages. With 0 the
-        value stays on its stage.
-      slot: int32 `[ticks, stages]`: the slot of the value that a stage receives, or NONE.
+      offset: the distance of the transfer: stage s sends to stage (s + offset) mod stages. If it is
+        0, the value stays on its stage.
+      slot: the slot for the value that a stage receives, or `NONE` if it receives none, int32
+        `[ticks, stages]`.
     """
 
     offset: int
@@ -69,7 +72,7 @@ class Channel:
 
     @property
     def used(self) -> np.ndarray:
-        """Whether anything is sent in each tick, a bool `[ticks]`."""
+        """Whether any stage receives a value, for each tick, bool `[ticks]`."""
         return (self.slot != NONE).any(axis=1)
 
     @property
@@ -87,7 +90,10 @@ class Channel:
 
 @dataclass(frozen=True)
 class Slots:
-    """The number of slots of each buffer: the maximum over stages, which all run one program."""
+    """The number of slots of each buffer of `StageState`.
+
+    It is the maximum over the stages, because all stages run the same program.
+    """
 
     inputs: int
     gradients: int
@@ -97,14 +103,18 @@ class Slots:
 
 @dataclass(frozen=True)
 class Ticks:
-    """A schedule in the form of an SPMD program.
+    """A schedule that is lowered to ticks of a single program for all stages.
 
     Attributes:
+      name: the name of the schedule.
+      microbatches: the number of microbatches.
+      stages: the number of stages.
       placement: the stage of each chunk.
-      forward, backward: tables of the forward and of the backward tasks.
-      outputs: channels that carry activations to the next chunk.
-      cotangents: channels that carry gradients to the previous chunk.
-      activations: the policy for the input of the backward pass, which determined the slots.
+      forward, backward: the tables of the forward and of the backward tasks.
+      outputs: the channels that carry activations to the next chunk.
+      cotangents: the channels that carry gradients to the previous chunk.
+      slots: the number of slots of each buffer.
+      activations: the values that a backward task reads; the slots are assigned for these values.
     """
 
     name: str
@@ -139,7 +149,13 @@ class Ticks:
         return bool(((self.forward.kind != NONE) & (self.backward.kind != NONE)).any())
 
     def seconds(self, task_seconds: Mapping[TaskKind, float]) -> float:
-        """Add up the times of all ticks, each as long as its busiest stage, without transfers."""
+        """Return the sum of the times of all ticks, in seconds, without transfers.
+
+        A tick takes as long as its slowest stage.
+
+        Args:
+          task_seconds: the time of each kind of task, in seconds.
+        """
         seconds = np.array([*(task_seconds[kind] for kind in KINDS), 0.0])
         # `NONE` is -1, so a lookup of no task finds the zero at the end.
         return float((seconds[self.forward.kind] + seconds[self.backward.kind]).max(axis=1).sum())

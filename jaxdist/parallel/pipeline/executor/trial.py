@@ -1,7 +1,8 @@
-"""The check of a pipeline's tables: every stage computes with what the tables say it receives.
+"""A check that each task of a lowered schedule reads the right values.
 
-Types follow values and not integers, so that they cannot see which value a slot holds. Here the
-tables are followed instead, with a label for the value in each slot.
+The proofs by types of `jaxdist.proofs` cannot see which value a slot of a buffer holds, because the
+slots are integers in tables. This module instead simulates the ticks of the tables, with a label
+for the value in each slot.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from jaxdist.parallel.pipeline.executor.ticks import KINDS, NONE, Channel, Ticks
 from jaxdist.pipeline_schedules.schedule import TaskKind
 
 Label = tuple[str, int, int]
-"""The name of a value, its chunk and its microbatch."""
+"""A label of a value: the kind of the value, its chunk and its microbatch."""
 
 
 def mistake_of(ticks: Ticks) -> str:
-    """Return the first mistake in a pipeline's tables, or an empty string if they are right."""
+    """Return a sentence about the first mistake in a pipeline's tables, or "" without a mistake."""
     return next(_Stages(ticks).mistakes(), "")
 
 
 class _Stages:
-    """A simulation that labels the value in each buffer of each stage, tick after tick."""
+    """A simulation of the ticks, with a label for the value in each slot of each stage."""
 
     def __init__(self, ticks: Ticks) -> None:
         self.ticks, self.held, self.done = ticks, dict[tuple[str, int, int], Label](), Counter()

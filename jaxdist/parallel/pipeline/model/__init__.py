@@ -1,1 +1,1 @@
-"""The construction of pipeline stages, their chunks and a train step from a model."""
+"""The construction of chunks, pipeline stages and a train step from a model."""

@@ -1,4 +1,8 @@
-"""The arrangement of layers and chunks in arrays: by stage, and padded if counts are uneven."""
+"""The arrangement of chunks by stage, and of layers by chunk, in arrays.
+
+An array has the same number of entries for all stages, and for all chunks. A stage with fewer
+chunks, or a chunk with fewer layers, has entries that no task uses.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,12 @@ from jaxdist.types import Params, PyTree
 
 
 def on_stages(placement: Sequence[int]) -> tuple[int, ...]:
-    """Return the chunk at each place of an array with all stages' chunks, stage after stage.
+    """Return the indices of the chunks in the order by stage: the chunks of stage 0, 1, ...
 
-    If a stage has fewer chunks than another stage, its last places have -1.
+    If a stage has fewer chunks than another stage, its last entries are -1.
+
+    Args:
+      placement: the stage of each chunk.
 
     >>> on_stages((0, 1, 2, 2, 1, 0))
     (0, 5, 1, 4, 2, 3)
@@ -32,33 +39,37 @@ def on_stages(placement: Sequence[int]) -> tuple[int, ...]:
 
 
 def to_stages(chunks: PyTree, placement: Sequence[int]) -> PyTree:
-    """Rearrange leaves `[chunks, ...]` to `[places, ...]`, to be split over the stage axis.
+    """Rearrange leaves from `[chunks, ...]` to `[entries, ...]`, in the order of `on_stages`.
 
-    Places without a chunk repeat the first chunk; no task uses these places.
+    The first dim of the result can be split over the stage axis. An entry without a chunk repeats
+    the first chunk, and no task uses it.
     """
     return _ordered(chunks, [max(chunk, 0) for chunk in on_stages(placement)])
 
 
 def from_stages(places: Any, placement: Sequence[int]) -> PyTree:
-    """Rearrange leaves `[places, ...]` to `[chunks, ...]`: the inverse of `to_stages`."""
+    """Rearrange leaves from `[entries, ...]` to `[chunks, ...]`: the inverse of `to_stages`."""
     order = on_stages(placement)
     return _ordered(places, [order.index(chunk) for chunk in range(len(placement))])
 
 
 def _ordered(tree: PyTree, order: Sequence[int]) -> PyTree:
-    """Reorder leaves `[n, ...]` to `[len(order), ...]` by slices.
+    """Select the entries `order` of leaves `[n, ...]` by slices, and return `[len(order), ...]`.
 
-    A lookup by an array of indices would crash XLA's partitioner if data and tensor axes split the
-    leaf too.
+    Indexing by an array would crash XLA's partitioner if data and tensor axes split the leaf too.
     """
     return jax.tree.map(lambda leaf: jnp.concatenate([leaf[i : i + 1] for i in order]), tree)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The number of layers of each chunk.
+    """The division of a model's layers into chunks.
 
-    In arrays, each chunk has as many places for layers as the largest chunk.
+    In arrays each chunk has as many entries as the largest chunk has layers. A smaller chunk
+    repeats its last layer.
+
+    Attributes:
+      layers: the number of layers of each chunk.
 
     >>> Cut((2, 1)).to_chunks(jnp.arange(3) + 1).tolist()
     [[1, 2], [3, 3]]
@@ -73,12 +84,12 @@ class Cut:
 
     @property
     def even(self) -> bool:
-        """Whether all chunks have equally many layers."""
+        """Whether all chunks have the same number of layers."""
         return len({*self.layers}) == 1
 
     @property
     def index(self) -> np.ndarray:
-        """The layer at each place, int `[chunks, most]`; a smaller chunk repeats its last layer.
+        """The index of the layer at each entry of the chunks, int `[chunks, most]`.
 
         >>> Cut((2, 1)).index.tolist()
         [[0, 1], [2, 2]]
@@ -88,7 +99,7 @@ class Cut:
         return np.minimum(starts + np.arange(self.most), ends - 1)
 
     def to_chunks(self, layers: PyTree) -> PyTree:
-        """Rearrange leaves `[layers, ...]` to `[chunks, most, ...]`, by `index`."""
+        """Rearrange leaves from `[layers, ...]` to `[chunks, most, ...]`, by `index`."""
         index = self.index
 
         def leaf(x: jax.Array) -> jax.Array:
@@ -98,7 +109,7 @@ class Cut:
         return jax.tree.map(leaf, layers)
 
     def from_chunks(self, chunks: PyTree) -> PyTree:
-        """Rearrange leaves `[chunks, most, ...]` to `[layers, ...]`, without the padded places."""
+        """Rearrange leaves from `[chunks, most, ...]` to `[layers, ...]`: reverse `to_chunks`."""
         counts = np.array(self.layers)[:, None]
         places = np.flatnonzero(np.arange(self.most) < counts)
 
@@ -111,12 +122,16 @@ class Cut:
     def scan(
         self, layer: Callable[[Any, Any], Any], params: Params, x: PyTree, chunk: jax.Array
     ) -> PyTree:
-        """Apply the layers of a chunk to x, one after another; places without a layer cost nothing.
+        """Apply the layers of a chunk to `x` in sequence, and return the output of the last layer.
+
+        In a chunk that has fewer layers than the largest chunk, the last iterations of the loop
+        compute nothing.
 
         Args:
-          layer: function from (parameters of a layer, x) to the next x.
-          params: parameters of the chunk's layers, leaves `[most, ...]`.
-          chunk: index of the chunk, int32 scalar.
+          layer: the function from (parameters of a layer, x) to the next x.
+          params: the parameters of the chunk's layers, leaves `[most, ...]`.
+          x: the input of the chunk.
+          chunk: the index of the chunk, an int32 scalar.
         """
         if self.even:
             return lax.scan(lambda x, own: (layer(own, x), None), x, params)[0]

@@ -1,9 +1,9 @@
-"""Models whose stages differ in shape: parameters as vectors, activations as padded rows.
+"""Models whose chunks differ in shape: parameters as vectors, and activations as padded rows.
 
-All stages run the same program on arrays of the same shapes. The parameters of a chunk therefore
-become a vector as long as that of the largest chunk. An activation `[rows, ...]` becomes `[rows,
-features]`, with the features of the largest activation between chunks. `lax.switch` runs the chunk
-of the stage.
+All stages run the same program on arrays of the same shapes. The parameters of a chunk are
+therefore packed into a vector, which is padded to the length of the longest vector. An activation
+`[rows, ...]` between chunks becomes `[rows, features]`, padded to the largest number of features.
+A `lax.switch` selects the function of the chunk.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ from jaxdist.parallel.pipeline.executor.model_fns import ModelFns, Visit
 from jaxdist.types import PyTree
 
 Chunk = Callable[[Any, jax.Array, Visit], jax.Array]
-"""A function from (a chunk's parameters, x `[rows, ...]`, visit) to the next x, of any shape
-`[rows, ...]`."""
+"""A function from (a chunk's parameters, x, visit) to the next x. Both x and the next x have the
+shape `[rows, ...]`, where the other dims may differ."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A model of dissimilar chunks as `ModelFns`.
+    """A model whose chunks differ, in a form that can be converted to `ModelFns`.
 
     Attributes:
-      params: shapes of the parameters of each chunk.
-      boundaries: shapes of the input of each chunk, and of the last chunk's output.
+      embed: the function from (shared, visit) to the input of the first chunk.
+      chunks: the function of each chunk.
+      head: the function from (shared, output of the last chunk, visit) to (the scalar to minimize,
+        sums).
+      params: the shapes of the parameters of each chunk.
+      boundaries: the shape of the input of each chunk, then of the output of the last chunk.
     """
 
     embed: Callable[[Any, Visit], jax.Array]
@@ -45,7 +49,7 @@ class Packed:
 
     @property
     def parts(self) -> ModelFns:
-        """The model in the form for the executor, in which a chunk's parameters are a vector."""
+        """The model as `ModelFns`, in which the parameters of a chunk are a padded vector."""
         return ModelFns(
             lambda shared, visit: self._padded(self.embed(shared, visit)),
             self._blocks,
@@ -63,11 +67,11 @@ class Packed:
         return max(math.prod(shape.shape[1:]) for shape in self.boundaries)
 
     def pack(self, params: Sequence[Any]) -> jax.Array:
-        """Pack the parameters of all chunks to `[chunks, length]`."""
+        """Pack the parameters of all chunks into an array `[chunks, length]`."""
         return jnp.stack([self._vector(own) for own in params])
 
     def unpack(self, vectors: jax.Array) -> list[Any]:
-        """Return the parameters of all chunks from the vectors that `pack` returns."""
+        """Return the parameters of all chunks from the array that `pack` returns."""
         return [self._tree(vector, chunk) for chunk, vector in enumerate(vectors)]
 
     def _vector(self, tree: PyTree) -> jax.Array:
@@ -111,16 +115,20 @@ def pack_model(
     shared: PyTree,
     visit: Visit,
 ) -> Packed:
-    """Pack a model of dissimilar chunks; tracing finds the shapes of activations between chunks.
+    """Build a `Packed` model from chunks that differ, and trace them to find all shapes.
 
     Args:
-      params: parameters of each chunk, or their shapes.
-      shared: parameters of embedding and head, or their shapes.
-      visit: the visit of a microbatch, or its shapes.
+      embed: the function from (shared, visit) to the input of the first chunk.
+      chunks: the function of each chunk.
+      head: the function from (shared, output of the last chunk, visit) to (the scalar to minimize,
+        sums).
+      params: the parameters of each chunk, or their shapes.
+      shared: the parameters of embedding and head, or their shapes.
+      visit: a visit, or its shapes.
 
     Raises:
-      ConfigError: parameters have several dtypes, which a single vector cannot hold, or activations
-        have several dtypes.
+      ConfigError: the parameters do not all have the same dtype, or the activations between chunks
+        do not all have the same dtype.
     """
     shapes = tuple(jax.eval_shape(lambda tree: tree, own) for own in params)
     boundaries = [jax.eval_shape(embed, shared, visit)]

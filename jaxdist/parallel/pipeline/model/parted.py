@@ -1,4 +1,7 @@
-"""A model of dissimilar parts on stages: a chunk runs some parts, with parameters in a vector."""
+"""Pipelines of models that are a sequence of parts of different shapes.
+
+A chunk runs some consecutive parts, and its parameters are packed into a vector.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,9 @@ WHOLE = PartitionSpec()
 
 
 class Parted(Protocol):
-    """A sequential module, whose call runs its parts one after another.
+    """The protocol of a module that runs its parts in sequence.
 
-    The first part takes the module's own arguments, and each other part takes the output of the
+    The first part takes the arguments of the module. Every other part takes the output of the
     previous part. Every part returns an array `[rows, ...]`.
     """
 
@@ -53,15 +56,20 @@ def plan_parted(
     dims: Mapping[str, Dims],
     batch: Mapping[str, Any],
 ) -> PartedPipeline:
-    """Build the pipeline of a model of parts, on a mesh with stages.
+    """Build the pipeline of a model that is a sequence of parts.
 
     Args:
-      plan: the plan of the same config and model, by `plan_chunks`.
-      batch: shapes of a batch with any number of rows.
+      config: the config of the pipeline.
+      plan: the plan that `plan_chunks` returns for the same config and model.
+      model: the model, whose module has the method `parts`.
+      loss: the loss.
+      layout: the layout of the training state.
+      dims: the logical dims of each parameter, by name.
+      batch: the shapes of a batch with any number of rows.
 
     Raises:
-      ConfigError: the mesh has axes other than data and stage, or parameters or outputs of parts
-        have several dtypes.
+      ConfigError: the mesh splits something other than the batch and the stages, or the parameters
+        do not all have the same dtype, or the outputs of the parts do not.
     """
     batch_axis = layout.axis_of("batch")
     axes = {AXIS, *(axis_names(layout.mesh, batch_axis) if batch_axis else ())}
@@ -83,11 +91,13 @@ def plan_parted(
 
 @dataclass(frozen=True)
 class PartedPipeline(Pipeline):
-    """A pipeline of dissimilar parts, in which each chunk has one layer: its parameter vector.
+    """A pipeline of a model that is a sequence of parts of different shapes.
+
+    `Pipeline` sees a chunk as a single layer, whose only parameter is the vector of the chunk.
 
     Attributes:
-      counts: number of parts of each chunk.
-      batch: shapes of a batch with any number of rows.
+      counts: the number of parts of each chunk.
+      batch: the shapes of a batch with any number of rows.
     """
 
     counts: tuple[int, ...]
@@ -97,20 +107,20 @@ class PartedPipeline(Pipeline):
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients as `Pipeline` does, with packed parameters."""
-        # Gradients have wider dtypes than narrow parameters. The transpose of `_pack`, which
-        # unpacks them, must therefore be that for wide parameters.
+        # The transpose of `_pack` unpacks the gradients. The gradients are in float32 or wider,
+        # so the transpose must be the transpose for parameters that are in float32 or wider.
         wide = jax.tree.map(
             lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), held.params
         )
         packed = held._replace(params=self._pack(held.params))
         found = super().gradients(packed, batch, key, around)
-        # The vectors contain frozen parameters too, whose gradients are dropped here.
+        # The vectors contain frozen parameters too. The gradients of frozen parameters are dropped.
         grads = self.model.divided(jax.vjp(self._pack, wide)[1](found.grads)[0])[0]
         return found._replace(grads=carried(grads))
 
     @cached_property
     def stack(self) -> StageStack | None:
-        """None, since each step packs parameters that are stored in the model's own form."""
+        """None, since parameters are stored in the form of the model, and each step packs them."""
         return None
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
@@ -118,11 +128,14 @@ class PartedPipeline(Pipeline):
         return super().sums(self._pack(params), buffers, batch)
 
     def _pack(self, params: Params) -> list[jax.Array]:
-        """Pack parameters to vectors `[chunks, length]`, in a list; chunks may share parameters."""
+        """Pack the parameters into vectors, and return a list with the array `[chunks, length]`.
+
+        A parameter that several chunks use is in several vectors.
+        """
         leaves = jax.tree.leaves(whole(params))
         vectors = self._packed.pack([[leaves[i] for i in own] for own in self._used])
-        # Without this constraint, XLA would make stages send each other pieces of vectors that all
-        # stages have.
+        # Without this constraint, XLA would make stages send each other parts of the vectors, of
+        # which all stages have replicas.
         return [self._gathered(vectors, PartitionSpec(None))]
 
     def _divided(self, tree: PyTree) -> tuple[Apart, Apart]:
@@ -154,7 +167,15 @@ class PartedPipeline(Pipeline):
     def _chunk(
         self, number: int, own: list[jax.Array], x: jax.Array, visit: Visit, *, training: bool
     ) -> jax.Array:
-        """Run the parts of a chunk with `own`, the parameters that the chunk uses."""
+        """Return the output of a chunk for the input `x`.
+
+        Args:
+          number: the index of the chunk.
+          own: the parameters that the chunk uses.
+          x: the input of the chunk, which the first chunk ignores.
+          visit: the visit, with the rows for the first chunk and the random key.
+          training: whether the module is in training mode.
+        """
         shapes, structure = jax.tree.flatten(self.model.params)
         leaves = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
         for index, leaf in zip(self._used[number], own, strict=True):
@@ -174,7 +195,7 @@ class PartedPipeline(Pipeline):
 
     @cached_property
     def _used(self) -> tuple[tuple[int, ...], ...]:
-        """The indices of the parameters that each chunk uses, found by tracing."""
+        """The indices of the parameters that each chunk uses, which are found by tracing."""
         leaves, structure = jax.tree.flatten(self.model.params)
         x, found = None, []
         for number in range(len(self.counts)):
@@ -200,14 +221,14 @@ class PartedPipeline(Pipeline):
 
     @cached_property
     def _packed(self) -> Packed:
-        """The shapes of the chunks' parameters and of the activations between chunks."""
+        """The packed form of the chunks, in which `_parts` replaces the functions."""
         leaves = jax.tree.leaves(self.model.params)
         chunks = [partial(self._chunk, number, training=True) for number in range(len(self.counts))]
         params = [[leaves[i] for i in own] for own in self._used]
         first = jax.eval_shape(chunks[0], params[0], None, self._visit)
 
         def embed(shared: PyTree, visit: Visit) -> jax.Array:
-            # The first chunk ignores its input: it reads the rows, which every stage has.
+            # The first chunk ignores its input, and reads the rows, which every stage has.
             rows = len(jax.tree.leaves(visit.rows)[0])
             return jnp.zeros((rows, 1), first.dtype)
 

@@ -1,4 +1,4 @@
-"""The computation of gradients on pipeline stages, from a module with blocks and a schedule."""
+"""The computation of gradients on pipeline stages, for a model with a stack of equal layers."""
 
 from __future__ import annotations
 
@@ -41,11 +41,15 @@ from jaxdist.trees import flatten_with_names, join_leaves
 from jaxdist.types import Buffers, Leaf, Params, PyTree, Specs
 
 Apart = tuple[list[Any], list[Any]]
-"""Two lists: the leaves of stacked layers, and all other leaves."""
+"""A pair of lists: the leaves of stacked layers, and all other leaves."""
 
 
 class Stackable(Protocol):
-    """A module that a pipeline can cut, whose call is head(trunk(embed(*inputs), *inputs))."""
+    """The protocol of a module that a pipeline can divide into stages.
+
+    The call of the module is `head(trunk(embed(*inputs), *inputs))`. `trunk` runs the stacked
+    layers.
+    """
 
     def embed(self, *inputs: PyTree) -> jax.Array: ...
     def trunk(self, x: jax.Array, *inputs: PyTree) -> jax.Array: ...
@@ -54,15 +58,18 @@ class Stackable(Protocol):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A `jaxdist.parallel.contract.Compute` for a model whose layers are on several stages.
+    """The implementation of `Compute` for a model whose layers are on several stages.
 
-    Parameters are stored in the form of `stack`.
+    If `stack` is not None, the stacked parameters are stored in the order by stage.
 
     Attributes:
-      dims: logical dims of each parameter, by name.
-      ticks: the schedule of training, tick by tick.
-      forward: the schedule of evaluation, tick by tick.
-      cut: number of layers of each chunk.
+      model: the model.
+      loss: the loss.
+      layout: the layout of the training state.
+      dims: the logical dims of each parameter, by name.
+      ticks: the lowered schedule for training.
+      forward: the lowered schedule for evaluation.
+      cut: the division of the layers into chunks.
     """
 
     model: Functional
@@ -76,7 +83,7 @@ class Pipeline:
 
     @property
     def microbatches(self) -> int:
-        """The number of microbatches of the schedule, for batches of any size."""
+        """The number of microbatches of the schedule, which is the same for batches of any size."""
         return self.ticks.microbatches
 
     def resized(self, microbatches: int) -> Pipeline:
@@ -86,13 +93,20 @@ class Pipeline:
     def gradients(
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
-        """Compute gradients of the total loss of a batch, all sums, and the (empty) buffers.
+        """Compute gradients of the total loss of a batch, and the sums; buffers are unchanged.
 
-        With a loss scale, cotangents are those of a microbatch's mean loss times the scale.
+        With a loss scale, the cotangents in the pipeline are cotangents of the mean loss of a
+        microbatch times the scale. The returned gradients are divided by the same factor.
 
         Args:
-          held: parameters in the form in which `stack` stores them; gradients have the same form. A
-            parameter may be a `Deferred`, whose gradient is the array that it carries.
+          held: the parameters in the form in which they are stored, and the loss scale. A parameter
+            may be a `Deferred`; the gradient then has the form of the array in the `Deferred`.
+          batch: the batch, or a device's rows.
+          key: the random key of the step.
+          around: the context, which is not used.
+
+        Returns:
+          The gradients, in the form in which the parameters are stored, with sums and buffers.
         """
         (layers, shared), frozen = self._divided(held.params)
         rows = split_rows(dict(batch), self.ticks.microbatches, self.layout)
@@ -121,20 +135,20 @@ class Pipeline:
     def mean_gradients(
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
-        """Compute gradients of the mean loss: the total loss over the weight of the whole batch."""
+        """Compute gradients of the mean loss of the whole batch."""
         return over_weight(self.gradients(held, batch, key, around))
 
     def _weight(self, shared: PyTree, frozen: PyTree, rows: PyTree) -> jax.Array:
-        """Return the mean weight of the loss over all microbatches and devices; never 0."""
-        # The model's own shapes, because a parameter of a step may be a `Deferred`.
+        """Return the mean weight over all microbatches and devices, or 1 if the mean is 0."""
+        # The shapes are from the model, because a parameter of a step may be a `Deferred`.
         frozen = _absent(self._divided(self.model.params)[1][0]), frozen[1]
         visit = Visit(jax.tree.map(lambda leaf: leaf[0], rows), jnp.int32(0), None, frozen)
         parts = self._parts(training=False)
         x = jax.eval_shape(parts.embed, shared, visit)
 
         def weight(rows: PyTree) -> jax.Array:
-            # A loss returns its weight only together with its total, which is not used: any
-            # activations will do.
+            # A loss returns its weight only together with its total. The total is not used here,
+            # so zeros can replace the activations.
             zeros = jnp.zeros(x.shape, x.dtype)
             return parts.head(shared, zeros, visit._replace(rows=rows))[1]["loss"].weight
 
@@ -144,7 +158,7 @@ class Pipeline:
         return divisor(mean)
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
-        """Compute the sums of the loss over a batch, in evaluation mode."""
+        """Compute the sums of the loss and its metrics over a batch, in evaluation mode."""
         (layers, shared), frozen = self._divided(params)
         rows = split_rows(dict(batch), self.forward.microbatches, self.layout)
         everywhere, here, data = PartitionSpec(), PartitionSpec(AXIS), self._axes_of("batch")
@@ -163,7 +177,14 @@ class Pipeline:
     def _on_stages(
         self, local: Callable[..., Any], inside: Specs, outside: Specs, *more: str
     ) -> Callable[..., Any]:
-        """Return `local` mapped over the stages, manual on the axes `more` too."""
+        """Return `local` in a `jax.shard_map` that is manual on the stage axis and on `more` axes.
+
+        Args:
+          local: the function that each stage runs.
+          inside: the partition specs of its arguments.
+          outside: the partition specs of its results.
+          more: the names of further manual axes.
+        """
         # Inside another `jax.shard_map`, jax takes the mesh from the context.
         nested = bool(jax.sharding.get_abstract_mesh().manual_axes)
         return jax.shard_map(
@@ -218,7 +239,7 @@ class Pipeline:
 
     @cached_property
     def _specs(self) -> StageSpecs:
-        """The partition specs of a stage's values over automatic axes."""
+        """The partition specs of a stage's values over auto axes."""
         manual = {AXIS, *self._axes_of("batch")}
 
         def spec(dims: Dims) -> PartitionSpec:
@@ -236,16 +257,22 @@ class Pipeline:
         return axis_names(self.layout.mesh, axis) if axis else ()
 
     def _divided(self, tree: PyTree) -> tuple[Apart, Apart]:
-        """Divide a tree like the parameters into the trained and the frozen part.
+        """Divide a tree like the parameters into the trained and the frozen leaves.
 
-        Each part is a list of the leaves of stacked layers and a list of all other leaves.
+        Each of the two results has a list of the leaves of stacked layers, and a list of all other
+        leaves.
         """
         parts = self.model.divided(self.model.params)
         own, frozen = zip(self.model.divided(tree), parts, strict=True)
         return self._apart(*own), self._apart(*frozen)
 
     def _apart(self, tree: PyTree, like: PyTree) -> Apart:
-        """Split a tree, with the structure of `like`, into leaves of stacked layers and others."""
+        """Divide the leaves of a tree into leaves of stacked layers and other leaves.
+
+        Args:
+          tree: a tree with the structure of `like`, or with subtrees in the place of its leaves.
+          like: a tree whose leaves have the names of parameters.
+        """
         apart: Apart = ([], [])
         leaves = jax.tree.structure(like).flatten_up_to(tree)
         for (name, _), leaf in zip(flatten_with_names(like), leaves, strict=True):
@@ -260,12 +287,15 @@ class Pipeline:
         return jax.tree.structure(like).unflatten(leaves)
 
     def _to_stages(self, layers: list[Any]) -> list[Any]:
-        """Rearrange leaves `[layers, ...]` to `[places, layers of a chunk, ...]`, by stage."""
+        """Rearrange leaves from `[layers, ...]` to `[entries, layers of a chunk, ...]`, by stage.
+
+        The entries are the entries of `chunks.on_stages`.
+        """
         placement = self.ticks.placement
         if not self.cut.even:
-            # All layers are on every stage here, and each stage looks up its own layers. A single
-            # lookup for all stages would crash XLA's partitioner if data and tensor axes split the
-            # leaf too.
+            # All layers are on every stage here, and each stage selects the layers of its chunks.
+            # A single lookup for all stages would crash XLA's partitioner if data and tensor axes
+            # split the leaf too.
             index = jnp.asarray(to_stages(self.cut.index, placement))
             everywhere, here = PartitionSpec(), PartitionSpec(AXIS)
             return self._on_stages(_looked_up, (everywhere, here), here)(layers, index)
@@ -274,14 +304,19 @@ class Pipeline:
 
     def _from_stages(self, chunks: list[Any]) -> list[Any]:
         if not self.cut.even:
-            # The chunks are gathered before layers are picked from them, because XLA would
-            # otherwise send layer by layer.
+            # The chunks are gathered before layers are selected from them. Otherwise XLA would send
+            # each layer by itself.
             chunks = [self._gathered(*pair) for pair in zip(chunks, self._specs.chunk, strict=True)]
         ordered = chunks if self._arranged else from_stages(chunks, self.ticks.placement)
         return self.cut.from_chunks(ordered)
 
     def _gathered(self, chunks: PyTree, spec: PartitionSpec) -> PyTree:
-        """Gather all places on every stage; `spec` is the partition spec of a single place."""
+        """Gather the chunks of all stages on every stage.
+
+        Args:
+          chunks: leaves `[chunks, ...]` that are split over the stage axis.
+          spec: the partition spec of a single chunk, without the first dim.
+        """
         inside = jax.sharding.get_abstract_mesh()
         mesh = inside if inside.manual_axes else self.layout.mesh
         whole = NamedSharding(mesh, PartitionSpec(None, *spec))
@@ -289,12 +324,12 @@ class Pipeline:
 
     @property
     def _arranged(self) -> bool:
-        """Whether parameters are stored in the order of the stages."""
+        """Whether stacked parameters are stored in the order by stage."""
         return self.stack is not None or is_in_order(self.ticks.placement)
 
     @cached_property
     def stack(self) -> StageStack | None:
-        """The form in which stacked layers are stored, or None if they are in the model's order."""
+        """The order by stage in which stacked layers are stored, or None for the model's order."""
         placement, split = self.ticks.placement, self.layout.axis_of("layers") == AXIS
         if not split or not self.cut.even or is_in_order(placement) or -1 in on_stages(placement):
             return None
@@ -309,14 +344,18 @@ def plan_pipeline(
     layout: Layout,
     dims: Mapping[str, Dims],
 ) -> Pipeline:
-    """Build the pipeline of a mesh with stages.
+    """Build the pipeline of a model with a stack of equal layers.
 
     Args:
-      plan: the plan of the same config and model, by `plan_chunks`.
+      config: the config of the pipeline.
+      plan: the plan that `plan_chunks` returns for the same config and model.
+      model: the model, whose module is a `Stackable`.
+      loss: the loss.
       layout: the layout of the training state (`plan.stored`).
+      dims: the logical dims of each parameter, by name.
 
     Raises:
-      ConfigError: the config asks for sequence parallelism on CPU.
+      ConfigError: a mesh axis splits the sequence of activations between layers, on CPU.
     """
     axis = layout.axis_of(RESIDUAL[1])
     if (
@@ -334,10 +373,10 @@ def plan_pipeline(
 
 
 def lowered(config: PipelineConfig, schedule: Schedule) -> tuple[Ticks, Ticks]:
-    """Lay a schedule out in ticks, for training and, forward only, for evaluation.
+    """Lower a schedule to ticks for training, and to ticks with forward tasks for evaluation.
 
     Raises:
-      ConfigError: the schedule has an order in which some tasks would wait for each other.
+      ConfigError: some tasks of the schedule would wait for each other forever.
     """
     in_ticks = partial(lower, activations=config.activations)
     evaluated = forward_only(schedule.placement, schedule.microbatches)
@@ -358,10 +397,13 @@ def lowered(config: PipelineConfig, schedule: Schedule) -> tuple[Ticks, Ticks]:
 def minimised(
     loss: Loss, outputs: Callable[..., Any], visit: Visit, factor: jax.Array | None
 ) -> tuple[jax.Array, Sums]:
-    """Compute the total loss of a microbatch, times the factor if any, and all sums.
+    """Compute the scalar to minimize for a microbatch, and the sums of loss and metrics.
 
     Args:
-      outputs: the stand-in that the loss receives in place of the model.
+      loss: the loss.
+      outputs: the stand-in that the loss gets instead of the model.
+      visit: the visit, which has the rows of the microbatch.
+      factor: the factor of the total loss, or None for the total loss itself.
     """
     batch = weighted(visit.rows)
     sums = as_sums(loss(outputs, batch), batch)
@@ -375,5 +417,5 @@ def _looked_up(layers: list[Any], index: jax.Array) -> list[Any]:
 
 
 def _absent(leaves: list[Any]) -> list[jax.Array]:
-    """Return zeros that replace parameters which a part of the model does not use."""
+    """Return zeros in the shapes of `leaves`, for parameters that a function does not use."""
     return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]

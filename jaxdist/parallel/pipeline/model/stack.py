@@ -1,8 +1,9 @@
-"""Stacked layers stored in the order of the stages, so that a step need not move them.
+"""The storage of stacked layers in the order by stage, so that a step does not move parameters.
 
-If a stage has several chunks, these chunks are not adjacent in the model. If layers were stored in
-the model's order, most parameters and gradients would be sent from stage to stage in each step.
-Layers are therefore stored stage after stage, and reordered for files and other readers.
+If a stage has several chunks, these chunks are not adjacent in the model. With layers in the
+model's order, most parameters and gradients would be sent between stages in each step. The layers
+are therefore stored in the order by stage: the layers of stage 0, then of stage 1, and so on. They
+are reordered when a checkpoint is written or another part of jaxdist reads them.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from jaxdist.parallel.pipeline.model.chunks import on_stages
 
 
 def is_in_order(placement: Sequence[int]) -> bool:
-    """Return whether the order of the chunks in the model is also their order by stage."""
+    """Return whether the order of the chunks by stage equals their order in the model."""
     return on_stages(placement) == tuple(range(len(placement)))
 
 
 @dataclass(frozen=True)
 class StageStack:
-    """The order by stage of leaves `[layers, ...]` that are split over the stages.
+    """The order by stage of stacked leaves `[layers, ...]`, which are split over the stages.
 
-    All chunks have equally many layers.
+    All chunks must have the same number of layers.
 
     Attributes:
+      mesh: the mesh.
       axis: the mesh axis of the stages.
-      placement: the stage of each chunk; all stages have equally many chunks.
+      placement: the stage of each chunk. All stages must have the same number of chunks.
     """
 
     mesh: Mesh
@@ -52,18 +54,18 @@ class StageStack:
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _moved(leaf: jax.Array, mesh: Mesh, axis: str, sources: tuple[int, ...]) -> jax.Array:
-    """Move the chunk at place `sources[i]` of a leaf to place i, for all i.
+    """Move the chunk at index `sources[i]` of a leaf to index i, for all i.
 
-    Single chunks are permuted between devices. With a lookup in the whole leaf, a device would also
-    hold the shares of other stages.
+    Each permute sends single chunks between devices. With a lookup in the whole leaf, a device
+    would also hold the chunks of other stages.
     """
     stages = mesh.shape[axis]
     each = len(sources) // stages
 
     def local(x: jax.Array, here: jax.Array) -> jax.Array:
         found = chunks = x.reshape(each, -1, *x.shape[1:])
-        # Each permute moves chunks from place `old` on the senders to place `new` on the receivers,
-        # so that a device sends, and receives, at most one chunk.
+        # Each permute moves chunks from index `old` on the senders to index `new` on the receivers,
+        # so that a device sends at most one chunk and receives at most one chunk.
         for old, new in itertools.product(range(each), repeat=2):
             pairs = [
                 (source // each, place // each)

@@ -1,1 +1,1 @@
-"""The planning of a pipeline: the layers of each chunk, their costs, and the schedule."""
+"""The planning of a pipeline: the costs of the layers, and the number of layers of each chunk."""

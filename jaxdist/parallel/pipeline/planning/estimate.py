@@ -1,4 +1,4 @@
-"""Costs of a model's layers, estimated by tracing on shapes, without computation."""
+"""Estimates of the costs of a model's layers, from traces without computation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ from jaxdist.types import Leaf, Params, PyTree
 def block_costs(
     model: Functional, loss: Loss, batch: Mapping[str, Leaf], layers: int
 ) -> LayerCosts:
-    """Estimate the costs of a model with a stack of blocks, in percent of the whole model.
+    """Estimate the costs of a model with a stack of blocks, in percent of the whole model's cost.
+
+    The cost is the number of operations of a forward pass.
 
     Args:
-      batch: arrays or their shapes, with any number of rows, since only ratios of costs count.
-      layers: number of blocks, which are all equal.
+      model: the model.
+      loss: the loss.
+      batch: the arrays of a batch, or their shapes. The number of rows does not matter.
+      layers: the number of blocks, which are all equal.
     """
 
     def bound(params: Params, rows: Mapping[str, Leaf]) -> tuple[Model, tuple[jax.Array, ...]]:
@@ -54,11 +58,15 @@ def block_costs(
 
 
 def part_costs(model: Functional, loss: Loss, batch: Mapping[str, Leaf], parts: int) -> LayerCosts:
-    """Estimate the costs of a model of dissimilar parts, in percent of the whole model.
+    """Estimate the costs of the parts of a `Parted` model, in percent of the whole model's cost.
+
+    The cost is the number of operations of a forward pass.
 
     Args:
-      batch: arrays or their shapes, with any number of rows, since only ratios of costs count.
-      parts: number of parts of the model.
+      model: the model.
+      loss: the loss.
+      batch: the arrays of a batch, or their shapes. The number of rows does not matter.
+      parts: the number of parts of the model.
 
     Raises:
       ConfigError: a part does not return an array with a row for each example.

@@ -1,7 +1,8 @@
-"""The partition of layers into chunks that minimises the slowest chunk's time within the memory.
+"""The partition of a model's layers into chunks such that the slowest chunk is as fast as possible.
 
-The search is exact dynamic programming over (chunks so far, layers so far). A chunk has a run of
-layers of any length: if it also has the embedding or the head, its run is shorter.
+The search is dynamic programming over pairs of a number of chunks and a number of layers, and it
+respects the memory of each stage. A chunk has any number of consecutive layers, at least one. The
+chunks with the embedding and the head get fewer layers.
 """
 
 from __future__ import annotations
@@ -17,23 +18,25 @@ from jaxdist.pipeline_schedules.check import live_microbatches
 from jaxdist.pipeline_schedules.schedule import Schedule
 
 ROUNDING = 1e-9
-"""The relative difference up to which sums of times and bytes count as equal."""
+"""The relative difference of two sums, of times or of bytes, up to which the sums are equal."""
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """The costs of a model's layers, measured or estimated.
+    """The costs of a model's layers, which are measured or estimated.
+
+    All times may be in any unit, but in the same unit.
 
     Attributes:
-      seconds: for each layer, the time of both passes over a microbatch, in any unit.
-      state_bytes: for each layer, the bytes of weights, gradients and optimizer state; None means
-        0.
+      seconds: for each layer, the time of both passes over a microbatch.
+      state_bytes: for each layer, the bytes of weights, gradients and optimizer state, or None if
+        they are 0 for all layers.
       activation_bytes: for each layer, the bytes of a microbatch's activations that the backward
-        pass needs; None means 0.
-      first_seconds: time per microbatch of the embedding, in the first chunk.
-      last_seconds: time per microbatch of the head and the loss, in the last chunk.
-      first_bytes: memory of the embedding, with gradients and optimizer state.
-      last_bytes: memory of the head and the loss.
+        pass needs, or None if they are 0 for all layers.
+      first_seconds: the time per microbatch of the embedding, which is in the first chunk.
+      last_seconds: the time per microbatch of the head and the loss, which are in the last chunk.
+      first_bytes: the bytes of the embedding, its gradients and its optimizer state.
+      last_bytes: the bytes of the head and the loss.
     """
 
     seconds: Sequence[float]
@@ -47,19 +50,19 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class Partition:
-    """A cut of a model's layers into chunks.
+    """A division of a model's layers into chunks, with the costs of the chunks.
 
     Attributes:
       placement: the stage of each chunk.
-      counts: for each chunk, its number of layers.
-      seconds: for each chunk, its time per microbatch.
+      counts: for each chunk, the number of its layers.
+      seconds: for each chunk, its time per microbatch, in the unit of `LayerCosts`.
       stage_bytes: for each stage, the bytes that its chunks need.
-      cap_bytes: for each stage, the available bytes; None does not limit them.
-      even_seconds: the slowest chunk's time if all chunks had equally many layers, or as nearly as
-        possible.
-      exact: whether the search proved that no cut within the memory is faster. It is False if
-        chunks that share a stage had to be given equal parts of its memory, and None if the cut was
-        given and not searched.
+      cap_bytes: for each stage, the available bytes, or None without a limit.
+      even_seconds: the time of the slowest chunk if the numbers of layers of any two chunks
+        differed by at most 1.
+      exact: whether no other division within the memory has a faster slowest chunk. It is False if
+        this is not proved, because the search limited each chunk of a stage to an equal part of the
+        stage's memory. It is None if the division was given by the caller.
     """
 
     placement: tuple[int, ...]
@@ -72,11 +75,11 @@ class Partition:
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """The bounds of the chunks: chunk c has the layers bounds[c] to bounds[c + 1] - 1."""
+        """The bounds of the chunks: chunk c has the layers `bounds[c]` to `bounds[c + 1] - 1`."""
         return (0, *accumulate(self.counts))
 
     def explain(self) -> str:
-        """Format the cut as a table, with the reasons for it.
+        """Format the division as a table, followed by lines that compare it with other divisions.
 
         >>> print(partition(LayerCosts([1.0] * 6, last_seconds=2.0), placement=(0, 1)).explain())
         chunk  stage  layers        time
@@ -132,20 +135,22 @@ def partition(
     cap_bytes: float | Sequence[float] | None = None,
     live: Sequence[float] | None = None,
 ) -> Partition:
-    """Cut a model into chunks such that the slowest chunk takes the least time.
+    """Divide layers into chunks such that the slowest chunk is as fast as possible.
 
-    Of several such cuts, the result is the most even.
+    If several divisions are equally fast, the result is the division whose chunk times are the most
+    even.
 
     Args:
+      layers: the costs of the layers.
       placement: the stage of each chunk, from the schedule.
-      cap_bytes: bytes available on a stage, as a number for all stages or a number for each; None
-        does not limit them.
-      live: for each chunk, the number of microbatches whose activations are in memory at once, by
-        `live_counts`; None means 1.
+      cap_bytes: the available bytes of all stages, as a number for every stage or a sequence with a
+        number for each stage, or None without a limit.
+      live: for each chunk, the maximum number of microbatches whose activations are in memory at
+        the same time (`live_counts`), or None if it is 1 for all chunks.
 
     Raises:
-      ConfigError: there are fewer layers than chunks, costs have wrong lengths or are negative, or
-        no cut fits the memory.
+      ConfigError: there are fewer layers than chunks, the costs have wrong lengths or are negative,
+        or no division fits the memory.
 
     >>> partition(LayerCosts([1.0] * 5 + [3.0]), placement=(0, 1)).counts
     (4, 2)
@@ -156,7 +161,8 @@ def partition(
     exact = True
     if caps is not None and not problem.fits(counts, caps):
         shared = np.bincount(placement)
-        # The search knows only single chunks, so chunks of a stage get equal parts of its memory.
+        # The search limits the memory of single chunks, not of stages. Each chunk of a stage
+        # therefore gets an equal part of the stage's memory.
         room = np.array([caps[s] / shared[s] for s in placement])
         counts, exact = problem.cut(room), bool((shared == 1).all())
         if counts is None:
@@ -166,11 +172,12 @@ def partition(
 
 
 def weigh(layers: LayerCosts, placement: Sequence[int], counts: Sequence[int]) -> Partition:
-    """Compute the costs of the chunks of a given cut.
+    """Compute the costs of the chunks for given numbers of layers.
 
     Args:
+      layers: the costs of the layers.
       placement: the stage of each chunk, from the schedule.
-      counts: number of layers of each chunk, which add up to all layers.
+      counts: the number of layers of each chunk. The sum must be the number of all layers.
 
     >>> weigh(LayerCosts([1.0] * 5 + [3.0]), placement=(0, 1), counts=(3, 3)).seconds
     (3.0, 5.0)
@@ -180,7 +187,7 @@ def weigh(layers: LayerCosts, placement: Sequence[int], counts: Sequence[int]) -
 
 
 def live_counts(schedule: Schedule) -> tuple[int, ...]:
-    """Return, for each chunk, the most microbatches whose activations are in memory at once.
+    """Return the maximum number of microbatches whose activations each chunk holds at a time.
 
     >>> from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
     >>> live_counts(one_f_one_b(stages=3, microbatches=8))
@@ -193,7 +200,7 @@ def live_counts(schedule: Schedule) -> tuple[int, ...]:
 
 
 class _Problem:
-    """A search for a cut, with cumulative sums from which the costs of runs of layers follow."""
+    """A search for the best division, with cumulative sums of the costs of layers."""
 
     def __init__(
         self, layers: LayerCosts, placement: tuple[int, ...], live: Sequence[float] | None
@@ -222,7 +229,7 @@ class _Problem:
         return caps
 
     def chunk_seconds(self, chunk: int, low: np.ndarray, high: int) -> np.ndarray:
-        """Return a chunk's time for each first layer in `low`, if the chunk ends before `high`."""
+        """Return the time of a chunk with the layers l to `high` - 1, for each l in `low`."""
         extra = self.layers.first_seconds * (chunk == 0)
         extra += self.layers.last_seconds * (chunk == self.chunks - 1)
         return self.seconds[high] - self.seconds[low] + extra
@@ -234,12 +241,19 @@ class _Problem:
         return self.state[high] - self.state[low] + self.live[chunk] * kept + extra
 
     def cut(self, room: np.ndarray | None) -> tuple[int, ...] | None:
-        """Return the number of layers of each chunk in the best cut, or None if no cut fits."""
+        """Return the number of layers of each chunk in the best division.
+
+        Args:
+          room: the available bytes of each chunk, or None without a limit.
+
+        Returns:
+          The numbers of layers, or None if no division fits.
+        """
         slowest = self._search(room, float("inf"), np.maximum, lambda time: time)
         if slowest is None:
             return None
         limit = slowest[1] * (1 + ROUNDING)
-        # The fastest cut with the least sum of squared times is the most even.
+        # Among the fastest divisions, the least sum of squared times is the most even.
         evenest = self._search(room, limit, np.add, np.square)
         assert evenest is not None, "the fastest cut is one of them"
         return evenest[0]
@@ -251,16 +265,16 @@ class _Problem:
         combine: Callable[..., np.ndarray],
         value: Callable[[np.ndarray], np.ndarray],
     ) -> tuple[tuple[int, ...], float] | None:
-        """Find the cut that minimises a combination of the chunks' costs.
+        """Find the division that minimizes a combination of the costs of its chunks.
 
         Args:
-          room: bytes that each chunk may need; None does not limit them.
-          limit: largest time that a chunk may take.
-          combine: function that combines the costs of chunks: maximum or sum of two arrays.
-          value: function from the times of chunks to their costs.
+          room: the available bytes of each chunk, or None without a limit.
+          limit: the maximum time of a chunk.
+          combine: the function that combines two costs: the maximum or the sum of two arrays.
+          value: the function from the times of chunks to their costs.
 
         Returns:
-          The number of layers of each chunk, and the combined cost, or None if no cut fits.
+          The number of layers of each chunk, and the combined cost; or None if no division fits.
         """
         best = np.full(self.size + 1, np.inf)
         best[0] = 0.0

@@ -1,4 +1,4 @@
-"""The choice of the layers of each chunk of a pipeline, from a config and a model's shapes."""
+"""The choice of the number of layers of each chunk, from a config and the shapes of a model."""
 
 from __future__ import annotations
 
@@ -44,28 +44,31 @@ class PipelineConfig(Config):
     """The order of the tasks on each stage; `jaxdist pipeline compare` shows each schedule's cost.
     """
     activations: Activations = "recompute"
-    """The input of the backward pass: a chunk's input (recompute), or the residuals that the
-    chunk's forward pass stored (stash)."""
+    """The values that the backward pass of a chunk reads: the chunk's input, from which it
+    recomputes the forward pass (recompute), or residuals that the forward pass stored (stash)."""
     gather: Literal["step", "task"] = "step"
-    """When a stage gathers the parameters that ZeRO 3 splits: once a step, after which it holds all
-    of its own until the step ends, or in each of its tasks, layer by layer. With m microbatches,
-    the tasks send 2 m times the bytes of the gathers, and hold one layer."""
+    """When a stage gathers the parameters that ZeRO 3 splits. With `step` a stage gathers the
+    parameters of all its layers once per step, and holds them until the step ends. With `task` each
+    task gathers the parameters layer by layer. A stage then holds the parameters of one layer at a
+    time, but sends 2 m times the bytes, where m is the number of microbatches."""
     ahead: bool = False
-    """Whether stages run forward passes further ahead, which reduces waiting, for up to twice the
-    activations."""
+    """Whether stages run forward passes earlier than the schedule orders. This reduces waiting, but
+    needs memory for up to twice the activations."""
     layers: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
-    """The number of layers, or of parts, of each chunk; null chooses equal numbers if layers
-    divide, else numbers by estimated cost."""
+    """The number of layers, or of parts, of each chunk. With null all chunks get the same number of
+    layers if the number of chunks divides it, and otherwise numbers that balance estimated costs.
+    """
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The layers of each chunk, and the schedule that runs them.
+    """The schedule of a pipeline, and the number of layers of each chunk.
 
     Attributes:
-      layers: number of layers of each chunk.
-      parted: whether the layers are dissimilar parts rather than a stack of equal blocks.
-      explained: the reasons for the cut, in lines of text.
+      schedule: the schedule.
+      layers: the number of layers of each chunk, or of parts for a `Parted` model.
+      parted: whether the model is a sequence of parts instead of a stack of equal layers.
+      explained: the lines of text that explain the division into chunks.
     """
 
     schedule: Schedule
@@ -74,9 +77,10 @@ class ChunkPlan:
     explained: tuple[str, ...]
 
     def stored(self, layout: Layout) -> Layout:
-        """Return the layout of the stored state.
+        """Return the layout with which the training state is stored.
 
-        If the layers do not divide over the stages, every stage stores all layers.
+        This is `layout`, unless its rules split the layers over the stages and the number of stages
+        does not divide the number of layers. In that case every stage stores all layers.
         """
         if layout.axis_of("layers") != AXIS or sum(self.layers) % stages_of(layout.mesh) == 0:
             return layout
@@ -86,11 +90,12 @@ class ChunkPlan:
     def notices(
         self, layout: Layout, model: Functional, dims: Mapping[str, Dims]
     ) -> tuple[str, ...]:
-        """Describe the costs of the cut other than time, in a sentence for each.
+        """Return sentences about parameters that every stage stores, or () if there are none.
 
         Args:
           layout: the layout of the training state.
-          dims: logical dims of each parameter, by name.
+          model: the model.
+          dims: the logical dims of each parameter, by name.
         """
         layers, stages = sum(self.layers), stages_of(layout.mesh)
         if not self.parted and layers % stages == 0:
@@ -125,14 +130,19 @@ def plan_chunks(
     stages: int,
     microbatches: int,
 ) -> ChunkPlan | None:
-    """Choose the number of layers of each chunk; return None for a single stage.
+    """Choose the number of layers of each chunk, or return None if there is a single stage.
 
     Args:
-      batch: shapes of a batch with any number of rows.
+      config: the config of the pipeline.
+      model: the model.
+      loss: the loss.
+      batch: the shapes of a batch with any number of rows.
+      stages: the number of stages.
+      microbatches: the number of microbatches.
 
     Raises:
-      ConfigError: the model has no blocks or parts, or too few for the chunks, or has buffers; or
-        the microbatches do not fit the schedule.
+      ConfigError: the model has no blocks or parts, has fewer of them than chunks, or has buffers;
+        or the schedule does not support this number of microbatches.
     """
     if stages == 1:
         return None
@@ -155,10 +165,10 @@ def plan_chunks(
 
 
 def stages_of(mesh: Mesh) -> int:
-    """Return the number of stages of a mesh, or 1 if it has no axis `stage`.
+    """Return the number of stages of a mesh, which is 1 if the mesh has no axis `stage`.
 
     Raises:
-      ConfigError: the axis spans two networks.
+      ConfigError: the axis is split over two networks.
     """
     if mesh_axis_size(mesh, AXIS) > 1 and AXIS not in mesh.shape:
         raise ConfigError("mesh.stage spans two networks, which stages cannot: give a single size")
@@ -166,7 +176,7 @@ def stages_of(mesh: Mesh) -> int:
 
 
 def _cut(config: PipelineConfig, costs: LayerCosts, schedule: Schedule) -> tuple[Partition, str]:
-    """Return the cut into chunks with its costs, and how it was found: balanced or given."""
+    """Return the division into chunks with its costs, and a phrase that says who chose it."""
     best = partition(costs, schedule.placement)
     if config.layers is None:
         return best, "balanced"
@@ -180,7 +190,14 @@ def _cut(config: PipelineConfig, costs: LayerCosts, schedule: Schedule) -> tuple
 def _check_counts(
     given: tuple[int, ...] | None, layers: int, what: str, schedule: Schedule
 ) -> None:
-    """Raise ConfigError unless each chunk gets a layer, and given counts add up to all layers."""
+    """Raise ConfigError unless each chunk gets a layer and `given`, if not None, fits the model.
+
+    Args:
+      given: the number of layers of each chunk from the config, or None.
+      layers: the number of layers of the model.
+      what: the word for layers in messages.
+      schedule: the schedule.
+    """
     chunks, stages = schedule.chunks, schedule.stages
     where = f"{chunks} chunks (schedule {schedule.name} on {stages} stages)"
     if layers < chunks:
@@ -199,7 +216,11 @@ def _check_counts(
 
 
 def _layers(model: Functional, stages: int) -> tuple[int, bool]:
-    """Return the number of blocks or of parts of a model, and whether it is made of parts."""
+    """Return the number of blocks or of parts of a model, and whether the model has parts.
+
+    Raises:
+      ConfigError: the model has buffers, or has neither blocks nor parts.
+    """
     made: Model = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
     where = f"mesh.stage {stages}: {type(made).__name__}"
     if jax.tree.leaves(model.buffers):

@@ -1,1 +1,1 @@
-"""A backward pass in two halves: B for the gradient of the input, W for the weights' gradients."""
+"""The division of a backward pass into two halves: gradient of the input, gradients of weights."""

@@ -1,8 +1,7 @@
-"""The assignment of a traced function's equations to its two halves, B and W.
+"""The assignment of the equations of a traced backward pass to its two halves, B and W.
 
-The names are those of the halves of a backward pass in zero-bubble schedules (Qi et al. 2023, arXiv
-2401.10241): B runs first and computes the gradient of the input; W computes the gradients of the
-weights.
+The names are from zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241). B runs first and
+computes the gradient of the input, and W computes the gradients of the weights.
 """
 
 from __future__ import annotations
@@ -21,14 +20,15 @@ Half = Literal["b", "w"]
 
 @dataclass(frozen=True)
 class SplitScan:
-    """A scan that becomes two scans, one in B and one in W.
+    """A scan that is divided into two scans, one in B and one in W.
 
     Attributes:
+      equation: the equation of the scan.
       body: the scan's body, with calls inlined.
       assignment: the assignment of the body's equations to the two scans.
       in_b: for each result of the scan (carries first), whether the scan in B computes it.
-      names: keys of the arrays with the values that B keeps in all iterations, a key for each entry
-        of `assignment.kept`.
+      names: a key for each entry of `assignment.kept`. The array with this key has the values of
+        the entry in all iterations, which B keeps for W.
     """
 
     equation: JaxprEqn
@@ -43,12 +43,13 @@ Step = JaxprEqn | SplitScan
 
 @dataclass(frozen=True)
 class EquationAssignment:
-    """The equations of a jaxpr, assigned to B and W.
+    """The assignment of the equations of a jaxpr to B and W.
 
     Attributes:
       b, w: the steps of each half, in order.
-      kept: variables, or names of a `SplitScan`, whose values B keeps for W.
-      w_inputs: arguments that W receives itself, so that B need not keep them.
+      kept: the variables, and the names of a `SplitScan`, whose values B keeps for W.
+      w_inputs: the arguments of the jaxpr that W reads and receives from the caller, so that B need
+        not keep them.
     """
 
     b: tuple[Step, ...]
@@ -63,10 +64,12 @@ def assign(
     """Assign the equations of `jaxpr` to the halves B and W.
 
     Args:
-      at_hand: for each argument, whether both halves receive it anyway, at no cost in memory.
-      outside: for each argument, whether the caller makes it available to both halves, as it does
-        for arguments of a scan's body that come from outside of the scan.
-      in_b: for each result, whether B computes it; W computes the others.
+      jaxpr: the traced function, with calls inlined.
+      at_hand: for each argument, whether both halves receive it at no cost in memory. Equations
+        that depend only on these arguments may run in both halves.
+      outside: for each argument, whether W can read it although it is not at hand. This is true for
+        the arguments of a scan's body that are not carries.
+      in_b: for each result, whether B computes it. W computes the other results.
     """
     steps, needed = _steps_of_b(jaxpr, in_b), _made(jaxpr, [not early for early in in_b])
     fixed = {v for v, own in zip(jaxpr.invars, at_hand, strict=True) if own} | {*jaxpr.constvars}
@@ -84,9 +87,9 @@ def assign(
             if mine:
                 kept.update(dict.fromkeys(step.names))
         elif i in steps and not all(var in recomputable for var in mine):
-            # B runs the equation, and W needs its results, which are kept rather than computed
-            # twice. But results that depend only on arguments of both halves (a cast of a weight)
-            # are computed twice, since keeping them would cost memory for every microbatch.
+            # B runs the equation and W needs its results, so B keeps them. Results that depend
+            # only on arguments of both halves (a cast of a weight) are an exception: both halves
+            # compute them, since keeping them would cost memory for every microbatch.
             kept.update(dict.fromkeys(mine))
             mine = []
         if mine:
@@ -101,7 +104,7 @@ def assign(
 
 
 def _steps_of_b(jaxpr: Jaxpr, in_b: Sequence[bool]) -> dict[int, Step]:
-    """Return the steps that the results of half B need, by the position of each step's equation."""
+    """Return the steps that the results of half B need, by the index of the step's equation."""
     needed = _made(jaxpr, in_b)
     steps: dict[int, Step] = {}
     for i, equation in reversed([*enumerate(jaxpr.eqns)]):
@@ -113,7 +116,10 @@ def _steps_of_b(jaxpr: Jaxpr, in_b: Sequence[bool]) -> dict[int, Step]:
 
 
 def _made(jaxpr: Jaxpr, results: Sequence[bool]) -> set[Var]:
-    """Return the variables among the chosen results, without those that are constants."""
+    """Return the variables among the results of a jaxpr that are marked in `results`.
+
+    A result that is a constant has no variable.
+    """
     pairs = zip(jaxpr.outvars, results, strict=True)
     return {var for var, own in pairs if own and not isinstance(var, Constant)}
 
@@ -128,7 +134,10 @@ def _only_from(jaxpr: Jaxpr, fixed: set[Var]) -> set[Var]:
 
 
 def reads(step: Step, half: Half) -> set[Var]:
-    """Return the variables that a step reads in a half."""
+    """Return the variables that a step reads when a half runs it.
+
+    The two scans of a `SplitScan` read different variables.
+    """
     equation = step.equation if isinstance(step, SplitScan) else step
     read = equation.invars
     if isinstance(step, SplitScan):
@@ -138,8 +147,8 @@ def reads(step: Step, half: Half) -> set[Var]:
         if half == "b":
             skipped = {consts + i for i in late}
         else:
-            # W reads its own initial carries, and those constants and slices that the body reads
-            # in W.
+            # The scan in W reads the initial values of its carries. It also reads the constants
+            # and slices that its body reads.
             used = {i for i, var in enumerate(inside) if var in step.assignment.w_inputs}
             skipped = {*range(len(inside))} - used - {consts + i for i in late}
         read = [var for i, var in enumerate(equation.invars) if i not in skipped]
@@ -147,10 +156,15 @@ def reads(step: Step, half: Half) -> set[Var]:
 
 
 def _split_scan(equation: JaxprEqn, early: Sequence[bool]) -> SplitScan | None:
-    """Split a scan, where `early` marks the results that B needs.
+    """Divide a scan into a scan in B and a scan in W.
 
-    The result is None if the equation is not a scan, if B needs everything, or if nothing would
-    remain for W.
+    Args:
+      equation: the equation.
+      early: for each result, whether B needs it.
+
+    Returns:
+      The divided scan, or None if the equation is not a scan, if B needs all of its results, or if
+      W would have nothing to compute.
     """
     if equation.primitive.name != "scan" or all(early):
         return None
@@ -174,9 +188,9 @@ def _split_scan(equation: JaxprEqn, early: Sequence[bool]) -> SplitScan | None:
     made_in_b = [own and early[i - consts] for i, own in enumerate(carried)]
     assignment = assign(
         body.jaxpr,
-        # W's scan carries sums that B's scan does not (gradients of weights that layers share), so
-        # these carries are at hand in W. A carry of B's scan is neither at hand nor outside: W's
-        # scan does not have it, and B's scan keeps it for each iteration if W needs it.
+        # Some sums (gradients of weights that layers share) are carries of W's scan only, and are
+        # at hand in W. A carry of B's scan is neither at hand nor outside: W's scan does not have
+        # it, and B's scan keeps it for each iteration if W needs it.
         at_hand=[own and not made for own, made in zip(carried, made_in_b, strict=True)],
         outside=[not own for own in carried],
         in_b=early,

@@ -1,4 +1,4 @@
-"""Functions on jaxprs: running their equations, and finding what their results depend on."""
+"""Functions on jaxprs: dependencies of results, inlining of calls, and running of equations."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import jax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 Env = dict[Hashable, jax.Array]
-"""Values by variable; the values that a split scan keeps are by name."""
+"""The values of variables by variable, and the values that a `SplitScan` keeps by name."""
 
 
 def depends_on(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Return, for each result, whether it may depend on an argument marked in `inputs`.
+    """Return, for each result of a jaxpr, whether it may depend on a marked argument.
 
-    Scans, calls and conditionals are searched; every result of any other operation is assumed to
+    Scans, calls and conditionals are searched. Every result of another operation is assumed to
     depend on all arguments of the operation.
+
+    Args:
+      jaxpr: the traced function.
+      inputs: for each argument, whether it is marked.
     """
     marked = {var for var, chosen in zip(jaxpr.invars, inputs, strict=True) if chosen}
 
@@ -48,8 +52,8 @@ def _of_scan(equation: JaxprEqn, given: list[bool]) -> list[bool]:
     consts, carries = scan_counts(equation)
     while True:
         found = depends_on(equation.params["jaxpr"].jaxpr, given)
-        # `zip` is not strict: behind the carry, `given` continues with the arguments that are cut
-        # into slices.
+        # `zip` is not strict: after the carries, `given` has the arguments that are cut into
+        # slices.
         more = [a or b for a, b in zip(given[consts:], found[:carries], strict=False)]
         if more == given[consts : consts + carries]:
             return found
@@ -57,10 +61,10 @@ def _of_scan(equation: JaxprEqn, given: list[bool]) -> list[bool]:
 
 
 def _body_of_call(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Return the function that an equation calls once on its own arguments, else None.
+    """Return the function that an equation calls once on its arguments, or None without a call.
 
-    Such an equation calls a jitted or rematerialised function, or the rule of a `jax.custom_vjp`,
-    which jax calls by `closed_call` and stores as `call_jaxpr`.
+    The function is a jitted or rematerialized function, or the rule of a `jax.custom_vjp`, which
+    jax calls by `closed_call` and stores as `call_jaxpr`.
     """
     if equation.primitive.name not in ("jit", "pjit", "closed_call", "remat2", "checkpoint"):
         return None
@@ -69,15 +73,15 @@ def _body_of_call(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def closed(jaxpr: Any) -> ClosedJaxpr:
-    """Return a jaxpr with its constants, which every jaxpr contains since jax 0.12."""
+    """Return a jaxpr as a closed jaxpr; since jax 0.12 every jaxpr is closed."""
     return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
-    """Return how many constants and carries a scan has; its other arguments are cut into slices.
+    """Return the number of constants and the number of carries of a scan.
 
-    jax's versions store these numbers in different forms, so they are counted by shapes: a slice
-    has one dim fewer than its array.
+    The other arguments of a scan are cut into slices. The versions of jax store these numbers in
+    different forms, so the shapes are compared instead: a slice has one dim fewer than its array.
     """
     body = equation.params["jaxpr"].jaxpr
 
@@ -90,7 +94,10 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
 
 
 def inlined(whole: ClosedJaxpr) -> ClosedJaxpr:
-    """Replace calls in a function by the bodies of the called functions, to split these too."""
+    """Replace the calls in a function by the equations of the called functions.
+
+    The equations of a called function can then be divided between B and W too.
+    """
 
     def evaluate(called: ClosedJaxpr, args: Sequence[jax.Array]) -> list[jax.Array]:
         jaxpr = called.jaxpr
@@ -111,10 +118,10 @@ def inlined(whole: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def bind(equation: JaxprEqn, env: Env) -> None:
-    """Run an equation and put its results into `env`.
+    """Run an equation on the values in `env`, and add its results to `env`.
 
-    The equation becomes the only equation of a jaxpr, which runs in the context (such as a mesh) in
-    which the equation was traced. `primitive.bind` would run it in the current context.
+    The equation runs as the only equation of a jaxpr, in the context (such as a mesh) in which it
+    was traced. `primitive.bind` would run it in the current context.
     """
     read = [*dict.fromkeys(var for var in equation.invars if not isinstance(var, Literal))]
     made = [var for var in equation.outvars if not isinstance(var, DropVar)]

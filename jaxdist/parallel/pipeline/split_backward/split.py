@@ -1,10 +1,10 @@
-"""A backward pass in two halves: B for the gradient of the input, W for the weights' gradients.
+"""The division of a backward pass into two functions, B and W.
 
-The previous stage waits for the gradient of a chunk's input, but no stage waits for the gradients
-of the chunk's weights. The equations of the traced backward pass are therefore divided into two
-functions. Each equation runs once: a loop over layers becomes two loops, of which the first keeps
-for every layer the values that the second needs. Only values that depend on nothing but the
-arguments of both halves are computed twice.
+B computes the gradient of a chunk's input, for which the previous stage waits. W computes the
+gradients of the chunk's weights, for which no stage waits. The equations of the traced backward
+pass are divided between B and W, and each equation runs once. A loop over layers becomes two loops,
+and the loop in B keeps the values of each layer that the loop in W needs. Only equations that
+depend on nothing except arguments of both halves may run twice.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from jaxdist.types import PyTree
 
 @dataclass(frozen=True)
 class SplitFunction:
-    """The halves B and W of a function of (arguments of both halves, arguments of B only).
+    """The two halves of a function of (arguments of both halves, arguments of B only).
 
     Attributes:
-      kept: shapes of the values that B keeps for W.
-      b: function from the function's arguments to (the results wanted first, the kept values).
-      w: function from (arguments of both halves, the kept values) to the other results.
+      kept: the shapes of the values that B keeps for W.
+      b: the function from the arguments of the divided function to its first result and the kept
+        values.
+      w: the function from (arguments of both halves, kept values) to the second result of the
+        divided function.
     """
 
     kept: tuple[jax.ShapeDtypeStruct, ...]
@@ -39,12 +41,12 @@ class SplitFunction:
 def split_function(
     function: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], at_hand: PyTree, given: PyTree
 ) -> SplitFunction:
-    """Split `function` into halves: B computes its first result, W its second result.
+    """Divide a function into two halves: B computes its first result, and W its second result.
 
     Args:
-      function: function from (at_hand, given) to two results.
-      at_hand: arguments that both halves receive, or their shapes.
-      given: arguments that only B receives, or their shapes.
+      function: the function from (at_hand, given) to two results.
+      at_hand: the arguments that both halves receive, or their shapes.
+      given: the arguments that only B receives, or their shapes.
     """
     traced, (now, later) = jax.make_jaxpr(function, return_shape=True)(at_hand, given)
     closed = inlined(traced)
@@ -58,8 +60,8 @@ def split_function(
     )
 
     def start(leaves: Sequence[jax.Array]) -> Env:
-        # `zip` is not strict: W receives only the arguments of both halves. W never reads the other
-        # arguments, since those that W needs are among the kept values.
+        # `zip` is not strict: W receives only the arguments of both halves. W never reads another
+        # argument, since B keeps each other argument that W needs.
         return dict(
             zip((*closed.jaxpr.constvars, *invars), (*closed.consts, *leaves), strict=False)
         )
@@ -102,7 +104,18 @@ def _run_w(loop: SplitScan, env: Env) -> None:
 def _scan(
     loop: SplitScan, env: Env, half: Half, kept: Sequence[jax.Array]
 ) -> tuple[Env, Sequence[jax.Array]]:
-    """Run the scan of one half; return its results, and the values that B keeps of iterations."""
+    """Run the scan of a half, and return its results and the values that it keeps.
+
+    Args:
+      loop: the divided scan.
+      env: the values that the scan reads.
+      half: "b" or "w".
+      kept: the values that the scan in B kept, stacked over iterations; () for the scan in B.
+
+    Returns:
+      The results of the scan by variable, and the kept values, stacked over iterations. The scan in
+      W keeps nothing.
+    """
     equation, inner = loop.equation, loop.body.jaxpr
     params = equation.params
     consts, carries = scan_counts(equation)
@@ -111,12 +124,12 @@ def _scan(
     pairs = [*zip(inner.invars, equation.invars, strict=True)]
     # Arguments of the scan that only B reads may be missing in the environment of W.
     usable = [(var, of) for var, of in pairs if isinstance(of, Literal) or of in read]
-    # `zip` is not strict: behind the carry, `own` continues with the stacked results.
+    # `zip` is not strict: after the carries, `own` has the stacked results.
     carry = [
         pair for pair, mine in zip(pairs[consts : consts + carries], own, strict=False) if mine
     ]
-    # Slices are found by identity of the inner variable, which occurs in one place, while an
-    # argument may occur in several.
+    # Slices are found by the identity of the inner variable, because an inner variable occurs once
+    # in the pairs, but the same argument may occur several times.
     given = {id(var) for var, _ in pairs[consts + carries :]}
     slices = [pair for pair in usable if id(pair[0]) in given]
     fixed = dict(zip(inner.constvars, loop.body.consts, strict=True))
