@@ -1,1 +1,1 @@
-"""A training step, and the loop around it."""
+"""The training step, the loop that runs steps, and the plan of a run."""

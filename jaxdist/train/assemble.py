@@ -37,19 +37,19 @@ def assemble(
     options: Options | None = None,
     skips_empty: bool | None = None,
 ) -> Program:
-    """Assemble the program of a plan.
+    """Return the program of a plan, which compiles a model, loss and optimizer on a mesh.
 
     Args:
-      dims: logical dims of each parameter, by name.
-      batch: shapes, dtypes and shardings of a global batch.
-      microbatches: number of pieces in which the batch is computed; a pipeline has the number of
-        its schedule.
-      exchange: exchange of gradients; None leaves it to XLA.
-      pipeline: the stages that hold the layers, or None where each device has all layers.
-      outer: exchange of parameters between steps, or None for no exchange.
-      options: options for the compiler.
-      skips_empty: whether to skip steps whose batches have no weight; None skips them if a trace of
-        the loss shows that the weight of a batch depends on its values.
+      dims: the logical dims of each parameter, by name.
+      batch: the shape, dtype and sharding of each field of a global batch.
+      seed: the seed of the initial parameters and of the random layers.
+      microbatches: the number of microbatches. A pipeline ignores it: its schedule has the number.
+      exchange: the exchange of gradients, or None if XLA places the communication.
+      pipeline: the stages that hold the layers, or None if each device has all layers.
+      outer: the exchange of parameters between steps, or None without such an exchange.
+      options: the options for the compiler.
+      skips_empty: whether to skip steps whose batches have no weight. With None such steps are
+        skipped if a trace of the loss shows that the weight of a batch depends on its values.
 
     Raises:
       ShardingError: a parameter does not divide over the mesh.

@@ -1,6 +1,7 @@
-"""Decoding with a cache of keys and values: a position at a time, through the blocks of training.
+"""Decoding with a cache of keys and values: one position at a time, with the model of training.
 
-A block runs unchanged: only its attention is replaced, by one that reads a layer's cache.
+The model's blocks run unchanged, except that their attention is replaced by an attention that reads
+and writes the cache.
 
 Dims: B batch, L sequence, D embed, H heads, K kv_heads, G = H / K, d head_dim; N layers, W cached
 positions.
@@ -25,7 +26,7 @@ from jaxdist.models.layers import whole
 from jaxdist.types import Dims, Leaf
 
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
-"""Score of a key that a query does not see: finite, with weight 0 where another key is seen."""
+"""The score of a key that a query does not see: finite, so that its weight is 0 and not NaN."""
 
 
 class Cache(NamedTuple):
@@ -33,7 +34,7 @@ class Cache(NamedTuple):
 
     Attributes:
       keys: `[N, B, K, W, d]`.
-      values: `[N, B, K, d, W]`; products over positions read the last dim.
+      values: `[N, B, K, d, W]`, with positions last, because products sum over positions.
     """
 
     keys: jax.Array
@@ -41,7 +42,7 @@ class Cache(NamedTuple):
 
 
 def reason_against(model: Functional, hint: Hint) -> str | None:
-    """Return a clause that explains why a model is not decoded with a cache, or None if it is."""
+    """Return a clause that explains why decoding cannot use a cache, or None if it can."""
     module: Any = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
     if not isinstance(module, Gpt):
         return f"{type(module).__name__} is not the decoder gpt"
@@ -63,11 +64,13 @@ def empty_cache(model: Gpt, rows: int, length: int) -> Cache:
 def decode(
     model: Gpt, tokens_BL: jax.Array, at_BL: jax.Array, cache: Cache, *, window: int
 ) -> tuple[jax.Array, Cache]:
-    """Run tokens at positions; return hidden states `[B, L, D]` and the cache with these tokens.
+    """Run the model on tokens; return hidden states `[B, L, D]`, and the cache with these tokens.
 
     Args:
-      at_BL: the positions; several positions of a sequence are its first, 0..L-1.
-      window: number of positions of a sequence in training, which exceeds all of `at_BL`.
+      tokens_BL: the tokens: one of each sequence, or its first L tokens.
+      at_BL: the positions of the tokens; if L is more than 1, they must be 0..L-1.
+      cache: the cache of the earlier positions.
+      window: the number of positions of a sequence in training, which exceeds all of `at_BL`.
     """
     x_BLD = model.embed(tokens_BL, at_BL=at_BL)
     graph, state = nnx.split(model.blocks)
@@ -78,7 +81,7 @@ def decode(
         x_BLD, cache = carry
         number, params = layer
         block: Any = nnx.merge(graph, whole(params))
-        # The loop carries the whole cache, which XLA then updates in place.
+        # The loop carries the cache of all layers, so that XLA updates it in place.
         reads = CachedAttention(block.attention.attend, cache, number, (at_BL, window))
         block.attention.attend = reads
         x_BLD = block(x_BLD, None)
@@ -91,12 +94,13 @@ def decode(
 
 @dataclass
 class CachedAttention:
-    """Attention of a layer that writes to the cache; it replaces `Attend` while a block runs.
+    """The attention of a layer with a cache, which replaces `Attend` while a block runs.
 
     Attributes:
-      cache: the cache of all layers, before the call and after it.
-      layer: number of the layer.
-      at: positions of the queries, int32 `[B, L]`, and the window, which exceeds them.
+      inner: the attention that is replaced.
+      cache: the cache of all layers, which a call updates.
+      layer: the index of the layer.
+      at: the positions of the queries, int32 `[B, L]`, and a number that exceeds all positions.
     """
 
     inner: Attend
@@ -106,7 +110,7 @@ class CachedAttention:
 
     @property
     def ask(self) -> AttentionRequest:
-        """The attention that all calls compute, as the kernel's contract describes it."""
+        """The request of the attention that is replaced."""
         return self.inner.ask
 
     def __call__(
@@ -116,7 +120,7 @@ class CachedAttention:
         v_BLKd: jax.Array,
         segments_BL: jax.Array | None,
     ) -> jax.Array:
-        """Write the keys and values of these positions, and attend to all positions so far."""
+        """Write these positions' keys and values to the cache; attend to all positions so far."""
         keys, values = self.cache
         if q_BLHd.shape[1] > 1:
             start = self.layer, 0, 0, 0, 0
@@ -134,7 +138,7 @@ class CachedAttention:
     def _last(
         self, q_B1Hd: jax.Array, k_BKWd: jax.Array, v_BKdW: jax.Array, at_B1: jax.Array
     ) -> jax.Array:
-        """Attend from the last position, with the operations of the kernel `plain`."""
+        """Compute attention of a single position, with the operations of the kernel `plain`."""
         B, _, H, d = q_B1Hd.shape
         q_BKGd = q_B1Hd.reshape(B, k_BKWd.shape[1], -1, d)
         wide = {"preferred_element_type": jnp.float32}
@@ -153,9 +157,13 @@ def _laid_out(cache: Cache, hint: Hint) -> Cache:
 
 
 def turned(model: Functional, params: NestedDict, *, back: bool = False) -> NestedDict:
-    """Move the dims that products with a row sum over to the end of kernels, or back.
+    """Move the embed dim of kernels for products with a single row on CPU, or move it back.
 
-    XLA:CPU multiplies a single row by such a kernel at the speed of memory.
+    In a kernel that maps from embed, the dim becomes the last; in a kernel that maps to embed, it
+    becomes the first. XLA:CPU then multiplies a row by the kernel at the speed of memory.
+
+    Args:
+      back: whether to invert the move.
     """
 
     def turn(path: Any, leaf: Leaf) -> jax.Array:
@@ -170,7 +178,9 @@ def turned(model: Functional, params: NestedDict, *, back: bool = False) -> Nest
 
 
 def _moved(dims: Dims) -> tuple[int, int]:
-    """Return where the embed dim of a kernel is, and where it belongs; equal for other leaves.
+    """Return the position of a kernel's embed dim before and after the move of `turned`.
+
+    The two are equal for a leaf that does not change.
 
     >>> _moved(("layers", "embed", "mlp")), _moved(("layers", "mlp", "embed"))
     ((1, 2), (2, 1))

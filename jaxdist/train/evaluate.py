@@ -1,4 +1,4 @@
-"""Means over a held-out split, exact for any batch size and number of devices."""
+"""The means of a loss over a held-out split, exact for any batch size and number of devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from jaxdist.train.step import Program
 from jaxdist.types import Buffers, Params
 
 AT_ONCE = 8
-"""Largest number of batches that are evaluated as one batch, for a loss that returns scalars.
+"""The most batches that may be evaluated together as one batch, for a loss that returns scalars.
+
 Without gradients, such a batch needs less memory than in training."""
 
 
@@ -24,9 +25,10 @@ def why_in_parts(rows: int, limit: int | None, batch_size: int, devices: int) ->
     """Return why a held-out split cannot be a single batch without padding, or None if it can.
 
     Args:
-      rows: number of examples of the split.
-      limit: largest number of batches to evaluate; None sets no limit.
-      devices: number of devices that share a batch.
+      rows: the number of examples in the split.
+      limit: the most batches to evaluate, or None without a limit.
+      batch_size: the number of examples in a batch.
+      devices: the number of devices that share a batch.
 
     >>> why_in_parts(96, None, 32, 8)
     >>> why_in_parts(100, None, 32, 8)
@@ -46,7 +48,11 @@ def why_in_parts(rows: int, limit: int | None, batch_size: int, devices: int) ->
 
 
 def _check_scalars(parts: Sequence[Sums], rows: int) -> None:
-    """Refuse a loss of scalars if there are several batches, or rows that do not count.
+    """Refuse a loss that returns scalars if there are several batches, or a batch has padding.
+
+    Args:
+      parts: the sums of each batch.
+      rows: the number of rows of a batch.
 
     Raises:
       ConfigError: see `check_adds_up`.
@@ -61,14 +67,16 @@ def _check_scalars(parts: Sequence[Sums], rows: int) -> None:
 def evaluate(
     program: Program, params: Params, buffers: Buffers, batches: Iterable[Batch]
 ) -> dict[str, float]:
-    """Compute the weighted means of a loss over all rows; a mean whose weights are 0 is NaN.
+    """Return the weighted mean of each value of a loss over all rows, by name.
+
+    A mean is NaN if all its weights are 0.
 
     Args:
-      params: trained parameters, as the program stores them.
-      batches: padded batches, as `Loader.evaluation_batches` gives them.
+      params: the parameters to evaluate, in the form in which the program stores them.
+      batches: padded batches, as `Loader.evaluation_batches` yields them.
 
     Raises:
-      RunError: no row has weight for the loss itself.
+      RunError: all weights of the value named loss are 0.
       ConfigError: the loss returns scalars, and the split is not a single batch without padding.
     """
     parts: list[Sums] = []
@@ -85,7 +93,7 @@ def evaluate(
     totals: dict[str, tuple[float, float]] = {}
     for sums in map(training_sums, fetched):
         for name, mean in sums.items():
-            if name == LOAD:  # A table, which is of interest in training alone.
+            if name == LOAD:  # The load is a table, and only training reports it.
                 continue
             total, weight = totals.get(name, (0.0, 0.0))
             totals[name] = (total + float(mean.total), weight + float(mean.weight))
@@ -102,5 +110,5 @@ def evaluate(
 
 
 def _value_of(parts: Sequence[Any]) -> float:
-    """Return a value that is measured from all parts of a split together."""
+    """Return the value of a metric that needs all parts of a split together, such as AUC."""
     return type(parts[0]).value(parts)

@@ -1,10 +1,10 @@
-"""Continuations of texts by a next-token model, of a batch at a time, in a compiled loop.
+"""The generation of text by a next-token model, for a batch of prompts in a compiled loop.
 
-A decoder keeps its keys and values (`jaxdist.train.decode`); any other model of tokens computes
-its whole window again for each token, which needs only its logits. So does a decoder from the token
-on at which a text is longer than the window: each further token moves every position.
+A decoder caches its keys and values (`jaxdist.train.decode`). Any other model of tokens computes
+its entire window again for each token. A decoder does the same as soon as a text is longer than the
+window, because each further token then changes every token's position in the window.
 
-Dims: B texts, N tokens of the longest text, W window, L window or a prompt's part of it, V vocab.
+Dims: B texts, N tokens of the longest text, W window, L positions of a forward pass, V vocab.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from jaxdist.train.step import Program
 from jaxdist.types import Buffers, Params, PyTree
 
 PIECE = 64
-"""Prompts and caches are padded to multiples of this number: few shapes, and exact products."""
+"""The number to whose multiples prompts and caches are padded, so that few shapes are compiled and
+products are exact."""
 
 
 class Text(NamedTuple):
     """A prompt and its continuation.
 
     Attributes:
-      tokens: all tokens; a stop token that ended the text is the last.
-      log_probs: logarithm of each added token's probability at temperature 1, or None if not asked.
+      tokens: the tokens of the prompt and of the continuation; if a stop token ended the text, that
+        token is the last.
+      log_probs: the logarithm of each added token's probability at temperature 1, or None if
+        log-probabilities were not requested.
       stopped: whether a stop token ended the text.
     """
 
@@ -47,12 +50,12 @@ class _Loop(NamedTuple):
 
     Attributes:
       tokens: the texts so far, int32 `[B, N]`, padded with 0.
-      length: their lengths, int32 `[B]`.
+      length: the length of each text so far, int32 `[B]`.
       logits: the logits of each text's next token, float32 `[B, V]`.
-      nats: logarithm of the probability of each added token, float32 `[B, N]`.
-      done: whether a stop token ended a text, bool `[B]`.
-      number: number of choices so far.
-      cache: keys and values, or None.
+      nats: the logarithm of the probability of each added token, float32 `[B, N]`.
+      done: whether a stop token has ended each text, bool `[B]`.
+      number: the number of tokens added so far to each text that is not done.
+      cache: the keys and values, or None without a cache.
     """
 
     tokens: jax.Array
@@ -78,25 +81,27 @@ def generate(
     log_probs: bool = False,
     cached: bool = True,
 ) -> list[Text]:
-    """Continue each prompt by at most `count` tokens; each sees the `window` tokens before it.
+    """Continue each prompt by at most `count` tokens, and return the texts.
 
-    After the loop, the forward pass of training runs once on the texts, in the shapes of training.
-    The log-probabilities therefore equal those of training to the bit.
+    Each added token depends on at most `window` tokens before it. With `log_probs`, the forward
+    pass of training runs once on the finished texts, in the shapes of training. Up to the length of
+    the window, the log-probabilities therefore equal those of training to the bit.
 
     Args:
-      params: trained parameters, as the program stores them.
-      prompts: tokens of each text, at least one.
+      params: the parameters, in the form in which the program stores them.
+      prompts: the tokens of each prompt, at least one token.
       window: the length of the sequences that the model was trained on.
-      vocab_size: number of tokens that exist (a padded head has more logits).
-      stops: tokens that end a text.
+      vocab_size: the number of tokens in the vocabulary, without the padding of the head.
+      count: the most tokens to add to a prompt.
+      stops: the tokens that end a text.
       log_probs: whether to compute log-probabilities.
-      cached: whether a decoder keeps its keys and values.
+      cached: whether a decoder may cache its keys and values.
     """
     model = replace(program.model, adapters=())
     merged = jax.jit(lambda p: program.model.merged(program.home.used_params(p)))(params)
     run = _Run(program, model, buffers, window, vocab_size, sampling, tuple(stops))
     rows = -(-len(prompts) // program.layout.data_size) * program.layout.data_size
-    # Rows beyond the prompts are copies of the last, and are cut off at the end.
+    # Rows are padded with copies of the last prompt, which are cut off at the end.
     filled = [*prompts, *[prompts[-1]] * (rows - len(prompts))]
     lengths = np.array([len(p) for p in filled], np.int32)
     tokens = np.zeros((rows, max(lengths) + count), np.int32)
@@ -120,7 +125,7 @@ def generate(
 
 @dataclass(frozen=True)
 class _Run:
-    """The compiled parts of a call of `generate`."""
+    """The compiled loops of a call of `generate`."""
 
     program: Program
     model: Any
@@ -133,7 +138,14 @@ class _Run:
     def with_cache(
         self, params: Params, tokens_BN: jax.Array, length_B: jax.Array, longest: int, count: int
     ) -> _Loop:
-        """Add tokens until all are there, or until a text fills the window."""
+        """Add tokens with a cache, until all are added or until a text fills the window.
+
+        Args:
+          tokens_BN: the prompts, padded with 0.
+          length_B: the length of each prompt.
+          longest: the length of the longest prompt.
+          count: the most tokens to add to a prompt.
+        """
         on_cpu = self.program.layout.mesh.devices.flat[0].platform == "cpu"
         turned = partial(decode.turned, self.model)
         kept = jax.jit(turned)(params) if on_cpu else params
@@ -174,7 +186,11 @@ class _Run:
         loop: _Loop | None,
         count: int,
     ) -> _Loop:
-        """Add the tokens that are missing, with a forward pass over the window for each."""
+        """Add the remaining tokens, with a forward pass over the window for each token.
+
+        Args:
+          loop: the state after `with_cache`, or None if no token was added yet.
+        """
 
         def step(params: Params, loop: _Loop) -> tuple[jax.Array, None]:
             missing = max(0, self.window - loop.tokens.shape[1])
@@ -207,7 +223,12 @@ class _Run:
         count: int,
         most: int | None,
     ) -> _Loop:
-        """Add up to `count` tokens, while all unfinished texts are shorter than `most`."""
+        """Run the loop until `count` tokens are added, all texts are done, or a text is too long.
+
+        Args:
+          step: a function that returns the logits of the next token, and the next cache.
+          most: the length at which a text ends the loop unless it is done; None sets no limit.
+        """
         stops = jnp.asarray(self.stops or (-1,), jnp.int32)[None]
 
         def goes_on(loop: _Loop) -> jax.Array:
@@ -219,7 +240,7 @@ class _Run:
             token_B = self.sampling.draw(loop.logits, loop.number)
             nats_B = -optax.softmax_cross_entropy_with_integer_labels(loop.logits, token_B)
             rows = jnp.arange(len(token_B))
-            # A text that is done writes beyond its buffer, which jax drops.
+            # The index of a text that is done is outside of its buffer, so jax drops the write.
             at_B = jnp.where(loop.done, loop.tokens.shape[1], loop.length)
             added = loop._replace(
                 tokens=loop.tokens.at[rows, at_B].set(token_B, mode="drop"),
@@ -238,7 +259,7 @@ class _Run:
         return run(params, loop)
 
     def scored(self, params: Params, loop: _Loop) -> jax.Array:
-        """Return the log-probabilities `[B, N]` of texts by the forward pass of training."""
+        """Return the log-probabilities `[B, N]` of texts, from the forward pass of training."""
 
         @jax.jit
         def score(params: Params, tokens_BN: jax.Array) -> jax.Array:
@@ -258,7 +279,8 @@ class _Run:
             score(params, loop.tokens[i : i + rows]) for i in range(0, len(loop.tokens), rows)
         ]
         nats_BL = jnp.concatenate(pieces)
-        # Tokens beyond the window have theirs from forward passes over windows of their own.
+        # The log-probabilities of tokens beyond the window were computed in the loop, each by a
+        # forward pass over a separate window.
         return jnp.concatenate([nats_BL, loop.nats[:, nats_BL.shape[1] :]], 1)
 
     def _bound(self, params: Params) -> Any:

@@ -1,8 +1,9 @@
-"""The conversions of a training state between its forms.
+"""The conversions of a training state between its four forms.
 
-A state has a form in the model, on the devices, in steps and in checkpoints. Each `View` converts
-leaves between the model's form and the devices' form, and decides which of these two forms steps
-and checkpoints use. A new way to store state (such as offloading) is another view.
+The model's form is that of a single device. The devices' form is stored between steps, and may be
+padded or reordered. Each `View` converts leaves between these two forms, and decides which of the
+two is the form that steps compute with and the form that checkpoints hold. Another method to store
+state (such as offloading) is another view.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from jaxdist.train.state import TrainState
 from jaxdist.types import Grads, Leaf, Params, PyTree
 
 Change = Callable[[Any, Owner], Any]
-"""A function that converts a leaf, given its owner: the parameter that it is, or to which it
-belongs."""
+"""A function from (a leaf, its owner) to the converted leaf.
+
+The owner of a parameter is the parameter itself; the owner of a leaf of the optimizer's state is
+the
+parameter to which the leaf belongs."""
 
 
 class View(Protocol):
@@ -34,7 +38,7 @@ class View(Protocol):
     Attributes:
       in_steps: whether steps compute with leaves in the devices' form.
       in_files: whether checkpoints have leaves in the devices' form.
-      params: whether the view converts parameters too, or only the optimizer's state.
+      params: whether the view converts parameters and the optimizer's state, or only the latter.
     """
 
     @property
@@ -55,10 +59,10 @@ class View(Protocol):
 
 @dataclass(frozen=True)
 class FilledShards:
-    """A view that pads uneven shards of ZeRO with zeros, which model and optimizer do not see.
+    """A view that pads uneven shards of ZeRO with zeros, which are hidden from model and optimizer.
 
-    Checkpoints contain the zeros, since orbax writes the arrays of the devices; the shape of a
-    tensor does not count them.
+    Checkpoints contain the zeros, since orbax writes the arrays of the devices; but the shape that
+    a checkpoint records for a tensor does not include the zeros.
     """
 
     zero: ZeroSplit
@@ -67,7 +71,7 @@ class FilledShards:
 
     @property
     def params(self) -> bool:
-        """Whether parameters are split into shards, which they are only at stage 3."""
+        """Whether ZeRO splits the parameters, which happens only at stage 3."""
         return self.zero.stage == 3
 
     def store(self, leaf: Leaf, owner: Owner) -> PyTree:
@@ -79,10 +83,11 @@ class FilledShards:
 
 @dataclass(frozen=True)
 class StageOrder:
-    """A view with stacked layers in the order of a pipeline's stages, not in the model's order.
+    """A view that reorders stacked layers from the model's order to the order of pipeline stages.
 
     Attributes:
-      stacked: names of the parameters whose first dim counts layers.
+      stack: the order of the layers on the stages.
+      stacked: the names of the parameters whose first dim counts layers.
     """
 
     stack: StageStack
@@ -108,8 +113,8 @@ def views_of(
     """Return the views of a plan, in the order in which `Home.stored` applies them.
 
     Args:
-      zero: the plan of ZeRO, which fills up uneven shards, or None without ZeRO.
-      stack: the order of the layers on a pipeline's stages, if it is not the model's; else None.
+      zero: the plan of ZeRO, which may pad uneven shards, or None without ZeRO.
+      stack: the order of the layers on a pipeline's stages, or None if the order is the model's.
     """
     views: list[View] = []
     if stack is not None:
@@ -123,10 +128,14 @@ def views_of(
 class Home:
     """The conversions of a state between its forms.
 
+    `to_step` and `from_step` do not convert the state of the outer exchange; `outer_to_step` and
+    `outer_from_step` do.
+
     Attributes:
-      transform: the optimizer; some leaves of its state belong to parameters.
-      outer: shapes of the state of `jaxdist.train.state.Outer`, of which some leaves belong to
-        parameters too. `Home.to_step` leaves the state of the exchange in its stored form.
+      views: the views of the plan, in the order in which `stored` applies them.
+      transform: the optimizer. Leaves of its state that belong to a parameter are converted.
+      outer: the shapes of the state of `jaxdist.train.state.Outer`. Leaves that belong to a
+        parameter are converted too.
     """
 
     views: tuple[View, ...]
@@ -143,11 +152,11 @@ class Home:
         return self._use_all(self.views, state)
 
     def stored_outer(self, carried: PyTree) -> PyTree:
-        """Convert the state of the outer exchange alone, as `stored` does."""
+        """Convert only the state of the outer exchange, as `stored` does."""
         return self._store_outer(self.views, carried)
 
     def used_params(self, params: Params) -> PyTree:
-        """Convert the parameters alone, as `used` does."""
+        """Convert only the parameters, as `used` does."""
         return self._params(self.views, params)
 
     def to_step(self, state: TrainState) -> TrainState:
@@ -167,7 +176,7 @@ class Home:
         return self._store_outer(self._not_in_steps, carried)
 
     def params_to_step(self, params: Params) -> PyTree:
-        """Convert the parameters alone, as `to_step` does."""
+        """Convert only the parameters, as `to_step` does."""
         return self._params(self._not_in_steps, params)
 
     def grads_to_step(self, grads: Grads) -> PyTree:
@@ -231,7 +240,7 @@ class Home:
             state = self._changed(view.store, state, params=view.params)
         return state
 
-    # Views are inverted in the reverse of the order in which `_store` applies them.
+    # Views are inverted in the reverse order of `_store`.
     def _use(self, views: Sequence[View], state: TrainState) -> TrainState:
         for view in reversed(views):
             state = self._changed(view.use, state, params=view.params)
@@ -246,14 +255,14 @@ class Home:
         return jax.tree.map(change, params, of_params(params))
 
     def _changed(self, change: Change, state: TrainState, *, params: bool) -> TrainState:
-        """Convert the optimizer's leaves of parameters, and if `params` the parameters too."""
+        """Convert the optimizer's leaves that belong to a parameter, and parameters if `params`."""
         opt_state = _owned(change, state.opt_state, self.owners)
         held = self._each(change, state.params) if params else state.params
         return replace(state, params=held, opt_state=opt_state)
 
 
 def _owned(change: Change, tree: PyTree, owners: PyTree) -> PyTree:
-    """Convert the leaves of the tree that belong to a parameter."""
+    """Convert each leaf of a tree that has an owner; the other leaves are unchanged."""
 
     def changed(leaf: Leaf, owner: Owner | None) -> PyTree:
         return leaf if owner is None else change(leaf, owner)

@@ -15,16 +15,22 @@ StepFunction = Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]
 
 
 class Hooks(Protocol):
-    """The work that a loop does between steps."""
+    """The callbacks that a loop calls between steps."""
 
     def waiting(self, step: int) -> None:
-        """Note that the loop begins to wait for `step`, whose metrics come next."""
+        """Receive the notice that the loop now waits for `step`, whose metrics are passed next."""
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
-        """Receive the metrics of `step`, ready to be read; called for every step, in order."""
+        """Receive the metrics of a step, which is complete; called for every step, in order.
+
+        Args:
+          step: the number of the step, counted from 1.
+          values: the vector of metrics that `Program.train` returns.
+          step_seconds: the time of the step, in seconds.
+        """
 
     def due(self, step: int) -> bool:
-        """Return whether to call `boundary` after `step`, for which the loop then waits."""
+        """Return whether to call `boundary` after `step`; if true, the loop waits for the step."""
         ...
 
     def boundary(self, step: int, state: TrainState) -> tuple[TrainState, bool]:
@@ -43,8 +49,13 @@ def run_loop(
 ) -> TrainState:
     """Take steps `start + 1` to `stop`; return the state after the last step taken.
 
-    There is always a step in flight: the metrics of step n are awaited only after step n + 1 has
-    been dispatched, so that Python's work overlaps with the devices'.
+    The loop waits for the metrics of step n only after it has dispatched step n + 1, so that the
+    work of Python overlaps with the work of the devices.
+
+    Args:
+      train: the function that takes a step, which donates the state.
+      batches: the batches of the steps from `start + 1`.
+      hooks: the callbacks between steps, one of which may end the run early.
     """
     pending: tuple[int, jax.Array] | None = None
     clock = time.perf_counter()

@@ -17,18 +17,19 @@ from jaxdist.types import PyTree
 def evaluated_parts(program: Program) -> tuple[str, ...]:
     """Return the parts of a state that evaluation and generation need."""
     carried = ("opt_state",) * (program.optimizer.eval_params is not None)
-    # Slow weights are evaluated as soon as they have moved, which the step number shows.
+    # Slow weights are evaluated after their first move, and the step number shows whether they have
+    # moved.
     return ("params", "buffers", *carried, *("outer", "step") * (program.outer is not None))
 
 
 def only(tree: PyTree, names: Collection[str]) -> PyTree:
-    """Return the tree with None in place of each leaf whose name is not among `names`."""
+    """Return the tree in which each leaf whose name is not among `names` is replaced by None."""
     kept = [leaf if name in names else None for name, leaf in flatten_with_names(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), kept)
 
 
 def part_names(program: Program, patterns: Sequence[str]) -> list[str]:
-    """Return the paths in a program's state that patterns select.
+    """Return the names of the leaves of a program's state that the patterns select.
 
     Raises:
       ConfigError: a pattern matches nothing, or the patterns together select nothing.
@@ -42,14 +43,15 @@ def part_names(program: Program, patterns: Sequence[str]) -> list[str]:
 
 
 def check_parts(config: CheckpointConfig, strategy: str, program: Program) -> tuple[str, ...]:
-    """Return notices about the parts that checkpoints hold and that a run begins with.
+    """Return notices about the parts that checkpoints hold, and the parts that a run starts from.
 
     Args:
-      strategy: type of the strategy.
+      config: the settings of checkpoints, with patterns that select parts.
+      strategy: the type of the strategy.
 
     Raises:
-      ConfigError: the program's state does not have a part, or parts are given although the
-        strategy's servers save the state.
+      ConfigError: a pattern selects no part of the state, or the config selects parts although
+        the strategy's servers save the state.
     """
     given = {"parts": config.parts, "begin_with": config.begin_with and config.begin_with.parts}
     for key, patterns in given.items():
@@ -70,7 +72,7 @@ def check_parts(config: CheckpointConfig, strategy: str, program: Program) -> tu
 
 
 def _check_evaluated(parts: Sequence[str], program: Program) -> None:
-    """Check that the parts suffice to derive the parameters to evaluate."""
+    """Refuse parts from which the parameters to evaluate cannot be derived."""
     names = [name for name, _ in flatten_with_names(program.own_shapes)]
     held = set(taken(parts, names))
     for part in evaluated_parts(program)[2:]:

@@ -1,4 +1,4 @@
-"""The length of a run, its batch sizes and its learning rate: from the config to stages."""
+"""The plan of a run: its length, batch sizes and learning rate, from the config to train stages."""
 
 from __future__ import annotations
 
@@ -68,26 +68,34 @@ class TrainConfig(Config):
         return self.rescaled_from or self.batch_size
 
     def total_examples(self, examples: int | None) -> int:
-        """Return the examples that a run of `epochs` sees, given the size of the training split."""
+        """Return the number of examples that a run of `epochs` trains on.
+
+        Args:
+          examples: the number of examples in the training split.
+        """
         assert self.epochs is not None
         assert examples is not None, "epochs need the size of the data"
         return max(1, nearest(self.epochs * examples))
 
     def microbatches_of(self, batch_size: int) -> int:
-        """Return the number of microbatches of a batch, none larger than those of the config."""
+        """Return the number of microbatches for a batch of `batch_size` examples.
+
+        No microbatch is larger than a microbatch of the config's batch_size.
+        """
         return math.ceil(batch_size * self.microbatches / self.batch_size)
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """The stages of a run, each of which has a single batch size; there is at least one stage.
+    """The train stages of a run, at least one; a stage has a single batch size.
 
     Attributes:
-      rate: the learning rate that the stages determine; None leaves it to the optimizer's config.
-      sizes: batch sizes of a run whose batches follow the mesh; the run's only stage has the last
-        size.
-      full_steps: number of steps that the run would take with batches of the full size, or 0
-        without `sizes`.
+      stages: the stages, in order.
+      rate: the learning rate that phases determine, or None if the optimizer's config does.
+      sizes: the batch sizes so far, for a run whose batch size follows the mesh. The only stage of
+        such a run has the last size.
+      full_steps: the number of steps that the run would take with batches of the full size, or 0
+        if `sizes` is empty.
     """
 
     stages: tuple[BatchPhase, ...]
@@ -97,19 +105,19 @@ class TrainPlan:
 
     @property
     def total_steps(self) -> int:
-        """The optimizer steps of the whole run."""
+        """The number of optimizer steps in the run."""
         return self.stages[-1].first_step + self.stages[-1].steps
 
     @property
     def first_examples(self) -> tuple[int, ...]:
-        """The number of examples seen before each stage."""
+        """The number of examples that were trained on before each stage."""
         before = seen(self.sizes, self.sizes[-1][0]) if self.sizes else 0
         sizes = [stage.steps * stage.batch_size for stage in self.stages]
         return tuple(before + sum(sizes[:i]) for i in range(len(sizes)))
 
 
 def nearest(number: float) -> int:
-    """Return the nearest whole number, a half upwards, unlike Python's `round`.
+    """Return the nearest whole number; halves are rounded up, unlike in Python's `round`.
 
     >>> [nearest(number) for number in (0.5, 1.5, 2.5, 2.4)]
     [1, 2, 3, 2]
@@ -118,7 +126,7 @@ def nearest(number: float) -> int:
 
 
 def needs_examples(train: TrainConfig, optim: OptimizerConfig) -> bool:
-    """Return whether the plan of a run depends on the number of examples."""
+    """Return whether the plan of a run depends on the size of the training split."""
     scaled = optim.scale_from
     return train.epochs is not None or (scaled is not None and scaled.warmup_epochs is not None)
 
@@ -127,13 +135,13 @@ def plan_stages(train: TrainConfig, examples: int | None, sizes: Sizes = ()) -> 
     """Plan the stages of a run.
 
     Args:
-      examples: size of the training split, which may be None where `needs_examples` is false.
-      sizes: all batch sizes so far of a resumed run whose batches follow the mesh, with the present
-        size as the last; otherwise ().
+      examples: the size of the training split, which may be None if `needs_examples` is false.
+      sizes: for a resumed run whose batch size follows the mesh, all batch sizes so far, with the
+        present size last; () for other runs.
 
     Raises:
-      ConfigError: a ramp does not end at batch_size or is longer than the run; phases do not add up
-        to the run.
+      ConfigError: a ramp does not end at batch_size or is longer than the run; the fractions of
+        phases do not sum to 1.
     """
     if train.phases is not None:
         plan = _plan_phases(train, train.phases, examples)
@@ -167,7 +175,8 @@ def _plan_ramp(
     if train.steps is None:
         total = train.total_examples(examples)
         return ramp_stages(ramp, batch_size=train.batch_size, total_examples=total)
-    # The ramp is planned for more examples than needed; the last stage is then cut to the steps.
+    # The ramp is planned for more examples than needed, and the last stage is then cut to the
+    # number of steps.
     ample = ramp.ramp_examples + train.steps * train.batch_size
     *rising, last = ramp_stages(ramp, batch_size=train.batch_size, total_examples=ample)
     if train.steps <= last.first_step:
@@ -184,8 +193,8 @@ def plan_learning_rate(
     """Derive the learning rate of a run with the stages of a plan.
 
     Raises:
-      ConfigError: any error of `plan_rate`; a learning rate in the optimizer's config that phases
-        would override; a warm-up in epochs of a run whose batches grow.
+      ConfigError: `plan_rate` raises it; the optimizer's config has a learning rate that phases
+        would override; the warm-up is in epochs, but the batch size grows.
     """
     if plan.rate is not None:
         given = [
@@ -222,7 +231,7 @@ def plan_learning_rate(
 
 
 def explain_plan(plan: TrainPlan, rate: Rate) -> tuple[str, ...]:
-    """Explain each derived value in a line; return () if a run follows its config directly."""
+    """Return a line on each derived value, or () if the config sets all values directly."""
     if len(plan.stages) == 1 or plan.rate is not None:
         return rate.explained
     return (*(stage.description for stage in plan.stages), *rate.explained)
@@ -233,13 +242,16 @@ def check_stages(
 ) -> None:
     """Check that the batch of each stage divides over devices and microbatches.
 
+    Args:
+      shards: as for `check_batch`.
+
     Raises:
-      ConfigError: a batch does not divide; the message names its stage, and the ramp or phase.
+      ConfigError: a batch does not divide; the message names the stage, and the ramp or phase.
     """
     if train.batch_ramp is None and train.phases is None:
         return
     ramp = train.batch_ramp
-    # A pipeline's schedule is for its number of microbatches, whatever the batch.
+    # A pipeline's schedule is for a fixed number of microbatches, even if the batch size changes.
     staged = layout.mesh.shape.get("stage", 1) > 1
     problems = []
     for index, stage in enumerate(plan.stages):
@@ -267,8 +279,8 @@ def check_batch(
     """Check that the batch divides over microbatches and over the devices that split it.
 
     Args:
-      shards: number of logical shards, which split the batch in place of devices, or None without
-        shards.
+      shards: the number of logical shards, which split the batch instead of the devices, or None
+        without logical shards.
 
     Raises:
       ConfigError: the batch does not divide; the message gives the nearest sizes that do.

@@ -32,7 +32,7 @@ class ReplicaCheckConfig(Config):
 
     @property
     def restores(self) -> int:
-        """The number of times that a process may restore a checkpoint because replicas differ."""
+        """The number of times that a process may restore a checkpoint after replicas differ."""
         return self.max_restores if self.on_difference == "restore" else 0
 
 
@@ -42,7 +42,7 @@ def replicas_of(program: Program) -> Replicas:
 
 
 def explained(settings: ReplicaCheckConfig | None, program: Program) -> tuple[str, ...]:
-    """Explain in a line how much of the state is compared."""
+    """Return a line on how much of the state is compared, or () if nothing is compared."""
     if settings is None:
         return ()
     coverage = replicas_of(program).coverage
@@ -53,7 +53,7 @@ def explained(settings: ReplicaCheckConfig | None, program: Program) -> tuple[st
 
 
 def replica_notices(settings: ReplicaCheckConfig | None, program: Program) -> tuple[str, ...]:
-    """Return a sentence for each kind of difference that no comparison can find in this plan."""
+    """Return a sentence for each kind of difference that comparisons cannot find in this plan."""
     if settings is None:
         return ()
     if not replicas_of(program).coverage.compared_bytes:

@@ -1,9 +1,10 @@
-"""Batches that shrink and grow with the mesh: their sizes, the run's length, its learning rate.
+"""The sizes of batches that follow the mesh, and the learning rate of such a run.
 
 The length of such a run is counted in examples, not in steps. A step of b examples counts as b / B
-of a step of the full size B: it advances the run and the schedule of the learning rate by this
-fraction, and the rule of `optim.scale_from` scales the learning rate from B to b. The order of the
-examples does not depend on sizes: the loader continues where the last batch of another size ended.
+of a step of the full size B. The step advances the run and the schedule of the learning rate by
+this fraction, and the rule of `optim.scale_from` scales the learning rate from B to b. The order of
+the examples does not depend on batch sizes: after a change of size, the loader continues with the
+next example.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     pass
 
 Sizes = tuple[tuple[int, int], ...]
-"""Batch sizes in order, each as (the step after which the size began, examples of a step)."""
+"""The batch sizes of a run, in order: pairs of the step after which a size began, and the size."""
 KEY = "batch_sizes"
 """The key of the batch sizes in the metadata of a saved state."""
 
@@ -31,7 +32,8 @@ def extended(found: Json, step: int, size: int, full: int) -> Sizes:
     """Return the sizes of a run that continues after `step` with batches of `size`.
 
     Args:
-      found: the sizes saved with the state; None means that all batches had the full size.
+      found: the sizes that were saved with the state, or None if all batches had the full size.
+      full: the full size.
 
     >>> extended([[0, 64], [100, 48]], 120, 48, 64), extended(None, 120, 32, 64)
     (((0, 64), (100, 48)), ((0, 64), (120, 32)))
@@ -41,7 +43,7 @@ def extended(found: Json, step: int, size: int, full: int) -> Sizes:
 
 
 def seen(sizes: Sizes, step: int) -> int:
-    """Return the number of examples in the first `step` steps.
+    """Return the number of examples in the first `step` steps of a run with these batch sizes.
 
     >>> seen(((0, 64), (100, 48)), 110)
     6880
@@ -51,9 +53,9 @@ def seen(sizes: Sizes, step: int) -> int:
 
 
 def last_stage(sizes: Sizes, total_examples: int) -> BatchPhase:
-    """Return the phase from the last change of size until all examples have been seen.
+    """Return the phase from the last change of size until `total_examples` were trained on.
 
-    The last batch may go beyond `total_examples`; the phase has at least one batch.
+    The last batch may exceed this number. The phase has at least one batch.
 
     >>> last_stage(((0, 64), (100, 48)), 6400 + 96)
     BatchPhase(first_step=100, steps=2, batch_size=48)
@@ -68,7 +70,9 @@ def rescaled(base: Rate, scale: ScaleFromConfig | None, full: int, sizes: Sizes)
 
     Args:
       base: the learning rate of the run at the full batch size.
-      scale: rule by which the learning rate depends on the batch size.
+      scale: the rule by which the learning rate depends on the batch size; it may be None only if
+        all batches have the full size.
+      full: the full batch size.
     """
     first, size = sizes[-1]
     if size == full and len(sizes) == 1:

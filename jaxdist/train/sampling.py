@@ -16,10 +16,12 @@ class Sampling:
     """The choice of a token from logits.
 
     Attributes:
-      temperature: 0 always takes the most likely token.
-      top_k: number of most likely tokens to choose among, or None for all tokens.
-      top_p: choose among the fewest tokens whose probabilities add up to this number.
-      seed: seed of the choices; a text does not depend on the other texts of its batch.
+      temperature: the divisor of the logits; 0 always selects the most likely token.
+      top_k: the number of most likely tokens to choose among, or None for all tokens.
+      top_p: a probability; the choice is among the fewest, most likely tokens that reach it
+        together.
+      seed: the seed of the choices, which depend on the index of a text in its batch, but not on
+        the other texts.
     """
 
     temperature: float = 0.0
@@ -28,7 +30,11 @@ class Sampling:
     seed: int = 0
 
     def draw(self, logits_BV: jax.Array, number: jax.Array) -> jax.Array:
-        """Choose a token of each text, int32 `[B]`; `number` counts the choices."""
+        """Choose the next token of each text, int32 `[B]`.
+
+        Args:
+          number: the number of earlier choices for these texts.
+        """
         if self.temperature == 0:
             return logits_BV.argmax(-1).astype(jnp.int32)
         scaled_BV = self._kept(logits_BV / self.temperature)
@@ -38,14 +44,15 @@ class Sampling:
         return jax.vmap(jax.random.categorical)(keys, scaled_BV).astype(jnp.int32)
 
     def _kept(self, logits_BV: jax.Array) -> jax.Array:
-        """Give probability 0 to the tokens that `top_k` and `top_p` leave out."""
+        """Return the logits, with -inf for the tokens that `top_k` and `top_p` exclude."""
         if self.top_k is not None:
             least_B1 = jax.lax.top_k(logits_BV, min(self.top_k, logits_BV.shape[1]))[0][:, -1:]
             logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
         if self.top_p < 1:
             sorted_BV = -jnp.sort(-logits_BV, axis=-1)
             shares_BV = jax.nn.softmax(sorted_BV, -1)
-            # A token stays if all likelier tokens do not add up to `top_p`; the first always does.
+            # A token is kept if the likelier tokens together do not reach `top_p`, so the likeliest
+            # token is always kept.
             stays_BV = jnp.cumsum(shares_BV, -1) - shares_BV < self.top_p
             least_B1 = jnp.where(stays_BV, sorted_BV, jnp.inf).min(-1, keepdims=True)
             logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)

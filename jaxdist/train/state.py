@@ -19,10 +19,10 @@ class TrainState:
     included.
 
     Attributes:
-      step: number of steps taken, int32.
-      loss_scale: `jaxdist.optim.loss_scale.LossScaleState`, or None.
-      exchange: state of `jaxdist.parallel.contract.Exchange`, or () if that has no state.
-      outer: state of `Outer`, or () without an exchange between steps.
+      step: the number of steps taken, int32.
+      loss_scale: a `jaxdist.optim.loss_scale.LossScaleState`, or None without a loss scale.
+      exchange: the state of the `jaxdist.parallel.contract.Exchange`, or () if it has no state.
+      outer: the state of the `Outer` exchange, or () without such an exchange.
     """
 
     step: Leaf
@@ -38,11 +38,11 @@ class Outer(Protocol):
     """An exchange of parameters that does not happen at every step.
 
     The state of the exchange (slow weights, outer momentum) is `TrainState.outer`. Leaves that
-    belong to a parameter (`jaxdist.optim.owners`) are split over the mesh like that parameter's
-    moments, in shards with ZeRO; all other leaves are whole on every device. All leaves are saved
-    with the rest of the state, and every plan can load them without a changed bit. If the leaves of
-    a checkpoint differ, another exchange saved it, and this exchange begins again with the
-    parameters of the checkpoint.
+    belong to a parameter (`jaxdist.optim.owners`) are split over the mesh like the moments of this
+    parameter; every device has a replica of each other leaf. All leaves are saved with the rest of
+    the state, and every plan can load them without a changed bit. If the structure of the leaves in
+    a checkpoint differs, another exchange saved the checkpoint, and this exchange begins again with
+    the checkpoint's parameters.
     """
 
     def begin(self, params: Params) -> PyTree:
@@ -50,13 +50,26 @@ class Outer(Protocol):
         ...
 
     def due(self, step: int) -> bool:
-        """Return whether to exchange after `step`; all processes must return the same."""
+        """Return whether to exchange after `step`; the result must be the same in all processes."""
         ...
 
     def exchange(self, params: Params, carried: Any) -> tuple[Any, Any]:
-        """Return the parameters to continue with, and the next state; called under jit."""
+        """Return the parameters to continue with, and the next state of the exchange.
+
+        The function is called under jit.
+
+        Args:
+          params: the parameters after the step.
+          carried: the state of the exchange.
+        """
         ...
 
     def evaluated(self, params: Params, carried: Any, step: Leaf) -> Params:
-        """Return the parameters to evaluate after `step`, an int32 scalar; called under jit."""
+        """Return the parameters to evaluate after `step`; called under jit.
+
+        Args:
+          params: the parameters after the step.
+          carried: the state of the exchange.
+          step: the number of steps taken, an int32 scalar.
+        """
         ...

@@ -1,4 +1,4 @@
-"""A jitted step on a mesh: the only place where model, loss and optimizer meet.
+"""The jitted training step on a mesh, in which model, loss and optimizer are combined.
 
 A step depends on its parts only by their contracts: the computation of gradients (`Compute`), their
 exchange (`Exchange`), the forms of stored state (`View`), and the exchange between steps (`Outer`).
@@ -39,14 +39,14 @@ SKIP_METRICS = ("skipped_steps", "skipped_in_a_row")
 
 
 class StepGradients(NamedTuple):
-    """The result of `Program.gradients` and argument of `Program.update`.
+    """The result of `Program.gradients`, which is an argument of `Program.update`.
 
     Attributes:
-      grads: gradients of the mean loss, a tree like the parameters; with ZeRO they are shards,
-        padded with zeros where they do not divide.
+      grads: the gradients of the mean loss, a tree like the parameters. With ZeRO they are shards,
+        padded with zeros if a tensor does not divide evenly.
       sums: all values that the loss measures, with their weights.
       buffers: the model's buffers after the batch.
-      exchange: state of the exchange for the next step.
+      exchange: the state of the exchange of gradients for the next step.
     """
 
     grads: Grads
@@ -60,15 +60,15 @@ class Program:
     """A model, a loss and an optimizer as compiled functions on a mesh.
 
     Attributes:
-      dims: logical dims of each parameter, by name.
-      batch: shapes, dtypes and shardings of a global batch.
-      seed: seed of the initial parameters and of the random layers.
-      compute: computation of gradients from a batch.
-      exchange: exchange of gradients between devices, after which each device has the share that it
-        updates.
-      views: forms of the state on the devices that differ from the model's form.
-      outer: exchange between steps, or None for no exchange.
-      options: options for the compiler, for all programs except `init`.
+      dims: the logical dims of each parameter, by name.
+      batch: the shape, dtype and sharding of each field of a global batch.
+      seed: the seed of the initial parameters and of the random layers.
+      compute: the computation of gradients from a batch.
+      exchange: the exchange of gradients between devices, after which each device has the gradients
+        of the parameters (or shards) that it updates.
+      views: the forms of the state on the devices that differ from the model's form.
+      outer: the exchange between steps, or None without such an exchange.
+      options: the options for the compiler, for all programs except `init`.
     """
 
     model: Functional
@@ -85,7 +85,7 @@ class Program:
 
     @cached_property
     def home(self) -> Home:
-        """The conversions between the stored form of a state and the model's form."""
+        """The conversions of a state between its stored form, the model's form and other forms."""
         outer = () if self.outer is None else self.own_shapes.outer
         return Home(self.views, self.model, self.optimizer.transform, outer)
 
@@ -101,7 +101,7 @@ class Program:
 
     @cached_property
     def own_shapes(self) -> TrainState:
-        """The shapes of the training state, without shardings and the padding of ZeRO's shards."""
+        """The shapes of the training state in the model's form, without shardings or padding."""
         return jax.eval_shape(self._init)
 
     def _state_shardings(self, shapes: TrainState) -> TrainState:
@@ -143,7 +143,7 @@ class Program:
         )
 
     def init(self) -> TrainState:
-        """Create an initial state in shards, so that no device ever holds more than its own."""
+        """Create an initial state, of which each device creates only its shards."""
 
         def init() -> TrainState:
             return self.home.stored(self._init())
@@ -151,7 +151,12 @@ class Program:
         return jax.jit(init, out_shardings=self._stored_shardings)()
 
     def _gradients(self, stored: TrainState, state: TrainState, batch: Batch) -> StepGradients:
-        """Compute gradients from a state, given in its stored form and in the form of steps."""
+        """Compute the gradients of a batch.
+
+        Args:
+          stored: the state in its stored form.
+          state: the same state in the form of steps.
+        """
         # The key depends only on seed and step, so that a resumed run draws the same dropout masks.
         key = jax.random.fold_in(self._keys()[1], state.step)
         scale = scale_for(state.params, state.loss_scale)
@@ -161,7 +166,8 @@ class Program:
 
     def _update(self, state: TrainState, found: StepGradients) -> tuple[TrainState, jax.Array]:
         """Update a state in the form of steps; return its stored form and the step's metrics."""
-        # Each device updates its share; the new parameters are then sent to where they are stored.
+        # Each device updates its share of the parameters, which is then sent to the devices that
+        # store it.
         trained, frozen = self.model.divided(state.params)
         grads, params = self.exchange.shares(found.grads, trained)
         norm = self.exchange.norm(grads)
@@ -172,7 +178,8 @@ class Program:
             rest = norm, values["loss"], found.sums["loss"].weight
             params, opt_state = self.exchange.apply(self._moved, given, rest)
         if self.optimizer.skips_empty:
-            # Without weight, plans that divide by the weight after the exchange would show NaN.
+            # If the batch has no weight, plans that divide by the weight after the exchange would
+            # report NaN.
             norm_shown = jnp.where(found.sums["loss"].weight != 0, norm, 0.0)
         else:
             norm_shown = norm
@@ -221,7 +228,15 @@ class Program:
     def _after_skips(
         self, old: TrainState, new: TrainState, norm: jax.Array, weight: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Restore buffers and residuals after a skipped step; lower the scale after an overflow."""
+        """Return the state and further metrics of a step that the optimizer may have skipped.
+
+        After a skipped step, the buffers and the state of the exchange are those of the old state.
+        The loss scale shrinks after an overflow.
+
+        Args:
+          norm: the norm of the gradients.
+          weight: the weight of the batch.
+        """
         before, after = (skip_states(state.opt_state)[0] for state in (old, new))
         moved = before.skipped == after.skipped
         buffers, exchange = jax.tree.map(
@@ -250,7 +265,7 @@ class Program:
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:
-        """The names of the values in the vector that `train` returns; those of the loss come first.
+        """The names of the values in the vector that `train` returns; the loss comes first.
 
         Raises:
           RunError: the loss does not return sums or scalars.
@@ -270,9 +285,10 @@ class Program:
         return self._jitted.updating(self._train, (self._stored_shardings, self.layout.replicated))
 
     def train_with(self, field: str) -> Compiled:
-        """Return `train` with a third result, the gradient with respect to a field of the batch.
+        """Return a function like `train` that also returns the gradient of a field of the batch.
 
-        The field's gradient is that of the mean loss, laid out as the batch.
+        This third result is the gradient of the mean loss, with the shape and sharding of the
+        field.
         """
         compute = self.compute
         assert isinstance(compute, WholeBatch), "a batch in one piece, on one stage"
@@ -282,7 +298,8 @@ class Program:
             found = self._gradients(stored, state, batch)
             key = jax.random.fold_in(self._keys()[1], stored.step)
             held = StepInputs(state.params, stored.params, state.buffers, None)
-            # XLA computes what both gradients share once, where it places all communication.
+            # XLA computes the common part of both gradients only once, if XLA places all
+            # communication.
             of_field = compute.objective.field_gradients(held, batch, key, field)
             return *self._update(state, found), of_field
 
@@ -296,10 +313,7 @@ class Program:
 
     @cached_property
     def gradients(self) -> Compiled:
-        """A compiled function from (state, batch) to `StepGradients`, for a loop of the user's own.
-
-        The gradients of the mean loss have the optimizer's form: with ZeRO they are shards.
-        """
+        """A compiled function from (state, batch) to `StepGradients`, for a loop of the user."""
 
         def gradients(stored: TrainState, batch: Batch) -> StepGradients:
             found = self._gradients(stored, self.home.to_step(stored), batch)
@@ -333,8 +347,8 @@ class Program:
 
         def between(stored: TrainState) -> TrainState:
             state, carried = self.home.to_step(stored), self.home.outer_to_step(stored.outer)
-            # As in a step: each device computes its share, which is then sent to where it is
-            # stored.
+            # As in a step, each device computes its share, which is then sent to the devices that
+            # store it.
             trained, frozen = self.model.divided(state.params)
             _, shares = self.exchange.shares(trained, trained)
             given = (shares, of_params(shares)), (carried, self.home.owners_of_outer)
@@ -347,7 +361,7 @@ class Program:
 
     @cached_property
     def evaluate(self) -> Compiled:
-        """A compiled function from (stored parameters, buffers, batch) to sums, for evaluation."""
+        """A compiled function from (stored parameters, buffers, batch) to the sums of the loss."""
 
         def evaluate(params: Params, buffers: Buffers, batch: Batch) -> Sums:
             own = self.home.params_to_step(params)

@@ -1,1 +1,1 @@
-"""The division of a run into steps and processes: a contract and its alternatives."""
+"""The strategies, which divide a run into steps and processes: a contract, and implementations."""

@@ -19,11 +19,11 @@ from jaxdist.train.strategy.lookahead import Lookahead
 from jaxdist.wire.config import ProcessesConfig
 
 RowConsistency = Annotated[BSP | SSP | Asynchronous, Field(discriminator="type")]
-"""The consistency models of rows."""
+"""The union of the consistency models for the rows of tables on servers."""
 
 
 class Synchronous(Config):
-    """All processes take every step together, and only steps change parameters."""
+    """A strategy in which all processes take every step together; only steps change parameters."""
 
     type: Literal["synchronous"] = "synchronous"
     """Selects this strategy."""
@@ -33,7 +33,7 @@ class Synchronous(Config):
 
 
 class ParameterServer(Cluster):
-    """Workers push gradients to servers, which hold the parameters and update them.
+    """A strategy in which workers push gradients to servers, which hold and update the parameters.
 
     Dean et al., "Large scale distributed deep networks" (NIPS 2012); Li et al., "Scaling
     distributed machine learning with the parameter server" (OSDI 2014).
@@ -47,9 +47,9 @@ class ParameterServer(Cluster):
 
 
 class Hybrid(Config):
-    """Servers hold the tables of a model; all others are trained synchronously.
+    """A strategy with a model's tables on servers; all other parameters are trained synchronously.
 
-    In each step, every process pulls the rows of its examples, each once, and pushes their
+    In each step, every process pulls each row that its examples need once, and pushes the rows'
     gradients. Li et al., "Scaling distributed machine learning with the parameter server" (OSDI
     2014); Lian et al., "Persia" (arXiv 2111.05897).
     """
@@ -105,4 +105,4 @@ class Hybrid(Config):
 StrategyConfig = Annotated[
     Synchronous | Lookahead | ParameterServer | Hybrid, Field(discriminator="type")
 ]
-"""The union of strategies; each is a `jaxdist.train.strategy.contract.Strategy`."""
+"""The union of strategies, each of which is a `jaxdist.train.strategy.contract.Strategy`."""

@@ -27,10 +27,10 @@ from jaxdist.types import Params
 
 @dataclass(frozen=True)
 class TrainStage:
-    """A stretch of a run with a single batch size: steps `first_step + 1` to `last_step`.
+    """The part of a run with a single batch size: steps `first_step + 1` to `last_step`.
 
     Attributes:
-      loader: loader whose step 0 is the first batch of the stage.
+      loader: the loader of the stage, whose step 0 is the first batch of the stage.
     """
 
     first_step: int
@@ -41,7 +41,7 @@ class TrainStage:
 
 
 class StepHooks(Hooks, Protocol):
-    """The work between the steps of a run that may be asked to stop."""
+    """The callbacks between the steps of a run that can be asked to stop."""
 
     stopped: bool
     """Whether a boundary has ended the run."""
@@ -57,17 +57,19 @@ class Prepared:
     """A run that is ready for its next step.
 
     Attributes:
-      state: the initial state, or the state of the newest checkpoint; a step reuses its memory.
-      stages: all stages of the run; `state.step` is the position in them.
-      hooks: the work between steps.
-      enter: function to call with a stage before its first step.
-      optim: config of the program's optimizer.
-      directory: directory of the run. A process that reads the config there builds the same
+      state: the initial state, or the state of the newest checkpoint. A step donates the state, so
+        its arrays cannot be used afterwards.
+      stages: all stages of the run; `state.step` is the number of steps already taken.
+      hooks: the callbacks between steps.
+      enter: a function to call with a stage before its first step.
+      optim: the config of the program's optimizer.
+      directory: the directory of the run. A process that reads the config there builds the same
         program.
-      note: prints a line for the user.
-      record: records the counts of servers and workers at a step.
-      account: account of this process's time, in which hooks already count their own time.
-      rows: reader of the table rows that a batch needs, if servers hold the model's tables.
+      note: a function that prints a line for the user.
+      record: a function that records the counts of servers and workers at a step.
+      account: the account of this process's time, in which hooks already count their time.
+      rows: the reader of the table rows that a batch needs, or None unless servers hold the model's
+        tables.
     """
 
     state: TrainState
@@ -87,8 +89,8 @@ class RunSettings:
     """The settings of a run that a strategy receives.
 
     Attributes:
-      params: shapes of the model's parameters.
-      dims: logical dims of each parameter, by name.
+      params: the shapes of the model's parameters.
+      dims: the logical dims of each parameter, by name.
     """
 
     total_steps: int
@@ -104,5 +106,5 @@ class Strategy(Protocol):
     """The config of a strategy."""
 
     def outer(self) -> Outer | None:
-        """Return the exchange of parameters between steps, or None for no exchange."""
+        """Return the exchange of parameters between steps, or None without such an exchange."""
         ...

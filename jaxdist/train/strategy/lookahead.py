@@ -1,8 +1,8 @@
-"""Slow weights that follow trained weights: Lookahead, and the outer step of local updates.
+"""Slow weights, which follow the trained parameters (Lookahead).
 
 Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back" (arXiv 1907.08610), algorithm 1.
-With momentum, this algorithm is the outer step of SlowMo (Wang et al., arXiv 1910.00643, algorithm
-1) and of DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1) for one replica.
+With momentum, the same algorithm is the outer step of SlowMo (Wang et al., arXiv 1910.00643,
+algorithm 1) and of DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1) for one replica.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from jaxdist.types import Leaf, OptState, Params
 
 
 class Lookahead(Config):
-    """Every `steps` steps, move the parameters back, part of the way to the slow weights.
+    """A strategy that moves slow weights every `steps` steps, and continues training from them.
 
-    The slow weights are the parameters with which these steps began. The negated change over the
-    steps is taken as a gradient of the slow weights, with which SGD updates them; training
-    continues from the result. The optimizer's own state is not changed.
+    The slow weights are the parameters from which these steps started. The negated change of the
+    parameters over the steps is used as a gradient, and SGD updates the slow weights with this
+    gradient. The parameters then become equal to the slow weights. The optimizer's state is not
+    changed.
     """
 
     type: Literal["lookahead"] = "lookahead"
@@ -54,7 +55,7 @@ class Lookahead(Config):
 
 
 def length_notices(strategy: Lookahead, given: RunSettings) -> tuple[str, ...]:
-    """Return notices about a run whose length is not a multiple of `strategy.steps`."""
+    """Return a notice if the length of the run is not a multiple of `strategy.steps`, else ()."""
     total_steps = given.total_steps
     left = total_steps % strategy.steps
     if not left:
@@ -81,19 +82,19 @@ class SlowState(NamedTuple):
 class SlowWeights:
     """An exchange that moves slow weights by the parameters' change since the previous exchange.
 
-    The exchange costs the memory of a copy of the parameters, and of another copy with momentum;
-    both are sharded where the optimizer's state is.
+    The exchange needs memory for a copy of the parameters, and for a second copy with momentum.
+    Both copies are sharded like the optimizer's state.
 
     Attributes:
-      every: number of steps between two exchanges.
-      optimizer: optimizer of the slow weights.
+      every: the number of steps from one exchange to the next.
+      optimizer: the optimizer of the slow weights.
     """
 
     every: int
     optimizer: optax.GradientTransformation
 
     def begin(self, params: Params) -> SlowState:
-        # Without a copy, slow weights and parameters would share memory, which a step may reuse.
+        # Without a copy, slow weights and parameters would share memory, which a step donates.
         copied = jax.tree.map(lambda p: jnp.array(p, copy=True), params)
         return SlowState(copied, self.optimizer.init(copied))
 
@@ -107,6 +108,6 @@ class SlowWeights:
         return slow, SlowState(slow, moved)
 
     def evaluated(self, params: Params, carried: SlowState, step: Leaf) -> Params:
-        """Return the slow weights, or the trained weights until the slow weights have moved."""
+        """Return the slow weights, or `params` before the first exchange."""
         moved = step >= self.every
         return jax.tree.map(lambda slow, fast: jnp.where(moved, slow, fast), carried.params, params)

@@ -1,9 +1,9 @@
-"""A model's running statistics on servers: a second kind of push, averaged by examples.
+"""A model's running statistics on servers, where the pushes of workers average them.
 
-Servers hold statistics as they hold parameters, in the same flat arrays. A worker pushes by how
-much its batch moved them, with the opposite sign, and the server's update is a step of size 1
-without a learning rate. A merge weights pushes by their examples, so that after a step of all
-workers the statistics are those of the workers, averaged by examples.
+Servers hold statistics in the same flat arrays as parameters. A worker pushes the negated change of
+the statistics in its batch, and the server subtracts the push, without a learning rate. A merge
+weights pushes by their number of examples. After a step of all workers, the statistics are
+therefore the mean of the workers' statistics, weighted by examples.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _KEY = "running-statistics"
 
 
 def held(params: Params, buffers: Buffers) -> PyTree:
-    """Return the tree of all that servers hold: parameters, and statistics if there are any."""
+    """Return the tree of values that servers hold: the parameters, and any statistics."""
     return {**params, _KEY: buffers} if jax.tree.leaves(buffers) else params
 
 
 def divided(tree: PyTree, buffers: Buffers) -> tuple[Params, Buffers]:
-    """Divide a tree of `held` into parameters and statistics.
+    """Divide a result of `held` into parameters and statistics.
 
     Args:
-      buffers: the statistics to return where the tree has none.
+      buffers: the statistics to return if the tree has none.
     """
     if _KEY not in tree:
         return tree, buffers
@@ -38,23 +38,28 @@ def divided(tree: PyTree, buffers: Buffers) -> tuple[Params, Buffers]:
 
 
 def change(grads: Updates, before: Buffers, after: Buffers) -> PyTree:
-    """Return what a worker pushes: gradients, and how far statistics moved, with the other sign."""
+    """Return the values that a worker pushes: gradients, and the negated change of statistics.
+
+    Args:
+      before: the statistics before the batch.
+      after: the statistics after the batch.
+    """
     return held(grads, jax.tree.map(jnp.subtract, before, after))
 
 
 def is_statistic(name: str) -> bool:
-    """Return whether a name of a leaf of `held` is that of a statistic."""
+    """Return whether a leaf of a result of `held` is a statistic, given the leaf's name."""
     return name.startswith(f"{_KEY}/")
 
 
 def averaging(
     inner: optax.GradientTransformationExtraArgs, keys: Collection[str]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation of a flat dict that moves the arrays of `keys` by what is pushed.
+    """Return an optimizer of a flat dict that subtracts pushed values from statistics.
 
     Args:
       inner: the optimizer of the other arrays.
-      keys: keys of the statistics.
+      keys: the keys of the statistics.
     """
     if not keys:
         return inner
@@ -63,7 +68,7 @@ def averaging(
         return {key: leaf for key, leaf in tree.items() if key not in keys}
 
     def init(params: Params) -> OptState:
-        # A server may hold statistics alone, and not every optimizer takes an empty tree.
+        # A server may hold only statistics, and not every optimizer accepts an empty tree.
         return inner.init(others(params)) if others(params) else ()
 
     def update(
