@@ -1,1 +1,1 @@
-"""Transport of messages between workers and servers, over gRPC or within a process."""
+"""The transport of messages between workers and servers, over gRPC or within a process."""

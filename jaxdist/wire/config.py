@@ -1,4 +1,4 @@
-"""Settings of a run's processes: addresses, authentication and timeouts."""
+"""The settings of a run's processes: addresses, authentication and timeouts."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class TlsConfig(Config):
-    """TLS certificates for servers and workers; each side verifies the other's certificate."""
+    """The TLS certificates for servers and workers; each side verifies the other's certificate."""
 
     authority: FilePath
-    """PEM file of the certificate authority that signed all certificates."""
+    """The PEM file of the certificate authority that signed all certificates."""
     certificate: FilePath
-    """PEM file of this side's certificate; a server's certificate names the host that workers
+    """The PEM file of this side's certificate; a server's certificate names the host that workers
     connect to."""
     key: FilePath
-    """PEM file of this side's private key, which only its owner may read."""
+    """The PEM file of this side's private key, which only its owner may read."""
 
 
 class ProcessesConfig(Config):
-    """Settings of the processes of a run: servers, aggregators of racks, and workers."""
+    """The settings of the processes of a run: servers, aggregators of racks, and workers."""
 
     host: str = "127.0.0.1"
-    """Address that servers listen on; an address of a network requires tls."""
+    """The address that servers listen on; an address of a network requires tls."""
     port: Port = 0
-    """First port, which server 0 takes; the other servers take the next ports, and then each rack's
-    aggregator takes as many as there are servers. 0 takes free ports."""
+    """The first port, which server 0 takes; the other servers take the next ports, and then each
+    rack's aggregator takes as many ports as there are servers. 0 takes free ports."""
     token: FilePath | None = None
-    """File with the token that workers present; null creates a new token for each run."""
+    """The file with the token that workers present; null creates a new token for each run."""
     tls: TlsConfig | None = None
-    """TLS certificates; null sends plain text, on this machine only."""
+    """The TLS certificates; null sends plain text, on this machine only."""
     shared_memory: bool = True
     """Whether a worker and a server on this machine exchange parameters and changes through shared
     memory, which takes four times the shard's bytes for each worker; false sends them through the
     socket, as between machines."""
     deadline_seconds: PositiveFloat = 600.0
-    """Time that the other processes wait for a worker before it is killed and replaced; a process
-    that waits twice as long fails and names the late process."""
+    """The seconds that other processes wait for a worker before the worker is killed and replaced.
+    A process that waits twice as long fails, and its error names the late process."""
     retry_seconds: PositiveFloat = 30.0
-    """Time without an answer after which a message is sent again."""
+    """The seconds without an answer after which a message is sent again."""
     deaths: Annotated[int, Field(ge=1, le=100)] = 3
-    """Number of successive deaths of a worker, without a step in between, that ends the run."""
+    """The number of successive deaths of a worker, without a step in between, that ends the run."""
 
     @model_validator(mode="after")
     def _stays_here(self) -> ProcessesConfig:
@@ -60,7 +60,7 @@ class ProcessesConfig(Config):
 
 
 def stays_on_machine(host: str) -> bool:
-    """Return whether an address is reachable from this machine only; False for most names.
+    """Return whether only this machine can reach an address; False for all names but localhost.
 
     >>> [stays_on_machine(host) for host in ("127.0.0.1", "::1", "localhost", "10.0.0.1")]
     [True, True, True, False]

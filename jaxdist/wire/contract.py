@@ -55,7 +55,7 @@ NO_SEQUENCE = 2**64 - 1
 """The sequence of a refusal whose cause had no sequence."""
 CARRY_TEXT = frozenset({Op.REFUSE, Op.WAITING})
 CARRY_BYTES = CARRY_TEXT | {Op.ENTRY, Op.WHOLE}
-"""Envelopes whose payload has any length up to a largest one."""
+"""The operations whose payload may have any length up to a limit."""
 CARRY_SHARD = frozenset({Op.PUSH, Op.ANSWER, Op.PUBLISH})
 OF_WORKERS = frozenset({Op.HELLO, Op.PULL, Op.PUSH, Op.LATE})
 
@@ -65,9 +65,9 @@ class Spec:
     """The required shard, dtype and length of a payload.
 
     Attributes:
-      tensor: number of the shard.
-      length: number of elements; a shard's ranges are concatenated.
-      most: whether a payload may have fewer elements too.
+      tensor: the number of the shard.
+      length: the number of elements; a shard's ranges are concatenated.
+      most: whether a payload may also have fewer elements.
     """
 
     tensor: int
@@ -85,10 +85,12 @@ class Envelope:
     """A message and its payload.
 
     Attributes:
-      epoch, client, sequence: fields of `jaxdist.param_server.protocol.messages.Stamp`.
-      clock, version, floor, tokens: fields of the message, or 0 for fields that its kind lacks.
-      flag: for a push, whether it is usable; for an acknowledgement, whether the push was applied.
-      payload: elements `[n]`, or the bytes of a text; immutable once received.
+      epoch, client, sequence: the fields of `jaxdist.param_server.protocol.messages.Stamp`.
+      clock, version, floor, tokens: the fields of the message, or 0 for fields that messages of
+        this kind lack.
+      flag: for a push, whether the push is usable; for an acknowledgement, whether the push was
+        applied.
+      payload: the elements `[n]`, or the bytes of a text; immutable once received.
     """
 
     op: Op
@@ -110,7 +112,7 @@ class Envelope:
 
 
 Hear = Callable[[Envelope], None]
-"""Callback for the envelopes of a peer, which arrive one at a time."""
+"""The callback for the envelopes of a peer, which arrive one at a time."""
 
 
 class Session(Protocol):
@@ -132,7 +134,9 @@ class Wire(Protocol):
         """Open a new session.
 
         Args:
-          ended: called once, with the reason, if the session ends without `close`.
+          hear: the function that is called with each envelope of the server.
+          ended: the function that is called once, with the reason, if the session ends without
+            `close`.
 
         Raises:
           WireError: the server cannot be reached, or refuses the session.
@@ -144,7 +148,7 @@ class Peer(Protocol):
     """A server's end of a session."""
 
     def say(self, envelope: Envelope) -> None:
-        """Queue an envelope for the worker; a publication replaces one that is still queued."""
+        """Queue an envelope for the worker; a publication replaces a queued publication."""
         ...
 
     def close(self) -> None:
@@ -171,7 +175,7 @@ class Service(Protocol):
         ...
 
     def rejected(self, peer: Peer, envelope: Envelope | None, reason: str) -> None:
-        """Handle an envelope that is refused or malformed, as far as it could be parsed."""
+        """Handle a refused or malformed envelope, or None if no envelope could be parsed."""
         ...
 
     def left(self, peer: Peer) -> None:

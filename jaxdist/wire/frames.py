@@ -1,6 +1,7 @@
-"""Frames: a fixed header, then at most `CHUNK_BYTES` raw bytes of the payload.
+"""The frames of a wire: a fixed header, then at most `CHUNK_BYTES` raw bytes of the payload.
 
-Every frame repeats the header of its envelope, so that each can be checked alone. Little-endian:
+Every frame repeats the header of its envelope, so that each frame can be checked separately. All
+numbers are little-endian:
 
     offset  bytes  field
          0      4  magic, b"JXPS"
@@ -55,7 +56,7 @@ HEAD = struct.Struct("<4sHBBBBHIQQIIQQqqqd")
 CRC = struct.Struct("<I")
 HEADER_BYTES = HEAD.size + CRC.size
 FRAME_BYTES = HEADER_BYTES + CHUNK_BYTES
-"""Largest size of a frame."""
+"""The largest size of a frame, in bytes."""
 _NO_BYTES = np.empty(0, np.uint8)
 DTYPES = tuple(np.dtype(name) for name in ("uint8", "float32", jnp.bfloat16, "float16", "float64"))
 
@@ -77,10 +78,10 @@ class Header(NamedTuple):
 
     Attributes:
       envelope: the envelope without its payload.
-      spec: required shard, dtype and length of the payload, or None without a payload.
-      offset: offset of this frame's bytes in the payload.
-      length: number of this frame's bytes.
-      slot: slot of shared memory that has the bytes, or None if the bytes follow the header.
+      spec: the required shard, dtype and length of the payload, or None without a payload.
+      offset: the offset of this frame's bytes in the payload.
+      length: the number of this frame's bytes.
+      slot: the slot of shared memory that has the bytes, or None if the bytes follow the header.
     """
 
     envelope: Envelope
@@ -96,10 +97,10 @@ def text_payload(text: str) -> np.ndarray:
 
 
 def frames(envelope: Envelope, shared: Direction | None = None) -> Iterator[bytes]:
-    """Split an envelope into frames; each copies its part of the payload once.
+    """Yield the frames of an envelope; each frame copies its part of the payload once.
 
     Args:
-      shared: memory shared with the peer, which carries the payload if a slot is free.
+      shared: the memory shared with the peer, which carries the payload if a slot is free, or None.
 
     >>> [len(frame) for frame in frames(Envelope(Op.PULL))]
     [92]
@@ -182,13 +183,13 @@ def parse_frame(frame: bytes) -> Header:
 
 
 class Assembler:
-    """Assemble the envelopes of one session from its frames, one envelope at a time, in order.
+    """An assembler of the envelopes of one session from its frames, one envelope at a time.
 
     Args:
-      spec_of: function from an envelope without its payload to the payload's specification, or to
-        None for no payload. If the function raises a `FrameError`, the envelope is refused before
-        anything is allocated.
-      shared: memory that the peer writes payloads to.
+      spec_of: the function from an envelope without its payload to the payload's specification, or
+        to None for no payload. If the function raises a `FrameError`, the envelope is refused
+        before anything is allocated.
+      shared: the memory to which the peer writes payloads, or None.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class Assembler:
         self._filled = 0
 
     def feed(self, frame: bytes) -> Envelope | None:
-        """Return the envelope that this frame completes, if any.
+        """Return the envelope that this frame completes, or None if further frames are missing.
 
         Raises:
           FrameError: the frame is refused, together with the incomplete envelope.
@@ -273,8 +274,8 @@ def spec_for(envelope: Envelope, push: Spec, shard: Spec) -> Spec | None:
     """Return the specification of an envelope's payload, or None for no payload.
 
     Args:
-      push: specification of the payload of a push.
-      shard: specification of parameters.
+      push: the specification of the payload of a push.
+      shard: the specification of parameters.
     """
     if envelope.op in CARRY_TEXT:
         return Spec(envelope.tensor, np.dtype(np.uint8), TEXT_BYTES)

@@ -1,4 +1,4 @@
-"""A session that a thread reopens when it ends, and a text that one process shows to others so."""
+"""A session that a thread reopens, and a board by which a process shows a text to others."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class KeptSession:
     """A session with a peer, which a thread reopens when it ends.
 
     Args:
-      opened: called with this object when a session begins; what was sent before may be lost.
-      hear: called with each envelope of the peer.
+      opened: the function that is called with this object when a session begins; envelopes that
+        were sent earlier may be lost.
+      hear: the function that is called with each envelope of the peer.
     """
 
     def __init__(self, wire: Wire, opened: Callable[[Any], None], hear: Hear) -> None:
@@ -37,7 +38,7 @@ class KeptSession:
                 session.send(one)
 
     def close(self) -> None:
-        """End the session, without a wait for the thread."""
+        """End the session; do not wait for the thread."""
         self._closed.set()
         self._lost.set()
 
@@ -57,7 +58,7 @@ class KeptSession:
 
 
 class Board:
-    """A `jaxdist.wire.contract.Service` that shows a text to all peers, whenever it changes."""
+    """A `jaxdist.wire.contract.Service` that sends peers a text on request and at each change."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -65,7 +66,7 @@ class Board:
         self._lock = threading.Lock()
 
     def show(self, text: str) -> None:
-        """Show another text."""
+        """Replace the text, and send the new text to all peers."""
         with self._lock:
             self._text = text
             for peer in self._peers:
@@ -93,12 +94,12 @@ class Board:
 
 
 def spec_of_board(envelope: Envelope) -> Spec | None:
-    """Return the specification of what a `Board` sends."""
+    """Return the specification of the payload that a `Board` sends."""
     return Spec(envelope.tensor, np.dtype(np.uint8), TEXT_BYTES)
 
 
 def read_board(wire: Wire, seen: Callable[[str], None]) -> KeptSession:
-    """Call a function with the text of a `Board` now and whenever it changes, until closed."""
+    """Call a function with the text of a `Board` now and at each change, until `close`."""
     return KeptSession(
         wire, lambda kept: kept.send([Envelope(Op.LATE)]), lambda envelope: seen(envelope.text)
     )

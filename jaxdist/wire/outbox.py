@@ -1,4 +1,4 @@
-"""A queue of envelopes from any thread to the thread that sends them."""
+"""A queue of envelopes, from any thread to the thread that sends the envelopes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections import deque
 from jaxdist.wire.contract import CARRY_SHARD, Envelope, Op
 
 MOST_WAITING = 512
-"""Number of queued envelopes at which a peer that reads nothing is disconnected."""
+"""The number of queued envelopes at which a peer that reads nothing is disconnected."""
 MOST_SHARDS = 16
-"""Number of queued payloads at which a worker is disconnected; each payload may keep another
+"""The number of queued payloads at which a worker is disconnected; each payload may keep another
 version of the parameters in memory."""
 
 
@@ -18,7 +18,7 @@ class Outbox:
     """A queue that can be closed, in which a publication replaces an older publication.
 
     Args:
-      payloads: number of queued payloads of parameters or changes at which the peer is
+      payloads: the number of queued payloads of parameters or changes at which the peer is
         disconnected, or None for no separate limit.
     """
 

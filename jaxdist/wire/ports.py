@@ -13,9 +13,10 @@ def check_ports(host: str, port: int, servers: int, *, aggregators: int = 0) -> 
     """Refuse ports that do not exist or are in use, before any process starts.
 
     Args:
-      port: port of the first server; the others take the next ports, and 0 takes free ports.
-      aggregators: number of aggregators, whose ports follow; each takes as many as there are
-        servers.
+      port: the port of the first server; the other servers take the next ports. With 0, servers
+        take free ports, and nothing is checked.
+      aggregators: the number of aggregators, whose ports follow; each aggregator takes as many
+        ports as there are servers.
 
     Raises:
       ConfigError: a port cannot be used; the message has the port and the remedy.
@@ -45,7 +46,7 @@ def check_ports(host: str, port: int, servers: int, *, aggregators: int = 0) -> 
 
 
 def _refused(host: str, port: int) -> str | None:
-    """Return the reason that a server cannot listen on a port, or None."""
+    """Return the reason why a server cannot listen on a port, or None if it can."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -28,8 +28,8 @@ SERVICE = "jaxdist.ParameterServer"
 METHOD = f"/{SERVICE}/Session"
 CONNECT_SECONDS = 2.0
 SHARED_KEY = "jaxdist-shared"
-"""Key of metadata: in a call, the location of the worker's memory; in the answer, whether the
-server opened it."""
+"""The key of metadata. In a call, the value is the location of the worker's memory; in the answer,
+the value says whether the server opened the memory."""
 COMMON: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", FRAME_BYTES),
     ("grpc.max_send_message_length", FRAME_BYTES),
@@ -74,15 +74,15 @@ class _Peer:
 
 
 class RpcServer:
-    """A gRPC server for a service, on a port of its own.
+    """A gRPC server that offers one service on one port.
 
     Args:
-      host: address of this machine.
-      port: port to listen on; 0 takes a free port.
-      token: token that every session must present.
-      tls: TLS credentials; None sends plain text, which `ProcessesConfig` allows on this machine
-        only.
-      sessions: largest number of concurrent sessions; further sessions are refused.
+      host: the address of this machine.
+      port: the port to listen on; 0 takes a free port.
+      token: the token that every session must present.
+      tls: the TLS credentials; None sends plain text, which `ProcessesConfig` allows on this
+        machine only.
+      sessions: the largest number of concurrent sessions; further sessions are refused.
 
     Raises:
       WireError: the port is in use, or the address is not this machine's.
@@ -187,10 +187,10 @@ class RpcWire:
 
     Attributes:
       address: `host:port`.
-      spec_of: function from a server's envelope to the specification of its payload.
-      tls: TLS credentials; None sends plain text.
-      shared_bytes: largest payload that goes through shared memory, if the server is a process of
-        the same user on this machine; 0 sends all payloads through the socket.
+      spec_of: the function from a server's envelope to the specification of its payload.
+      tls: the TLS credentials; None sends plain text.
+      shared_bytes: the largest payload that goes through shared memory, if the server is a process
+        of the same user on this machine; 0 sends all payloads through the socket.
     """
 
     address: str
@@ -256,7 +256,7 @@ class _RpcSession:
             yield from frames(envelope, self._to_server)
 
     def _agree(self) -> shared.Direction | None:
-        """Use the shared memory if the server opened it; return the direction to the worker."""
+        """Use the memory if the server opened it; return its direction to the worker, or None."""
         memory, answer = self._memory, dict(self._call.initial_metadata() or ())
         if memory is None:
             return None

@@ -1,4 +1,4 @@
-"""Authentication of sessions: a shared token and TLS certificates."""
+"""The authentication of sessions: a shared token and TLS certificates."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from jaxdist.wire.config import TlsConfig
 
 TOKEN_KEY = "jaxdist-token"
 TOKEN_LEAST = 32
-"""Smallest number of characters of a token; `make_token` writes 64, of 256 random bits."""
+"""The smallest number of characters of a token; `make_token` writes 64, of 256 random bits."""
 
 
 @dataclass(frozen=True)
 class Tls:
-    """TLS certificates and key, read from their files.
+    """The TLS certificates and key, read from their files.
 
     Attributes:
-      authority, certificate, key: contents of the PEM files.
+      authority, certificate, key: the contents of the PEM files.
     """
 
     authority: bytes
@@ -35,13 +35,13 @@ class Tls:
     key: bytes
 
     def server(self) -> grpc.ServerCredentials:
-        """Return credentials for a server, which refuses clients without a certificate."""
+        """Return the credentials of a server that refuses clients without a certificate."""
         return grpc.ssl_server_credentials(
             [(self.key, self.certificate)], self.authority, require_client_auth=True
         )
 
     def channel(self) -> grpc.ChannelCredentials:
-        """Return credentials for a worker."""
+        """Return the credentials of a worker."""
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
 
@@ -88,14 +88,14 @@ def _context(tls: Tls) -> ssl.SSLContext:
 
 
 def certificate_refusal(address: str, tls: Tls, seconds: float) -> str | None:
-    """Return the reason that server or client rejects the other's certificate, or None.
+    """Return the reason why server or client rejects the other's certificate, or None.
 
     gRPC retries a failed handshake for ever and hides its reason, so this function does one
-    handshake itself. The result is None too if the server cannot be reached.
+    handshake itself. The result is also None if the server cannot be reached.
 
     Args:
       address: `host:port`.
-      seconds: time limit for the server's answer.
+      seconds: the time limit for the server's answer, in seconds.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -145,7 +145,7 @@ def read_token(path: Path) -> str:
 
 
 def same_token(given: object, token: str) -> bool:
-    """Compare a peer's token, in constant time for tokens of equal length."""
+    """Return whether a peer's token is correct, in constant time for tokens of equal length."""
     return isinstance(given, str) and hmac.compare_digest(given.encode(), token.encode())
 
 

@@ -1,4 +1,4 @@
-"""Shared memory between a worker and a server on one machine, which holds payloads of frames.
+"""The shared memory between a worker and a server on one machine, which holds payloads.
 
 A session through a socket copies a payload four times and checks each byte twice. Through shared
 memory a payload is only copied in and out. The worker creates the memory (`memfd_create`, sealed so
@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 SLOTS = 2
-"""Slots per direction: one is written while the other is read."""
+"""The number of slots per direction: one slot is written while the other is read."""
 LEAST_BYTES = 2**16
-"""Smallest payload that uses a slot; smaller payloads travel in frames."""
+"""The smallest payload that uses a slot, in bytes; smaller payloads travel in frames."""
 _PAGE = 4096
 _NONCE = slice(0, 16)
 _FLAGS = slice(64, 64 + 2 * SLOTS)
@@ -34,7 +34,7 @@ _SEALS = 0 if not hasattr(fcntl, "F_SEAL_SHRINK") else fcntl.F_SEAL_SHRINK | fcn
 
 
 def supported() -> bool:
-    """Return whether two processes can share memory in this way.
+    """Return whether two processes of this platform can share memory as this module does.
 
     A flag must become visible after the copy that it announces; x86 guarantees this order of
     stores.
@@ -57,7 +57,11 @@ class Direction:
     slots: np.ndarray
 
     def write(self, raw: np.ndarray) -> int | None:
-        """Copy bytes `[n]` to a slot and return it, or None if no free slot is large enough."""
+        """Copy bytes `[n]` to a free slot and return the slot, or None if no slot is used.
+
+        No slot is used if all slots are full, or if n is below `LEAST_BYTES` or above the size of a
+        slot.
+        """
         if not LEAST_BYTES <= raw.size <= self.slots.shape[1]:
             return None
         free = np.flatnonzero(self.flags == 0)
@@ -69,7 +73,7 @@ class Direction:
         return slot
 
     def read(self, slot: int, into: np.ndarray) -> bool:
-        """Copy a payload out and free its slot; return False if the slot has no such payload."""
+        """Copy a payload from a slot and free the slot; return False if it has no such payload."""
         if not (slot < SLOTS and into.size <= self.slots.shape[1] and self.flags[slot]):
             return False
         into[:] = self.slots[slot, : into.size]
@@ -82,8 +86,8 @@ class Shared:
     """The shared memory of one session.
 
     Attributes:
-      place: path of the memory for other processes of this user; empty except on the worker that
-        created the memory.
+      place: the location of the memory, by which other processes of this user open it; empty except
+        on the worker that created the memory.
       to_server, to_worker: the directions of the session.
     """
 
@@ -107,7 +111,9 @@ def _mapped(fd: int, size: int) -> tuple[np.ndarray, Direction, Direction]:
 
 
 def make(most_bytes: int) -> Shared | None:
-    """Create memory for payloads of at most `most_bytes`; return None if it is not available.
+    """Create memory for payloads of at most `most_bytes`, or return None if none can be used.
+
+    This is the case if the platform has no such memory, or if `most_bytes` is below `LEAST_BYTES`.
 
     The kernel allocates pages of the memory only when they are written.
     """
