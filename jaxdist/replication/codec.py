@@ -1,4 +1,4 @@
-"""Conversion of entries to envelopes and back; arrays precede the entry that they belong to."""
+"""The conversion of entries to envelopes and back; the arrays of an entry precede the entry."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Update = tuple[float, np.ndarray | None]
 def entry_envelopes(
     entry: LogEntry, server: int, tensor: int, updates: Sequence[Update]
 ) -> Iterator[Envelope]:
-    """Return the envelopes of an entry: one for each of its changes, then one for its state."""
+    """Yield the envelopes of an entry: one for each of its changes, then one for its state."""
     given: dict[str, Any] = {
         "epoch": entry.epoch,
         "client": server,
@@ -44,7 +44,7 @@ def entry_envelopes(
 def snapshot_envelopes(
     entry: LogEntry, server: int, tensor: int, arrays: PyTree
 ) -> Iterator[Envelope]:
-    """Return the envelopes of an entry with all arrays: the raw leaves, then the state."""
+    """Yield the envelopes of an entry with all arrays: the raw leaves, then the state."""
     given: dict[str, Any] = {
         "epoch": entry.epoch,
         "client": server,
@@ -58,7 +58,7 @@ def snapshot_envelopes(
 
 
 def to_entry(envelope: Envelope) -> tuple[LogEntry, list[tuple[float, bool]]]:
-    """Return an entry, and for each update its rate and whether it has a change."""
+    """Convert an envelope to an entry, with the rate of each update and whether it has a change."""
     told: Any = json.loads(envelope.text)
     state = _state(told["state"])
     entry = LogEntry(envelope.epoch, envelope.sequence, state, whole=envelope.flag)
@@ -66,7 +66,7 @@ def to_entry(envelope: Envelope) -> tuple[LogEntry, list[tuple[float, bool]]]:
 
 
 def of_copied(copied: Copied, tensor: int) -> Envelope:
-    """Convert a follower's reply to an envelope; an index of -1 is written as the flag."""
+    """Convert a follower's reply to an envelope; the flag marks an index of -1."""
     index = max(copied.index, 0)
     return Envelope(
         Op.COPIED, copied.epoch, copied.server, index, flag=copied.index < 0, tensor=tensor

@@ -1,16 +1,17 @@
-"""Replication of a range: a follower on another server has all that the leader has acknowledged.
+"""The replication of a range: a follower on another server has everything that is acknowledged.
 
 The leader processes messages as `jaxdist.param_server.protocol.server` describes. Each step that
 settles a push or changes the members becomes an entry: the state of the protocol, with the outcomes
 that make a retry harmless, and the updates of the parameters. An update is sent after aggregation,
 so it costs the bytes of one worker's push. The leader holds back every reply until all required
-followers have the entries before it; so a client never learns of anything that a takeover could
-lose, and no version that it reads is missing later.
+followers have all earlier entries. Therefore a client never learns of a result that a takeover
+could lose, and every version that a client has read exists after a takeover.
 
-An arbiter, the supervisor of a run, decides who leads; a server that starts, or that comes back
-after it was given up, has a number that no server had. It gives each leader an epoch of its own,
-and only a follower that has everything can become the leader. A follower refuses the entries of
-older epochs, so an earlier leader that is still alive can acknowledge nothing more.
+The arbiter, a part of the supervisor of a run, decides which server leads. Every server that starts
+has a number that no server has had, even if it replaces a server that was given up. The arbiter
+gives each leader a new epoch, and only a follower that has everything can become the leader. A
+follower refuses the entries of older epochs, so an earlier leader that is still alive cannot
+acknowledge anything more.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ class RangeView:
     """The arbiter's decision on the servers of a range.
 
     Attributes:
-      number: number of the decision; a server ignores decisions older than one that it knows.
-      epoch: epoch of the leader, which grows with each takeover.
-      leader: server that answers clients.
-      follower: server that has everything that the leader has acknowledged, or None for none.
-      joining: server that the leader copies its state to, and that follows afterwards.
+      number: the number of the decision; a server ignores a decision that is older than a known
+        decision.
+      epoch: the epoch of the leader, which grows with each takeover.
+      leader: the server that answers clients.
+      follower: the server that has everything that the leader has acknowledged, or None without
+        such a server.
+      joining: the server to which the leader copies its state, and which becomes the follower
+        afterwards, or None without such a server.
     """
 
     number: int
@@ -44,8 +48,8 @@ class RangeView:
         """Return the view without a server, or None if no server is left that has everything.
 
         Args:
-          number: number of the view in which the failure was seen. A report from another view may
-            be of a server that has come back since, and changes nothing.
+          number: the number of the view in which the failure was seen. A report from another view
+            changes nothing, because the server may have come back since.
 
         >>> RangeView(0, 0, leader=1, follower=2).failed(1, number=0)
         RangeView(number=1, epoch=1, leader=2, follower=None, joining=None)
@@ -79,9 +83,10 @@ class LogEntry:
     """A step of the leader, in the form in which followers repeat the step.
 
     Attributes:
-      index: number of the entry; all entries of all epochs are in one order.
-      state: state of the protocol after the step, in the form of `portable`.
-      updates: updates of the parameters, in order; their arrays travel with the entry.
+      index: the number of the entry; the numbers order the entries of all epochs.
+      state: the state of the protocol after the step, in the form of `portable`.
+      updates: the updates of the parameters, in order; the arrays of the updates travel with the
+        entry.
       whole: whether the entry carries all arrays in place of updates, for a server that joins.
     """
 
@@ -94,11 +99,11 @@ class LogEntry:
 
 @dataclass(frozen=True)
 class Copied:
-    """A follower's reply: it has all entries up to an index.
+    """A follower's reply, with the index up to which the follower has all entries.
 
     Attributes:
-      epoch: epoch of the follower; if it is newer than the leader's, the entry was refused.
-      index: index of the follower's newest entry.
+      epoch: the epoch of the follower; if it is newer than the leader's, the entry was refused.
+      index: the index of the follower's newest entry.
     """
 
     epoch: int
@@ -109,8 +114,8 @@ class Copied:
 def portable(state: RangeState) -> RangeState:
     """Return the state without the changes that wait for a merge, as if they had not arrived.
 
-    Followers do not have the arrays of such changes. No client has had a reply to them, so each
-    client sends its change to the next leader.
+    Followers do not have the arrays of such changes. No client has had a reply to such a change, so
+    each client sends its change to the next leader.
     """
     waiting: dict[int, tuple[int, int]] = {}
     for one in state.clocks.held:
@@ -130,10 +135,10 @@ class Leader:
     """The state of a leader towards its followers.
 
     Attributes:
-      range: state of the protocol.
-      index: index of the newest entry.
-      has: index of the newest entry that each server has, or None for a server without a copy.
-      entries: entries that some server has not acknowledged.
+      range: the state of the protocol.
+      index: the index of the newest entry.
+      has: the index of the newest entry that each server has, or None for a server without a copy.
+      entries: the entries that some server has not acknowledged.
       released: the largest value that `safe` has had so far.
       deposed: whether another server leads in a newer epoch.
     """
@@ -148,14 +153,14 @@ class Leader:
 
     @property
     def safe(self) -> int:
-        """The index up to which replies may be sent: every required follower has the entries."""
+        """The index up to which replies may be sent: all required followers have the entries."""
         if self.deposed:
             return self.released
         return min((at for at in self.has.values() if at is not None), default=self.index)
 
     @property
     def synced(self) -> int | None:
-        """The joining server, once it has everything that the leader has acknowledged."""
+        """The joining server if it has everything that is acknowledged, or None."""
         joining = self.view.joining
         if self.deposed or joining is None:
             return None
@@ -210,9 +215,9 @@ class Follower:
     """The state of a follower, or of a server that joins.
 
     Attributes:
-      epoch: newest epoch that the server knows of.
-      index: index of the newest entry; -1 before the first copy.
-      range: state of the protocol after that entry; None before the first copy.
+      epoch: the newest epoch that the server knows of.
+      index: the index of the newest entry; -1 before the first copy.
+      range: the state of the protocol after that entry; None before the first copy.
     """
 
     server: int
@@ -221,7 +226,7 @@ class Follower:
     range: RangeState | None = None
 
     def follow(self, entry: LogEntry) -> tuple[Follower, bool]:
-        """Return the follower after an entry, and whether it takes the entry's arrays.
+        """Return the follower after an entry, and whether the server takes the entry's arrays.
 
         The answer to the leader is `copied`, whether the entry is taken, repeated or refused.
         """
@@ -239,7 +244,7 @@ class Follower:
         return Copied(self.epoch, self.server, self.index)
 
     def takes_over(self, view: RangeView) -> Leader:
-        """Return the leader of a new view, which has all that was acknowledged before."""
+        """Return this server as the leader of a new view, with everything that was acknowledged."""
         assert self.range is not None, "a server without a copy cannot lead"
         assert view.epoch > self.range.epoch, f"epoch {view.epoch} after {self.range.epoch}"
         state = range_in_epoch(self.range, view.epoch)
@@ -253,5 +258,5 @@ def begin_leader(view: RangeView, state: RangeState) -> Leader:
 
 
 def begin_follower(server: int, state: RangeState, epoch: int = 0) -> Follower:
-    """Return the first follower of a range, which has what the leader begins with."""
+    """Return the first follower of a range, with the state that the first leader has."""
     return Follower(server, epoch, 0, state)

@@ -1,4 +1,4 @@
-"""A leader's connections to the servers that copy it, and their side of the connection."""
+"""The connections between a leader and the servers that copy its range, on both sides."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from jaxdist.wire.frames import FrameError
 from jaxdist.wire.kept import KeptSession
 
 MOST_BYTES = 2**40
-"""Largest size of an entry's state, or of a leaf of a snapshot."""
+"""The largest size of an entry's state, or of a leaf of a snapshot, in bytes."""
 
 
 class CopyLink(KeptSession):
     """A session with a follower, which a thread reopens when it ends.
 
     Args:
-      opened: called when a session begins; entries without an answer must be sent again.
-      copied: called with each answer of the follower.
+      opened: the function that is called with the link when a session begins, and that must send
+        the unanswered entries again.
+      copied: the function that is called with each answer of the follower.
     """
 
     def __init__(
@@ -37,12 +38,13 @@ class CopyLink(KeptSession):
 
 
 class CopyService:
-    """A `jaxdist.wire.contract.Service` that copies a range from its leader, until it leads itself.
+    """A `jaxdist.wire.contract.Service` that copies a range until its server leads the range.
 
     Args:
-      server: number of this server.
-      shard: arrays of the range, which the first entry overwrites.
-      moved: called after each update with its version and the squared norm of its change.
+      server: the number of this server.
+      shard: the arrays of the range, which the first entry overwrites.
+      moved: the function that is called after each update with its version and the squared norm of
+        its change.
     """
 
     def __init__(

@@ -20,14 +20,15 @@ class Seat:
     """A range on a server: a `CopyService`, and a `ReplicatedServer` once this server leads.
 
     Args:
-      number: number of the server.
-      start: state of the protocol if the server leads from the beginning, or None if it joins.
-      opens: opens a port for a service, keeps it open, and returns it.
-      wire_to: returns a wire to the copies on another server's port.
-      say: sends the arbiter a report: the port of the copies, a takeover, or a server that may now
-        follow.
-      kind: class of the server that leads.
-      more: further arguments of the server.
+      number: the number of the server.
+      start: the state of the protocol if the server leads from the beginning, or None if it joins.
+      opens: a function that opens a port for a service, keeps the port open, and returns its
+        number.
+      wire_to: a function from a port, on which another server copies ranges, to a wire.
+      say: a function that sends the arbiter a report: the port of the copies, a takeover, or a
+        server that may now follow.
+      kind: the class of the server that leads.
+      more: the further arguments of `kind`.
     """
 
     def __init__(
@@ -57,10 +58,10 @@ class Seat:
             say({"event": "copies", "range": self.range, "server": number, "port": port})
 
     def view(self, view: RangeView, ports: Mapping[int, int]) -> None:
-        """Follow a decision of the arbiter.
+        """Carry out a decision of the arbiter: begin to lead, or copy the range to others.
 
         Args:
-          ports: ports of the copies of the view's other servers.
+          ports: the ports of the copies of the view's other servers.
         """
         if self.server is not None:
             wires = {server: self._wire_to(port) for server, port in ports.items()}
@@ -81,7 +82,7 @@ class Seat:
             self.server.leave(client)
 
     def close(self) -> None:
-        """Stop the server, if the range has one here."""
+        """Stop the server of the range if this seat leads the range."""
         if self.server is not None:
             self.server.close()
 
@@ -101,14 +102,14 @@ class Seat:
 
 
 class Arbiter:
-    """The decisions on one range, with the ports that servers need to follow them.
+    """The arbiter of one range, which decides on its servers and sends orders to its leader.
 
     Args:
-      tell: sends an order to a server.
+      tell: a function that sends an order to a server.
 
     Attributes:
-      view: current decision; None once no server is left that has everything.
-      port: port of the leader, or None while a server takes over.
+      view: the current decision, or None if no server is left that has everything.
+      port: the port of the leader, or None while a server takes over.
     """
 
     def __init__(self, range: int, leader: int, tell: Callable[[int, JsonObject], None]) -> None:
@@ -124,7 +125,7 @@ class Arbiter:
         return view is not None and self.port is not None and view.follower is not None
 
     def hear(self, what: JsonObject) -> None:
-        """Take a report of a server on this range."""
+        """Process the report of a server about this range."""
         if self.view is None:
             return
         server = what["server"]
@@ -138,7 +139,7 @@ class Arbiter:
                 self._decide(self.view.synced(server, what["number"]))
 
     def failed(self, server: int) -> None:
-        """Take the end of a server's process, which is certain."""
+        """Process the end of a server's process; the process must have ended."""
         self._copies.pop(server, None)
         if self.view is None:
             return

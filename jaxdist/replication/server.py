@@ -25,9 +25,10 @@ class ReplicatedServer(Server):
     """A `jaxdist.param_server.live.server.Server` whose range has a follower on another server.
 
     Args:
-      number: number of this server.
-      leader: state of the replication.
-      synced: called with the numbers of a server and of the view, once that server may follow.
+      number: the number of this server.
+      leader: the state of the replication.
+      synced: the function that is called with the numbers of a server and of the view, once that
+        server may follow.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class ReplicatedServer(Server):
         super().__init__(shard, model, leader.range, **more)
 
     def viewed(self, view: RangeView, wires: Mapping[int, Wire]) -> None:
-        """Follow a decision of the arbiter.
+        """Carry out a decision of the arbiter: copy the range to the followers of the view.
 
         Args:
-          wires: wires to the servers of the view that copy this one.
+          wires: the wires to the servers of the view that copy the range, by server.
         """
         with self._changed:
             self.leader = self.leader.viewed(view, self.number)
@@ -69,7 +70,7 @@ class ReplicatedServer(Server):
         super().close()
 
     def _opened(self, server: int, link: CopyLink) -> None:
-        """Send what a follower lacks, when a session with it begins."""
+        """Send a follower the entries that it lacks, when a session with the follower begins."""
         with self._changed:
             at = self.leader.has.get(server)
             tensor = self._spec.tensor
