@@ -1,4 +1,4 @@
-"""Vectors as integers modulo 2^64, and the pseudorandom masks that are added to them."""
+"""The encoding of vectors as integers modulo 2^64, and the pseudorandom masks of vectors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 FRACTION_BITS = 32
-"""Binary places of a fixed-point number."""
+"""The number of binary places of a fixed-point number."""
 CHUNK_WORDS = 2**15
-"""Words of a mask that are computed at once, so that they stay in the processor's cache."""
+"""The number of words of a mask that are computed at once, so that the words stay in the
+processor's cache."""
 
 
 class SecureError(RunError):
@@ -39,7 +40,7 @@ def encode(x: np.ndarray, clients: int, weight: float = 1.0) -> np.ndarray:
     """Return `weight * x`, rounded to fixed point, as integers modulo 2^64.
 
     Args:
-      clients: number of vectors in the sum, which must not wrap around.
+      clients: the number of vectors in the sum, which must not wrap around.
 
     Raises:
       SecureError: an element is not finite, or the sum of the clients' elements could wrap around.

@@ -1,20 +1,24 @@
-"""A round of secure aggregation: what a client sends, and how a server obtains the sum.
+"""The protocol of a round of secure aggregation, for the clients and the server.
 
 Bonawitz et al., "Practical secure aggregation for federated learning on user-held data" (arXiv
-1611.04482), section 4, against servers that follow the protocol and look at all that they receive.
-Every round has fresh keys.
+1611.04482), section 4. The protocol protects the vectors from a server that follows the protocol
+and examines everything that it receives. Every round has new keys.
 
-1. Each client u sends two public keys (`SecureClient.keys`); the server passes the roster on. 2. u
-shares the private key of its pairwise masks, and the key of a mask of its own, among the roster,
-encrypted for each holder (`shares`). 3. u sends its vector plus both kinds of masks (`masked`): y =
-x + PRG(b_u) + sum over v of PRG(s_uv), with the sign of u - v, modulo 2^64. The pairwise masks
-cancel in the sum. 4. The server says whose vectors it has. For each client v, every client reveals
-one of its two shares (`reveal`): the share of b_v if v's vector arrived, or the share of v's
-private key if v dropped out. It never reveals both for the same v. A vector that arrives late thus
-stays masked.
+1. Each client u sends two public keys (`SecureClient.keys`), and the server sends the roster of all
+   keys to every client.
+2. Client u splits two secrets into shares for the clients of the roster: the private key of its
+   pairwise masks, and the key b_u of its own mask. Each share is encrypted for its holder
+   (`shares`).
+3. Client u sends its vector plus both kinds of masks (`masked`), modulo 2^64:
+   y = x + PRG(b_u) + sum over v of PRG(s_uv), with the sign of u - v. The pairwise masks cancel in
+   the sum of all clients.
+4. The server announces the clients whose vectors have arrived. For each client v, every client
+   reveals one of its two shares (`reveal`): the share of b_v if the vector of v has arrived, and
+   otherwise the share of the private key of v. No client reveals both shares of the same client, so
+   a vector that arrives late stays masked.
 
-With n clients and at most d dropouts, n - d shares recover a secret, and one client fewer cannot
-complete the round.
+With n clients and at most d dropouts, n - d shares recover a secret, and fewer than n - d clients
+cannot complete the round.
 """
 
 from __future__ import annotations
@@ -64,8 +68,8 @@ class SecureClient:
     """A client in one round.
 
     Args:
-      number: number of the client.
-      threshold: number of clients that must complete the round.
+      number: the number of the client.
+      threshold: the number of clients that must complete the round.
 
     Raises:
       SecureError: the package cryptography is not installed.
@@ -84,7 +88,7 @@ class SecureClient:
 
     @property
     def keys(self) -> Keys:
-        """The public keys, for the roster."""
+        """The public keys of this client, for the roster."""
         private = self._encryption, self._mask
         return Keys(*(one.public_key().public_bytes_raw() for one in private))
 
@@ -110,12 +114,15 @@ class SecureClient:
         }
 
     def masked(self, vector: np.ndarray, received: Mapping[int, bytes]) -> np.ndarray:
-        """Return a vector plus its masks, uniformly distributed to all who lack the masks' keys.
+        """Return a vector plus its masks.
+
+        Without the keys of the masks, the result is uniformly distributed.
 
         Args:
-          vector: integers modulo 2^64 `[n]`, as `jaxdist.secure.masks.encode` returns them.
-          received: encrypted shares for this client, by sender. Pairwise masks are added for these
-            senders only, because the secrets of other clients could not be recovered.
+          vector: a vector of integers modulo 2^64 `[n]`, as `jaxdist.secure.masks.encode` returns
+            them.
+          received: the encrypted shares for this client, by sender. Pairwise masks are added for
+            these senders only, because the secrets of other clients could not be recovered.
 
         Raises:
           SecureError: the shares of too few clients have arrived, or shares were changed.
@@ -136,10 +143,13 @@ class SecureClient:
         return found
 
     def reveal(self, arrived: Collection[int]) -> dict[int, bytes]:
-        """Return the share of one secret of each client that shared its keys.
+        """Return a share of one secret of each client that has shared its keys.
+
+        The secret is the key of the client's own mask if the client's vector has arrived, and
+        otherwise the client's private key of the pairwise masks.
 
         Args:
-          arrived: clients whose vectors the server has.
+          arrived: the clients whose vectors the server has.
 
         Raises:
           SecureError: the server has too few vectors, or asked for other clients' shares before.
@@ -174,15 +184,15 @@ class SecureClient:
 
 
 class SecureSum:
-    """The server's part of one round: it adds up masked vectors, and removes what does not cancel.
+    """The server's part of one round, which adds masked vectors and removes the masks of the sum.
 
     Args:
-      roster: public keys of the clients that have shared their keys.
-      threshold: number of clients that must complete the round.
-      length: number of elements of the vectors.
+      roster: the public keys of the clients that have shared their keys.
+      threshold: the number of clients that must complete the round.
+      length: the number of elements of the vectors.
 
     Attributes:
-      arrived: clients whose vectors have been added.
+      arrived: the clients whose vectors have been added.
     """
 
     def __init__(self, roster: Mapping[int, Keys], threshold: int, length: int) -> None:
@@ -205,7 +215,7 @@ class SecureSum:
         """Return the sum of the vectors that arrived, modulo 2^64.
 
         Args:
-          revealed: answers of `SecureClient.reveal` to `arrived`, by client.
+          revealed: the answers of `SecureClient.reveal` to `arrived`, by client.
 
         Raises:
           SecureError: too few clients answered, or their shares do not fit together.

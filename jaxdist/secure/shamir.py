@@ -1,8 +1,9 @@
 """Shamir's secret sharing of 32 bytes, over the integers modulo a prime.
 
 Shamir, "How to share a secret" (Communications of the ACM 22, 1979). A secret is the value at 0 of
-a random polynomial of degree threshold - 1, and the share of holder h is its value at h + 1. Any
-`threshold` shares determine the secret, and fewer are uniformly distributed for every secret.
+a random polynomial of degree threshold - 1, and the share of holder h is the value of the
+polynomial at h + 1. Any `threshold` shares determine the secret, and fewer shares are uniformly
+distributed for every secret.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ def share_secret(secret: bytes, holders: Sequence[int], threshold: int) -> dict[
 
 
 def recover_secret(shares: Mapping[int, bytes]) -> bytes | None:
-    """Return the secret of shares by holder, or None if they are too few, or of different secrets.
+    """Return the secret of shares by holder, or None if the shares do not determine a secret.
 
-    All given shares are used, so there must be exactly as many as the threshold or more.
+    All given shares are used, and at least as many as the threshold are needed. For fewer shares,
+    or shares of different secrets, the result is None except with a negligible probability.
     """
     points = {holder + 1: int.from_bytes(one, "big") for holder, one in shares.items()}
     total = 0
