@@ -1,4 +1,4 @@
-"""Child processes that exchange lines of JSON with this process, from their start to their end."""
+"""The child processes of this process, which exchange lines of JSON with this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple, Protocol
 from jaxdist.types import Json, JsonObject
 
 END_SECONDS = 10.0
-"""The time within which a child must exit after the end of its input."""
+"""The seconds within which a child must exit after the end of its input."""
 LAST_LINES = 15
 
 
@@ -48,13 +48,14 @@ class PipedProcess(Protocol):
 
 
 class Child:
-    """A child process, with JSON lines in both directions on its standard input, a socket.
+    """A child process whose standard input is a socket with JSON lines in both directions.
 
     Args:
       name: the name of the child in messages.
-      begin: starts the process with two descriptors, its standard input and its standard error.
+      begin: a function that starts the process, given the descriptors of its standard input and of
+        its standard error.
       log: the file to which the child's standard error is appended.
-      events: receives the child's messages and its end, from a thread.
+      events: the queue to which a thread adds the child's messages and its end.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Child:
         return self.name
 
     def say(self, what: Json) -> None:
-        """Send a message to the child; do nothing if the child has ended, which is an event."""
+        """Send a message to the child, or do nothing if the child has ended (see `events`)."""
         with suppress(OSError):
             self._socket.sendall(json.dumps(what).encode() + b"\n")
 
@@ -118,7 +119,7 @@ class Child:
 
 
 def end_together(children: Sequence[Child]) -> None:
-    """End children that may all be stuck, within `END_SECONDS` for all together."""
+    """End all children; kill children that are still alive after `END_SECONDS`."""
     for child in children:
         child.close_input()
     # The deadline is common, since a wait for each child in turn could take as many times as long.

@@ -1,8 +1,8 @@
-"""The place of a process among its peers, from the variables of the scheduler that started it.
+"""The position of a process among its peers, from the variables of the process's scheduler.
 
-jax can detect the place by itself, but does so silently, and without a reason where it fails. Here
-each scheduler whose variables are set is reported, with the variables that were read, and the
-reason if the variables do not suffice.
+jax can detect the position itself, but does so silently, and gives no reason if the detection
+fails. This module reports each scheduler whose variables are set, with the variables that were
+read, and the reason if the variables do not suffice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 FIRST_PORT, PORTS = 61440, 4096
 """The first port, and the number of ports, of the range in which a job gets its port."""
 FIXED_PORT = 8476
-"""The port for schedulers that give a job its own addresses, which jax too uses for TPU pods."""
+"""The port for schedulers that give each job separate addresses; jax also uses this port, for TPU
+pods."""
 TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
 """The device files of TPUs, of which a host with TPUs has at least one."""
 TPU_ATTRIBUTES = ("agent-worker-number", "worker-network-endpoints", "tpu-env")
@@ -88,8 +89,8 @@ def _lacking(read: Environ, *names: str) -> str:
 def open_mpi(environ: Environ) -> Sighting | None:
     """Detect mpirun of Open MPI.
 
-    mpirun reports its own host: version 4 by an address, version 5 in the name of the job. Process
-    0 is on this host unless the user excluded the host from the job.
+    mpirun reports the host on which it runs: version 4 by an address, version 5 in the name of the
+    job. Process 0 is on this host unless the user excluded the host from the job.
     """
     uri, job, size, rank = _OPEN_MPI
     read = _read(environ, *_OPEN_MPI)

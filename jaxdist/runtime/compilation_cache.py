@@ -19,7 +19,8 @@ SETTINGS: Mapping[str, Any] = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-"""jax's settings to keep every program, even if it compiles fast: a run starts with all of them."""
+"""The settings with which jax keeps every program, even if the program compiles fast: a run needs
+all of its programs at the start."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,12 +44,13 @@ def enabled(directory: Path) -> Iterator[Path | None]:
 
 
 def enable(directory: Path) -> Path | None:
-    """Let jax keep compiled programs in `directory`, made private (0700); return the directory.
+    """Let jax keep compiled programs in a private directory (mode 0700); return the directory.
 
-    If the user has set up a cache for jax (JAX_COMPILATION_CACHE_DIR) or switched the cache off
-    (JAX_ENABLE_COMPILATION_CACHE), the function changes nothing. If the directory cannot be made or
-    is not private to this user, a warning gives the reason, and the result is None: the run has no
-    cache.
+    If the user has set up a cache for jax (JAX_COMPILATION_CACHE_DIR), the function changes nothing
+    and returns the directory of that cache. If the user has switched the cache off
+    (JAX_ENABLE_COMPILATION_CACHE), the function changes nothing and returns None. If the directory
+    cannot be made or is not private to this user, a warning gives the reason, the result is None,
+    and the run has no cache.
     """
     import jax
 

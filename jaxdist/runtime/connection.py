@@ -48,10 +48,11 @@ def connected(
     for this process.
 
     Args:
-      processes: the place of this process among its peers, or None for a process without peers.
+      processes: the position of this process among its peers, or None for a process without peers.
       report: a function that reports an error and returns the exit code.
-      seconds: the time to wait for the other processes.
-      say: receives a line from time to time while processes are missing; None prints the line.
+      seconds: the time to wait for the other processes, in seconds.
+      say: a function that receives a line from time to time while processes are missing; None
+        prints the line.
 
     Raises:
       RunError: the peers cannot be joined (the message names missing peers, or jax's reason), or
@@ -143,5 +144,5 @@ def _decide(told: Sequence[Json]) -> list[Json]:
 
 
 def preempted(step: int) -> bool:
-    """Return whether to stop after `step`, by agreement of all processes after a SIGTERM to any."""
+    """Return whether all processes stop after `step`, because any process has received SIGTERM."""
     return multihost_utils.reached_preemption_sync_point(step)

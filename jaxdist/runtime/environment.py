@@ -1,4 +1,4 @@
-"""Preparation of the environment variables that jax reads once, before jax is imported.
+"""The preparation of the environment variables that jax reads once, before jax is imported.
 
 Fake CPU devices need three settings that belong together. The device count is an XLA flag. XLA's
 CPU thread pool must have at least two threads per fake device, or collectives can wait for a device
@@ -63,13 +63,14 @@ def plan_environment(
     collective_timeout_seconds: int = COLLECTIVE_TIMEOUT_SECONDS,
     idle_libtpu: bool = False,
 ) -> dict[str, str]:
-    """Return the variables to set; the user's own values win where that is safe.
+    """Return the variables to set; the user's values take precedence where that is safe.
 
     Args:
       environ: the current environment.
       fake_devices: the number of fake CPU devices; None leaves the device count unchanged, but a
         count in XLA_FLAGS still gets its thread pool.
-      collective_timeout_seconds: the timeout of collectives, unless XLA_FLAGS has one.
+      collective_timeout_seconds: the timeout of collectives in seconds, unless XLA_FLAGS contains a
+        timeout.
       idle_libtpu: the result of `has_idle_libtpu`.
     """
     flags = parse_xla_flags(environ.get("XLA_FLAGS", ""))
@@ -103,7 +104,7 @@ def has_idle_libtpu(devices: Path = Path("/dev")) -> bool:
 
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:
-    """Return the version of each package, or None if it is not installed.
+    """Return the version of each package, or None for a package that is not installed.
 
     The name `python` gives the version of the interpreter.
 

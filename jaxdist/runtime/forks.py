@@ -38,7 +38,7 @@ class ForkServer:
 
     Args:
       module: a module that calls `hold_signals`, imports, and then calls `await_fork`.
-      log: the file of the server's own standard error.
+      log: the file for the server's standard error.
       environ: the server's environment; None takes the environment of this process.
     """
 
@@ -66,11 +66,11 @@ class ForkServer:
             )
 
     def fork(self, files: Sequence[int]) -> int:
-        """Fork a process, and return once it exists.
+        """Fork a process, and return when the process exists.
 
         Args:
-          files: descriptors of the new process's standard input and standard error, and any other
-            descriptors that it keeps open.
+          files: the descriptors of the new process's standard input and standard error, and any
+            other descriptors that it keeps open.
 
         Returns:
           The id of the process, which leads a session.
@@ -100,7 +100,9 @@ class ForkServer:
             return Forked(self, self.fork([stdin, stderr]))
 
     def ended(self, pid: int, *, wait: bool = False) -> int | None:
-        """Return the exit code of a process that has ended; call it no more after that.
+        """Return the exit code of a process that has ended.
+
+        After a call has returned the exit code, do not call this method for the process again.
 
         Returns:
           None while the process is alive. If the server is gone, the exit code is unknown, and the

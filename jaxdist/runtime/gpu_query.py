@@ -1,7 +1,7 @@
 """A query of the GPU driver for the visible devices, in the order in which jax numbers them.
 
 `jaxdist.runtime.gpus` runs this file by its path in a separate process, so that the caller survives
-a driver that hangs or crashes, and so that CUDA is not initialised in a process that forks later.
+a driver that hangs or crashes, and so that CUDA is not initialized in a process that forks later.
 The file imports only the standard library. The drivers themselves apply CUDA_VISIBLE_DEVICES,
 ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, MIG and the scheduler's cgroups, so this file parses none
 of them. The program prints a JSON object with `gpus`, a unique name of each GPU, and `problem`, a
@@ -87,7 +87,8 @@ def query(platform: str, load: Callable[[str], Any] = ctypes.CDLL) -> dict[str, 
 
     Args:
       platform: jax's name of the platform, `cuda` or `rocm`.
-      load: opens a shared library by its name; raises OSError if the library does not exist.
+      load: a function that opens a shared library by its name; it raises OSError if the library
+        does not exist.
     """
     problem = ""
     for name in LIBRARIES[platform]:

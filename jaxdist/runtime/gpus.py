@@ -1,10 +1,10 @@
 """The division of a node's visible GPUs among the processes of the node.
 
 By default jax takes all visible GPUs, or under Slurm or Open MPI the GPU with the number of the
-process within its node. Neither is right in general: several processes may see the same GPUs, or a
-scheduler may have confined each process to its own GPUs, which then have the numbers 0, 1, ...
-Every process therefore asks the driver for the identities of the GPUs that it sees, process 0
-divides the GPUs (`divide_gpus`), and each process passes its share to jax.
+process within its node. Neither choice is right in general: several processes may see the same
+GPUs, or a scheduler may have confined each process to its own GPUs, which then have the numbers 0,
+1, ... Every process therefore asks the driver for the identities of the GPUs that it sees, process
+0 divides the GPUs (`divide_gpus`), and each process passes its share to jax.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jaxdist.runtime import gpu_query
 from jaxdist.types import Json, JsonObject
 
 QUERY_SECONDS = 120
-"""The time limit of the driver's answer; without persistence mode, the driver first initialises
-every GPU."""
+"""The time limit of the driver's answer, in seconds; without persistence mode, the driver first
+initializes every GPU."""
 DRIVERS = {
     "cuda": ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"),
     "rocm": ("/dev/kfd",),
@@ -119,7 +119,8 @@ def gpu_platforms(platforms: str | None, plugins: Any) -> tuple[str, ...]:
 
     Args:
       platforms: the setting `jax_platforms`, such as "cuda,cpu"; None or "" lets jax choose.
-      plugins: returns the names of jax's plugins; called only if the setting allows a GPU.
+      plugins: a function that returns the names of jax's plugins; it is called only if the setting
+        allows a GPU.
 
     >>> gpu_platforms("", lambda: ["xla_cuda12"]), gpu_platforms("cpu", lambda: ["xla_cuda12"])
     (('cuda',), ())
@@ -193,14 +194,15 @@ def divide_gpus(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
     """Return the GPUs that each process owns, so that each GPU has exactly one owner.
 
     Processes that see the same GPUs share the GPUs evenly, in the order of the processes. A process
-    that sees GPUs which no other process sees owns all of them. The user's choice by
+    that sees GPUs which no other process sees owns all of these GPUs. The user's choice by
     JAX_LOCAL_DEVICE_IDS is respected.
 
     Args:
       seen: the messages of all processes, in the order of the processes.
 
     Returns:
-      The GPUs of each process, by the process's own numbers; all empty if no process sees a GPU.
+      The GPUs of each process, in the process's own numbering; all tuples are empty if no process
+      sees a GPU.
 
     Raises:
       RunError: GPUs would be idle, shared, or taken from another job; the message has the numbers.

@@ -1,4 +1,4 @@
-"""Figures of known devices and links, from which a program's cost is computed.
+"""The figures of known devices and links, from which a program's cost is computed.
 
 The peak FLOPs, memory bandwidth and links of TPUs and GPUs are from "How to Scale Your Model"
 (jax-ml.github.io/scaling-book, chapters TPUs and GPUs), in which a TPU's hop takes about 1 us. The
@@ -51,10 +51,10 @@ class Link:
     """A network, by the figures of a single device in it.
 
     Attributes:
-      latency_seconds: seconds from the start of a message to its first byte at the neighbour.
-      bytes_per_second: bytes per second in one direction, through one port.
+      latency_seconds: the seconds from the start of a message to its first byte at the neighbor.
+      bytes_per_second: the bytes per second in one direction, through one port.
       topology: the form of the network. A "switch" connects all devices, each through one port. In
-        a "torus", messages travel along an axis from neighbour to neighbour, through two ports at
+        a "torus", messages travel along an axis from neighbor to neighbor, through two ports at
         once. A "memory" is shared by all devices, which are threads of one process.
     """
 
@@ -70,7 +70,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """The figures of a device of jax, of which a v4 chip (megacore) is one.
+    """The figures of a device of jax; a v4 chip (megacore) is one device.
 
     Attributes:
       name: the short name, for example "v5e".
@@ -80,8 +80,8 @@ class Device:
       fast: the network within a slice or host (ICI, NVLink), per mesh axis; the devices of a chip
         share this network.
       slow: the network between slices or hosts (DCN, Ethernet, InfiniBand), per device.
-      clock_hz: the clock of a TPU's cores, in whose cycles libtpu estimates, or None for other
-        devices.
+      clock_hz: the clock rate of a TPU's cores, in hertz, or None for other devices. libtpu
+        estimates durations in cycles of this clock.
       host_bytes_per_second: the bandwidth between the device's memory and the host's memory, in one
         direction, or None if it is unknown.
     """

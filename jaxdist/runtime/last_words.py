@@ -93,7 +93,7 @@ def meaning(status: str, coordinator: str) -> str:
 
 
 class StandardError:
-    """Standard error that passes through `translate` from construction until `close`."""
+    """The standard error of this process, which `translate` filters until `close`."""
 
     def __init__(self, who: str, coordinator: str) -> None:
         sys.stderr.flush()

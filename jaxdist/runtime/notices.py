@@ -1,4 +1,4 @@
-"""Preemption notices: sources that announce that this process's machine will be taken away.
+"""The sources of preemption notices, which announce that this machine will be taken away.
 
 A source waits in its own thread; the first notice stops the run as a signal does: at the next step
 boundary, with a checkpoint. Signals are not sources here: `Termination` handles signals.
@@ -21,7 +21,8 @@ from jaxdist.config.schema import Config, FilePath
 GCE_URL = "http://metadata.google.internal/computeMetadata/v1/instance/preempted"
 GCE_HEADERS = {"Metadata-Flavor": "Google"}
 QUESTION_SECONDS, AGAIN_SECONDS = 60.0, 5.0
-"""Seconds until a request that waits for a change is repeated, and until a failed request is."""
+"""The seconds after which a request that waits for a change is repeated, and the seconds after
+which a failed request is repeated."""
 # A proxy cannot reach the metadata server, which only the machine itself can reach.
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -41,7 +42,7 @@ class FileNotice:
     """A file whose appearance is the notice.
 
     Args:
-      seconds: seconds between two checks.
+      seconds: the seconds between two checks.
     """
 
     def __init__(self, path: Path, seconds: float) -> None:
@@ -59,12 +60,13 @@ class FileNotice:
 class MetadataNotice:
     """Google's metadata server, which returns TRUE when this machine is preempted.
 
-    https://cloud.google.com/compute/docs/instances/create-use-preemptible, "detecting preemption".
-    The first request asks for the current value, and each later request waits for a change. If the
+    The section "detecting preemption" of
+    https://cloud.google.com/compute/docs/instances/create-use-preemptible describes the server. The
+    first request asks for the current value, and each later request waits for a change. If the
     server does not answer, the run continues, and the request is repeated.
 
     Args:
-      say: prints a line, once, if the server does not answer.
+      say: a function that prints a line, once, if the server does not answer.
     """
 
     name = "the metadata server says that this machine is preempted"
@@ -73,7 +75,7 @@ class MetadataNotice:
         self._url, self._say, self._failed = url, say, False
 
     def wait(self, over: threading.Event) -> bool:
-        """Wait for the notice, as `Notice.wait` does, but first complete a request in progress."""
+        """Wait for the notice, as `Notice.wait` does, but complete a request in progress first."""
         url = self._url
         while not over.is_set():
             answer = self._asked(url)
@@ -100,16 +102,16 @@ class MetadataNotice:
 
 
 class PreemptionConfig(Config):
-    """Sources of a preemption notice, besides signals; a notice from any source is enough."""
+    """The sources of a preemption notice, besides signals; a notice from any source is enough."""
 
     file: FilePath | None = None
     """A file whose appearance is the notice; null uses no file."""
     file_seconds: PositiveFloat = 0.5
-    """Seconds between two checks for the file."""
+    """The seconds between two checks for the file."""
     gce: bool = False
     """Whether to poll Google's metadata server."""
     gce_url: str = GCE_URL
-    """Address of the metadata server."""
+    """The address of the metadata server."""
 
     def build(self, say: Callable[[str], None]) -> list[Notice]:
         """Build the sources that the settings select."""

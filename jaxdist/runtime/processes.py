@@ -1,4 +1,4 @@
-"""The place of this process among its peers, from flags, variables, or the cluster."""
+"""The position of this process among its peers, from flags, variables, or the cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FLAGS = "--coordinator HOST:PORT --num-processes N --process-id I"
 
 @dataclass(frozen=True)
 class Processes:
-    """The place of this process among its peers.
+    """The position of this process among its peers.
 
     Attributes:
       coordinator: HOST:PORT of process 0.
@@ -35,7 +35,7 @@ def find_processes(
     index: int | None = None,
     detect: bool = False,
 ) -> Processes | None:
-    """Return this process's place, from flags or else variables, or None for a single process.
+    """Return this process's position, from flags or else variables, or None for a single process.
 
     >>> find_processes({}, coordinator="host:1234", count=2, index=0)
     Processes(coordinator='host:1234', count=2, index=0)

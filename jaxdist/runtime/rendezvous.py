@@ -27,7 +27,7 @@ WORD_SECONDS = 30.0
 _RETRY_SECONDS = 0.2
 _HELLO_SECONDS = 2.0
 _LINE_BYTES = 8000
-"""The length at which a line is cut; the data of a process with 100 GPUs fit."""
+"""The length in bytes at which a line is cut; the data of a process with 100 GPUs fit."""
 _NAMED = 20
 _REMEDY = (
     "check that HOST:PORT names the host of process 0, which all hosts can resolve and no "
@@ -54,8 +54,8 @@ class Wait:
     """A wait with a time limit, and an occasional message while it lasts.
 
     Args:
-      seconds: the time limit.
-      say: prints a line for the user.
+      seconds: the time limit, in seconds.
+      say: a function that prints a line for the user.
       clock: a monotonic clock in seconds, which tests replace.
     """
 
@@ -102,17 +102,18 @@ def meet(
       count: the number of processes.
       index: the number of this process.
       bind: HOST:PORT on which process 0 listens.
-      seconds: the time to wait.
-      say: receives a line from time to time while processes are missing.
+      seconds: the time to wait, in seconds.
+      say: a function that receives a line from time to time while processes are missing.
       told: the data of this process, as JSON of at most 7,000 characters.
-      decide: computes the decisions in process 0; if it raises a RunError, all processes raise it.
+      decide: a function that computes the decisions in process 0; if it raises a RunError, all
+        processes raise this error.
 
     Returns:
       The decision of `decide` for this process.
 
     Raises:
-      RunError: the address does not resolve or cannot be listened on, some processes are missing
-        after `seconds` (the message names them), or `decide` refuses.
+      RunError: the address does not resolve, process 0 cannot listen on the address, some processes
+        are missing after `seconds` (the message names them), or `decide` raises the error.
     """
     wait = Wait(seconds, say)
     if index == 0:
@@ -206,7 +207,7 @@ def _listen(bind: str) -> socket.socket:
 def _admit(
     peer: socket.socket, came: dict[int, socket.socket], words: dict[int, Json], count: int
 ) -> None:
-    """Keep the connection of one of the program's processes; reject the connection of any other."""
+    """Keep the connection if it is from a process of the program, and reject it otherwise."""
     peer.settimeout(_HELLO_SECONDS)  # A stranger may connect and send nothing.
     hello = _HELLO.fullmatch(_line(peer))
     if hello is None:

@@ -65,7 +65,7 @@ _FORMS = "a topology is family:AxB or family:AxBxC, such as " + ", ".join(
 
 @dataclass(frozen=True)
 class Topology:
-    """A slice of a TPU family: the shape of its torus of chips.
+    """A slice of a TPU family, with the shape of its torus of chips.
 
     A topology is always a single slice: several slices communicate through their hosts, which no
     compiled program shows.
