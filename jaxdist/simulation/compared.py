@@ -1,4 +1,4 @@
-"""Simulated runs of variants, side by side."""
+"""The comparison of simulated runs of variants."""
 
 from __future__ import annotations
 
