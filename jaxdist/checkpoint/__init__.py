@@ -1,1 +1,1 @@
-"""Atomic checkpoints: saved in the background, verified before they are loaded."""
+"""Atomic checkpoints, which are saved in the background and verified before they are loaded."""

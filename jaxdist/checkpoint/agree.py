@@ -1,7 +1,7 @@
-"""Agreement of all processes of a run on a value that one or several processes have.
+"""The agreement of all processes of a run on a value that one or several processes have.
 
-All functions are collectives: every process calls them, on its main thread, in the same order. In a
-run with a single process nothing is communicated.
+All functions are collectives: every process calls them, on its main thread, in the same order. A
+run with a single process needs no communication.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from jaxdist.types import Json
 
 
 def broadcast_json(value: Json) -> Json:
-    """Return, on every process, the value of JSON types that process 0 passed."""
+    """Return, in every process, the value that process 0 passed.
+
+    Args:
+      value: a value of JSON types; only the value of process 0 counts.
+    """
     if jax.process_count() == 1:
         return value
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
-    # All processes must pass arrays of the same shape, although only that of process 0 counts.
+    # All processes must pass arrays of the same shape, although only the array of process 0 counts.
     padded = np.resize(data, size)
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
 
 
 def broadcast_int(value: int) -> int:
-    """Return, on every process, the integer below 2**31 that process 0 passed.
+    """Return, in every process, the integer below 2**31 that process 0 passed.
 
     Unlike `broadcast_json`, whose arrays vary in length, this function compiles a single program.
     """
@@ -37,7 +41,10 @@ def broadcast_int(value: int) -> int:
 
 
 def gather_json(value: Json) -> list[Json]:
-    """Return the values (JSON types only) that all processes passed, in the order of processes.
+    """Return the values that all processes passed, in the order of the processes.
+
+    Args:
+      value: this process's value, of JSON types.
 
     >>> gather_json("a host")
     ['a host']
@@ -46,14 +53,14 @@ def gather_json(value: Json) -> list[Json]:
         return [value]
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(data.size))).tolist()
-    # All processes must pass arrays of the same shape; the padding is cut off below.
+    # All processes must pass arrays of the same shape; the padding is removed below.
     padded = np.resize(data, max(sizes))
     rows = np.asarray(multihost_utils.process_allgather(padded))
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def any_process(flag: bool) -> bool:
-    """Return whether the flag is set on at least one process."""
+    """Return, in every process, whether the flag is set in at least one process."""
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))

@@ -1,8 +1,8 @@
 """The writing and reading of a tree's arrays, in any sharding, exact to the bit.
 
-Large arrays have files of their own (`pieces`). Orbax writes the small arrays, and sees them only
-as a flat mapping from a leaf's number to its array. The names of the leaves are in the manifest,
-and the structure (None, empty containers, namedtuples) comes from the target of a load.
+Each large array has separate files (`pieces`). Orbax writes the small arrays, as a flat mapping
+from a leaf's number to its array. The manifest has the names of the leaves. The structure (None,
+empty containers, namedtuples) is not stored; a load takes it from the target.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from jaxdist.types import Leaf, PyTree
 
 WRITE_TIMEOUT_SECONDS = 1200
 MOST_FAILURES = 100
-"""Largest number of errors to fetch after a save, which exceeds the number of orbax's files."""
+"""The largest number of errors to fetch after a save. It is larger than the number of orbax's
+files."""
 
 
 @cache
 def _orbax() -> Any:
-    """Import orbax on first use, since its import takes longer than jax's, and mute its log.
+    """Import orbax on first use, since the import takes longer than that of jax, and mute its log.
 
-    Orbax logs the errors that it raises with a traceback; the store reports each in a line.
+    Orbax logs each error that it raises with a traceback; the store reports the error in one line
+    instead.
     """
     import orbax.checkpoint
 
@@ -44,16 +46,16 @@ def _orbax() -> Any:
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    # asyncio logs failed writes that are not awaited. Only the text of the record, if anything,
-    # shows that a write was orbax's or tensorstore's.
+    # asyncio logs failed writes that are not awaited. Only the text of such a record shows whether
+    # the write was by orbax or tensorstore.
     text = f"{record.pathname} {record.getMessage()}"
     full = record.exc_info is not None and is_disk_full(record.exc_info[1])
     return not (full or "orbax" in text or "tensorstore" in text)
 
 
 def _unless_too_late(say: Callable[[Any], None], unraisable: Any) -> None:
-    # After the first failed write orbax closes the event loop, in which tensorstore still tries to
-    # report further failed writes.
+    # Orbax closes the event loop after the first failed write, but tensorstore still uses the loop
+    # to report further failed writes.
     if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
         say(unraisable)
 
@@ -63,9 +65,9 @@ def _number(index: int) -> str:
 
 
 def _pack(tree: PyTree) -> dict[str, tuple[str, jax.Array]]:
-    """Return by name each leaf's number, and its array in the form that checkpoints store.
+    """Return, by name, each leaf's number and its array in the form that checkpoints store.
 
-    Random keys become integers, and arrays without elements are left out.
+    Random keys are converted to integers, and arrays without elements are left out.
     """
     return {
         name: (_number(index), jax.random.key_data(leaf) if is_key(leaf) else leaf)
@@ -79,7 +81,7 @@ class LargeArrayFiles(NamedTuple):
 
     Attributes:
       cuts: the cuts of each large array; see `Manifest`.
-      bytes: length of every file by its path inside the checkpoint.
+      bytes: the length of each file, by its path inside the checkpoint.
     """
 
     cuts: dict[str, Cuts]
@@ -92,8 +94,8 @@ class ArrayWriter:
     Every process calls each method.
 
     Args:
-      chunk_bytes: an array of at least this size is stored in files of its own, of at most this
-        size.
+      chunk_bytes: the least size, in bytes, at which an array is stored in separate files. Each of
+        these files has at most this size.
     """
 
     def __init__(self, chunk_bytes: int = pieces.CHUNK_BYTES) -> None:
@@ -110,9 +112,10 @@ class ArrayWriter:
         )
 
     def start(self, path: Path, tree: PyTree) -> LargeArrayFiles:
-        """Copy the arrays to the host, start writing the small arrays below `path`, and return.
+        """Copy the arrays to the host, start to write the small arrays below `path`, and return.
 
-        The caller may donate the arrays as soon as this returns.
+        The caller may donate the arrays after this call. The files that are returned are not
+        written yet.
         """
         packed = _pack(tree)
         found = {
@@ -129,14 +132,14 @@ class ArrayWriter:
         if packed:
             try:
                 self._orbax.save(path, args=self._tree_args(packed))
-            # Orbax keeps the error and would raise it again in the `wait` of the next save, so all
-            # its errors are fetched here.
+            # Orbax keeps the error and would raise it again in the `wait` of the next save. All its
+            # errors are therefore fetched here.
             except Exception:
                 self._failures()
                 raise
 
     def place(self, path: Path, known: pieces.Known) -> dict[str, FileRecord]:
-        """Write this process's blocks of the large arrays below `path`, or link equal old files.
+        """Write this process's chunks of the large arrays below `path`, or link equal files.
 
         Raises:
           OSError: a file cannot be written.
@@ -145,13 +148,13 @@ class ArrayWriter:
         return pieces.place_pieces(path, held, known)
 
     def wait(self) -> None:
-        """Wait until the small arrays of all processes are on disk, and raise the first error."""
+        """Wait until the small arrays of all processes are on disk; raise the first error."""
         failures = self._failures()
         if failures:
             raise failures[0]
 
     def _failures(self) -> list[Exception]:
-        """Fetch all errors of a save, of which each call of orbax raises a single error."""
+        """Return all errors of a save; each call of orbax raises only one of them."""
         found: list[Exception] = []
         while len(found) < MOST_FAILURES:
             try:
@@ -165,7 +168,8 @@ class ArrayWriter:
     def barrier(self, name: str) -> None:
         """Wait for all processes through jax's coordination service.
 
-        A collective on devices would have to run on the main thread, in the same order everywhere.
+        A collective on devices would have to run on the main thread, in the same order in every
+        process.
         """
         self._barrier(key=name, timeout_ms=WRITE_TIMEOUT_SECONDS * 1000)
 
@@ -177,9 +181,9 @@ class ArrayWriter:
 def load_arrays(path: Path, manifest: Manifest, target: PyTree) -> PyTree:
     """Load the tree of the checkpoint at `path`, with the structure and shardings of `target`.
 
-    Every process calls this function. Arrays that `target` lacks are not loaded. The caller has
-    compared shapes and dtypes; elements beyond the saved shape, on disk or in `target`, are zeros
-    that pad the shards.
+    Every process calls this function. Arrays that `target` lacks are not loaded. The caller must
+    have compared shapes and dtypes. If `target` pads an array, the elements beyond the saved shape
+    are zeros.
     """
     saved = manifest.leaves
     numbers = {name: _number(index) for index, name in enumerate(saved)}
@@ -201,13 +205,14 @@ def load_arrays(path: Path, manifest: Manifest, target: PyTree) -> PyTree:
 def _load_packed(
     path: Path, stored: dict[str, jax.ShapeDtypeStruct], *, whole: bool
 ) -> dict[str, jax.Array]:
-    """Load arrays by number from orbax's files.
+    """Load arrays from orbax's files, by number.
 
     Args:
-      whole: whether `stored` has all arrays in these files, as orbax must know.
+      whole: whether `stored` has all arrays in these files; orbax must know this.
     """
     ocp = _orbax()
-    # `strict=False` lets orbax cut or pad an array with zeros where the target has another length.
+    # With `strict=False`, orbax cuts an array or pads it with zeros if the target has another
+    # length.
     restore_args = {
         number: ocp.ArrayRestoreArgs(
             sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=False
@@ -222,7 +227,7 @@ def _load_packed(
 
 
 def _stored(leaf: Leaf, record: LeafRecord) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype on disk of a leaf of the target, with the target's sharding."""
+    """Return the shape and dtype of a target's leaf on disk, with the target's sharding."""
     assert leaf.sharding is not None, f"a target leaf {leaf} has no sharding"
     if record.key_impl is None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

@@ -29,14 +29,15 @@ FILE_NAME, CONFIG = "run.json", "config.yaml"
 
 @dataclass(frozen=True)
 class Identity:
-    """The id of a run, with its directory and origin.
+    """The identity of a run: its id, its directory and its origin.
 
     Attributes:
-      id: a random id, drawn at the latest when the run starts.
-      path: directory of the run, or None while it is unknown.
-      begun: local time of the run's start, for people, or an empty string if it is unknown.
-      asked: name of the requested directory, which is the name of the run's directory without its
-        number, or None for a run that started before ids existed.
+      id: a random id, which is drawn before the run starts or when it starts.
+      path: the directory of the run, or None while it is unknown.
+      begun: the local time of the run's start, as text for people, or an empty string if it is
+        unknown.
+      asked: the name of the directory that was requested, to which the run's directory may add a
+        number. It is None for a run from before jaxdist had ids.
     """
 
     id: str
@@ -46,12 +47,12 @@ class Identity:
 
     @property
     def plain(self) -> JsonObject:
-        """Return the id and the path as plain data, for another process."""
+        """The id and the path as plain data, for another process."""
         return {"id": self.id, "path": None if self.path is None else str(self.path)}
 
     @classmethod
     def of(cls, plain: JsonObject) -> Self:
-        """Rebuild the identity from the plain data that its property `plain` returned.
+        """Return the identity with the id and the path that the property `plain` returned.
 
         >>> Identity.of(Identity("a1", Path("/runs/gpt")).plain).path
         PosixPath('/runs/gpt')
@@ -60,7 +61,7 @@ class Identity:
 
 
 def new_id() -> str:
-    """Draw a random id of 64 bits, which no other run has."""
+    """Return a random id of 64 bits, which no other run has."""
     return token_hex(8)
 
 
@@ -112,9 +113,9 @@ def write_identity(run: Path, identity: Identity) -> None:
 
 
 def given_identity(run: Path) -> Identity:
-    """Return the identity of a started run; a run without an identity first receives a new id.
+    """Return the identity of a started run, and give the run an id if it has none.
 
-    Runs that started before ids existed have no identity.
+    Runs from before jaxdist had ids have no identity.
 
     Raises:
       RunError: see `read_identity`.
@@ -131,7 +132,7 @@ def check_identity(run: Path, wanted: str) -> None:
     """Check that a directory belongs to the given run.
 
     Raises:
-      RunError: the directory has another id, or none.
+      RunError: the directory has another id, or no id.
     """
     found = read_identity(run)
     if found is None or found.id != wanted:
@@ -145,7 +146,11 @@ def check_identity(run: Path, wanted: str) -> None:
 
 
 def base_of(directory: Path | None, config: Path) -> Path:
-    """Return the directory that a command requests, as a path to whose name a number can be added.
+    """Return the directory that a command requests, as a path with a name that can get a number.
+
+    Args:
+      directory: the directory in the config, or None if the name of the config's file decides.
+      config: the path of the config's file.
 
     >>> base_of(None, Path("configs/gpt.yaml"))
     PosixPath('runs/gpt')
@@ -157,15 +162,16 @@ def base_of(directory: Path | None, config: Path) -> Path:
 
 
 def has_begun(run: Path) -> bool:
-    """Return whether a run has started in a directory; a starting run writes its config last."""
+    """Return whether a run has started in a directory, which means that its config exists."""
     # `Path.exists` would raise an OSError for a name that is too long.
     return os.path.exists(run / CONFIG)
 
 
 def run_directories(base: Path) -> list[Path]:
-    """List the directories of all started runs for which `base` was the requested directory.
+    """Return the directories of all started runs for which `base` was the requested directory.
 
-    For `gpt` these include `gpt-2`, unless its identity states that `gpt-2` itself was requested.
+    For `gpt` the result includes `gpt-2`, unless the identity in `gpt-2` states that this name
+    itself was requested.
 
     Raises:
       RunError: see `read_identity`.
@@ -179,9 +185,10 @@ def run_directories(base: Path) -> list[Path]:
 
 
 def with_id(base: Path, wanted: str) -> Path | None:
-    """Find the directory of the run with an id, among `base` and its numbered successors.
+    """Return the directory of the run with an id, among `base`, `base-2`, ..., or None.
 
-    A process may have ended before it could report the directory that it had taken.
+    A caller needs this function if a process has ended before it could report the directory that it
+    had taken.
 
     Raises:
       RunError: see `read_identity`.
@@ -194,7 +201,7 @@ def with_id(base: Path, wanted: str) -> Path | None:
 
 
 def family(base: Path) -> list[Path]:
-    """List the existing directories among `base` and its numbered successors."""
+    """Return the existing directories among `base`, `base-2`, `base-3`, ..."""
     start = len(base.name) + 1
     numbers = sorted(
         int(path.name[start:])

@@ -41,9 +41,9 @@ def step_directory(directory: Path, step: int) -> Path:
 def staging_directory(directory: Path, step: int, generation: int | None = None) -> Path:
     """Return the directory in which a step's checkpoint is written before it is committed.
 
-    A commit renames this directory, so a directory with a generation in its name can be committed
-    by no other generation. A deposed generation cannot commit the directory either, since the next
-    generation first removes it (`recover`).
+    A commit renames this directory. A directory with a generation in its name can therefore be
+    committed only by this generation. After the next generation has started, this generation cannot
+    commit the directory either, since the next generation first removes it (`recover`).
     """
     of = "" if generation is None else f"g{generation}-"
     return directory / f"{_STAGING}{of}{step_directory(directory, step).name}"
@@ -59,7 +59,7 @@ def snapshot_name(step: int, process: int, count: int) -> str:
 
 
 def snapshot_of(name: str) -> tuple[int, int, int] | None:
-    """Return step, process and count from a snapshot file's name, or None for any other name.
+    """Return the step, process and count in a snapshot file's name, or None for any other name.
 
     >>> snapshot_of("step_00000120.1_of_4"), snapshot_of("../step_00000120.1_of_4")
     ((120, 1, 4), None)
@@ -69,7 +69,7 @@ def snapshot_of(name: str) -> tuple[int, int, int] | None:
 
 
 def steps_present(directory: Path) -> list[int]:
-    """List the steps that have a directory, complete or damaged, in ascending order."""
+    """Return the steps that have a checkpoint, complete or damaged, in ascending order."""
     if not directory.is_dir():
         return []
     found = (re.fullmatch(r"step_(\d{8,})", entry.name) for entry in directory.iterdir())
@@ -77,7 +77,7 @@ def steps_present(directory: Path) -> list[int]:
 
 
 def fsync_directory(path: Path) -> None:
-    """Write the names in a directory to disk, so that they survive a power failure."""
+    """Write the names of a directory's entries to disk, so that they survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -89,7 +89,7 @@ def commit(staging: Path, final: Path) -> None:
     """Rename a finished checkpoint to its final name, in place of a checkpoint of the same step.
 
     Raises:
-      OSError: the rename failed, and the former state is restored.
+      OSError: the rename failed; a checkpoint of the same step has its name again.
     """
     replaced = final.with_name(_REPLACED + final.name)
     os.stat(staging)  # a directory that was removed must not replace anything
@@ -101,30 +101,31 @@ def commit(staging: Path, final: Path) -> None:
         if replaced.exists() and not final.exists():
             os.rename(replaced, final)
         raise
-    # Only now is the new name certain to survive a power failure, so that the old files can go.
+    # Only after this fsync is the new name certain to survive a power failure, so that the replaced
+    # files can be deleted.
     fsync_directory(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint, after a rename to a name that no reader takes for a checkpoint.
+    """Delete a checkpoint, after a rename to a name that readers do not take for a checkpoint.
 
     Raises:
-      OSError: the rename failed, and the checkpoint is untouched.
+      OSError: the rename failed; the checkpoint is unchanged.
     """
     doomed = path.with_name(_DELETED + path.name)
-    # An interrupted deletion may have left files here, and a rename to a directory that is not
-    # empty fails.
+    # An interrupted deletion may have left files under this name, and a directory cannot be renamed
+    # to a directory that is not empty.
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def clear_older(directory: Path, generation: int) -> None:
-    """Remove the incomplete files of older generations' processes.
+    """Remove the directories in which earlier generations were writing checkpoints.
 
-    Processes of an older generation may continue to write for a while after the next generation has
-    called `recover`.
+    This function is needed in addition to `recover`, since processes of an earlier generation may
+    continue to write for a while after the next generation has called `recover`.
     """
     for path in directory.glob(f"{_STAGING}*"):
         match = re.match(rf"{re.escape(_STAGING)}(?:deleted-)?g(\d+)-", path.name)
@@ -133,9 +134,9 @@ def clear_older(directory: Path, generation: int) -> None:
 
 
 def recover(directory: Path) -> list[str]:
-    """Remove what a crash left in a checkpoint directory, and return the names of these remains.
+    """Remove the remains of a crash from a checkpoint directory, and return their names.
 
-    A replaced checkpoint whose successor was never committed gets its name back.
+    A checkpoint that was to be replaced gets its name back if the new checkpoint was not committed.
     """
     names = sorted(entry.name for entry in directory.iterdir())
     for name in names:
@@ -145,8 +146,8 @@ def recover(directory: Path) -> list[str]:
                 os.rename(directory / name, original)
     leftovers = [name for name in names if name.startswith((_STAGING, _REPLACED))]
     for name in leftovers:
-        # A rename removes the directory atomically: a writer that is still alive may be about to
-        # commit it, and must not commit a directory with some files deleted.
+        # A rename removes the directory atomically. A writer that is still alive may be about to
+        # commit the directory, and must not commit it with some files deleted.
         doomed = directory / f"{_DELETED}{name.removeprefix(_STAGING)}"
         with suppress(OSError):
             if not name.startswith(_DELETED):

@@ -21,10 +21,10 @@ OWNER = "run"
 
 
 def local_folder(directory: Path, run: Identity) -> Path:
-    """Return the folder of a run's snapshots.
+    """Return the folder of a run's snapshots on a machine's own disk.
 
-    The id in the folder's name distinguishes the run from all others, even from an earlier run with
-    the same path.
+    The id in the folder's name distinguishes the run from all other runs, including earlier runs
+    with the same path.
 
     >>> local_folder(Path("/ssd"), Identity("86bcf769", Path("/runs/gpt"))).name
     'gpt-86bcf769'
@@ -34,10 +34,10 @@ def local_folder(directory: Path, run: Identity) -> Path:
 
 
 def claim(directory: Path, run: Identity) -> Path:
-    """Make the folder of a run, and remove other runs' folders that are not needed any more.
+    """Create and return the folder of a run, and remove the folders that no resume can use.
 
     Raises:
-      CheckpointError: the folder cannot be made.
+      CheckpointError: the folder cannot be created.
     """
     assert run.path is not None
     folder = local_folder(directory, run)
@@ -45,8 +45,8 @@ def claim(directory: Path, run: Identity) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         staging = folder / f".{OWNER}_{os.getpid()}"
         staging.write_text(json.dumps({**run.plain, "path": str(run.path.absolute())}))
-        # All processes of a machine write this file at the same time, so each renames a complete
-        # file of its own.
+        # All processes of a machine write this file at the same time. Each process therefore writes
+        # a temporary file and renames it.
         staging.rename(folder / OWNER)
     except OSError as error:
         raise CheckpointError(
@@ -62,9 +62,9 @@ def claim(directory: Path, run: Identity) -> Path:
 def _is_needless(folder: Path) -> bool:
     """Return whether no resume can use the snapshots in a folder.
 
-    Snapshots are useless if the run's directory is gone or belongs to another run, or if the run
-    has a checkpoint that is at least as new. The result is False if the state of the run is
-    unknown, and while the run is active.
+    The snapshots have no use if the run's directory is gone or belongs to another run, or if the
+    run has a checkpoint that is at least as new. Return False while the run is active, and if it is
+    unknown whether the run exists.
     """
     with suppress(OSError, ValueError, KeyError, TypeError, RunError):
         run = Identity.of(read_json(folder / OWNER))

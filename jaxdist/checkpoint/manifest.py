@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: every file's size and digest, and a digest of the manifest itself.
+"""The manifest of a checkpoint: the size and digest of every file, and a digest of the manifest.
 
-Orbax loads an array with a flipped bit without an error, so jaxdist computes digests of its own. A
-checkpoint is valid if its manifest has exactly the bytes that `seal` wrote and every file matches
-the manifest.
+Orbax loads an array with a flipped bit without an error. Therefore jaxdist computes digests of all
+files. A checkpoint is valid if its manifest has exactly the bytes that `seal` wrote and every file
+matches the manifest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LISTED_PROBLEMS = 5
 
 
 class DamageError(Exception):
-    """An error in the files of a checkpoint; the text names the file and the problem."""
+    """The error for damaged files of a checkpoint; its text names the file and the problem."""
 
 
 def _inside(name: str) -> str:
@@ -38,49 +38,51 @@ def _inside(name: str) -> str:
 
 
 class FileRecord(Config):
-    """The size and digest that a file had when the checkpoint was sealed."""
+    """The size and the digest that a file had when the checkpoint was sealed."""
 
     bytes: int = Field(ge=0)
-    """Length of the file in bytes."""
+    """The length of the file, in bytes."""
     blake2b: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """256-bit BLAKE2b digest of the file's content, in hex."""
+    """The 256-bit BLAKE2b digest of the file's content, in hexadecimal."""
 
 
 class LeafRecord(Config):
     """The record of an array of the saved tree."""
 
     shape: tuple[int, ...]
-    """Global shape, without the padding of zeros that the array may have on disk."""
+    """The global shape, without the zeros with which the array may be padded on disk."""
     dtype: str
-    """Name of the dtype, such as 'bfloat16' or 'key<fry>'."""
+    """The name of the dtype, such as 'bfloat16' or 'key<fry>'."""
     key_impl: str | None = None
-    """The generator of a random key array, or None for any other array."""
+    """The generator of an array of random keys, or None for any other array."""
 
 
 Cuts = tuple[tuple[int, ...], ...]
-"""For each dim of an array, the starts of the blocks in ascending order, then the dim's length."""
+"""For each dim of an array: the begins of its chunks in ascending order, followed by the length of
+the dim."""
 
 
 class Manifest(Config):
-    """The content of a checkpoint, in the order of the arrays' numbers on disk."""
+    """The content of a manifest; `leaves` has the order of the arrays' numbers on disk."""
 
     format: Literal[1, 2, 3, 4] = 2
-    """Version of this format. In version 1, parameters of ZeRO 3 may be in a wrong order; see
-    `misordered`. `cuts` exist since version 3, `generation` since version 4."""
+    """The version of this format. In version 1, parameters of ZeRO 3 may be in a wrong order; see
+    `misordered`. The field `cuts` exists since version 3, and `generation` since version 4.
+    """
     jax: str = jax.__version__
-    """Version of jax that wrote the checkpoint."""
+    """The version of jax that wrote the checkpoint."""
     step: int = Field(ge=0)
-    """Step of the saved state."""
+    """The step of the saved state."""
     generation: int | None = None
-    """Generation that wrote the checkpoint in a run on several hosts, or None for other runs."""
+    """The generation that wrote the checkpoint, or None for a run without several hosts."""
     metric: float | None
-    """Metric for `keep_best`, or None if the step had no finite metric."""
+    """The metric for `keep_best`, or None if the state had no finite metric."""
     leaves: dict[str, LeafRecord]
-    """Records of the arrays by tree path."""
+    """The records of the arrays, by tree path."""
     cuts: dict[str, Cuts] = Field(default_factory=dict)
-    """Cuts of the arrays that have files of their own, by tree path; see `pieces`."""
+    """The cuts of the arrays that are stored in separate files, by tree path; see `pieces`."""
     files: dict[Annotated[str, AfterValidator(_inside)], FileRecord]
-    """Records of all files but the manifest, by path inside the checkpoint."""
+    """The records of all files except the manifest, by path inside the checkpoint."""
 
 
 def _digest(data: bytes) -> str:
@@ -96,9 +98,13 @@ _TAIL_BYTES = len(b"}\n")
 
 
 def record_of(path: Path, *, durable: bool = False) -> FileRecord:
-    """Compute the size and digest of a file; `durable` also makes it survive a power failure."""
+    """Return the size and digest of a file.
+
+    Args:
+      durable: whether to also write the file to disk, so that it survives a power failure.
+    """
     kind = path_kind(path)
-    if kind is not None:  # A pipe would block, and a device might have no end.
+    if kind is not None:  # A pipe would block, and a device might be endless.
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
@@ -117,13 +123,14 @@ def seal(
     known: Mapping[str, FileRecord] | None = None,
     generation: int | None = None,
 ) -> Manifest:
-    """Digest and fsync every file below `directory`, then write and fsync its manifest.
+    """Write the manifest of a checkpoint, with the digests of all files, after an fsync of each.
 
-    Every file that is not `known` is read, usually from the page cache.
+    Every file that is not in `known` is read, usually from the page cache.
 
     Args:
       cuts, generation: see `Manifest`.
-      known: by name, the records of files whose digests are known from before their writing.
+      known: the records of the files whose digests were computed before they were written, by path
+        inside the checkpoint.
 
     Raises:
       OSError: a file cannot be read or the manifest cannot be written.
@@ -141,8 +148,8 @@ def seal(
     names = [path.relative_to(directory).as_posix() for path in paths]
     with ThreadPoolExecutor() as pool:
         files = dict(zip(names, pool.map(record, names), strict=True))
-    # The format is the lowest that can hold the content, so that older versions of jaxdist can
-    # still read a checkpoint without cuts or without a generation.
+    # The format is the lowest that can describe the content, so that earlier versions of jaxdist
+    # can still read a checkpoint without cuts or without a generation.
     more: Any = {"format": 3, "cuts": cuts} if cuts else {}
     if generation is not None:
         more |= {"format": 4, "generation": generation}
@@ -154,8 +161,8 @@ def seal(
         file.write(_wrap(body.encode()))
         file.flush()
         os.fsync(file.fileno())
-    # The fsync of a file makes only its content survive a power failure; its name needs an fsync of
-    # the directory.
+    # The fsync of a file makes only its content survive a power failure. The name of the file needs
+    # an fsync of its directory.
     for path in [*directory.rglob("*"), directory]:
         if path.is_dir():
             fsync_directory(path)
@@ -182,10 +189,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    """Read every file of a checkpoint, and compare its size and digest with the manifest.
+    """Check that every file of a checkpoint has the size and digest in the manifest.
 
     Raises:
-      DamageError: files are missing, of another length, or changed; the message names them.
+      DamageError: files are missing, changed, or of another length; the message names these files.
     """
 
     def problem(name: str, expected: FileRecord) -> str | None:

@@ -1,9 +1,9 @@
 """Parts of a state by patterns over the paths of its arrays, such as `params` or `!opt_state`.
 
-A pattern is a path whose names may have `*` and `?`; it selects all arrays below that path. A
-pattern with a leading `!` excludes the arrays below its path. A part consists of the arrays that at
-least one pattern selects and no pattern excludes; if all patterns exclude, the part consists of all
-other arrays.
+A pattern is a path whose names may contain `*` and `?`. It selects all arrays at and below that
+path. A pattern with a leading `!` excludes the arrays below its path. A part consists of the arrays
+that at least one pattern selects and no pattern excludes; if all patterns exclude, the part
+consists of all other arrays.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ def _path(pattern: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_path)]
-"""A checked pattern over the paths of arrays."""
+"""A pattern over the paths of arrays, whose form is checked."""
 Patterns = Annotated[tuple[Pattern, ...], Field(min_length=1)]
 
 
 class BeginWith(Config):
-    """Begin a new run at step 0 with a part of another run's state."""
+    """The part of another run's state with which a new run begins at step 0."""
 
     run: Annotated[str, Field(min_length=1)]
-    """Directory of the other run, such as runs/pretrained, or a model that `jaxdist import` can
-    read; of a model each process reads only the parts that its devices hold."""
+    """The directory of the other run, such as runs/pretrained, or a model that `jaxdist import` can
+    read. Each process reads only the shards of a model that its devices hold.
+    """
     parts: Patterns = ("params",)
-    """Patterns of the paths to load, such as params/encoder; `*` matches any name, and a leading
-    `!` excludes a path."""
+    """The patterns of the paths to load, such as params/encoder; `*` matches any name, and a
+    leading `!` excludes a path."""
     step: Annotated[int, Field(ge=0)] | None = None
-    """Step of the checkpoint to load; null is the newest complete checkpoint."""
+    """The step of the checkpoint to load; null loads the newest complete checkpoint."""
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a path or one of its parents matches the pattern, whose `!` is ignored.
+    """Return whether a path or one of its parents matches the pattern; a leading `!` is ignored.
 
     >>> matches("params/*/kernel", "params/head/kernel"), matches("params", "params2/x")
     (True, False)
@@ -63,7 +64,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def taken(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the names that belong to the part of these patterns, in their order.
+    """Return the names that belong to the part that the patterns describe, in their order.
 
     >>> taken(["params", "!params/head"], ["params/body/w", "params/head/w", "step"])
     ['params/body/w']
@@ -79,13 +80,14 @@ def taken(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
 
 
 def check_patterns(patterns: Sequence[str], names: Sequence[str], *, of: str) -> None:
-    """Refuse a pattern that matches no name, and patterns that together select no name.
+    """Check that each pattern matches a name, and that the patterns together select a name.
 
     Args:
-      of: description of the state, which error messages name.
+      of: the description of the state in error messages.
 
     Raises:
-      CheckpointError: there are such patterns; the message lists them and the paths that exist.
+      CheckpointError: a pattern matches no name, or all patterns together select none. The message
+        lists the patterns and the paths that exist.
     """
     unknown = [p for p in patterns if not any(matches(p, name) for name in names)]
     if unknown:
@@ -99,7 +101,7 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str], *, of: str) ->
 
 
 def outline(names: Sequence[str]) -> str:
-    """Summarize paths by their first two names, with the number of arrays below each.
+    """Return a summary of paths: their first two names, with the number of arrays below each.
 
     >>> outline(["step", "params/a/w", "params/a/b", "params/c"])
     'step, params/a (2 arrays), params/c'
@@ -111,13 +113,15 @@ def outline(names: Sequence[str]) -> str:
 
 
 def check_part(saved: Mapping[str, LeafRecord], target: PyTree, *, where: str) -> None:
-    """Refuse a checkpoint that lacks arrays of a part, or whose arrays have other shapes or dtypes.
+    """Check that a checkpoint has all arrays of a part, with the same shapes and dtypes.
 
     Args:
-      target: tree of `jax.ShapeDtypeStruct` with the arrays of the part only.
+      target: a tree of `jax.ShapeDtypeStruct` with only the arrays of the part.
+      where: the name of the checkpoint in the message.
 
     Raises:
-      CheckpointError: arrays do not fit; the message lists the first, with both shapes and dtypes.
+      CheckpointError: arrays are missing or do not fit. The message lists the first of these
+        arrays, with both shapes and dtypes.
     """
     lines = [
         line

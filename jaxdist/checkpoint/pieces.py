@@ -1,13 +1,12 @@
-"""Large arrays in files of their own, cut by rows; equal files of an earlier step are hard-linked.
+"""Large arrays in separate files, cut by rows; a file equal to an earlier file is a hard link.
 
 pieces/000012/          array number 12
-  0.0                   its block that begins at row 0 and column 0: raw bytes in C order
-  341.0                 the next block
+  0.0                   its chunk that begins at row 0 and column 0: raw bytes in C order
+  341.0                 the next chunk
 
-Any file of an earlier step with the same digest is reused, for any array. A hard link gives the new
-step the file of an earlier step under a name of its own, so that each step remains complete by
-itself and deletion needs no reference counts. On a file system without hard links the file is
-written instead.
+A file of an earlier step with the same digest is reused, whichever array it belongs to. Since the
+new step has a hard link to the file, each step is complete without the others, and a deletion needs
+no reference counts. On a file system without hard links, the file is written again.
 """
 
 from __future__ import annotations
@@ -29,16 +28,17 @@ from jaxdist.checkpoint.manifest import DIGEST_BYTES, Cuts, FileRecord, Manifest
 
 CHUNK_BYTES = 1 << 20
 _LEAST_SHARE = 8
-"""Arrays whose shards are smaller than a chunk divided by this number are packed by orbax, since
-they would make too many files."""
+"""Orbax packs the arrays whose shards are smaller than a chunk divided by this number, since these
+arrays would make too many files.
+"""
 
 
 class Piece(NamedTuple):
-    """A block of an array, to be written to a file.
+    """A chunk of an array, which is written to a file.
 
     Attributes:
-      name: path inside the checkpoint.
-      block: the block on the host, contiguous.
+      name: the path of the file inside the checkpoint.
+      block: the content of the chunk, as a contiguous array on the host.
     """
 
     name: str
@@ -46,10 +46,10 @@ class Piece(NamedTuple):
 
 
 def array_cuts(array: jax.Array, chunk_bytes: int) -> Cuts | None:
-    """Return the cuts of a large array, each of whose files holds blocks of a single shard.
+    """Return the cuts of a large array, or None for an array that gets no separate files.
 
-    The result is None for an array that is too small, or whose shards are too small, for files of
-    its own. Rows that fit into a chunk are never cut.
+    The cuts are such that each file has elements of a single shard. Rows that fit into a chunk are
+    not cut. The result is None if the array or its shards are too small for separate files.
 
     >>> array_cuts(jax.numpy.zeros((5, 4)), chunk_bytes=32)
     ((0, 2, 4, 5), (0, 4))
@@ -65,10 +65,13 @@ def array_cuts(array: jax.Array, chunk_bytes: int) -> Cuts | None:
 def sharded_cuts(
     shape: tuple[int, ...], shard: tuple[int, ...], item: int, chunk_bytes: int
 ) -> Cuts:
-    """Return the cuts of an array of any size, given the shape of its shards.
+    """Return the cuts of an array of any size, from the shape of its shards.
 
     Args:
-      item: number of bytes of an element.
+      shape: the shape of the array.
+      shard: the shape of each shard.
+      item: the number of bytes of an element.
+      chunk_bytes: the largest number of bytes of a chunk.
     """
     lengths = list(shard)
     for dim in range(len(shard)):
@@ -83,7 +86,7 @@ def sharded_cuts(
 
 
 def piece_name(number: str, begin: Sequence[int]) -> str:
-    """Return the path inside the checkpoint of the block of array `number` that begins at `begin`.
+    """Return the path inside the checkpoint of the chunk of array `number` that begins at `begin`.
 
     >>> piece_name("000012", (341, 0))
     'pieces/000012/341.0'
@@ -92,7 +95,7 @@ def piece_name(number: str, begin: Sequence[int]) -> str:
 
 
 def sizes(number: str, cuts: Cuts, dtype: np.dtype) -> dict[str, int]:
-    """Return the bytes of each file of an array by name, whichever process writes the file."""
+    """Return the number of bytes of each file of an array, by path, in all processes."""
     whole = [ends[-1] for ends in cuts]
     return {
         piece_name(number, begin): math.prod(e - b for b, e in zip(begin, end, strict=True))
@@ -102,16 +105,16 @@ def sizes(number: str, cuts: Cuts, dtype: np.dtype) -> dict[str, int]:
 
 
 def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
-    """Copy the blocks of an array that this process writes to the host."""
+    """Copy to the host the chunks of an array that this process writes."""
     found: list[Piece] = []
-    # Only replica 0 is copied, so that each block is written by one process. All copies start
-    # before the first is awaited, so that they overlap.
+    # Only replica 0 is copied, so that one process writes each chunk. All copies start before the
+    # first is awaited, so that they overlap.
     shards = [shard for shard in array.addressable_shards if not shard.replica_id]
     for shard in shards:
         shard.data.copy_to_host_async()
     for shard in shards:
-        # Without a copy, the result could be the array's own memory on CPU, which the next step may
-        # overwrite.
+        # Without this copy, the result could share the memory of an array on CPU, which the next
+        # step may overwrite.
         held = np.array(shard.data, order="C")
         corner = tuple(part.start or 0 for part in shard.index)
         for begin, end in _blocks(cuts, corner, held.shape):
@@ -123,7 +126,7 @@ def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
 def _blocks(
     cuts: Cuts, corner: Sequence[int], shape: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the begin and end of each block that overlaps a box, in C order.
+    """Yield the begin and the end of each chunk that overlaps a box, in C order.
 
     Args:
       corner: the first element of the box in each dim.
@@ -138,11 +141,12 @@ def _blocks(
 
 
 class Known:
-    """An index by digest of the files of earlier steps and of this step.
+    """An index of the files of earlier steps and of this step, by their digests.
 
     Args:
-      steps: directory and manifest of each step; if files are equal, the last step's file is used.
-      on_event: function that is called with a line about a file that proves damaged.
+      steps: the directory and the manifest of each earlier step. If several files are equal, the
+        file of the last step is used.
+      on_event: the function that is called with a line about each file that is found damaged.
     """
 
     def __init__(
@@ -159,7 +163,8 @@ class Known:
     def link(self, record: FileRecord, path: Path) -> bool:
         """Create `path` as a hard link to a known file with this record; return whether it worked.
 
-        The known file is read first, since damage must not spread to later steps.
+        The known file is first read and compared with its digest, since damage must not spread to
+        later steps.
         """
         source = self._paths.get(record.blake2b)
         if source is None:
@@ -169,22 +174,22 @@ class Known:
                 self._on_event(f"{source} is damaged: it is written again instead of linked")
                 return False
             os.link(source, path)
-        except OSError:  # The file is gone or on another disk, or the file system refuses links.
+        except OSError:  # The file is gone, or links to it are impossible.
             return False
         return True
 
     def add(self, record: FileRecord, path: Path) -> None:
-        """Add a complete file, to which later pieces with the same content are then linked."""
+        """Add a complete file, so that later chunks with the same content become links to it."""
         self._paths[record.blake2b] = path
 
 
 def write_rows(
     staging: Path, number: str, rows: Iterable[np.ndarray], cuts: Cuts
 ) -> dict[str, FileRecord]:
-    """Write an array that is given part by part, and return the files' records by name.
+    """Write an array that is given in parts, and return the records of the files, by path.
 
     Args:
-      rows: parts of the array along its first dim, in order; each begins at a cut.
+      rows: the parts of the array along its first dim, in order. Each part begins at a cut.
 
     Raises:
       OSError: a file cannot be written.
@@ -203,7 +208,7 @@ def write_rows(
 
 
 def place_pieces(staging: Path, pieces: Sequence[Piece], known: Known) -> dict[str, FileRecord]:
-    """Write or link each piece, and return the files' records by name.
+    """Write or link each chunk, and return the records of the files, by path.
 
     Raises:
       OSError: a file cannot be written.
@@ -221,8 +226,8 @@ def _place(path: Path, block: np.ndarray, known: Known) -> FileRecord:
     digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
     record = FileRecord(bytes=len(data), blake2b=digest)
     if not known.link(record, path):
-        # The mode "x" never opens an existing file, which could be a link: writing to it would
-        # change an earlier step.
+        # The mode "x" does not open an existing file, which could be a link: a write to a link
+        # would change an earlier step.
         with path.open("xb") as file:
             file.write(data)
         known.add(record, path)
@@ -230,10 +235,10 @@ def _place(path: Path, block: np.ndarray, known: Known) -> FileRecord:
 
 
 def load_array(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """Load an array from its pieces, in the sharding of `wanted`.
+    """Load an array from its chunks, with the sharding of `wanted`.
 
-    Each process reads only the blocks that its devices need. Elements of `wanted` beyond the saved
-    array are zeros.
+    Each process reads only the chunks that its devices need. If `wanted` is larger than the saved
+    array, the other elements are zeros.
 
     Raises:
       OSError: a file cannot be read.
@@ -252,10 +257,11 @@ def load_array(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeS
 
 
 def owned(array: jax.Array) -> jax.Array:
-    """Copy an array on CPU devices, so that each device has a buffer of its own.
+    """Return a copy of an array on CPU devices in which each device has a separate buffer.
 
-    On CPU an array from NumPy may use NumPy's memory, which devices with equal blocks share. Such a
-    buffer cannot be donated, so the first step after a resume would have two states in memory.
+    On CPU an array that was made from a NumPy array may use NumPy's memory, and devices with equal
+    shards then share a buffer. Such a buffer cannot be donated, so that the first step after a
+    resume would have two states in memory.
     """
     if next(iter(array.sharding.device_set)).platform != "cpu":
         return array

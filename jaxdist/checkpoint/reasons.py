@@ -1,4 +1,4 @@
-"""Descriptions of errors of orbax, tensorstore and the operating system, each in a line."""
+"""Short descriptions of errors of orbax, tensorstore and the operating system, in one line each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FULL_TEXTS = ("No space left on device", "Disk quota exceeded")
 
 
 def one_line(error: Exception) -> str:
-    """Return the type of an error and the beginning of its text in a line.
+    """Return the type of an error and the beginning of its text, in one line.
 
     >>> one_line(OSError(5, "Input/output error"))
     'OSError: [Errno 5] Input/output error'
@@ -21,7 +21,7 @@ def one_line(error: Exception) -> str:
 def is_disk_full(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes, means that the disk is full.
 
-    The texts are searched as well, since tensorstore's errors are not OSErrors.
+    The texts of the errors are searched as well, since tensorstore's errors are not OSErrors.
 
     >>> is_disk_full(ValueError("RESOURCE_EXHAUSTED: write: No space left on device"))
     True
@@ -36,7 +36,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def how_lost(error: OSError) -> str:
-    """Describe the state of a directory that existed before, given the error of an access to it.
+    """Describe what happened to a directory that existed before, from the error of an access to it.
 
     >>> how_lost(FileNotFoundError())
     'is gone'

@@ -1,6 +1,7 @@
-"""Loading of the newest valid checkpoint, with warnings about newer damaged checkpoints.
+"""The loading of the newest valid checkpoint, with warnings about newer damaged checkpoints.
 
-Loading never writes, so another process can evaluate a run that is finished or still training.
+A load writes nothing, so that another process can evaluate a run that is finished or still in
+progress.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from jaxdist.types import JsonObject, PyTree
 
 
 class Wanted(NamedTuple):
-    """The parts of a checkpoint to load.
+    """The parts of a checkpoint to load, and their conversion.
 
     Attributes:
-      target: tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`, on any mesh.
+      target: a tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`, on any mesh.
       shapes: a tree like `target` with the shapes of the tensors without padding, or None if the
         target is not padded.
-      ignored: names of saved arrays that are not loaded.
-      finish: function from the loaded tree to the caller's result.
+      ignored: the names of the saved arrays that are not loaded.
+      finish: the function from the loaded tree to the caller's result.
     """
 
     target: PyTree
@@ -47,23 +48,26 @@ class Wanted(NamedTuple):
 
 
 Adapt = Callable[[Mapping[str, LeafRecord]], Wanted]
-"""Function from the records of a checkpoint's arrays to the parts to load."""
+"""A function from the records of a checkpoint's arrays to the parts to load."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A loaded checkpoint."""
+    """A loaded state, with its step and metadata."""
 
     step: int
-    """Step of the loaded state."""
+    """The step of the loaded state."""
     state: PyTree
-    """Loaded state, with the structure and shardings of the target."""
+    """The loaded state, with the structure and shardings of the target."""
     metadata: JsonObject
-    """Metadata that the caller saved with the state."""
+    """The metadata that was saved with the state."""
 
 
 def committed_steps(directory: Path) -> tuple[int, ...]:
-    """Return the steps with a valid manifest, in ascending order; other files are not checked."""
+    """Return the steps with a valid manifest, in ascending order.
+
+    Only the manifests are checked, not the other files.
+    """
     return tuple(manifest.step for manifest in valid_manifests(directory))
 
 
@@ -86,18 +90,18 @@ def restore(
     step: int | None = None,
     on_event: Callable[[str], None],
 ) -> Restored:
-    """Load a checkpoint into the structure and shardings of `target`.
+    """Load a checkpoint into the structure and the shardings of `target`.
 
     Every process calls this function.
 
     Args:
-      directory: the directory of the `step_*` directories, on a file system that all processes
-        share.
-      target: tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`, on any mesh.
+      directory: the directory that contains the `step_*` directories, on a file system that all
+        processes share.
+      target: a tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`, on any mesh.
       shapes: a tree like `target` with the shapes of the tensors without padding, or None if the
         target is not padded.
       step: the step to load, or None for the newest complete checkpoint.
-      on_event: function that process 0 calls with a line for each damaged checkpoint.
+      on_event: the function that process 0 calls with a line for each damaged checkpoint.
 
     Raises:
       CheckpointError: see `restore_as`.
@@ -113,22 +117,23 @@ def restore_as(
     step: int | None = None,
     on_event: Callable[[str], None],
 ) -> Restored:
-    """Load the parts of a checkpoint that `adapt` chooses, given its records.
+    """Load the parts of a checkpoint that `adapt` chooses from the checkpoint's records.
 
     Every process calls this function. Every file is compared with the manifest before any array is
     loaded. If `step` is None, checkpoints are tried from the newest to the oldest, and a damaged
     checkpoint is reported through `on_event` and skipped.
 
     Args:
-      directory: the directory of the `step_*` directories, on a file system that all processes
-        share.
+      directory: the directory that contains the `step_*` directories, on a file system that all
+        processes share.
+      adapt: the function from the records of a checkpoint's arrays to the parts to load.
       step: the step to load, or None for the newest complete checkpoint.
-      on_event: function that process 0 calls with a line for each damaged checkpoint.
+      on_event: the function that process 0 calls with a line for each damaged checkpoint.
 
     Raises:
-      CheckpointError: no checkpoint, no complete checkpoint, a requested step that is missing or
-        damaged, or a checkpoint of another model, which is never skipped, since older checkpoints
-        belong to that model too.
+      CheckpointError: there is no complete checkpoint, the requested step is missing or damaged, or
+        the checkpoint is that of another model. In the last case no older checkpoint is tried,
+        since it would belong to the other model too.
     """
     directory = directory.absolute()  # Orbax accepts only absolute paths.
     steps = broadcast_json(steps_present(directory))
@@ -165,11 +170,11 @@ def restore_as(
 
 
 def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str | None]:
-    """Try to load a step, and return the checkpoint, or None and a description of its problem.
+    """Load a step, and return the checkpoint and None, or None and a description of the problem.
 
-    All processes return a checkpoint, or all return a problem.
+    Either all processes return a checkpoint, or all processes return a problem.
     """
-    # Only process 0 digests the files, which are then read once rather than by every process.
+    # Only process 0 computes the digests, so that the files are read once and not by every process.
     problem = broadcast_json(_verify(directory, step) if jax.process_index() == 0 else None)
     if problem is not None:
         return None, problem
@@ -209,7 +214,7 @@ def _metadata(path: Path) -> JsonObject:
     """Read the metadata of a checkpoint.
 
     Raises:
-      DamageError: the file cannot be read, or holds no mapping.
+      DamageError: the file cannot be read, or does not contain a mapping.
     """
     try:
         found = read_json(path / METADATA)

@@ -1,4 +1,4 @@
-"""The checkpoints to delete after a save: all but the newest and the best."""
+"""The choice of the checkpoints to delete after a save: all except the newest and the best."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import NamedTuple
 
 
 class Saved(NamedTuple):
-    """A committed checkpoint; a `metric` that is None or not finite is never the best."""
+    """A committed checkpoint: its step, and its metric or None.
+
+    A metric that is None or not finite is never the best.
+    """
 
     step: int
     metric: float | None
 
 
 def best_step(saved: Sequence[Saved], *, lower_is_better: bool) -> int | None:
-    """Return the step with the best metric, the newest if several are equal.
+    """Return the step with the best metric, or None if no metric is finite.
 
-    The result is None if no metric is finite.
+    If several metrics are equal, the newest step is returned.
     """
     sign = -1.0 if lower_is_better else 1.0
     ranked = [
@@ -29,7 +32,9 @@ def best_step(saved: Sequence[Saved], *, lower_is_better: bool) -> int | None:
 def to_delete(
     saved: Sequence[Saved], *, keep: int, keep_best: bool, lower_is_better: bool
 ) -> tuple[int, ...]:
-    """List the steps to delete, oldest first: all but the newest `keep` and, if kept, the best.
+    """Return the steps to delete, the oldest first: all except the newest `keep` and the best.
+
+    The best step is deleted too unless `keep_best` is set.
 
     >>> saved = [Saved(1, 0.5), Saved(2, 0.1), Saved(3, float("nan")), Saved(4, 0.3)]
     >>> to_delete(saved, keep=1, keep_best=True, lower_is_better=True)

@@ -1,4 +1,4 @@
-"""Snapshots of the state in this machine's memory, or on its disk, from which a run resumes.
+"""Snapshots of the state in a machine's memory, or on its disk, from which a run resumes.
 
 No process waits for another: each writes its own part of the state, so that replica 0 of each shard
 is written once, and a snapshot is complete when the files of all processes exist.
@@ -31,9 +31,9 @@ from jaxdist.errors import CheckpointError
 from jaxdist.types import Json, JsonObject, PyTree
 
 KEEP = 2
-"""Number of snapshots to keep: 2, since the newest may be incomplete."""
+"""The number of snapshots to keep: 2, since the newest snapshot may be incomplete."""
 Span = tuple[tuple[int, int], ...]
-"""The begin and end of a piece in each dim."""
+"""The begin and the end of a part of an array in each dim."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,18 @@ class _Piece:
 
 
 class Snapshots:
-    """The writer of a process's snapshots, and a context manager that waits for the last snapshot.
+    """The writer of a process's snapshots; a context manager that waits for the last snapshot.
 
     Args:
-      folder: a folder in this machine's memory or on its disk; created if missing.
-      process: number of the process among `count`.
-      say: function that is called with a line when a snapshot cannot be written; the run continues.
+      folder: the folder in this machine's memory or on its disk, which is created if it is missing.
+      process: the number of this process.
+      count: the number of processes of the run.
+      say: the function that is called with a line when a snapshot cannot be written; the run
+        continues.
       lasts: whether the folder is on a disk, where files must survive a crash of the machine.
 
     Raises:
-      CheckpointError: the folder cannot be made.
+      CheckpointError: the folder cannot be created.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Snapshots:
         self.wait()
 
     def take(self, step: int, state: PyTree, metadata: Mapping[str, Json]) -> None:
-        """Copy this process's parts to the host, and write them in the background.
+        """Copy this process's part of the state to the host, and write it in the background.
 
         The call first waits for the previous snapshot. The caller may donate `state` after this
         call.
@@ -98,7 +100,7 @@ class Snapshots:
     def forget(self, after: int) -> None:
         """Delete the snapshots after a step from which the run has resumed.
 
-        The run repeats the later steps, and must not resume from their old snapshots.
+        The run repeats these steps, and must not resume from their earlier snapshots.
         """
         self._unlink(lambda step: step > after)
 
@@ -116,15 +118,15 @@ class Snapshots:
 
     def _write(self, step: int, pieces: list[_Piece], metadata: JsonObject) -> None:
         path = self.folder / snapshot_name(step, self._process, self._count)
-        # Readers match no name with a leading dot, so an incomplete file is never counted.
+        # Readers ignore names with a leading dot, so that an incomplete file is not counted.
         staging = path.with_name(f".{path.name}")
         try:
             with staging.open("wb") as file:
                 file.write(_header(pieces, metadata))
                 for piece in pieces:
                     file.write(_raw(piece.array))
-                # On a disk the rename may survive a crash without the content. A file in memory
-                # survives no crash, so an fsync would only cost time.
+                # On a disk, the rename may survive a crash although the content does not. A file in
+                # memory never survives a crash, so that an fsync would only take time.
                 if self._lasts:
                     file.flush()
                     os.fsync(file.fileno())
@@ -136,7 +138,7 @@ class Snapshots:
         except OSError as error:
             self._failed += 1
             times = self._failed
-            # Only the failures 1, 2, 4, 8, ... are reported, since every snapshot fails while the
+            # Only failures 1, 2, 4, 8, ... are reported, since every snapshot fails while the
             # memory or the disk is full.
             if times & (times - 1) == 0:
                 again = f" ({times} times in a row)" if times > 1 else ""
@@ -145,9 +147,10 @@ class Snapshots:
             staging.unlink(missing_ok=True)
 
     def _prune(self) -> None:
-        """Delete this process's old files; on disk also older files of any other process.
+        """Delete this process's old files and, on a disk, also older files of other processes.
 
-        A run that continues with fewer processes would otherwise keep the files of the others.
+        Otherwise a run that continues with fewer processes would keep the files of the missing
+        processes.
         """
         found = sorted(self.folder.glob(f"step_*.{self._process}_of_{self._count}"))
         for path in found[:-KEEP]:
@@ -158,7 +161,7 @@ class Snapshots:
 
 
 def _pieces(state: PyTree) -> Iterator[_Piece]:
-    """Yield copies of replica 0 of each shard that this process has."""
+    """Yield copies of replica 0 of each shard that this process holds."""
     leaves = named_leaves(state)
     # All copies to the host begin before the first is awaited, so that they overlap.
     for leaf in leaves.values():
@@ -166,7 +169,8 @@ def _pieces(state: PyTree) -> Iterator[_Piece]:
     for name, leaf in leaves.items():
         for shard in leaf.addressable_shards:
             if shard.replica_id == 0 and shard.data.size:
-                # Without a copy the array could be a CPU device's memory, which may be donated.
+                # Without this copy the array could share a CPU device's memory, which may be
+                # donated.
                 copied = np.array(shard.data, copy=True, order="C")
                 yield _Piece(name, _span(shard.index, leaf.shape), copied)
 
@@ -179,14 +183,14 @@ def _span(index: tuple[slice, ...], shape: tuple[int, ...]) -> Span:
 
 
 def _raw(array: np.ndarray) -> memoryview:
-    """Return an array's bytes, by a view as uint8, since NumPy exports no buffer of a bfloat16."""
+    """Return the bytes of an array, as a view of uint8 because a bfloat16 has no Python buffer."""
     return array.reshape(-1).view(np.uint8).data
 
 
 def _header(pieces: list[_Piece], metadata: JsonObject) -> bytes:
     told = [[piece.name, piece.span, str(piece.array.dtype)] for piece in pieces]
     body = json.dumps({"pieces": told, "metadata": metadata})
-    # The body is stored as text inside JSON, so that the digest is of exactly these bytes.
+    # The body is stored as text inside JSON, so that the digest covers exactly these bytes.
     digest = _digest(body, *(_raw(piece.array) for piece in pieces))
     return json.dumps({"blake2b": digest, "body": body}).encode() + b"\n"
 
@@ -199,15 +203,15 @@ def _digest(body: str, *raw: bytes | memoryview) -> str:
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """List the steps for which the folder has the files of all processes, in ascending order.
+    """Return the steps for which the folder has the files of all processes, in ascending order.
 
-    Files of generations with different numbers of processes are never combined.
+    Files that were written by different numbers of processes are not combined.
     """
     return sorted(_whole(folder))
 
 
 def _whole(folder: Path) -> dict[int, list[Path]]:
-    """Return the complete set of files of each step; if there are several, the largest set."""
+    """Return the complete set of files of each step; of several sets, the largest set."""
     found: dict[tuple[int, int], list[Path]] = {}
     for path in sorted(folder.glob("step_*")):
         part = snapshot_of(path.name)
@@ -221,7 +225,7 @@ def load_snapshot(folder: Path, step: int, target: PyTree) -> tuple[PyTree, Json
     """Load the state and the metadata of a snapshot.
 
     Args:
-      target: tree of `jax.ShapeDtypeStruct` with shardings, on any mesh.
+      target: a tree of `jax.ShapeDtypeStruct` with shardings, on any mesh.
 
     Raises:
       CheckpointError: a file is damaged, or the snapshot's state does not fit the target.
@@ -239,7 +243,7 @@ def load_snapshot(folder: Path, step: int, target: PyTree) -> tuple[PyTree, Json
 
 
 def _read(path: Path) -> tuple[list[_Piece], JsonObject]:
-    """Read the pieces and the metadata in a snapshot file.
+    """Return the pieces and the metadata in a snapshot file.
 
     Raises:
       CheckpointError: the file cannot be read, or its content does not match its digest.
@@ -278,9 +282,9 @@ def _placed(name: str, pieces: list[_Piece], leaf: Any) -> jax.Array:
 
 
 def _assembled(pieces: list[_Piece], span: Span, leaf: Any) -> np.ndarray:
-    """Assemble a device's block from all pieces that overlap it."""
+    """Return the part of an array that a device holds, from all pieces that overlap it."""
     for piece in pieces:
-        # A resume on the same mesh, the usual case, needs no copy.
+        # A resume on the same mesh, which is the usual case, needs no copy.
         if piece.span == span:
             return piece.array
     out = np.empty([stop - start for start, stop in span], leaf.dtype)

@@ -1,4 +1,6 @@
-"""Saving of a run's state in the background, such that a kill never loses a committed checkpoint.
+"""The store of a run's checkpoints, which saves in the background.
+
+A kill at any time loses no committed checkpoint.
 
 The steps of a save: arrays are written into a hidden directory -> digest and fsync of every file ->
 manifest -> fsync -> rename -> fsync of the parent -> deletion of checkpoints beyond the retention.
@@ -49,8 +51,9 @@ class _Pending(NamedTuple):
 class _Outcome(NamedTuple):
     failure: str | None
     met: bool
-    """Whether all processes passed the last barrier of the save, so that all can take part in a
-    broadcast of the outcome."""
+    """Whether all processes passed the last barrier of the save. If so, all can take part in a
+    broadcast of the outcome.
+    """
 
 
 class FencedBy(Protocol):
@@ -59,7 +62,11 @@ class FencedBy(Protocol):
     generation: int
 
     def check(self) -> None:
-        """Raise a `RunError` if this generation may no longer write."""
+        """Check that this generation may still write.
+
+        Raises:
+          RunError: a later generation has started.
+        """
         ...
 
 
@@ -71,17 +78,18 @@ class CheckpointStore:
     arrays.
 
     Args:
-      directory: directory of the checkpoints, created if missing; the store removes what a crash
-        left in it.
-      keep: number of newest checkpoints to keep, at least 1.
+      directory: the directory of the checkpoints, which is created if it is missing. The store
+        removes the remains of a crash from this directory.
+      keep: the number of newest checkpoints to keep, at least 1.
       keep_best: whether to keep the checkpoint with the best metric as well.
       lower_is_better: whether a lower metric is better.
-      chunk_bytes: arrays of at least this size are stored in files of at most this size, and files
-        that are unchanged since an earlier step are links to the earlier files.
-      on_event: function that is called with a line about events that a person should know of,
-        sometimes from the background thread.
-      fence: the fence of this generation in a run on several hosts, where processes of older
-        generations may still be alive, or None in other runs.
+      chunk_bytes: the least size, in bytes, of an array that is stored in separate files, each of
+        at most this size. Such a file becomes a link if its content is unchanged since an earlier
+        step.
+      on_event: the function that is called with a line about each event that the user should know
+        of, such as a damaged file. The background thread may call it.
+      fence: the fence of this generation, or None. A run on several hosts needs a fence, since
+        processes of an earlier generation may still be alive.
 
     Raises:
       CheckpointError: the directory cannot be created or written.
@@ -120,14 +128,14 @@ class CheckpointStore:
         metric: float | None = None,
         shapes: PyTree = None,
     ) -> None:
-        """Copy the arrays to the host, and save them in the background.
+        """Copy the arrays to the host, and save them as a checkpoint in the background.
 
         The call first waits for the previous save. The caller may donate `state` after this call. A
         checkpoint of the same step remains complete until the new checkpoint replaces it.
 
         Args:
           step: the step of the state, 0 or more.
-          state: tree of `jax.Array`, which may include typed random keys.
+          state: a tree of `jax.Array`, which may include typed random keys.
           metadata: JSON values that `restore` returns.
           metric: the metric for `keep_best`; a metric that is not finite is never the best.
           shapes: a tree like the state with the shapes of the tensors without padding, or None if
@@ -152,8 +160,8 @@ class CheckpointStore:
         except Exception as error:
             raise CheckpointError(self._abandon(step, error)) from error
         self._saves += 1
-        # The outcome is a failure until the thread reports another: if the thread dies, the outcome
-        # of the previous save must not count for this save.
+        # The outcome is a failure until the thread reports another outcome. If the thread dies, the
+        # outcome of the previous save must not count for this save.
         self._outcome = _Outcome(
             f"saving step {step} in {self.directory} did not finish", met=False
         )
@@ -167,20 +175,20 @@ class CheckpointStore:
         """Wait until the last save is committed on every process.
 
         Raises:
-          CheckpointError: that save failed; the message has the reason, the free space and the last
+          CheckpointError: the save failed; the message has the reason, the free space and the last
             good step.
         """
         outcome = self._join()
         if outcome is None:
             return
-        # A broadcast waits for every process. If not all passed the last barrier of the save, some
-        # processes would never join the broadcast.
+        # A broadcast waits for every process. If some processes did not pass the last barrier of
+        # the save, they might never join the broadcast.
         failure = broadcast_json(outcome.failure) if outcome.met else outcome.failure
         if failure is not None:
             raise CheckpointError(failure)
 
     def close(self) -> None:
-        """Wait for the last save and stop the writer.
+        """Wait for the last save, and stop the writer.
 
         Raises:
           CheckpointError: the last save failed.
@@ -198,8 +206,8 @@ class CheckpointStore:
         if kind is None:
             self.close()
             return
-        # After an error other processes may never reach a collective, so this process finishes its
-        # own part of the save without a broadcast.
+        # After an error, other processes may never reach a collective. This process therefore
+        # finishes its part of the save without a broadcast.
         if self._thread is not None and jax.process_count() > 1:
             self._thread.join(LOST_PEERS_SECONDS)
             if self._thread.is_alive():
@@ -211,7 +219,7 @@ class CheckpointStore:
         self._writer.close()
 
     def steps(self) -> tuple[int, ...]:
-        """Return the committed steps in ascending order."""
+        """Return the steps of the committed checkpoints, in ascending order."""
         return committed_steps(self.directory)
 
     def restore(
@@ -221,18 +229,18 @@ class CheckpointStore:
         shapes: PyTree = None,
         step: int | None = None,
     ) -> Restored:
-        """Load a checkpoint; see `jaxdist.checkpoint.restore.restore`."""
+        """Load a checkpoint of this store; see `jaxdist.checkpoint.restore.restore`."""
         self.wait()
         return restore(self.directory, target, shapes=shapes, step=step, on_event=self._on_event)
 
     def restore_as(self, adapt: Adapt, *, step: int | None = None) -> Restored:
-        """Load parts of a checkpoint; see `jaxdist.checkpoint.restore.restore_as`."""
+        """Load parts of a checkpoint of this store; see `jaxdist.checkpoint.restore.restore_as`."""
         self.wait()
         return restore_as(self.directory, adapt, step=step, on_event=self._on_event)
 
     def _prepare_directory(self) -> None:
-        # The probe shows at once that an existing directory refuses writes, rather than at the
-        # first save. All processes probe at the same time, so each uses a name of its own.
+        # The probe shows already now, and not at the first save, that an existing directory cannot
+        # be written. All processes probe at the same time, so that each needs a different name.
         probe = self.directory / f".probe-{jax.process_index()}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -261,20 +269,20 @@ class CheckpointStore:
             self._on_event(f"{path} has no valid manifest and does not count as a checkpoint")
 
     def _finish(self, pending: _Pending) -> None:
-        """Run the part of a save that is done in the background."""
+        """Do the part of a save that runs in the background."""
         failure, met = None, False
         try:
             self._writer.wait()
             written, failure = self._place(pending)
-            # Process 0 seals all files, so every process must have written its own files before.
+            # Process 0 seals all files, so that every process must have written its files before.
             self._writer.barrier(f"jaxdist_pieces_{self._saves}")
             try:
                 if self._primary and failure is None:
                     self._commit(pending, written)
             except Exception as error:
                 failure = self._abandon(pending.step, error)
-            # This barrier also follows a failed commit, since the other processes wait here: none
-            # may report the save as done before process 0 has committed it.
+            # This barrier also follows a failed commit, since the other processes wait at it: no
+            # process may report the save as done before process 0 has committed it.
             self._writer.barrier(f"jaxdist_checkpoint_{self._saves}")
             met = True
         except Exception as error:
@@ -284,8 +292,8 @@ class CheckpointStore:
     def _place(self, pending: _Pending) -> tuple[dict[str, FileRecord], str | None]:
         """Write or link this process's part of the large arrays; return records, or a failure.
 
-        An error is not raised: other processes wait for this process at the next barrier, and
-        process 0 finds missing files when it commits.
+        No error is raised, since the other processes wait for this process at the next barrier. If
+        files are missing, process 0 finds this when it commits.
         """
         try:
             steps = [
@@ -297,7 +305,7 @@ class CheckpointStore:
             return self._writer.place(staging, known), None
         except Exception as error:
             failure = self._abandon(pending.step, error)
-            if not self._primary:  # Process 0 finds only that files are missing, not the reason.
+            if not self._primary:  # Process 0 finds that files are missing, but not why.
                 self._on_event(failure)
             return {}, failure
 
@@ -305,10 +313,11 @@ class CheckpointStore:
         staging = self._staging(pending.step)
         final = layout.step_directory(self.directory, pending.step)
         # Orbax would create a missing directory again for its arrays. Only the file that was
-        # written first proves that this is still the directory of this save.
+        # written first shows that the directory is still that of this save.
         if not (staging / layout.METADATA).exists():
             raise FileNotFoundError(f"{staging} was removed while the arrays were written")
-        # A digest that is computed after the write cannot show that a file is missing or truncated.
+        # A digest that is computed after the write cannot show that a file is missing or truncated,
+        # so the sizes are compared.
         for name, size in pending.whole.bytes.items():
             if (staging / name).stat().st_size != size:
                 raise OSError(f"{staging / name} no longer has the {size} bytes that were written")
@@ -316,8 +325,8 @@ class CheckpointStore:
         generation = None if self._fence is None else self._fence.generation
         seal(staging, step=pending.step, **given, known=written, generation=generation)
         self._check_fence()
-        # A process that is suspended here, and then deposed, no longer finds the directory that it
-        # would rename, since the next generation removes it.
+        # If this process is suspended here while the next generation starts, it no longer finds the
+        # directory that it would rename, since the next generation removes it.
         layout.commit(staging, final)
         self._check_fence()
         self._clear_older()
@@ -343,10 +352,10 @@ class CheckpointStore:
         return layout.staging_directory(self.directory, step, generation)
 
     def _prune(self, step: int) -> None:
-        """Delete the checkpoints that the retention does not keep, up to the committed step.
+        """Delete the checkpoints up to a committed step that the retention does not keep.
 
-        The directory holds later steps if the run was resumed from an earlier step. If the
-        retention counted later steps, it could delete the step just saved.
+        The directory has later steps if the run was resumed from an earlier step. If the retention
+        counted the later steps, it could delete the step that was just saved.
         """
         manifests = valid_manifests(self.directory)
         later = [manifest.step for manifest in manifests if manifest.step > step]
@@ -369,19 +378,23 @@ class CheckpointStore:
                 self._on_event(f"the old checkpoint {path} cannot be deleted: {one_line(error)}")
 
     def _abandon(self, step: int, error: Exception) -> str:
-        """Remove the files of a failed save, and describe the failure; raises no OSError."""
+        """Remove the files of a failed save, and return a description of the failure.
+
+        The method raises no OSError.
+        """
         reason = "the disk is full" if is_disk_full(error) else one_line(error)
         try:
-            # With the suffix "/." stat also fails if a file has taken the directory's place.
+            # With the suffix "/.", stat also fails if a file has replaced the directory.
             if not os.path.samestat(os.stat(f"{self.directory}/."), self._identity):
-                # The run's own directory is gone: orbax has made another for its arrays.
+                # The run's directory is gone, and orbax has created another directory for its
+                # arrays.
                 raise FileNotFoundError
             if self._primary and self._fence is None:
                 layout.recover(self.directory)
             elif self._primary or self._is_deposed():
                 # Only the directory of this save is removed, since other files may belong to the
-                # next generation. In a deposed generation each process removes the directory, since
-                # any process may be the last to write there.
+                # next generation. If the next generation has started, each process removes the
+                # directory, since any process may be the last to write there.
                 shutil.rmtree(self._staging(step), ignore_errors=True)
             good, free = self.steps(), shutil.disk_usage(self.directory).free
         except OSError as lost:

@@ -1,4 +1,4 @@
-"""Comparison of the saved tree with the target, path by path, before any array is loaded."""
+"""The comparison of a saved tree with a target, path by path, before any array is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_key(leaf: Leaf) -> bool:
 
 
 def named_leaves(tree: PyTree) -> dict[str, Leaf]:
-    """Return the leaves by path, in jax's order.
+    """Return the leaves of a tree by path, in jax's order.
 
     Raises:
       CheckpointError: two leaves have the same path, such as {"a/b": x, "a": {"b": y}}.
@@ -37,7 +37,7 @@ def named_leaves(tree: PyTree) -> dict[str, Leaf]:
 
 
 def describe_arrays(tree: PyTree, shapes: PyTree = None) -> dict[str, LeafRecord]:
-    """Return the record of every array in a tree, by path.
+    """Return the record of each array in a tree, by path.
 
     Args:
       shapes: a tree like `tree` with the shapes to record; None records the arrays' own shapes.
@@ -60,12 +60,12 @@ def _text(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def structure_differences(saved: dict[str, LeafRecord], target: PyTree) -> list[str]:
-    """List the differences between saved arrays and a target, a line for each path.
+    """Return the differences between saved arrays and a target, as a line for each path.
 
     An array may be missing, extra, or of another shape or dtype.
 
     Args:
-      target: tree of arrays or of `jax.ShapeDtypeStruct`.
+      target: a tree of arrays or of `jax.ShapeDtypeStruct`.
     """
     wanted = {n: _text(leaf.shape, str(leaf.dtype)) for n, leaf in named_leaves(target).items()}
     present = {name: _text(leaf.shape, leaf.dtype) for name, leaf in saved.items()}
@@ -81,10 +81,11 @@ def structure_differences(saved: dict[str, LeafRecord], target: PyTree) -> list[
 
 
 def check_structure(saved: dict[str, LeafRecord], target: PyTree, *, where: str) -> None:
-    """Refuse a checkpoint of another model or optimizer.
+    """Check that a checkpoint has the arrays of a target, since it may be of another model.
 
     Raises:
-      CheckpointError: paths differ; the message lists the first, with both shapes and dtypes.
+      CheckpointError: arrays differ; the message lists the first differences, with both shapes and
+        dtypes.
     """
     lines = structure_differences(saved, target)
     if not lines:
