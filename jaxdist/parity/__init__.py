@@ -1,1 +1,1 @@
-"""Parity: every plan compared with training on a single device."""
+"""The comparison of training with any plan and training on a single device."""

@@ -1,4 +1,7 @@
-"""The combinations of settings that give exact results, and a selection that covers every pair."""
+"""The combinations of plan settings to compare, and a selection that covers every two settings.
+
+Each of the combinations must give the same results as a single device.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,12 @@ MESHES: Mapping[str, Mapping[str, Json]] = {
     "data 2, stage 2, tensor 2": {"data": 2, "stage": 2, "tensor": 2},
     "stage 4, tensor 2": {"stage": 4, "tensor": 2},
 }
-"""The meshes by the name in the tables."""
+"""The meshes to compare, by their names in the printed tables."""
 REDUCTIONS: tuple[str | None, ...] = (
     None,
     *(algorithm.model_fields["type"].default for algorithm in get_args(get_args(ReduceConfig)[0])),
 )
-"""The types of reductions: every algorithm of jaxdist, and None, which leaves the axis to XLA."""
+"""The types of reductions: every algorithm of jaxdist, and None, with which XLA sums gradients."""
 SCHEDULES: Mapping[str, type[Any]] = {
     schedule.model_fields["type"].default: schedule
     for schedule in get_args(get_args(PipelineScheduleConfig)[0])
@@ -54,13 +57,13 @@ REMATS: Mapping[str, ByKind | tuple[ByKind, ...]] = {
     **{policy: policy for policy in get_args(ByKind)},
     "some": ("full", "none"),
 }
-"""The values of a model's `remat` by the name in the tables; "some" is `full` in every other
-layer."""
+"""The values of a model's `remat`, by their names in the printed tables. "some" means `full` in
+every other layer."""
 Residual = Literal["whole", "split"]
 SEQUENCES: tuple[Residual, ...] = get_args(Residual)
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 CHUNKS = 2
-"""The number of chunks on each stage, for schedules with a setting `chunks`."""
+"""The number of chunks on each stage, for pipeline schedules with a setting `chunks`."""
 _REDUCE: TypeAdapter[Any] = TypeAdapter(ReduceConfig)
 _COMPRESSION = TypeAdapter[Compression](CompressionConfig)
 _PIPELINES: list[tuple[str | None, Activations | None]] = [
@@ -70,7 +73,9 @@ _NO_PIPELINE: list[tuple[str | None, Activations | None]] = [(None, None)]
 
 
 def cuts_of(*, tensor: bool, sequence: bool, microbatches: bool) -> tuple[str, ...]:
-    """Return the names of the sums whose terms are added in another order than on a single device.
+    """Return the names of the sums whose terms a plan adds in another order than a single device.
+
+    Sums over devices are always among them.
 
     Args:
       tensor: whether an axis splits the dims of layers.
@@ -87,14 +92,14 @@ class Combination:
 
     Attributes:
       mesh: a key of `MESHES`.
-      stage, scope: stage and scope of ZeRO.
+      stage, scope: the ZeRO stage and its scope.
       reduce: one of `REDUCTIONS`.
-      microbatches: number of microbatches.
+      microbatches: the number of microbatches.
       remat: a key of `REMATS`.
-      sequence: "split" if the tensor axis splits the sequence between layers, otherwise "whole".
-      schedule: a key of `SCHEDULES`, or None where the mesh has no axis stage.
-      activations: whether a pipeline's backward pass recomputes activations or reads them from a
-        stash, or None where the mesh has no axis stage.
+      sequence: "split" if axis tensor splits the sequence between layers, otherwise "whole".
+      schedule: a key of `SCHEDULES`, or None if the mesh has no axis stage.
+      activations: "recompute" if a pipeline's backward pass computes activations again, "stash" if
+        it reads stored activations, or None if the mesh has no axis stage.
     """
 
     mesh: str
@@ -109,7 +114,7 @@ class Combination:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """Return the names in `cuts_of` of sums whose order of addition the plan changes."""
+        """The names of the sums whose terms the plan adds in another order; see `cuts_of`."""
         return cuts_of(
             tensor="tensor" in self.mesh,
             sequence=self.sequence == "split",
@@ -118,7 +123,7 @@ class Combination:
 
     @property
     def parallel(self) -> JsonObject:
-        """Return the section `parallel` of a config, in which ZeRO also splits small tensors."""
+        """The section `parallel` of a config, in which ZeRO also splits small tensors."""
         section: JsonObject = {
             "reduce": None if self.reduce is None else {"type": self.reduce},
             "zero": {"stage": self.stage, "scope": self.scope, "whole_below": 64},
@@ -131,7 +136,7 @@ class Combination:
 
     @property
     def rules(self) -> dict[str, str]:
-        """Return the sharding rules that are added to those of the config."""
+        """The sharding rules that the combination adds to the rules of the config."""
         return {"residual_seq": "tensor"} if self.sequence == "split" else {}
 
 
@@ -139,7 +144,7 @@ class Combination:
 def placement_kind(schedule: str) -> str:
     """Return a name for the placement of a schedule's chunks on stages.
 
-    Other settings of a plan depend on no other property of a schedule.
+    The other settings of a plan depend only on this property of a schedule.
 
     >>> placement_kind("1f1b"), placement_kind("interleaved"), placement_kind("zb_v")
     ('one chunk a stage', 'chunks in a loop', 'chunks in a V')
@@ -154,7 +159,7 @@ def placement_kind(schedule: str) -> str:
 
 @cache
 def combination_facts(cell: Combination) -> Facts:
-    """Return the facts about a combination that the table of validity reads."""
+    """Return the facts about a combination from which the validity table judges it."""
     reduce = None if cell.reduce is None else {"type": cell.reduce}
     return facts(MESHES[cell.mesh], reduce, ZeroConfig(stage=cell.stage, scope=cell.scope))
 
@@ -165,7 +170,14 @@ def facts(
     zero: ZeroConfig,
     compression: JsonObject | None = None,
 ) -> Facts:
-    """Return the facts about sections of a config that the table of validity reads."""
+    """Return the facts about a config from which the validity table judges it.
+
+    Args:
+      mesh: the section `mesh`.
+      reduce: the section `parallel.reduce`.
+      zero: the section `parallel.zero`, validated.
+      compression: the section `parallel.compression`.
+    """
     sizes: dict[str, int] = {}
     for axis, size in MeshConfig.model_validate(mesh).sizes().items():
         if isinstance(size, Split):
@@ -182,16 +194,16 @@ def facts(
 
 
 def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Combination]:
-    """Yield every combination that the table of validity allows, in a fixed order.
+    """Yield every combination that the validity table allows, in a fixed order.
 
     A pipeline has twice as many microbatches as stages, which is enough for every schedule.
 
     Args:
-      remats: the model's remat policies; a model without remat has only "none".
+      remats: the keys of `REMATS` that the model supports, as `remats_of` returns them.
     """
     plans = itertools.product(MESHES, STAGES, SCOPES, REDUCTIONS)
     for mesh, stage, scope, reduce in plans:
-        # Without ZeRO the scope has no effect, and would repeat the same program.
+        # Without ZeRO the scope has no effect, and another scope would give the same program.
         if scope != "all" and not stage:
             continue
         if violations(combination_facts(Combination(mesh, stage, scope, reduce, 1, "none"))):
@@ -212,9 +224,12 @@ def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Combinatio
 def valid_cells(remats: Sequence[str] = tuple(REMATS)) -> list[Combination]:
     """Return the combinations of a full run, in a fixed order.
 
-    The run has all of `possible_cells` without a pipeline and with a whole sequence; every
-    schedule, mesh, `activations` and ZeRO stage up to 2 of pipelines; and enough of the other
-    combinations to cover every pair of settings.
+    Without a pipeline, these are all of `possible_cells` with a whole sequence. With a pipeline,
+    they are all schedules, meshes, `activations` and ZeRO stages up to 2, without a reduction and
+    remat. Enough other combinations are added to cover every pair of settings.
+
+    Args:
+      remats: the keys of `REMATS` that the model supports.
     """
     cells = list(possible_cells(remats))
     full = {cell for cell in cells if _crossed(cell)}
@@ -224,7 +239,7 @@ def valid_cells(remats: Sequence[str] = tuple(REMATS)) -> list[Combination]:
 
 def _crossed(cell: Combination) -> bool:
     plain = cell.reduce is None and cell.remat == "none"
-    # In a pipeline ZeRO 3 differs from ZeRO 2 only before a step: it gathers the parameters.
+    # In a pipeline ZeRO 3 differs from ZeRO 2 only in that it gathers the parameters before a step.
     return cell.sequence == "whole" and (cell.schedule is None or (plain and cell.stage < 3))
 
 
@@ -232,9 +247,10 @@ SettingPairs = frozenset[tuple[Any, ...]]
 
 
 def pairs(cell: Combination) -> SettingPairs:
-    """Return every pair of settings of a combination; pairs of pipelines are separate from others.
+    """Return every pair of settings of a combination.
 
-    A reduction is paired with the schedule's `placement_kind` instead of the schedule, since the
+    A pair in a combination with a pipeline is distinct from the same pair without a pipeline. A
+    reduction is paired with the schedule's `placement_kind` instead of the schedule, since the
     reduction depends only on the placement of chunks.
     """
     found = set(itertools.combinations(vars(cell).items(), 2))
@@ -251,14 +267,14 @@ def cover(
     given: Iterable[Combination] = (),
     settings: Callable[[Combination], SettingPairs] = pairs,
 ) -> list[Combination]:
-    """Choose few combinations that together cover every pair of settings in `cells`.
+    """Return few combinations that together cover every pair of settings in `cells`.
 
-    The choice is greedy: each time the combination with the most missing pairs is taken, the first
-    of several, so that equal arguments give equal results.
+    The choice is greedy: the next combination is always the first combination in `cells` with the
+    largest number of missing pairs. Equal arguments therefore give equal results.
 
     Args:
       cells: the combinations to choose from.
-      given: combinations whose pairs are covered already.
+      given: further combinations, whose pairs need not be covered again.
       settings: a function from a combination to the items to cover.
 
     >>> cells = [Combination("data 8", 0, "all", None, m, r) for m in (1, 2) for r in REMATS]
@@ -267,8 +283,8 @@ def cover(
     """
     having = [settings(cell) for cell in cells]
     missing = set().union(*having) - set().union(*map(settings, given))
-    # The contribution of a cell only decreases, so that its earlier contribution is a bound: only
-    # the cell at the top of the heap needs to be counted again.
+    # The number of missing pairs that a cell covers only decreases, so that an earlier number is an
+    # upper bound. Only the cell at the top of the heap needs to be counted again.
     bounds = [(-len(own), index) for index, own in enumerate(having)]
     heapq.heapify(bounds)
     chosen: list[Combination] = []

@@ -1,4 +1,4 @@
-"""Calls in child processes of a function that may crash; a crash is returned as the answer."""
+"""Calls in child processes of a function that may crash its process."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from typing import Any
 from jaxdist.runtime.children import how_ended
 
 LIMIT_SECONDS = 600.0
-"""The CPU time after which a child without an answer is killed; also the time for which a child
-may be idle."""
+"""The CPU time after which a child without an answer is killed, and also the elapsed time after
+which an idle child is killed."""
 BUSY_SHARE = 0.01
-"""The fraction of a CPU below which a child counts as idle: on a busy machine a working child still
-gets more."""
+"""The fraction of a CPU below which a child counts as idle. A working child gets more, even on a
+busy machine."""
 LOOK_SECONDS = 0.5
-"""The time between two looks at a child's CPU time."""
+"""The time between two readings of a child's CPU time."""
 # Children are spawned: a fork would copy the locks of jax's device threads without the threads.
 _CONTEXT = multiprocessing.get_context("spawn")
 _FATAL = re.compile(r"^F\d+ .*?\] (.*)|^.*?(\w+\.cc:\d+\] Check failed.*)", re.MULTILINE)
@@ -35,7 +35,11 @@ _FATAL = re.compile(r"^F\d+ .*?\] (.*)|^.*?(\w+\.cc:\d+\] Check failed.*)", re.M
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of a call whose child process gave no answer, with the reason."""
+    """The result of a call whose child process gave no answer.
+
+    Attributes:
+      reason: the reason why there is no answer, with the last line of the child's standard error.
+    """
 
     reason: str
 
@@ -46,14 +50,16 @@ def answers(
     jobs: int,
     limit_seconds: float | None = LIMIT_SECONDS,
 ) -> Generator[Any, None, None]:
-    """Yield the function's value for each item in order, or `Ended` where the process crashed.
+    """Yield the function's value for each item, in the order of the items.
+
+    If the process of a call crashes or exceeds the limit, the call's value is `Ended`.
 
     Args:
       function: a function that can be imported by its name, or a partial of such a function.
       items: the arguments, one for each call.
-      jobs: number of processes.
-      limit_seconds: limit on a call's CPU time, which depends little on the machine's load, or None
-        for no limit.
+      jobs: the number of processes.
+      limit_seconds: the limit on a call's CPU time, or None for no limit. CPU time depends little
+        on the machine's load.
     """
     idle: SimpleQueue[_Child] = SimpleQueue()
     children = [_Child(function, limit_seconds) for _ in range(jobs)]
@@ -80,7 +86,7 @@ def answers(
 class _Child:
     """A child process that is started on demand, and again after a crash.
 
-    The reason for a crash is read from the child's standard error, which goes to a file.
+    The child writes its standard error to a file, from which the reason for a crash is read.
     """
 
     def __init__(self, function: Callable[[Any], Any], limit_seconds: float | None):
@@ -92,7 +98,7 @@ class _Child:
         self._changing = threading.Lock()
 
     def ask(self, item: Any) -> Any:
-        """Return the function's value for an item, or `Ended` where the process gave none."""
+        """Return the function's value for an item, or `Ended` if the process gives no answer."""
         pipe = self._begun()
         try:
             pipe.send(item)
@@ -107,7 +113,10 @@ class _Child:
         return Ended(f"{how}: {said}" if said else how)
 
     def _waited(self, pipe: Connection) -> str | None:
-        """Wait for an answer, and return None; or return the reason why the wait was given up."""
+        """Wait until the child has answered, and return None.
+
+        If the limit is exceeded first, the result is the reason as text.
+        """
         limit = self._limit_seconds
         if limit is None:
             pipe.poll(None)
@@ -151,7 +160,11 @@ class _Child:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Return the CPU time of all threads of a process; on other systems than Linux elapsed time."""
+    """Return the CPU time of all threads of a process, in seconds.
+
+    On systems other than Linux the result is the monotonic time. It is 0 for a process that has
+    ended.
+    """
     if not sys.platform.startswith("linux"):
         return time.monotonic()
     try:
@@ -162,7 +175,13 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _serve(function: Callable[[Any], Any], pipe: Connection, said: str) -> None:
-    """Send the function's value for each item that arrives, until the pipe is closed."""
+    """Answer each item from a pipe with the function's value, until the pipe is closed.
+
+    Args:
+      function: the function.
+      pipe: the child's end of the pipe.
+      said: the path of the file for standard error.
+    """
     os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), 2)
     # Ctrl-C reaches the whole process group, and the parent kills its children itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -175,7 +194,10 @@ def _serve(function: Callable[[Any], Any], pipe: Connection, said: str) -> None:
 
 
 def _last_words(said: Path) -> str:
-    """Return the last failed check of C++ in a child's standard error, or else the last line."""
+    """Return the last line with a failed check of C++ in a file of standard error.
+
+    Without such a line the result is the last line of the file, or an empty string.
+    """
     text = said.read_text(encoding="utf-8", errors="replace")
     fatal = [match.group() for match in _FATAL.finditer(text)]
     return (fatal or text.strip().splitlines() or [""])[-1].strip()

@@ -1,4 +1,4 @@
-"""`jaxdist parity`: a check that every exact plan gives the numbers of a single device."""
+"""`jaxdist parity`: the check that every exact plan gives the same numbers as a single device."""
 
 from __future__ import annotations
 
@@ -47,20 +47,24 @@ def parity(
     resume: bool = False,
     console: Console,
 ) -> list[ParityResult]:
-    """Compare combinations with a single device, and print a line for each, and the verdict.
+    """Compare combinations of plan settings with a single device, and return the results.
+
+    The function prints a line for each combination, and then the numbers of equal, different and
+    skipped combinations.
 
     Args:
-      path: a config whose model and data are used; None uses a small language model.
-      overrides: settings that override the config.
-      full: compare the combinations of a full run, not only enough to cover every pair of settings.
-      jobs: number of processes, each of which compares one combination at a time.
-      json_file: a file for the results as JSON, updated after each combination.
-      resume: skip the combinations that `json_file` already has, if it exists.
+      path: the config whose model and data are used, or None for a small language model.
+      overrides: the settings that override the config.
+      full: whether to compare the combinations of a full run, and not only enough combinations to
+        cover every pair of settings.
+      jobs: the number of processes, each of which compares one combination at a time.
+      json_file: a file for the results as JSON, updated after each combination, or None.
+      resume: whether to skip the combinations that `json_file` already has.
       console: the console for the lines.
 
     Raises:
-      JaxdistError: a config that cannot be read, or cannot be built on a single device; a file that
-        cannot be resumed; a process that ended.
+      JaxdistError: the config cannot be read, or cannot be built on a single device; the file
+        cannot be resumed or written; or a process ended without an answer.
     """
     sections, name = BUILT_IN, BUILT_IN_NAME
     if path is not None:
@@ -99,12 +103,12 @@ def parity(
 
 
 def _earlier(file: Path, empty: Mapping[str, Json]) -> list[ParityResult]:
-    """Return the results of an interrupted run, from its file.
+    """Return the results that an interrupted run wrote to a file.
 
     Args:
-      file: the file of the interrupted run.
-      empty: the report of this run without results, with which the file must agree. The report
-        includes the losses on a single device, which differ between models of the same name.
+      file: the file of the interrupted run. If it does not exist, there are no results.
+      empty: the report of the present run without results, with which the file must agree. The
+        losses on a single device are part of the report, since models of the same name may differ.
 
     Raises:
       ConfigError: the file is not a report, or is a report of another run.
@@ -126,11 +130,15 @@ def _earlier(file: Path, empty: Mapping[str, Json]) -> list[ParityResult]:
 def _compared(
     subject: ParitySubject, cells: Sequence[Combination], jobs: int
 ) -> Iterator[ParityResult]:
-    """Yield results in the order of `cells`, from `jobs` processes."""
+    """Yield the result of each combination in the order of `cells`, from `jobs` processes.
+
+    Raises:
+      RunError: a process ended without an answer.
+    """
     if jobs == 1:
         yield from (compare_combination(subject, cell) for cell in cells)
         return
-    # No time limit: the size of the user's model is unknown.
+    # There is no time limit, since the size of the user's model is unknown.
     with closing(
         answers(partial(compare_combination, subject), cells, jobs, limit_seconds=None)
     ) as found:
@@ -145,7 +153,7 @@ def _compared(
 
 
 def _verdict(results: Sequence[ParityResult]) -> str:
-    """Return the number of combinations that are equal, differ or were skipped, as text.
+    """Return the numbers of combinations that are equal, differ or were skipped, as text.
 
     >>> _verdict([ParityResult(cell, "skipped") for cell in valid_cells()[:2]])
     '0 equal, 0 differ, 2 skipped'

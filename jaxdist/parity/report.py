@@ -1,4 +1,7 @@
-"""The output of a parity run: lines for a console, JSON, and a page of the docs."""
+"""The output of a parity run: lines for a console, JSON, and a page of the docs.
+
+The script `python -m jaxdist.parity.report FILE` prints the page of a JSON file.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,14 @@ HEADER = (
 
 
 def combination_line(result: ParityResult, told: dict[str, int] | None = None) -> str:
-    """Format a result in 80 columns, with further lines for a pipeline or a reason.
+    """Return the line for a result, with further lines for a pipeline or a reason.
+
+    The first line has at most 80 columns.
 
     Args:
       result: the result of a combination.
-      told: the reasons of earlier lines and their numbers. A reason in `told` is printed by number
-        only; a new reason is added.
+      told: the reasons in earlier lines, with their numbers. Only the number is printed for a
+        reason that is in `told`, and a new reason is added to `told`.
 
     >>> from jaxdist.parity.trace import Differences
     >>> cell = Combination("data 8", 2, "all", None, 1, "full")
@@ -95,12 +100,12 @@ def results_to_json(
     full: bool,
     losses: Iterable[float] = (),
 ) -> JsonObject:
-    """Convert all results to plain data.
+    """Return a report of all results as JSON values.
 
     Args:
-      subject: the config's name.
+      subject: the name of the config.
       results: the results until now.
-      planned: number of combinations of the whole run.
+      planned: the number of combinations of the complete run.
       full: whether the run has the option `--full`.
       losses: the loss of each step on a single device.
     """
@@ -125,7 +130,7 @@ def results_to_json(
 
 
 def from_json(report: Mapping[str, Json]) -> list[ParityResult]:
-    """Return the results in a report of `results_to_json`.
+    """Return the results in a report that `results_to_json` returned.
 
     Raises:
       ValueError, KeyError, TypeError: the data are not such a report.
@@ -141,7 +146,11 @@ T = TypeVar("T")
 
 
 def read_earlier(file: Path, parse: Callable[[JsonObject], T]) -> T | None:
-    """Return the parsed report of an interrupted run, or None where there is no file.
+    """Return the parsed report of an interrupted run, or None if the file does not exist.
+
+    Args:
+      file: the JSON file of the interrupted run.
+      parse: a function from the JSON values to the result.
 
     Raises:
       ConfigError: the file cannot be read or parsed.
@@ -162,11 +171,11 @@ EXTENTS = {
     "activations and ZeRO stage up to 2; of the rest every two settings",
     "every two settings": "every two settings",
 }
-"""The description of each set of combinations, by the set's name in the report."""
+"""The description of each set of combinations, by the name of the set in the report."""
 
 
 def parity_page(report: Mapping[str, Json]) -> str:
-    """Format a report as a page: the largest difference for each setting, and the limits."""
+    """Return a page of a report: the largest difference for each setting, and the limits."""
     results = from_json(report)
     versions = report["versions"]
     full = " --full" if report["cells"] == "all" else ""
@@ -257,7 +266,7 @@ def _summary(results: Sequence[ParityResult]) -> str:
 
 
 def _limits(results: Sequence[ParityResult]) -> list[str]:
-    """Return a section of the page on the limits, with the largest differences found."""
+    """Return the lines of the page about the limits, with the largest differences found."""
     judged = [result for result in results if result.differences and result.limit]
     lines = [
         "What differs is the order in which floats are summed. The limits are k times",

@@ -1,10 +1,10 @@
 """Training of a combination, and its comparison with training on a single device.
 
-The optimizer is AdamW with weight decay and clipping, so that every tensor and the global norm
-across shards matter. AdamW's `eps` is large, because Adam divides by the size of a gradient. With a
-small `eps`, an element whose gradient is only rounding noise would move by a full step in a random
-direction. With `eps` far above the noise, the update is a smooth function of the gradient, and has
-a similar bound.
+The optimizer is AdamW with weight decay and clipping, so that the result depends on every tensor
+and on the global norm across shards. AdamW's `eps` is large, because Adam divides by the size of a
+gradient. With a small `eps`, an element whose gradient is only rounding noise would move by a full
+step in a random direction. With `eps` far above the noise, the update is a smooth function of the
+gradient, so that a similar limit applies to both.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BUILT_IN: Mapping[str, Json] = {
     },
     "train": {"batch_size": 32},
 }  # fmt: skip
-"""The config of the small language model that is compared where no config is given."""
+"""The config of the small language model that is compared if the user gives no config."""
 OPTIM: Mapping[str, Json] = {
     "type": "adamw",
     "learning_rate": 1e-3,
@@ -54,10 +54,16 @@ OPTIM: Mapping[str, Json] = {
 
 @dataclass(frozen=True)
 class ParityResult:
-    """The result of a comparison: its verdict is "equal", "differs" or "skipped".
+    """The result of a comparison with a single device.
 
-    The verdict on a combination that XLA refuses to compile is "differs" too; the result then has a
-    reason instead of differences.
+    Attributes:
+      cell: the combination.
+      verdict: "equal", "differs" or "skipped". A combination that XLA refuses to compile also
+        differs.
+      differences: the differences from a single device, or None if the combination was skipped or
+        not compiled.
+      limit: the limits on the differences, or None like `differences`.
+      reason: the reason why there are no differences, or an empty string.
     """
 
     cell: Combination
@@ -69,12 +75,12 @@ class ParityResult:
 
 @dataclass(frozen=True)
 class ParitySubject:
-    """The model under test: the sections of a config that no combination changes.
+    """The model to compare, with its results on a single device.
 
     Attributes:
-      sections: sections in the form of a config file.
+      sections: the sections of the model's config, to which a combination adds its settings.
       reference: the results of three steps on a single device.
-      terms: number of tokens or examples in a batch.
+      terms: the number of tokens in a batch, or of examples if the data have no tokens.
     """
 
     sections: Mapping[str, Json]
@@ -83,7 +89,7 @@ class ParitySubject:
 
 
 def open_reference(sections: Mapping[str, Json]) -> ParitySubject:
-    """Train on a single device, with which all combinations are compared.
+    """Train on a single device, and return the subject with which combinations are compared.
 
     Raises:
       JaxdistError: the config cannot be built on a single device.
@@ -95,7 +101,12 @@ def open_reference(sections: Mapping[str, Json]) -> ParitySubject:
 
 
 def sections_of(document: Document, config: ExperimentConfig) -> JsonObject:
-    """Return the sections of a user's config that no combination changes, in float32."""
+    """Return the sections of a user's config that describe its model and data, in float32.
+
+    Args:
+      document: the config as it was read.
+      config: the validated config.
+    """
     kept = ("data", "loss", "sharding", "seed")
     values = {name: document.values[name] for name in kept if name in document.values}
     fields = type(config.model).model_fields
@@ -109,12 +120,15 @@ def sections_of(document: Document, config: ExperimentConfig) -> JsonObject:
 
 
 def remats_of(sections: Mapping[str, Json]) -> tuple[str, ...]:
-    """Return the model's remat policies; only "none" for a model without remat."""
+    """Return the keys of `REMATS` that a config's model supports.
+
+    A model without remat supports only "none".
+    """
     return tuple(REMATS) if "remat" in sections["model"] else ("none",)
 
 
 def with_combination(sections: Mapping[str, Json], cell: Combination) -> JsonObject:
-    """Return sections of a config in which the plan's settings are those of a combination."""
+    """Return the sections of a config with the settings of a combination."""
     model, sharding = dict(sections["model"]), sections.get("sharding", {})
     if "remat" in model:
         remat = REMATS[cell.remat]
@@ -146,12 +160,15 @@ def experiment_of(sections: Mapping[str, Json], cell: Combination) -> Experiment
 
 
 def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:
-    """Return why a model computes other numbers in parts of a batch, or '' if it does not.
+    """Return the reason why a model gives other numbers if it computes a batch in parts.
+
+    The result is empty if the numbers are the same, or if the batch is computed at once.
 
     Args:
       model: the model.
-      reduce: whether gradients are reduced explicitly, so that each device computes its own part.
-      microbatches: number of microbatches.
+      reduce: whether gradients are reduced explicitly, so that each device computes a part of the
+        batch.
+      microbatches: the number of microbatches.
     """
     if not reduce and microbatches == 1:
         return ""
@@ -167,11 +184,12 @@ def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:
 
 
 def compare_combination(subject: ParitySubject, cell: Combination) -> ParityResult:
-    """Train a combination, and compare the results with those of a single device.
+    """Train a combination, and return its comparison with a single device.
 
-    A combination is skipped, with the reason, if the model cannot be built (because its heads do
-    not divide over the mesh, for example) or if the model's layers compute other numbers in parts
-    of a batch. A combination that XLA refuses differs, with the first line of XLA's message.
+    A combination is skipped if the model cannot be built, for example because axis tensor does not
+    divide its heads. It is also skipped if the model gives other numbers for a part of a batch. A
+    combination that XLA refuses to compile differs, with the first line of XLA's message as the
+    reason.
     """
     try:
         experiment = experiment_of(subject.sections, cell)

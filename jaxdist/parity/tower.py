@@ -1,4 +1,4 @@
-"""An imported model, as a user would write it: blocks with biases for stages, and BatchNorm."""
+"""An imported model as a user would write it, with blocks for a pipeline, biases and BatchNorm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class TowerBlock(nnx.Module):
 
 
 class Tower(nnx.Module):
-    """A classifier of images, with a stack of residual blocks."""
+    """A classifier of images with a stack of residual blocks.
+
+    BatchNorm before the first block and dropout before the last layer are optional.
+    """
 
     def __init__(
         self,
@@ -37,7 +40,8 @@ class Tower(nnx.Module):
     ):
         self.first = Linear((features, embed), ("features", "embed"), rngs)
         self.blocks = stack(lambda rngs: TowerBlock(embed, mlp, rngs), layers, rngs)
-        # The fast variance is a difference of two means, whose rounding exceeds the limits.
+        # The fast variance is a difference of two means. Its rounding error would exceed the limits
+        # on differences.
         norm = nnx.BatchNorm(embed, use_fast_variance=False, rngs=rngs) if batch_norm else None
         self.norm = norm
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
@@ -48,7 +52,7 @@ class Tower(nnx.Module):
         return self.head(self.trunk(self.embed(image), image))
 
     def embed(self, image: jax.Array) -> jax.Array:
-        """Return the input of the first block: `[B, embed]`."""
+        """Return the input of the first block, `[B, embed]`, for images."""
         x = self.first(image.reshape(image.shape[0], -1))
         # BatchNorm subtracts the mean, so that the exact gradient of a bias directly before a
         # BatchNorm is 0, and only rounding would be compared. The product with tanh gives the bias
@@ -56,7 +60,10 @@ class Tower(nnx.Module):
         return x if self.norm is None else self.norm(x * jax.numpy.tanh(x))
 
     def trunk(self, x: jax.Array, image: jax.Array) -> jax.Array:
-        """Compute all blocks, or those of a pipeline's chunk; the image is not used."""
+        """Return the output of all blocks, or of the blocks in a pipeline's chunk.
+
+        The image is not used.
+        """
         del image
         return scan_blocks(self.blocks, x, remat="full")
 

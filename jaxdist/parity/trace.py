@@ -1,13 +1,13 @@
-"""Three steps of training under a plan, and their differences from those on a single device.
+"""Three steps of training with a plan, and their differences from training on a single device.
 
 Exact plans differ only in the order in which floats are summed. Three relative differences are
 measured, so that the same limits are suited to any model:
 
 - the loss of each step, relative to its value on a single device;
 - the gradient of the first step, as the optimizer receives it: for each parameter, the norm of the
-  difference relative to the norm on a single device;
-- the update, which is the parameters after the last step minus the initial parameters, in the same
-  way.
+  difference, divided by the gradient's norm on a single device;
+- the update, which is the parameters after the last step minus the initial parameters. Its
+  difference is measured like the gradient's.
 
 All plans begin with the state that a single device initialized. Tests check that every mesh
 initializes the same state.
@@ -38,40 +38,46 @@ from jaxdist.types import Grads, Json, JsonObject, OptState, Params, PyTree, Upd
 STEPS = 3
 """The number of steps of a comparison."""
 LAYER_TERMS = 512
-"""The least number of terms that a bound assumes: even for a small batch, the sums within a layer
-have about this number of terms."""
+"""The least number of terms of a sum that the limits assume. Even for a small batch, the sums
+within a layer have about this number of terms."""
 COMPILE: Mapping[str, Json] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
 }
-"""Options with which XLA makes the same plan of a program, but optimizes its loops less, to save
-time: each program only runs for `STEPS` steps."""
+"""The options with which XLA compiles. XLA partitions a program as without them, but optimizes its
+loops less, which saves time: each program only runs for `STEPS` steps."""
 
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest relative differences from a single device, over all steps and parameters."""
+    """The largest relative differences from a single device, over all steps and parameters.
+
+    Attributes:
+      loss: the largest difference of the loss of a step.
+      gradient: the largest difference of the gradient of a parameter.
+      update: the largest difference of the update of a parameter or buffer.
+    """
 
     loss: float
     gradient: float
     update: float
 
     def within(self, limit: Differences) -> bool:
-        """Return whether no difference exceeds its limit; NaN always exceeds it."""
+        """Return whether all differences are within the given limits, which NaN never is."""
         pairs = zip(astuple(self), astuple(limit), strict=True)
         return all(found <= bound for found, bound in pairs)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The results of a run, as arrays on the host, to be compared with those of another run.
+    """The results of a run that are compared with the results of another run, on the host.
 
     Attributes:
       initial: the initial training state.
-      losses: the loss of each step.
-      gradients: the gradients of the first step, by the parameter's name.
+      losses: the loss of each step, `[steps]`.
+      gradients: the gradient of each parameter in the first step, by the parameter's name.
       updates: the changes of parameters and buffers over all steps, by name.
-      evaluation: the held-out loss after the last step, or an empty mapping without held-out
+      evaluation: the held-out loss after the last step. The mapping is empty without held-out
         examples.
     """
 
@@ -83,19 +89,22 @@ class Trace:
 
     @property
     def loss_of_step(self) -> dict[str, np.ndarray]:
-        """The loss of each step and of the evaluation, by the step's number and "evaluation"."""
+        """The losses of the steps, by the step's number, and the results of the evaluation."""
         return {**{str(step): loss for step, loss in enumerate(self.losses)}, **self.evaluation}
 
 
 class Noted(NamedTuple):
-    """An optimizer's state, together with the last gradients that the optimizer received."""
+    """An optimizer's state together with the gradients that the optimizer received last."""
 
     gradients: Grads
     inner: OptState
 
 
 def noted(experiment: Experiment) -> Experiment:
-    """Return the same experiment, with an optimizer whose state also has the last gradients."""
+    """Return the same experiment with an optimizer whose state also keeps the last gradients.
+
+    The state of the optimizer becomes a `Noted`.
+    """
     inner = experiment.program.optimizer.transform
 
     def init(params: Params) -> Noted:
@@ -105,8 +114,8 @@ def noted(experiment: Experiment) -> Experiment:
         updates: Updates, state: OptState, params: Params = None, **extra: object
     ) -> tuple[Updates, Noted]:
         found, own = inner.update(updates, state.inner, params, **extra)
-        # With master weights, gradients are narrower than the parameters that `init` receives; a
-        # state whose dtypes change from step to step could not be an argument of one program.
+        # With master weights, gradients are narrower than the parameters that `init` receives. A
+        # compiled program accepts no state whose dtypes change from step to step.
         kept = jax.tree.map(lambda g, old: g.astype(old.dtype), updates, state.gradients)
         return found, Noted(kept, own)
 
@@ -124,7 +133,10 @@ def noted(experiment: Experiment) -> Experiment:
 
 @cache
 def compile_options() -> JsonObject:
-    """Return the options of `COMPILE` that this version of XLA has; jax 0.12 dropped some."""
+    """Return the options of `COMPILE` that the installed version of XLA has.
+
+    The XLA of jax 0.12 no longer has all of them.
+    """
     program = jax.jit(jnp.negative).lower(0)
 
     def known(name: str) -> bool:
@@ -138,20 +150,24 @@ def compile_options() -> JsonObject:
 
 
 def compiled_at() -> str:
-    """Return a phrase on XLA's optimization level in comparisons, for a heading."""
+    """Return a clause for a heading that states XLA's optimization level in comparisons."""
     level = compile_options().get("xla_backend_optimization_level", "its own")
     return f"XLA compiles at optimization level {level}"
 
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """The compiled first steps of a `noted` experiment, which can begin with any state."""
+    """The compiled first steps of an experiment, which can begin with any state.
+
+    Attributes:
+      experiment: an experiment that `noted` returned.
+    """
 
     experiment: Experiment
 
     @cached_property
     def _steps(self) -> list[tuple[TrainStage, Any]]:
-        """Return pairs of a stage of training and its compiled step."""
+        """Pairs of a train stage and its compiled step."""
         compiled: dict[int, Any] = {}
         for stage in self.experiment.stages:
             if stage.batch_size not in compiled:
@@ -176,13 +192,13 @@ class FirstSteps:
         return {"evaluation": np.asarray(means["loss"])}
 
     def begin(self) -> TrainState:
-        """Return the state that the experiment initializes, on the host."""
+        """Return the initial state of the experiment, on the host."""
         return own_initial_state(self.experiment.program)
 
     def run(self, initial: TrainState) -> tuple[Trace, TrainState]:
         """Train for three steps, and return the results to compare and the last state.
 
-        The last state is in the form in which the plan stores it, on the devices.
+        The last state is on the devices, in the form in which the plan stores a state.
 
         Args:
           initial: the initial state on the host.
@@ -207,13 +223,16 @@ class FirstSteps:
 
 
 def own_initial_state(program: Program) -> TrainState:
-    """Return the state that a program initializes, on the host."""
+    """Return the initial state of a program, on the host."""
     state = jax.jit(program.init, compiler_options=compile_options())()
     return jax.device_get(program.home.used(state))
 
 
 def place_state(program: Program, initial: TrainState) -> TrainState:
-    """Copy a state from the host to a program's devices, in the form that the plan stores."""
+    """Return a copy of a host state on a program's devices, in the form that the plan stores.
+
+    The exchange state of compression and strategies is new.
+    """
     shapes = replace(program.state_shapes, exchange=())
     shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
     # `np.array` copies: the step donates its state, and may overwrite memory shared with the host.
@@ -223,12 +242,11 @@ def place_state(program: Program, initial: TrainState) -> TrainState:
 
 
 def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
-    """Train for three steps and record the results to compare.
+    """Train for three steps, and return the results to compare.
 
     Args:
-      experiment: an experiment that is `noted`.
-      initial: the state to begin with, on the host, or None for the state that the experiment
-        initializes.
+      experiment: an experiment that `noted` returned.
+      initial: the initial state on the host, or None for the experiment's initial state.
     """
     steps = FirstSteps(experiment)
     return steps.run(steps.begin() if initial is None else initial)[0]
@@ -246,19 +264,19 @@ def moving(state: TrainState) -> dict[str, np.ndarray]:
 
 def leaves_by_name(tree: PyTree) -> dict[str, np.ndarray]:
     """Return the leaves of a tree as arrays in float64, by name."""
-    # In float64, so that the comparison itself adds no rounding.
+    # The arrays are in float64, so that the comparison itself adds no rounding.
     return {name: np.asarray(leaf, np.float64) for name, leaf in flatten_with_names(tree)}
 
 
 def trace_distances(
     found: Trace, reference: Trace, least: NormFloors | None = None
 ) -> dict[str, dict[str, float]]:
-    """Compute the relative difference of each tensor, by field of a `Trace` and by name.
+    """Return the relative difference of each tensor, by field of a `Trace` and by name.
 
     Args:
       found: the results of a plan.
       reference: the results of a single device.
-      least: the least norms by which differences are divided.
+      least: the least norms by which differences are divided, or None for no lower bound.
     """
 
     def measured(field: str) -> dict[str, float]:
@@ -268,7 +286,7 @@ def trace_distances(
         return {
             name: _distance(ours[name], expected, leasts.get(name, 0.0))
             for name, expected in theirs.items()
-            # The loss of a batch in which nothing has weight is NaN, on a single device as well.
+            # The loss of a batch whose weights are all 0 is NaN, on a single device as well.
             if not (field == "loss_of_step" and np.isnan(expected) and np.isnan(ours[name]))
         }
 
@@ -278,12 +296,14 @@ def trace_distances(
 def trace_differences(
     found: Trace, reference: Trace, least: NormFloors | None = None
 ) -> Differences:
-    """Compute the three differences; each is NaN or infinite if a value that it compares is.
+    """Return the largest relative differences of losses, gradients and updates.
+
+    A difference is NaN or infinite if any of the compared values is.
 
     Args:
       found: the results of a plan.
       reference: the results of a single device.
-      least: the least norms by which differences are divided.
+      least: the least norms by which differences are divided, or None for no lower bound.
     """
     worst = (
         math.nan if any(map(math.isnan, of.values())) else max(of.values(), default=0.0)
@@ -303,7 +323,12 @@ def _norm(x: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class NormFloors:
-    """The least norm by which the difference of each tensor of a `Trace` is divided."""
+    """The least norms by which the differences of tensors are divided.
+
+    Attributes:
+      loss_of_step, gradients, updates: the least norm of each tensor in the field of a `Trace` with
+        the same name, by the tensor's name.
+    """
 
     loss_of_step: Mapping[str, float]
     gradients: Mapping[str, float]
@@ -311,35 +336,34 @@ class NormFloors:
 
 
 SMALL = 1e-2
-"""The least norm by which a gradient's difference is divided, as a fraction of the norm of all
-gradients together."""
+"""The least norm by which a gradient's difference is divided, as a fraction of the norm of the
+vector of all gradients."""
 
 
 def norms_at_least(
     reference: Trace, limit: Differences, *moved: Trace, times: float = 1.0
 ) -> NormFloors:
-    """Return the least norms by which differences of ill-conditioned tensors are divided.
+    """Return the least norms by which the differences of ill-conditioned tensors are divided.
 
-    A gradient whose terms nearly cancel has the rounding error of the terms, not of their sum. The
-    difference of a gradient that is small compared with all gradients is therefore divided by
-    `SMALL` of the norm of all gradients, and the update of its parameter may differ correspondingly
-    more. The difference of a value is divided by the value's change when the initial parameters
-    change in their last digits, or when everything is computed in float32, if that change exceeds
-    the limit.
+    A gradient whose terms nearly cancel has the rounding error of the terms and not of their sum.
+    The difference of a gradient is therefore divided by at least `SMALL` times the norm of all
+    gradients, and the update of its parameter may differ correspondingly more. Further runs of the
+    single device show how far rounding moves a value. If a further run moves a value by more than
+    the limit, a plan may move the value as far.
 
     Args:
       reference: the results of a single device.
       limit: the limits on differences.
-      moved: results of a single device that begin with `nudged` parameters, and, if `reference` is
-        in half precision, the results in float32.
-      times: the allowed multiple of a change in `moved`: 2 for two plans that round differently to
-        bfloat16, since both have the error of a single plan.
+      moved: further results of a single device: with `nudged` initial parameters and, if
+        `reference` is in half precision, in float32.
+      times: the allowed multiple of a change in `moved`. It is 2 if a plan and the reference both
+        round to bfloat16, since then both have the error of rounding.
     """
     total = math.hypot(*map(_norm, reference.gradients.values()))
     gradients = dict.fromkeys(reference.gradients, SMALL * total)
 
     def growth(name: str) -> float:
-        """Return the factor by which an update may differ more than its gradient."""
+        """Return the factor by which the limit on an update is larger because of its gradient."""
         gradient = reference.gradients.get(name)
         return 1.0 if gradient is None else gradients[name] / (_norm(gradient) or 1.0)
 
@@ -365,19 +389,19 @@ def norms_at_least(
 
 
 FULL, HALF = 2**-20, 2**-8
-"""The relative sizes of nudges, which are like the effects of rounding in float32 and bfloat16."""
+"""The relative sizes of nudges, which imitate the effects of rounding in float32 and bfloat16."""
 NUDGES = range(3)
-"""The seeds of nudges. A single nudge would not be enough, since it may by chance change a gradient
-by only a fiftieth of the change by other nudges."""
+"""The seeds of nudges. A single nudge is not enough, since by chance it may change a gradient by
+only a fiftieth of the change that other nudges cause."""
 
 
 def nudged(state: TrainState, size: float = FULL, seed: int = 0) -> TrainState:
-    """Return a state on the host with each parameter changed by at most the fraction `size`."""
+    """Return a host state with each parameter randomly changed by at most the fraction `size`."""
     return replace(state, params=nudged_tree(state.params, size, seed))
 
 
 def nudged_tree(tree: PyTree, size: float, seed: int) -> PyTree:
-    """Return a tree on the host with each float changed by at most the fraction `size`."""
+    """Return a host tree with each float randomly changed by at most the fraction `size`."""
     random = np.random.default_rng(seed)
 
     def nudge(leaf: np.ndarray) -> np.ndarray:
@@ -394,12 +418,14 @@ def limit_of(cuts: Sequence[str], terms: int) -> Differences:
 
     A sum of n terms is rounded n times, at random, so that its relative error is about
     sqrt(n) 2**-24. For each of `cuts`, two sums with this error are compared. The update may differ
-    ten times as much, because Adam divides by the gradient's size, and because an update of 1e-3
-    that is added to a parameter of 1 is rounded by up to 6e-5 of itself.
+    ten times as much, because Adam divides by the gradient's size. Adding the update to the
+    parameter also rounds it: an update of 1e-3 of a parameter of 1 is rounded by up to 6e-5 of
+    the update.
 
     Args:
-      cuts: the names of the sums that are added in another order, from `cuts_of`.
-      terms: number of terms in a gradient's sum: the tokens or examples of a batch.
+      cuts: the names of the sums that are added in another order, as `cuts_of` returns them.
+      terms: the number of terms in a gradient's sum, which is the number of tokens or examples in
+        a batch.
 
     >>> limit_of(["over devices"], 512).gradient
     2.6973983046972182e-06
@@ -409,10 +435,14 @@ def limit_of(cuts: Sequence[str], terms: int) -> Differences:
 
 
 def half_limit_of(cuts: Sequence[str]) -> Differences:
-    """Return the limits on differences where values are rounded to bfloat16.
+    """Return the limits on differences between plans that round values to bfloat16.
 
-    Each value has a rounding error of up to 2**-9 of itself, and a value that is rounded up in one
-    order may be rounded down in another. A gradient is a long product of rounded values.
+    Each value has a relative rounding error of up to 2**-9, and a value that is rounded up in one
+    order of summation may be rounded down in another. A gradient is a long product of rounded
+    values.
+
+    Args:
+      cuts: the names of the sums that are added in another order, as `cuts_of` returns them.
     """
     bound = len(cuts) * 2**-6
     return Differences(loss=bound, gradient=bound, update=2 * bound)

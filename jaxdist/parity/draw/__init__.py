@@ -1,1 +1,1 @@
-"""Plans drawn at random, each compared with a single device."""
+"""The comparison of randomly drawn plans with a single device."""

@@ -1,4 +1,7 @@
-"""The drawn settings of two mesh axes: `expert`, and `context`, which splits sequences."""
+"""The random settings of experts, and of the mesh axes `expert` and `context`.
+
+Axis expert splits the experts of a layer, and axis context splits sequences.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,41 @@ from jaxdist.types import Json, JsonObject
 
 Sections = JsonObject
 EXPERTS = 8
-"""The number of experts of a layer, which all drawn sizes of an axis divide."""
+"""The number of experts of a layer. All drawn sizes of axis expert divide it."""
 DEVICES = 8
 
 
 def stages_of(config: Sections) -> int:
-    """Return the number of stages of a pipeline, or 1 without one."""
+    """Return the number of pipeline stages of a config, or 1 if it has no pipeline."""
     return config["mesh"].get("stage", 1)
 
 
 def with_values(config: Sections, section: str, **values: Json) -> Sections:
-    """Return a section of a config with other values, by the section's name."""
+    """Return a mapping from a section's name to the section with the given values added.
+
+    Args:
+      config: the sections of the config.
+      section: the name of the section.
+      values: the values to set in the section.
+    """
     return {section: {**config.get(section, {}), **values}}
 
 
 def without_stages(config: Sections, axis: str) -> Sections:
-    """Return the sections in which an axis of stages becomes another axis, without a pipeline."""
+    """Return the sections `mesh` and `parallel` of a config without its pipeline.
+
+    The axis `axis` replaces axis stage of the mesh.
+    """
     mesh = {(axis if name == "stage" else name): n for name, n in config["mesh"].items()}
     parallel = {name: value for name, value in config["parallel"].items() if name != "pipeline"}
     return {"mesh": mesh, "parallel": parallel}
 
 
 def experts(random: Random, config: Sections) -> Sections | None:
-    """Draw experts of a gpt, on whose scores the caller must see to it that no rounding acts.
+    """Draw experts of a gpt, or return None if the config does not combine with experts.
 
-    An axis of stages, which does not combine with experts, becomes an axis of experts.
+    The caller must ensure that the config computes in float32, since rounding of scores would
+    select other experts. Axis stage does not combine with experts, and becomes axis expert.
     """
     model, stages, train = config["model"], stages_of(config), config["train"]
     if model["type"] != "gpt" or EXPERTS % stages:
@@ -66,7 +79,11 @@ def experts(random: Random, config: Sections) -> Sections | None:
 
 
 def expert_axis(random: Random, config: Sections) -> Sections | None:
-    """Turn a part of the axis data to the axis of experts, at a place that is drawn."""
+    """Draw axis expert, at a random position of the mesh.
+
+    The devices of axis expert are taken from axis data. The result is None if the config does not
+    combine with the drawn axis.
+    """
     mesh, size = config["mesh"], random.choice((2, 4, 8))
     data = mesh.get("data", 1)
     taken = {"deterministic", "expert"} & {*config["parallel"], *mesh}
@@ -81,9 +98,11 @@ def expert_axis(random: Random, config: Sections) -> Sections | None:
 
 
 def context_axis(random: Random, config: Sections) -> Sections | None:
-    """Split the sequences of a gpt or bert over devices: further devices, or those of an axis.
+    """Draw axis context, which splits the sequences of a gpt or bert, and its settings.
 
-    An axis of stages, which does not combine with it, becomes the axis of the sequences.
+    The axis has devices that the mesh does not use yet, or takes devices from axis data. Axis stage
+    does not combine with axis context, which then replaces it. The result is None if the config
+    does not combine with axis context.
     """
     if config["model"]["type"] not in ("gpt", "bert") or "deterministic" in config["parallel"]:
         return None
@@ -102,14 +121,14 @@ def context_axis(random: Random, config: Sections) -> Sections | None:
         "context_order": random.choice(_orders(config, way, size)),
     }
     found = {**placed, **with_values(config, "sharding", **sharding)}
-    # A kernel for whole sequences is a way of Ulysses alone.
+    # Only Ulysses calls a kernel with whole sequences.
     if way != "ulysses" and config["model"].get("attention") == "plain":
         found |= with_values(config, "model", attention="auto")
     return found
 
 
 def _apart(config: Sections) -> bool:
-    """Return whether keys and their queries are split over the mesh in different ways."""
+    """Return whether axis tensor may put the heads of keys and queries on different devices."""
     rules, tensor = config["sharding"]["rules"], config["mesh"].get("tensor", 1)
     return tensor > 1 and bool({"heads", "kv_heads"} & {*rules})
 
@@ -120,7 +139,10 @@ def _length(config: Sections) -> int:
 
 
 def _placed(random: Random, config: Sections) -> Sections | None:
-    """Draw the size of the axis and its place in the mesh, or None if no size divides sequences."""
+    """Draw the size of axis context and its position, and return the sections that change.
+
+    The result is None if no possible size divides the sequences.
+    """
     mesh, rules = config["mesh"], config["sharding"]["rules"]
     further = mesh.get("tensor", 1) if "residual_seq" in rules else 1
 

@@ -42,22 +42,23 @@ def parity_draws(
     resume: bool = False,
     console: Console,
 ) -> list[DrawOutcome]:
-    """Compare `count` draws with a single device, and print the outcome of each.
+    """Compare `count` draws with a single device, print each outcome, and return all outcomes.
 
     The configs of draws that differ or fail are written to the directory `WRONG`.
 
     Args:
-      count: number of draws.
-      seed: seed of the first draw; each further draw has the next seed.
-      axes: names of mesh axes; only draws with one of them larger than 1 are compared.
-      jobs: number of processes, each of which trains one draw at a time.
-      json_file: a file for the results as JSON, updated after each draw.
-      resume: skip the draws that `json_file` already has, if it exists.
+      count: the number of draws.
+      seed: the seed of the first draw. Each further draw has the next seed.
+      axes: names of mesh axes. Only draws in which any of these axes is larger than 1 are compared,
+        or all draws if there are no names.
+      jobs: the number of processes, each of which trains one draw at a time.
+      json_file: a file for the results as JSON, updated after each draw, or None.
+      resume: whether to skip the draws that `json_file` already has.
       console: the console for the lines.
 
     Raises:
-      ConfigError: a file that cannot be resumed; an axis that a mesh does not have.
-      RunError: a file that cannot be written.
+      ConfigError: the file cannot be resumed, or a name in `axes` is not the name of a mesh axis.
+      RunError: a file cannot be written.
     """
     if resume and json_file is None:
         raise ConfigError("--resume continues the file of --json: give --json FILE too")
@@ -93,7 +94,8 @@ def _earlier(file: Path, seeds: Sequence[int]) -> list[DrawOutcome]:
     """Return the outcomes of the given seeds that an interrupted run wrote to its file.
 
     Raises:
-      ConfigError: the file is not a report of draws, or a seed gives another draw now.
+      ConfigError: the file is not a report of draws, or a seed now gives another draw than the
+        draw in the file.
     """
     found = read_earlier(file, outcomes_from_json) or []
     own = [outcome for outcome in found if outcome.seed in seeds]

@@ -1,8 +1,8 @@
-"""Random configs: a model, its optimizer, and two of the plans under which it can be trained.
+"""Random configs: a model, its optimizer, and two plans with which the model can be trained.
 
-A draw depends on its seed only, and is plain data: sections in the form of a config file. The size
-of every dim is drawn as a multiple of the axes that split the dim, and nothing is drawn that the
-table of validity refuses. The whole config may still be refused, for reasons that depend on several
+A draw depends only on its seed, and consists of sections in the form of a config file. The size of
+every dim is a multiple of the axes that split the dim, and settings that the validity table refuses
+are not drawn. The complete config may still be refused, for reasons that depend on several
 sections.
 """
 
@@ -43,7 +43,7 @@ STAGES = 4
 """The largest number of stages. A program with more stages takes longer to compile, and tests
 nothing new."""
 WIDEST = 8
-"""The largest number that the sizes of axis tensor in both plans of a draw must divide."""
+"""The largest least common multiple of the sizes of axis tensor in the two plans of a draw."""
 SINGLE_DEVICE: Mapping[str, Json] = {"data": 1, "fake_devices": 1}
 LOSSLESS: tuple[Sections, ...] = (
     {"type": "whole"},
@@ -63,10 +63,10 @@ class TrainingPlan:
 
     Attributes:
       mesh: the section `mesh`, whose axis data may span two networks.
-      data, tensor, stages: sizes of the axes data, tensor and stage, or 1 for an absent axis.
-      chunks: number of chunks of the pipeline, or 1 without a pipeline.
+      data, tensor, stages: the sizes of the axes data, tensor and stage, or 1 for an absent axis.
+      chunks: the number of chunks of the pipeline, or 1 without a pipeline.
       parallel: the section `parallel`.
-      microbatches: number of microbatches.
+      microbatches: the number of microbatches.
     """
 
     mesh: Mapping[str, Json]
@@ -80,7 +80,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Draw:
-    """Two random configs that train the same model with the same optimizer, under two plans.
+    """Two random configs that train the same model with the same optimizer and different plans.
 
     Attributes:
       seed: the argument of `draw` that gives this draw.
@@ -94,7 +94,7 @@ class Draw:
 
 
 def draw(seed: int) -> Draw:
-    """Return the two random configs of a seed.
+    """Return the draw of a seed, which has two random configs.
 
     >>> draw(7) == draw(7), draw(7).sections == draw(8).sections
     (True, False)
@@ -104,8 +104,8 @@ def draw(seed: int) -> Draw:
     first = second = _plan(random, kind)
     while second is first or math.lcm(first.tensor, second.tensor) > WIDEST:
         second = _plan(random, kind)
-    # Later kinds of settings have random streams of their own: the rest of a seed's draw must stay
-    # the same when a kind is added.
+    # Kinds of settings that were added later have separate random streams, so that a new kind does
+    # not change the rest of a seed's draw.
     apart = Random(f"messages {seed}")
     first, second = (_with_messages(apart, plan) for plan in (first, second))
     apart = Random(f"stages of shards {seed}")
@@ -116,7 +116,7 @@ def draw(seed: int) -> Draw:
         whole=first.stages == second.stages == first.microbatches == 1,
     )
     common = MODELS[kind](random, needs)
-    apart = Random(f"other model {seed}")  # a stream of its own for the same reason
+    apart = Random(f"other model {seed}")  # a separate stream for the same reason
     if kind == "cnn" and apart.random() < 0.5:
         common |= {"model": resnet(apart, needs)}
     if kind == "gpt" and apart.random() < 0.2:
@@ -126,13 +126,16 @@ def draw(seed: int) -> Draw:
         common |= vit(apart, common)
     common |= {"optim": optimizer(random), "seed": random.randrange(100)}
     if any("compression" in plan.parallel for plan in (first, second)):
-        # Compression turns on `skip_nonfinite` by itself, and all plans must have one optimizer.
+        # Compression turns on `skip_nonfinite`, and all plans must have the same optimizer.
         common["optim"] |= {"skip_nonfinite": True}
     return Draw(seed, *with_settings(seed, *(_config(random, common, p) for p in (first, second))))
 
 
 def single_device(sections: Mapping[str, Json]) -> Sections:
-    """Return the config that trains the same model on a single device, for comparison."""
+    """Return the sections of a config that trains the same model on a single device.
+
+    The config has no remat, microbatches, or other settings that only a plan changes.
+    """
     plain = {name: sections[name] for name in COMMON if name in sections}
     model = {name: value for name, value in sections["model"].items() if name != "remat"}
     if "attention" in model:
@@ -150,7 +153,13 @@ def single_device(sections: Mapping[str, Json]) -> Sections:
 
 
 def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
-    """Draw the settings of a plan that depend on the model's sizes, and return the whole config."""
+    """Draw the settings of a plan that depend on the model, and return the complete config.
+
+    Args:
+      random: the random stream.
+      common: the sections that both plans share.
+      plan: the plan.
+    """
     model, parallel = dict(common["model"]), dict(plan.parallel)
     layers = layers_of(model)
     if model["type"] == "gpt":
@@ -178,13 +187,15 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
 
 
 def axis_size(mesh: Mapping[str, Json], axis: str) -> int:
-    """Return the size of an axis of a section `mesh`, or 1 if it is absent."""
+    """Return the size of an axis of a section `mesh`, or 1 for an absent axis."""
     size = mesh.get(axis, 1)
     return size if isinstance(size, int) else math.prod(size.values())
 
 
 def axis_sizes(mesh: Mapping[str, Json]) -> dict[str, int]:
-    """Return the sizes of the axes of a section `mesh`, or 1 for an absent axis.
+    """Return the sizes of the axes data, stage and tensor of a section `mesh`.
+
+    The size of an absent axis is 1.
 
     >>> axis_sizes({"data": {"dcn": 2, "ici": 3}, "tensor": 2})
     {'data': 6, 'stage': 1, 'tensor': 2}
@@ -200,7 +211,7 @@ def _composition(random: Random, total: int, parts: int) -> list[int]:
 
 @cache
 def _meshes() -> tuple[tuple[int, int, int], ...]:
-    """Return all sizes of the axes data, stage and tensor with a product of at most `DEVICES`."""
+    """Return the sizes of the axes data, stage and tensor of all meshes of at most `DEVICES`."""
     sizes = range(1, DEVICES + 1)
     return tuple(
         (data, stage, tensor)
@@ -212,10 +223,10 @@ def _meshes() -> tuple[tuple[int, int, int], ...]:
 
 
 def _fits(kind: str, data: int, stage: int, tensor: int) -> bool:
-    """Return whether a kind of model can be trained on axes of these sizes.
+    """Return whether a kind of model can be trained on axes of the given sizes.
 
-    An mlp has no pipeline, a cnn's pipeline excludes axis tensor, and `WHOLE_MODELS` have only
-    axis data, since no dim of their parameters has a name.
+    An mlp has no pipeline. The pipeline of a cnn does not combine with axis tensor. The models in
+    `WHOLE_MODELS` support only axis data, since the dims of their parameters have no names.
     """
     if kind in WHOLE_MODELS:
         return stage == tensor == 1
@@ -223,7 +234,12 @@ def _fits(kind: str, data: int, stage: int, tensor: int) -> bool:
 
 
 def _plan(random: Random, kind: str) -> TrainingPlan:
-    """Draw a plan for a kind of model: a mesh, the section `parallel`, and microbatches."""
+    """Draw a plan for a kind of model: a mesh, the section `parallel`, and microbatches.
+
+    Args:
+      random: the random stream.
+      kind: a key of `MODELS`.
+    """
     fitting = [sizes for sizes in _meshes() if _fits(kind, *sizes)]
     weights = [_weight(*sizes) for sizes in fitting]
     ((data, stages, tensor),) = random.choices(fitting, weights)
@@ -245,16 +261,21 @@ def _plan(random: Random, kind: str) -> TrainingPlan:
 
 
 def _weight(data: int, stage: int, tensor: int) -> float:
-    """Return the probability of a mesh, relative to others.
+    """Return the weight of a mesh in a random choice.
 
-    Meshes with several axes are rare among all sizes, and most settings need axis data.
+    Meshes with several axes have a large weight, since they are few. Meshes with axis data have
+    twice the weight of others, since most settings need axis data.
     """
     axes = sum(size > 1 for size in (data, stage, tensor))
     return (0.5, 1, 3, 9)[axes] * (2 if data > 1 else 1)
 
 
 def _mesh(random: Random, sizes: Mapping[str, int]) -> Sections:
-    """Draw a section `mesh`: the order of axes, some of size 1, and data over two networks."""
+    """Draw a section `mesh` with axes of the given sizes.
+
+    The order of the axes is random, and axis data may span two networks. An axis of size 1 may be
+    present or absent.
+    """
     names = [name for name, size in sizes.items() if size > 1 or random.random() < 0.1]
     random.shuffle(names)
     mesh: Sections = {name: sizes[name] for name in names}
@@ -266,7 +287,7 @@ def _mesh(random: Random, sizes: Mapping[str, int]) -> Sections:
 
 
 def _zero_and_reduce(random: Random, mesh: Mapping[str, Json]) -> tuple[Sections | None, Sections]:
-    """Draw a reduction and a stage of ZeRO that the table of validity allows on a mesh."""
+    """Draw the sections `reduce` and `zero`, which the validity table allows on the mesh."""
     while True:
         kind, stage = random.choice(REDUCTIONS), random.choice((0, 1, 2, 2, 3, 3))
         reduce = None if kind is None else {"type": kind, **_options(random, kind)}
@@ -282,7 +303,10 @@ def _zero_and_reduce(random: Random, mesh: Mapping[str, Json]) -> tuple[Sections
 
 
 def _with_messages(random: Random, plan: TrainingPlan) -> TrainingPlan:
-    """Return the plan, to which some draws add `parallel.compression` with a lossless codec."""
+    """Return the plan, with random compression by a lossless codec in some draws.
+
+    The plan is unchanged if it does not combine with the drawn compression.
+    """
     if random.random() < 0.6:
         return plan
     codec = random.choice(LOSSLESS)
@@ -300,7 +324,10 @@ def _with_messages(random: Random, plan: TrainingPlan) -> TrainingPlan:
 
 
 def _sharded_stages(random: Random, plan: TrainingPlan) -> TrainingPlan:
-    """Return the plan, in some draws of a pipeline with ZeRO 2 with ZeRO 3 instead."""
+    """Return the plan, in some draws with ZeRO 3 instead of ZeRO 2.
+
+    Only the ZeRO stage of a pipeline changes.
+    """
     zero, pipeline = plan.parallel["zero"], plan.parallel.get("pipeline")
     if pipeline is None or zero["stage"] != 2 or random.random() < 0.4:
         return plan
@@ -310,7 +337,7 @@ def _sharded_stages(random: Random, plan: TrainingPlan) -> TrainingPlan:
 
 
 def _options(random: Random, kind: str) -> Sections:
-    """Draw settings of a reduction algorithm, which change only the order of its sums."""
+    """Draw the settings of a reduction algorithm, which change only the order of its sums."""
     found: Sections = {}
     if random.random() < 0.4:
         found["bucket_bytes"] = random.choice((64, 1000, 4096))
@@ -323,7 +350,10 @@ def _options(random: Random, kind: str) -> Sections:
 
 
 def _schedule(random: Random, stages: int) -> tuple[Sections, int, int]:
-    """Draw a schedule, and microbatches that it accepts; return both, and the number of chunks."""
+    """Draw a pipeline schedule and a number of microbatches that the schedule accepts.
+
+    The result is the section `schedule`, the number of microbatches, and the number of chunks.
+    """
     kind = random.choice([*SCHEDULES])
     settings: Sections = {"type": kind}
     if "chunks" in SCHEDULES[kind].model_fields:
@@ -338,7 +368,7 @@ def _schedule(random: Random, stages: int) -> tuple[Sections, int, int]:
 
 
 def _can_be_kept(pipeline: Sections, stages: int, microbatches: int) -> bool:
-    """Return whether a pipeline's tasks can be executed without a deadlock between stages."""
+    """Return whether the executor can run a pipeline's tasks without a deadlock between stages."""
     config = PipelineConfig.model_validate(pipeline)
     try:
         lowered(config, config.schedule.build(stages, microbatches))
@@ -348,7 +378,7 @@ def _can_be_kept(pipeline: Sections, stages: int, microbatches: int) -> bool:
 
 
 def _rules(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
-    """Draw the sharding rules that a config adds to the default rules."""
+    """Draw the sharding rules that a config adds to the default rules; there may be none."""
     model, found = common["model"], {}
     if plan.tensor > 1 and random.random() < 0.5:
         found = _tensor_rules(random, model, common["data"], plan)
@@ -363,7 +393,11 @@ def _rules(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
 def _tensor_rules(
     random: Random, model: Mapping[str, Json], data: Mapping[str, Json], plan: TrainingPlan
 ) -> Sections:
-    """Draw a rule by which axis tensor does not split some dim, or splits the sequence as well."""
+    """Draw a sharding rule for axis tensor.
+
+    With the rule, axis tensor also splits the sequence, or leaves a dim whole that it splits by
+    default.
+    """
     if model["type"] not in ("gpt", "bert"):
         return {"channels_out" if model["type"] == "resnet" else "mlp": None}
     if plan.stages == 1 and data["window"] % plan.tensor == 0 and random.random() < 0.5:
@@ -372,10 +406,13 @@ def _tensor_rules(
 
 
 def seeds_of(count: int, seed: int, axes: Sequence[str] = ()) -> Sequence[int]:
-    """Return the seeds of `count` draws: consecutive numbers, of which `seed` is the first.
+    """Return the seeds of `count` draws, in increasing order from `seed`.
 
     Args:
-      axes: names of mesh axes; only draws with one of them larger than 1 count. () is all draws.
+      count: the number of draws.
+      seed: the least seed.
+      axes: names of mesh axes. Only draws in which any of these axes is larger than 1 are counted,
+        or all draws if there are no names.
     """
     if not axes:
         return range(seed, seed + count)

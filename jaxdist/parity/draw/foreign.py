@@ -1,4 +1,4 @@
-"""Imported models and data of draws: models of flax linen and equinox, and weighted examples."""
+"""The imported models and data of draws: models of flax linen and equinox, and weighted data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxdist.models.adapters import from_equinox, from_linen
 from jaxdist.types import Json, JsonObject
 
 WEIGHTS = np.array([0, 0, 0, 0.5, 1, 1, 2, 3], np.float32)
-"""The weights of examples, among which a hash of the example's index chooses."""
+"""The weights of examples. A hash of the example's index selects its weight."""
 
 
 class LinenNet(linen.Module):
@@ -33,7 +33,8 @@ class LinenNet(linen.Module):
         """Map images `[B, height, width, channels]` to logits `[B, classes]`."""
         x = linen.Conv(self.channels, (3, 3), use_bias=not self.batch_norm)(image)
         if self.batch_norm:
-            # The fast variance is a difference of two means, whose rounding exceeds the limits.
+            # The fast variance is a difference of two means. Its rounding error would exceed the
+            # limits on differences.
             norm = linen.BatchNorm(use_running_average=not train, use_fast_variance=False)
             x = norm(x * jax.numpy.tanh(x))
         x = linen.Conv(self.channels, (3, 3), strides=2)(jax.numpy.tanh(x))
@@ -43,13 +44,19 @@ class LinenNet(linen.Module):
 def linen_net(
     rngs: nnx.Rngs, *, shape: list[int], channels: int, classes: int, batch_norm: bool
 ) -> nnx.Module:
-    """Make a `LinenNet` for images of a shape; the function that `model: {type: import}` names."""
+    """Return a `LinenNet` for images of a shape.
+
+    `model: {type: import}` names this function, with its keyword arguments as `args`.
+    """
     net = LinenNet(channels, classes, batch_norm)
     return from_linen(net, jax.numpy.zeros((1, *shape)))(rngs)
 
 
 def equinox_net(rngs: nnx.Rngs, *, features: int, width: int, classes: int) -> nnx.Module:
-    """Make an MLP of equinox; the function that `model: {type: import}` names."""
+    """Return an MLP of equinox for images with `features` values.
+
+    `model: {type: import}` names this function, with its keyword arguments as `args`.
+    """
     import equinox  # imported here, since equinox is an optional dependency
 
     class Net(equinox.Module):
@@ -66,7 +73,10 @@ def equinox_net(rngs: nnx.Rngs, *, features: int, width: int, classes: int) -> n
 
 @dataclass(frozen=True)
 class Weighted:
-    """A source that adds a weight to each example; about three examples of eight have weight 0."""
+    """A source that adds a weight to each example of another source.
+
+    About three examples of eight have weight 0.
+    """
 
     source: Source
 
@@ -77,23 +87,27 @@ class Weighted:
         return take_one(self, index)
 
     def take(self, indices: np.ndarray) -> Example:
-        """Return the examples at `indices`, with their weights as a float32 array `[N]`."""
+        """Return the N examples at `indices`, with their weights, float32 `[N]`, as "weight"."""
         weights = WEIGHTS[mix(indices.astype(np.uint64)) % len(WEIGHTS)]
         return {**take(self.source, indices), "weight": weights}
 
 
 def weighted(data: Mapping[str, Json]) -> Dataset:
-    """Make the data of a section `data`, with a weight for each example by its index."""
+    """Return the dataset of a section `data`, with a weight that depends on an example's index."""
     made = TypeAdapter[DataConfig](DataConfig).validate_python(data).build()
     heldout = None if made.heldout is None else Weighted(made.heldout)
     return replace(made, train=Weighted(made.train), heldout=heldout)
 
 
 def with_weights(data: JsonObject) -> JsonObject:
-    """Return a section `data` for the same data, in which examples have unequal weights."""
+    """Return a section `data` for the same examples with unequal weights."""
     return {"type": "import", "path": f"{__name__}:weighted", "args": {"data": data}}
 
 
 def weighted_synthetic(**config: Mapping[str, Json]) -> Dataset:
-    """Make the data of `data: {type: synthetic}`, with unequal weights of examples."""
+    """Return the dataset of `data: {type: synthetic}` with unequal weights of its examples.
+
+    Args:
+      config: the other settings of the section `data`.
+    """
     return weighted({"type": "synthetic", **config})

@@ -1,6 +1,6 @@
 """Random models with their data, and random optimizers, as sections of a config.
 
-Learning rates are so large that parameters change by far more than their last digits. Optimizers
+Learning rates are large, so that parameters change by far more than their last digits. Optimizers
 that divide by the size of a gradient have a large `eps`, for the reason in `jaxdist.parity.run`.
 """
 
@@ -20,7 +20,7 @@ from jaxdist.types import Json, JsonObject
 
 Sections = JsonObject
 WHOLE_MODELS = ("linen", "equinox")
-"""The keys of `MODELS` for models of other libraries, whose parameters no axis splits."""
+"""The keys of `MODELS` for models of other libraries. No mesh axis splits their parameters."""
 PATHS: Mapping[str, str] = {
     f"{Tower.__module__}:Tower": "tower",
     f"{linen_net.__module__}:linen_net": "linen",
@@ -36,9 +36,9 @@ class ModelNeeds:
     """The requirements of a draw's two plans on their model.
 
     Attributes:
-      tensor: a number of which the model's dims must be multiples: the least common multiple of the
-        sizes of axis tensor in both plans.
-      chunks: the least number of layers: a layer for each chunk of a pipeline.
+      tensor: the least common multiple of the sizes of axis tensor in both plans. The model's split
+        dims must be multiples of it.
+      chunks: the least number of layers, which is the number of chunks of a pipeline.
       whole: whether both plans compute all rows of a batch together, so that batch statistics are
         exact.
     """
@@ -49,19 +49,28 @@ class ModelNeeds:
 
 
 def model_key(model: Mapping[str, Json]) -> str:
-    """Return the key of `MODELS` for a section `model`; its type if it is not imported."""
+    """Return the key of `MODELS` for an imported model, or the type of any other model.
+
+    Args:
+      model: the section `model`.
+    """
     return PATHS[model["path"]] if model["type"] == "import" else model["type"]
 
 
 def has_batch_norm(model: Mapping[str, Json]) -> bool:
-    """Return whether a model has batch norm, which computes statistics over the rows of a batch."""
+    """Return whether a section `model` describes a model with batch norm.
+
+    Batch norm computes statistics over the rows of a batch.
+    """
     if model["type"] == "resnet":
         return model["norm"] == "batch"
     return bool(model.get("args", {}).get("batch_norm"))
 
 
 def layers_of(model: Mapping[str, Json]) -> int:
-    """Return the number of layers (for a cnn and a resnet, parts) that a pipeline distributes.
+    """Return the number of layers that a pipeline distributes over its stages.
+
+    The first and last layers of a cnn and a resnet count too.
 
     >>> layers_of({"type": "cnn", "channels": [4, 4]}), layers_of({"type": "gpt", "layers": 3})
     (4, 3)
@@ -76,7 +85,7 @@ def layers_of(model: Mapping[str, Json]) -> int:
 
 
 def embeds_of(model: Mapping[str, Json]) -> list[int]:
-    """Return the sizes of a model's dims named "embed", which no default rule splits.
+    """Return the sizes of a model's dims that are named "embed", which no default rule splits.
 
     >>> embeds_of({"type": "mlp", "hidden": [4, 3, 2, 5]})
     [3, 5]
@@ -88,7 +97,10 @@ def embeds_of(model: Mapping[str, Json]) -> list[int]:
 
 
 def _gpt(random: Random, needs: ModelNeeds) -> Sections:
-    """Draw a gpt with odd widths, grouped heads and numbers of layers that need not divide."""
+    """Draw a gpt and its data.
+
+    Widths may be odd, heads may be grouped, and the stages need not divide the number of layers.
+    """
     groups, head_dim = random.choice((1, 1, 2)), random.choice((2, 4, 6))
     kv_heads = needs.tensor * random.choice((1, 1, 2) if needs.tensor < 4 else (1,))
     # Normalized over only two features, values are +-1, and small changes flip their sign.
@@ -116,7 +128,7 @@ def _gpt(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def _mlp(random: Random, needs: ModelNeeds) -> Sections:
-    """Draw an MLP in which axis tensor splits every other width."""
+    """Draw an MLP and its data; axis tensor splits every other width of the MLP."""
     widths = [
         (needs.tensor, 1)[i % 2] * random.choice((2, 3, 5, 8)) for i in range(random.randint(1, 4))
     ]
@@ -124,7 +136,10 @@ def _mlp(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def _cnn(random: Random, needs: ModelNeeds) -> Sections:
-    """Draw a CNN, in which each convolution and two further layers are parts for a pipeline."""
+    """Draw a CNN and its data.
+
+    A pipeline distributes the convolutions and two further layers.
+    """
     count = max(random.randint(1, 3), needs.chunks - 2)
     model = {
         "type": "cnn",
@@ -135,7 +150,7 @@ def _cnn(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def resnet(random: Random, needs: ModelNeeds) -> Sections:
-    """Draw a ResNet of one or two stages, with batch norm if all rows are computed together."""
+    """Draw the section `model` of a ResNet, with batch norm if all rows are computed together."""
     # Further stages would leave one or two pixels, too few values for the statistics of a norm.
     stages = random.randint(1, 2)
     blocks = [max(1, -(-(needs.chunks - 2) // stages))] * stages
@@ -151,7 +166,12 @@ def resnet(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def bert(random: Random, common: Sections) -> Sections:
-    """Draw an encoder with the sizes and the data of a drawn gpt, with masked tokens."""
+    """Draw a bert with the sizes and the data of a drawn gpt, in which tokens are masked.
+
+    Args:
+      random: the random stream.
+      common: the sections of the drawn gpt.
+    """
     own = common["model"]
     data = common["data"]
     model = {name: own[name] for name in ("layers", "embed", "heads", "vocab_multiple")}
@@ -164,7 +184,12 @@ def bert(random: Random, common: Sections) -> Sections:
 
 
 def vit(random: Random, common: Sections) -> Sections:
-    """Draw a vision transformer with the sizes of a drawn gpt, with images of whole patches."""
+    """Draw a vision transformer with the sizes of a drawn gpt, and images for it.
+
+    Args:
+      random: the random stream.
+      common: the sections of the drawn gpt.
+    """
     own, patch = common["model"], random.choice((1, 2, 3))
     model = {name: own[name] for name in ("layers", "embed", "heads", "scan_unroll", "attention")}
     data = _images(random)
@@ -176,7 +201,10 @@ def vit(random: Random, common: Sections) -> Sections:
 
 
 def _tower(random: Random, needs: ModelNeeds) -> Sections:
-    """Draw a `Tower`, with batch norm only if all rows of a batch are computed together."""
+    """Draw a `Tower` and its data.
+
+    The tower has batch norm only if all rows of a batch are computed together.
+    """
     data = _images(random)
     norm = needs.whole and random.random() < 0.8
     args = {
@@ -196,7 +224,7 @@ def _tower(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def _linen(random: Random, needs: ModelNeeds) -> Sections:
-    """Draw a model of flax linen, whose parameters have no named dims."""
+    """Draw a model of flax linen and its data; the dims of its parameters have no names."""
     data = _images(random)
     args = {
         "shape": [data["height"], data["width"], data["channels"]],
@@ -208,7 +236,7 @@ def _linen(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def _equinox(random: Random, needs: ModelNeeds) -> Sections:
-    """Draw a model of equinox, which maps a single example and not a batch."""
+    """Draw a model of equinox and its data; the model maps a single example and not a batch."""
     del needs
     data = _images(random)
     args = {
@@ -253,11 +281,16 @@ MODELS: Mapping[str, Callable[[Random, ModelNeeds], Sections]] = {
     "linen": _linen,
     "equinox": _equinox,
 }
-"""The functions that draw the sections `model` and `data`, and further sections where needed."""
+"""The functions that draw the sections `model` and `data`, and any further sections that the model
+needs."""
 
 
 def optimizer(random: Random) -> Sections:
-    """Draw a section `optim`, with clipping, skipped steps or a loss scale in some draws."""
+    """Draw a section `optim`.
+
+    In some draws the optimizer clips gradients, skips steps that are not finite, or has a loss
+    scale.
+    """
     kind = random.choice([*OPTIMIZERS])
     found = {"type": kind, **OPTIMIZERS[kind](random)}
     if random.random() < 0.5:

@@ -1,4 +1,7 @@
-"""The output of a run of draws: lines for a console, JSON, and a page of the docs."""
+"""The output of a run of draws: lines for a console, JSON, and a page of the docs.
+
+The script `python -m jaxdist.parity.draw.report FILE` prints the page of a JSON file.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ HEADER = f"{'seed':>6} {'verdict':<9}{'loss':>8}{'grad':>8}{'update':>8}  {'load
 
 
 def draw_line(outcome: DrawOutcome) -> str:
-    """Format an outcome in several lines: the verdict, both plans, and the reason, if any."""
+    """Return the lines for an outcome: the verdict, both plans, and the reason if there is any."""
     sections, found = outcome.sections, outcome.differences
     values = asdict(found).values() if found else ()
     numbers = "".join(f"{value:>8.1e}" for value in values) or " " * 24
@@ -37,7 +40,7 @@ def draw_line(outcome: DrawOutcome) -> str:
 
 
 def mesh_text(mesh: Mapping[str, Json]) -> str:
-    """Format the axes of a section `mesh` and their sizes, in the section's order.
+    """Return the axes of a section `mesh` and their sizes as text, in the section's order.
 
     >>> mesh_text({"tensor": 2, "data": {"dcn": 2, "ici": 1}, "fake_devices": 4})
     'tensor 2, data 2 dcn x 1 ici'
@@ -52,7 +55,7 @@ def mesh_text(mesh: Mapping[str, Json]) -> str:
 
 
 def plan_text(sections: Sections) -> str:
-    """Format a config's mesh, and the drawn settings that are not at their default."""
+    """Return a text with a config's mesh and its drawn settings that differ from the defaults."""
     features = features_of(sections)
     shown = ("ZeRO", "reduce", "messages", "microbatches", "schedule")
     plan = [f"{name} {features[name]}" for name in shown if features[name] not in ("none", "1")]
@@ -66,7 +69,10 @@ def plan_text(sections: Sections) -> str:
 
 
 def features_of(sections: Sections) -> dict[str, str]:
-    """Return the value of each drawn feature of a config, by the feature's name on the page."""
+    """Return the value of each drawn feature of a config, by the feature's name on the page.
+
+    The value of an absent feature is "no" or "none".
+    """
     parallel, mesh = sections["parallel"], sections["mesh"]
     zero, pipeline = parallel["zero"], parallel.get("pipeline")
     scope = ", ici" if zero["scope"] == "ici" else ""
@@ -111,7 +117,7 @@ def _messages(compression: Mapping[str, Json] | None) -> str:
 
 
 def failure_text(outcome: DrawOutcome, file: Path) -> str:
-    """Format the commands and configs that reproduce a draw which differs or failed.
+    """Return a text with the commands and configs that reproduce a draw.
 
     Args:
       outcome: the outcome of the draw.
@@ -125,7 +131,7 @@ def failure_text(outcome: DrawOutcome, file: Path) -> str:
 
 
 def draw_verdict(outcomes: Sequence[DrawOutcome]) -> str:
-    """Format the number of draws with each verdict, and of checkpoints that were loaded."""
+    """Return two lines: the number of draws by verdict, and of loaded checkpoints by result."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     kinds = ("equal", "refused", "differs", "failed")
     loaded = Counter(outcome.checkpoint for outcome in outcomes)
@@ -140,12 +146,12 @@ def draw_verdict(outcomes: Sequence[DrawOutcome]) -> str:
 def outcomes_to_json(
     outcomes: Sequence[DrawOutcome], *, count: int, seed: int, axes: Sequence[str] = ()
 ) -> JsonObject:
-    """Convert all outcomes to plain data.
+    """Return a report of all outcomes as JSON values.
 
     Args:
       outcomes: the outcomes until now.
-      count, seed: number and first seed of the draws of the whole run.
-      axes: see `seeds_of`.
+      count, seed: the number of draws of the complete run, and the seed of the first draw.
+      axes: the names of mesh axes that select draws; see `seeds_of`.
     """
     return {
         "count": count,
@@ -158,14 +164,17 @@ def outcomes_to_json(
 
 
 def _row(outcome: DrawOutcome) -> JsonObject:
-    """Convert an outcome to plain data, without the sections that `reader` shares."""
+    """Return an outcome as JSON values.
+
+    The config `reader` is without the sections that both configs share.
+    """
     row = asdict(outcome)
     row["reader"] = {name: row["reader"][name] for name in row["reader"] if name not in COMMON}
     return row
 
 
 def outcomes_from_json(report: Mapping[str, Json]) -> list[DrawOutcome]:
-    """Return the outcomes in a report of `outcomes_to_json`."""
+    """Return the outcomes in a report that `outcomes_to_json` returned."""
 
     def outcome(row: Mapping[str, Json]) -> DrawOutcome:
         common: Sections = {
@@ -178,9 +187,10 @@ def outcomes_from_json(report: Mapping[str, Json]) -> list[DrawOutcome]:
 
 
 def draw_page(report: Mapping[str, Json], file: str = "docs/parity_draw.json") -> str:
-    """Format a report as a page: the verdicts, and the largest difference for each feature.
+    """Return a page of a report: the verdicts, and the largest difference for each feature.
 
     Args:
+      report: the report, as `outcomes_to_json` returns it.
       file: the path of the report, for the commands on the page.
     """
     outcomes = outcomes_from_json(report)
@@ -211,7 +221,10 @@ def draw_page(report: Mapping[str, Json], file: str = "docs/parity_draw.json") -
 
 
 def _replicas(outcomes: Sequence[DrawOutcome]) -> str:
-    """Return a sentence on draws in which replicas of a tensor differ, and by how much."""
+    """Return a sentence with the number of draws in which replicas of a tensor differ.
+
+    The sentence also states the largest difference.
+    """
     apart = [outcome.replicas for outcome in outcomes if outcome.replicas]
     known = sum(outcome.replicas is not None for outcome in outcomes)
     most = f", by {max(apart):.1e} of the largest element at most" if apart else ""

@@ -1,4 +1,7 @@
-"""The comparison of a draw with a single device, and of its checkpoint under another plan."""
+"""The comparison of a draw with a single device, and the check of its checkpoint.
+
+The draw's second plan loads the checkpoint, which must give the same state.
+"""
 
 from __future__ import annotations
 
@@ -46,15 +49,16 @@ class DrawOutcome:
 
     Attributes:
       seed: the seed of the draw.
-      verdict: "equal"; "differs"; "refused", for an error of jaxdist; "failed", for another error.
-      differences: the differences from a single device, or None where nothing was trained.
-      limit: the limits on the differences.
+      verdict: "equal" or "differs" if the draw was trained, "refused" if jaxdist refuses the
+        config, or "failed" for any other error.
+      differences: the differences from a single device, or None if nothing was trained.
+      limit: the limits on the differences, or None if nothing was trained.
       checkpoint: "equal" or "differs" for a checkpoint that the second plan loaded, "refused" if
-        the second plan cannot be built, "" if nothing was loaded.
-      replicas: largest difference between replicas of a tensor after the last step, relative to the
-        tensor's largest element, or None where nothing was trained.
-      reason: why the draw was refused or failed, or which tensors differ.
-      seconds: time of the whole comparison.
+        the second plan cannot be built, or "" if nothing was loaded.
+      replicas: the largest difference between replicas of a tensor after the last step, relative to
+        the tensor's largest element, or None if nothing was trained.
+      reason: the reason why the draw was refused or failed, or the names of tensors that differ.
+      seconds: the time of the comparison, in seconds.
       sections: the config that was trained.
       reader: the config that loaded the checkpoint.
     """
@@ -77,15 +81,16 @@ class DrawOutcome:
 
 
 def judge_draw(seed: int) -> DrawOutcome:
-    """Train a draw and its reference, save a checkpoint, and load it under the second plan.
+    """Compare the draw of a seed with a single device, and return the outcome.
 
-    An error of the draw is not raised, but becomes part of the outcome.
+    The function trains both, saves a checkpoint, and loads it with the draw's second plan. An error
+    is not raised, but becomes part of the outcome.
     """
     drawn, begun = draw(seed), time.perf_counter()
     found: JsonObject = {}
     try:
         found = _compare(drawn)
-    # Any error, also a defect of jaxdist, is the outcome of a draw, after which others follow.
+    # Any error, even a defect of jaxdist, is the outcome of a draw and must not stop later draws.
     except Exception as error:
         found = {"verdict": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
     jax.clear_caches()  # compiled programs would fill the child's memory, and are not used again
@@ -94,10 +99,10 @@ def judge_draw(seed: int) -> DrawOutcome:
 
 
 def _compare(drawn: Draw) -> JsonObject:
-    """Train and compare a draw, and return the fields of its `DrawOutcome` with the results.
+    """Train and compare a draw, and return the fields of `DrawOutcome` for the results.
 
     Raises:
-      Exception: any error of the draw, except a refusal by jaxdist.
+      Exception: any error of the draw. A refusal by jaxdist is returned instead.
     """
     plain = single_device(drawn.sections)
     reference = built(plain)
@@ -140,11 +145,12 @@ def _compare(drawn: Draw) -> JsonObject:
 
 
 def _reason(error: JaxdistError) -> str:
-    """Return the text of jaxdist's error for a refused config.
+    """Return the text of an error by which jaxdist refuses a config.
 
     Raises:
-      BaseException: the cause of the error, if it is not an error of jaxdist. The config is then
-        not refused: jaxdist has taken a defect of its own for an error in the user's code.
+      BaseException: the cause of the error, if the cause is not a `JaxdistError`. The config is
+        then not refused, but jaxdist has reported one of its defects as an error in the user's
+        code.
     """
     cause = error.__cause__
     while cause is not None:
@@ -155,7 +161,10 @@ def _reason(error: JaxdistError) -> str:
 
 
 def built(sections: Mapping[str, Json]) -> Experiment:
-    """Build the `noted` experiment of a config's sections, on the config's fake devices."""
+    """Build the experiment of a config on the config's fake devices.
+
+    The state of its optimizer also keeps the last gradients; see `noted`.
+    """
     config = validate(Document(dict(sections)), ExperimentConfig)
     return noted(build(config, devices=jax.devices()[: config.mesh.fake_devices]))
 
@@ -171,7 +180,8 @@ def _cuts(sections: Mapping[str, Json]) -> tuple[str, ...]:
 def replicas_apart(state: PyTree) -> tuple[float, str]:
     """Return the largest difference between replicas of a tensor, and the tensor's name.
 
-    The difference is relative to the tensor's largest element.
+    The difference is relative to the tensor's largest element. If all replicas are equal, the
+    result is 0.0 and an empty name.
     """
     worst = (0.0, "")
     for name, leaf in flatten_with_names(state):
@@ -187,10 +197,18 @@ def replicas_apart(state: PyTree) -> tuple[float, str]:
 
 
 def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
-    """Return a sentence on the tensors that a second plan did not load as saved, or ''."""
+    """Return a sentence with the names of tensors that a second plan did not load as saved.
+
+    The result is empty if all tensors were loaded as saved.
+
+    Args:
+      writer: the experiment whose state is saved.
+      state: the state to save.
+      reader: the experiment that loads the checkpoint.
+    """
     saved, target = writer.program, reader.program
     loaded = reloaded(saved, state, target)
-    # Residuals of compression depend on the plan, and are not loaded by another.
+    # The residuals of compression depend on the plan, and another plan does not load them.
     ours, theirs = (
         replace(program.home.used(held), exchange=())
         for program, held in ((target, loaded), (saved, state))
@@ -201,7 +219,13 @@ def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
 
 
 def reloaded(saved: Program, state: TrainState, target: Program) -> TrainState:
-    """Save a program's state as a checkpoint, and load the checkpoint into another program."""
+    """Save a program's state as a checkpoint, and return the state that another program loads.
+
+    Args:
+      saved: the program that saves the state.
+      state: the state to save.
+      target: the program that loads the checkpoint.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoints"
         with CheckpointStore(path, keep=1, keep_best=False, on_event=lambda _: None) as store:

@@ -1,8 +1,8 @@
 """The settings that are drawn in addition to a mesh, a model and an optimizer.
 
-Each function takes the sections of a whole config, and returns the sections that the setting
-changes, or None where the setting does not combine with the other settings. A setting that also
-changes the numbers on a single device is *shared* by both plans of a draw; every other setting
+The function of each setting takes all sections of a config. It returns the sections that the
+setting changes, or None if the setting does not combine with the other settings. A setting that
+also changes the numbers on a single device is *shared* by both plans of a draw. Every other setting
 belongs to a single plan.
 """
 
@@ -22,19 +22,20 @@ Sections = JsonObject
 
 
 LENGTHS = (16, 24)
-"""The lengths of longer sequences."""
+"""The lengths among which the setting "longer sequences" chooses, in tokens."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting, with the probability of drawing it.
+    """A setting that some draws have.
 
     Attributes:
-      chance: the fraction of draws in which adding the setting is tried.
-      shared: whether a single device and the second plan have the setting too.
-      add: a function from a random stream and a config to the sections that change; its result is
-        None where the setting does not combine with the config.
-      shown: a function from a config to the setting's value on the page, "no" without the setting.
+      chance: the fraction of draws to which the setting is added if it combines with the config.
+      shared: whether the single device and the second plan have the setting too.
+      add: a function from a random stream and a config to the sections that change, or to None if
+        the setting does not combine with the config.
+      shown: a function from a config to the setting's value on the page, which is "no" for a config
+        without the setting.
     """
 
     chance: float
@@ -44,9 +45,9 @@ class Setting:
 
 
 def with_settings(seed: int, first: Sections, second: Sections) -> tuple[Sections, Sections]:
-    """Add the settings of a seed to both plans of a draw.
+    """Return both configs of a draw with the settings of a seed added.
 
-    Each setting has its own random stream, so that a new setting does not change other settings.
+    Each setting has a separate random stream, so that a new setting does not change other settings.
     """
     for name, setting in SETTINGS.items():
         if Random(f"{name} {seed} chance").random() >= setting.chance:
@@ -72,7 +73,7 @@ def _added(setting: Setting, stream: str, config: Sections) -> Sections | None:
 
 
 def in_half_precision(config: Sections) -> bool:
-    """Return whether a config has a dtype of half precision for any of its values."""
+    """Return whether a config has another dtype than float32 for any of its values."""
     parallel = config.get("parallel", {})
     dtypes = (
         config["model"].get("compute_dtype"),
@@ -84,14 +85,17 @@ def in_half_precision(config: Sections) -> bool:
 
 
 def in_full_precision(config: Sections) -> Sections:
-    """Return a single device's config with all values in float32."""
+    """Return a single device's config with all values in float32.
+
+    Only the dtypes of the sections `model` and `optim` change.
+    """
     model = {name: value for name, value in config["model"].items() if name != "compute_dtype"}
     optim = {name: value for name, value in config["optim"].items() if name != "master_weights"}
     return {**config, "model": model, "optim": optim}
 
 
 def data_size(config: Sections) -> int:
-    """Return the number of devices that share the batch."""
+    """Return the number of devices that share the batch, along the axes data and expert."""
     data, experts = config["mesh"].get("data", 1), config["mesh"].get("expert", 1)
     return (data if isinstance(data, int) else math.prod(data.values())) * experts
 
@@ -119,14 +123,18 @@ def _lookahead(random: Random, config: Sections) -> Sections | None:
 
 
 def _skip_spikes(random: Random, config: Sections) -> Sections | None:
-    """Skip each step with a larger gradient than the step before, about half of all steps."""
+    """Skip each step with a larger gradient than the step before, which about half of all have."""
     spikes = {"factor": 1.0001, "window": 1}
     optim = {name: value for name, value in config["optim"].items() if name != "skip_nonfinite"}
     return {"optim": {**optim, "skip_spikes": spikes}}
 
 
 def _onebit(random: Random, config: Sections) -> Sections | None:
-    """Draw 1-bit Adam or LAMB with lossless messages, which a single device can reproduce."""
+    """Draw 1-bit Adam or 1-bit LAMB.
+
+    The messages are lossless, so that a single device gives the same numbers. There are no messages
+    if the plan does not combine with them.
+    """
     kind, freeze = random.choice(("onebit_adam", "onebit_lamb")), random.choice((1, 2))
     optim: Sections = {"type": kind, "learning_rate": 1e-2, "eps": 1e-3, "freeze_step": freeze}
     found = {"optim": {**optim, "schedule": config["optim"]["schedule"], "skip_nonfinite": True}}
@@ -148,7 +156,7 @@ def _window(random: Random, config: Sections) -> Sections | None:
 
 
 def _longer(random: Random, config: Sections) -> Sections | None:
-    """Draw a length that more sizes of the axis context divide."""
+    """Draw a length of sequences that more sizes of axis context divide."""
     if config["model"]["type"] not in ("gpt", "bert"):
         return None
     data, window = config["data"], random.choice(LENGTHS)
@@ -186,14 +194,18 @@ def _collective_matmul(random: Random, config: Sections) -> Sections | None:
 
 
 def _weights(random: Random, config: Sections) -> Sections | None:
-    """Give examples unequal weights, many of which are zero."""
+    """Add unequal weights of examples, many of which are zero."""
     data = {name: value for name, value in config["data"].items() if name != "type"}
     path = "jaxdist.parity.draw.foreign:weighted_synthetic"
     return {"data": {"type": "import", "path": path, "args": data}}
 
 
 def _dropout(random: Random, config: Sections) -> Sections | None:
-    """Add dropout, which is equal on all plans only where XLA alone splits the batch."""
+    """Add dropout to a `Tower` without a pipeline.
+
+    Dropout is the same for all plans only if XLA splits the batch, so that the section `parallel`
+    changes too.
+    """
     model = config["model"]
     if stages_of(config) > 1 or model["type"] != "import" or model["path"] != TOWER:
         return None
@@ -211,7 +223,7 @@ def _left_to_xla(config: Sections) -> Sections:
 
 
 def _evaluation(random: Random, config: Sections) -> Sections | None:
-    """Add a held-out split, whose number of examples is rarely a multiple of the batch."""
+    """Add a held-out split; the batch size rarely divides its number of examples."""
     data, count = config["data"], random.randint(9, 40)
     if data["type"] == "import":
         return with_values(config, "data", args={**data["args"], "heldout_examples": count})
@@ -235,12 +247,21 @@ def _ramp(random: Random, config: Sections) -> Sections | None:
 
 
 def _pieces(config: Sections, size: int, microbatches: int, full: int) -> int:
-    """Return the number of microbatches of a smaller batch; a pipeline's number is constant."""
+    """Return the number of microbatches of a smaller batch.
+
+    A pipeline has the same number of microbatches for every batch size.
+
+    Args:
+      config: the sections of the config.
+      size: the size of the smaller batch.
+      microbatches: the number of microbatches of the full batch.
+      full: the size of the full batch.
+    """
     return math.ceil(size * microbatches / full) if stages_of(config) == 1 else microbatches
 
 
 def _phases(random: Random, config: Sections) -> Sections | None:
-    """Draw two phases of training, of which the second has half the learning rate."""
+    """Add two phases of training; the learning rate of the second phase is half as large."""
     if "batch_ramp" in config["train"]:
         return None
     size = config["train"]["batch_size"]
@@ -254,7 +275,10 @@ def _phases(random: Random, config: Sections) -> Sections | None:
 
 
 def _strict(random: Random, config: Sections) -> Sections | None:
-    """Add `deterministic: strict`, equal bits on any number of devices, in place of reductions."""
+    """Add `deterministic: strict`, which replaces the reduction.
+
+    With this setting the results have the same bits on any number of devices.
+    """
     size, pieces = config["train"]["batch_size"], config["train"]["microbatches"]
     combines = (
         "data" in config["mesh"]
@@ -271,8 +295,8 @@ def _strict(random: Random, config: Sections) -> Sections | None:
     shards = data_size(config) * random.choice(fitting)
     parallel = _left_to_xla(config)
     layerwise = config["optim"]["type"] in ("lamb", "lars") or "skip_spikes" in config["optim"]
-    # With ZeRO, the order in which a tensor's norm is summed would depend on the number of devices;
-    # so would sums over two axes.
+    # With ZeRO, the order in which a tensor's norm is summed would depend on the number of devices.
+    # The order of sums over two axes would depend on it too.
     if layerwise or config["mesh"].get("tensor", 1) > 1:
         parallel = {**parallel, "zero": {**parallel["zero"], "stage": 0}}
     return {"parallel": {**parallel, "deterministic": {"type": "strict", "shards": shards}}}
@@ -311,14 +335,18 @@ def _gather_dtype(random: Random, config: Sections) -> Sections | None:
     zero = config["parallel"]["zero"]
     if "experts" in config["model"]:
         return None  # as above
-    # The gradient of a rounded cnn was 0.056 from that in float32 in a pipeline, 0.040 without one,
-    # and the limit is 0.016; why is not known: rounding may move the maxima of its pools.
+    # The gradient of a rounded cnn differed from the gradient in float32 by 0.056 in a pipeline and
+    # by 0.040 without a pipeline, and the limit is 0.016. The reason is not known: rounding may
+    # move the maxima in the pooling layers.
     parts = config["model"]["type"] == "cnn" and stages_of(config) > 1
     return _of_zero(config, gather_dtype="bfloat16") if zero["stage"] == 3 and not parts else None
 
 
 def _unrounded_experts(random: Random, config: Sections) -> Sections | None:
-    """Draw experts of a gpt that computes in full precision, whose scores no rounding reorders."""
+    """Draw experts of a gpt that computes in float32, in which rounding reorders no scores.
+
+    The result is None for a config in half precision.
+    """
     return None if in_half_precision(config) else experts(random, config)
 
 
@@ -332,8 +360,8 @@ def _secondary(random: Random, config: Sections) -> Sections | None:
     ):
         return None
     if (config["parallel"]["reduce"] or {}).get("type") == "hierarchical":
-        # The second copy is gathered over one network at a time; a hierarchical algorithm
-        # requires two.
+        # The second copy is gathered over one network at a time, but a hierarchical algorithm
+        # requires two networks.
         return None
     return _of_zero(config, secondary=True)
 
@@ -378,8 +406,8 @@ FREEZABLE: Mapping[str, tuple[str, ...]] = {
     "resnet": ("*bias", "stem/*", "blocks/*"),
     "import": ("*bias",),
 }
-"""The patterns of parameters to freeze for each type of model, each of some but not all
-parameters."""
+"""The patterns of parameters to freeze, for each type of model. Each pattern matches some but not
+all parameters."""
 ADAPTED: Mapping[str, tuple[str, ...]] = {
     "gpt": ("blocks/*", "*", "blocks/attention/*"),
     "vit": ("blocks/*", "*", "blocks/attention/*"),
@@ -387,7 +415,7 @@ ADAPTED: Mapping[str, tuple[str, ...]] = {
     "cnn": ("*kernel",),
     "import": ("*",),
 }
-"""The patterns of kernels to adapt by LoRA for each type of model."""
+"""The patterns of kernels to adapt by LoRA, for each type of model."""
 TOWER = "jaxdist.parity.tower:Tower"
 SETTINGS: Mapping[str, Setting] = {
     "compute dtype": Setting(0.25, True, _compute_dtype, _value("model", "compute_dtype")),
@@ -417,5 +445,5 @@ SETTINGS: Mapping[str, Setting] = {
     "gather dtype": Setting(0.3, False, _gather_dtype, _value("parallel.zero", "gather_dtype")),
     "second copy of shards": Setting(0.5, False, _secondary, _value("parallel.zero", "secondary")),
 }
-"""The settings by their name on the page, in the order in which `with_settings` adds them."""
+"""The settings by their names on the page, in the order in which `with_settings` adds them."""
 assert STEPS == 3, "phases divide the steps of a draw in thirds"
