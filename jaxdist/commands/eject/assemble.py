@@ -83,7 +83,7 @@ def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> FileP
     lines, tree = text.splitlines(), ast.parse(text)
     imports: list[str] = []
     constants: list[str] = []
-    first = len(lines) + 1
+    end = tree.body[0].end_lineno or 0
     for node in tree.body[1:]:
         assert node.end_lineno is not None
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -93,10 +93,10 @@ def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> FileP
             comment = re.search(r"  # .*$", lines[node.end_lineno - 1])
             constants.append(_constant(constant, values[constant], comment))
         else:
-            first = node.lineno
             break
+        end = node.end_lineno
     title = ast.get_docstring(tree) or ""
-    return FilePiece(title, tuple(imports), tuple(constants), "\n".join(lines[first - 1 :]).strip())
+    return FilePiece(title, tuple(imports), tuple(constants), "\n".join(lines[end:]).strip())
 
 
 def selected_lines(text: str, flags: Collection[str]) -> str:
@@ -122,8 +122,8 @@ def selected_lines(text: str, flags: Collection[str]) -> str:
             continue
         comment = f"  # {mark[3]}" if mark and mark[3] else ""
         kept.append(line[: mark.start()] + comment if mark else line)
-    # Inside a function, the blank lines around a dropped statement become one.
-    return re.sub(r"\n\n\n+(?= )", "\n\n", "\n".join(kept))
+    # The blank lines around a dropped statement become one inside a function, two outside.
+    return re.sub(r"\n{4,}", "\n\n\n", re.sub(r"\n\n\n+(?= )", "\n\n", "\n".join(kept)))
 
 
 def _constant(name: str, value: Any, comment: re.Match[str] | None) -> str:

@@ -22,8 +22,8 @@ class Keep(StrEnum):
 
 
 MOST_LINES = 300
-"""Most lines of a file that evaluates held-out examples; a longer file leaves the evaluation
-out."""
+"""Most lines of a file, without blank lines; a longer file leaves the evaluation out, or is
+refused."""
 
 
 def eject(
@@ -36,8 +36,8 @@ def eject(
       out: file to write the text to.
 
     Raises:
-      ConfigError: a setting is not supported, and one message lists all of them; or `out` exists or
-        cannot be written. Errors of `load` and `build` are passed on.
+      ConfigError: a setting is not supported, and one message lists all of them; the file would be
+        too long; or `out` exists or cannot be written. Errors of `load` and `build` are passed on.
     """
     document, config = load(path, overrides)
     check_ejectable(config, keeps_data=keep is Keep.DATA)
@@ -51,12 +51,18 @@ def eject(
         f"{path.parent.name}/{path.stem} as one file of plain JAX, written by\n\n    {command}\n\n"
         "Its losses are those of `jaxdist train`. It keeps no checkpoints, and is one process.\n"
     )
-    text = ""
+    text, lines = "", 0
     for held in (experiment.heldout is not None, False):
         facts = contents_of(experiment, held=held, keeps_data=keep is Keep.DATA)
         text = assemble_file(docstring, facts.pieces, facts.flags, facts.values)
-        if len(text.splitlines()) <= MOST_LINES:
+        lines = sum(map(bool, text.splitlines()))
+        if lines <= MOST_LINES:
             break
+    else:
+        raise ConfigError(
+            f"eject: the file would have {lines} lines, but at most {MOST_LINES} are written; let "
+            "jaxdist read the data (--keep data), or leave out settings that you do not need"
+        )
     if out is not None:
         _write(text, out)
     return text

@@ -164,6 +164,12 @@ def _optimizer(facts: FileContents, experiment: Experiment) -> None:
         facts.flag(nesterov=config.nesterov)
     else:
         facts.values |= {"B1": config.b1, "B2": config.b2, "EPS": config.eps}
+    if config.skips:
+        facts.pieces.append("optim/skips")
+    if config.skip_spikes is not None:
+        facts.values["SPIKE_FACTOR"] = config.skip_spikes.factor
+        facts.values["SPIKE_WINDOW"] = config.skip_spikes.window
+    facts.flag(skips=config.skips, spikes=config.skip_spikes is not None)
 
 
 def _step(facts: FileContents, experiment: Experiment) -> None:
@@ -181,7 +187,7 @@ def _step(facts: FileContents, experiment: Experiment) -> None:
     }
     shards = "SHARDS" if stage in (1, 2) else "PARAMS"
     moments = shards if isinstance(config.optim, SgdConfig) else f"({shards}, {shards})"
-    facts.values["MOMENTS"] = Name(moments)
+    facts.values["MOMENTS"] = Name(f"({moments}, P())" if config.optim.skips else moments)
     facts.flag(fake=config.mesh.fake_devices, zero=stage, apart=stage in (1, 2))
     facts.flag(**{f"zero{stage}": True}, whole=zero is None and layout.data_size > 1)
     if mesh_axis_size(layout.mesh, "stage") > 1:
@@ -197,12 +203,22 @@ def _ring(facts: FileContents, experiment: Experiment) -> None:
     assert isinstance(ring, Ring)
     one_way, both = [(1, size - 1)], [(1, size // 2), (-1, (size - 1) // 2)]
     leaves = jax.tree.leaves(own_tree(experiment.program.model.params))
-    facts.pieces.append("ring")
+    zero = experiment.config.parallel.zero.stage
+    specs = jax.tree.leaves(own_tree(experiment.program.exchange.placements.shares))
+    split = {i: [*x.spec].index("data") for i, x in enumerate(specs) if zero and "data" in x.spec}
+    facts.pieces += ["ring", "shares", "ring_zero"] if zero else ["ring", "ring_step"]
     facts.values |= {
         "DEVICES": size,
         "WAYS": tuple(way for way in (one_way if ring.directions == 1 else both) if way[1]),
         "BUCKETS": tuple(map(tuple, plan_buckets(leaves, fusion_bytes(ring)))),
+        "SPLIT": split,
     }
+    if zero:  # each parameter's own spec, since the file looks for the dim that is split
+        placements = experiment.program.exchange.placements
+        facts.values["SHARDS"] = _specs(placements.shares, each=True)
+        facts.values["PARAMS"] = _specs(placements.params, each=zero == 3)
+        facts.values["GRADS"] = Name("PARAMS" if zero == 3 else "SHARDS")
+    facts.flag(ring3=zero == 3)
 
 
 def _pipeline(facts: FileContents, experiment: Experiment) -> None:
@@ -236,11 +252,11 @@ def own_tree(tree: PyTree) -> PyTree:
     return tree
 
 
-def _specs(shardings: PyTree) -> PyTree:
-    """Return partition specs by parameter, or a single spec if all are equal."""
+def _specs(shardings: PyTree, *, each: bool = False) -> PyTree:
+    """Return partition specs by parameter; unless `each`, a single spec if all are equal."""
     specs = jax.tree.map(lambda sharding: shortened(sharding.spec), own_tree(shardings))
     found = {*jax.tree.leaves(specs)}
-    return found.pop() if len(found) == 1 else specs
+    return found.pop() if len(found) == 1 and not each else specs
 
 
 def shortened(spec: P) -> P:

@@ -19,6 +19,7 @@ WRITTEN = (
     "loss.label_smoothing",
     "data.window", "data.heldout_fraction",
     "optim.learning_rate", "optim.schedule.*", "optim.scale_from*", "optim.clip_norm",
+    "optim.skip_nonfinite", "optim.skip_spikes", "optim.skip_spikes.*",
     "optim.b1", "optim.b2", "optim.eps", "optim.weight_decay", "optim.momentum", "optim.nesterov",
     "train.steps", "train.epochs", "train.batch_size", "train.log_every", "train.microbatches",
     "parallel.reduce.directions", "parallel.reduce.bucket_bytes",
@@ -26,7 +27,9 @@ WRITTEN = (
     "eval.batches",
 )  # fmt: skip
 """Supported settings; `*` matches any text."""
-BESIDE = ("eval.every", "checkpoint.*", "run.*", "energy.*", "train.prefetch")
+BESIDE = (
+    "eval.every", "checkpoint.*", "run.*", "energy.*", "train.prefetch", "optim.max_skipped",
+)  # fmt: skip
 """Settings without effect on the training's numbers; the ejected file ignores them."""
 NOT_BESIDE = ("checkpoint.begin_with*",)
 """Exceptions from `BESIDE`: these settings change the initial parameters."""
@@ -91,8 +94,11 @@ def _together(config: ExperimentConfig) -> Iterator[str]:
     given = {"parallel.reduce": reduced, "mesh.stage": stages, "parallel.zero": zero}
     given |= {"mesh.tensor": tensor}
     names = [name for name, there in given.items() if there]
-    if len(names) > 1 and (reduced or stages):
-        yield f"{' with '.join(names)}: choose one of them, or parallel.zero with mesh.tensor"
+    if len(names) > 1 and (stages or (reduced and tensor)):
+        yield (
+            f"{' with '.join(names)}: choose one of them, or parallel.zero with mesh.tensor or "
+            "parallel.reduce"
+        )
     if config.train.microbatches > 1 and not stages:
         yield f"train.microbatches: {config.train.microbatches} without mesh.stage"
     if stages and config.model.type != "gpt":

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.commands.eject.pieces.mlp import measure
 from jaxdist.commands.eject.pieces.optim.adamw import update
+from jaxdist.commands.eject.pieces.optim.skips import careful_update
 
 MESH = {"data": 8}  # devices along each axis
 ROWS = P("data")  # sharding of a batch
@@ -31,4 +32,5 @@ def train_step(params: Any, moments: Any, batch: Any, step: jax.Array) -> tuple[
     grads, params = constrain((grads, params), (SHARDS, SHARDS))  #: apart
     grads = constrain(grads, PARAMS)  #: zero3
     # The output sharding gathers the updated shares of the parameters.  #: apart
-    return (*update(params, grads, moments, step), loss)
+    return (*update(params, grads, moments, step), loss)  #: not skips
+    return (*careful_update(params, grads, moments, step), loss)  #: skips

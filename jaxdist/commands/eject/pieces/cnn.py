@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxdist.commands.eject.pieces.shares import PARAMS, whole
+
 CHANNELS = (1, 32, 64)  # channels of an image, and of each convolution
 WIDTHS = (256, 128, 10)  # features after the convolutions, hidden width, classes
 LABEL_SMOOTHING = 0.1  #: smoothing # fraction of the target that is spread over all classes
@@ -31,7 +33,9 @@ def init_params(key: jax.Array) -> dict[str, Any]:
 def forward(params: dict[str, Any], image: jax.Array) -> jax.Array:
     """Map images uint8 [B, H, W, C] to logits [B, classes]."""
     x, dims = image.astype(jnp.float32) / 255, ("NHWC", "HWIO", "NHWC")
-    for layer in params["convolutions"]:
+    convolutions = params["convolutions"]  #: not ring3
+    convolutions = map(whole, params["convolutions"], PARAMS["convolutions"])  #: ring3
+    for layer in convolutions:
         x = jax.lax.conv_general_dilated(x, layer["kernel"], (1, 1), "SAME", dimension_numbers=dims)
         x = jax.nn.relu(x + layer["bias"])
         if (
@@ -39,8 +43,10 @@ def forward(params: dict[str, Any], image: jax.Array) -> jax.Array:
         ):  # the maximum of 2 x 2 pixels; an odd row or column at the end is dropped
             h, w = x.shape[1] // 2, x.shape[2] // 2
             x = x[:, : 2 * h, : 2 * w].reshape(len(x), h, 2, w, 2, -1).max((2, 4))
-    x = x.reshape(len(x), -1) @ params["hidden"]["kernel"] + params["hidden"]["bias"]
-    return jax.nn.relu(x) @ params["output"]["kernel"] + params["output"]["bias"]
+    hidden, output = params["hidden"], params["output"]  #: not ring3
+    hidden, output = (whole(params[name], PARAMS[name]) for name in ("hidden", "output"))  #: ring3
+    x = x.reshape(len(x), -1) @ hidden["kernel"] + hidden["bias"]
+    return jax.nn.relu(x) @ output["kernel"] + output["bias"]
 
 
 def measure(params: dict[str, Any], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:

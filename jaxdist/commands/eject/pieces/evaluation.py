@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.commands.eject.pieces.automatic import ROWS
+from jaxdist.commands.eject.pieces.automatic import PARAMS, ROWS
 from jaxdist.commands.eject.pieces.mlp import measure
 from jaxdist.commands.eject.pieces.order import BATCH
 
@@ -14,7 +14,10 @@ EVAL_BATCHES = 50  #: limited # number of held-out batches, from the first
 
 def evaluate(params: Any, data: dict[str, np.ndarray]) -> dict[str, float]:
     """Return the means of the loss's measurements over the held-out examples."""
-    found, measured, total = [], jax.jit(measure), len(next(iter(data.values())))
+    found, measured, total = [], jax.jit(measure), len(next(iter(data.values())))  #: not ring3
+    specs: Any = {"in_specs": (PARAMS, ROWS), "out_specs": ROWS, "check_vma": False}  #: ring3
+    measured = jax.jit(jax.shard_map(measure, **specs))  #: ring3 # the model gathers its parameters
+    found, total = [], len(next(iter(data.values())))  #: ring3
     total = min(total, EVAL_BATCHES * BATCH)  #: limited
     for first in range(0, total, BATCH):
         # The last batch is padded with the last example, which still counts once.

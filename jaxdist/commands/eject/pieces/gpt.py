@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.commands.eject.pieces.automatic import ROWS
+from jaxdist.commands.eject.pieces.shares import PARAMS, whole
 
 LAYERS = 2
 EMBED = 128  # D
@@ -84,6 +85,7 @@ def rotate(x_BLHd: jax.Array) -> jax.Array:
 @jax.checkpoint  #: remat # the backward pass recomputes each layer
 def block(x_BLD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, None]:
     """Apply a layer, in the form that a scan takes: attention and MLP, each added to its input."""
+    w = whole(w, PARAMS["blocks"], scanned=1)  #: ring3
     # Parameters are float32, for the optimizer; matrices are multiplied in bfloat16.  #: narrow
     narrow = jax.tree.map(lambda x: x.astype(x_BLD.dtype), (w["attention"], w["mlp"]))  #: narrow
     w = {**w, "attention": narrow[0], "mlp": narrow[1]}  #: narrow
@@ -122,6 +124,9 @@ def nats(params: dict[str, Any], x_BLD: jax.Array, targets_BL: jax.Array) -> jax
 
 def measure(params: dict[str, Any], batch: dict[str, jax.Array]) -> dict[str, Any]:  #: measured
     """Return the loss of each example, [B], in nats per token."""
+    # Layers are gathered one by one, where they run; all else is gathered here.  #: ring3
+    rest = {k: whole(w, PARAMS[k]) for k, w in params.items() if k != "blocks"}  #: ring3
+    params = {**rest, "blocks": params["blocks"]}  #: ring3
     x_BLD = params["embedding"][batch["tokens"][:, :-1]]  #: not narrow
     x_BLD = params["embedding"][batch["tokens"][:, :-1]].astype(jnp.bfloat16)  #: narrow
     x_BLD, _ = jax.lax.scan(block, x_BLD, params["blocks"], unroll=SCAN_UNROLL)  #: unroll

@@ -15,6 +15,7 @@ from jaxdist.commands.eject.pieces.digits import load_data
 from jaxdist.commands.eject.pieces.evaluation import evaluate
 from jaxdist.commands.eject.pieces.mlp import init_params
 from jaxdist.commands.eject.pieces.optim.adamw import init_moments
+from jaxdist.commands.eject.pieces.optim.skips import init_state
 from jaxdist.commands.eject.pieces.order import SEED, batch_of
 
 STEPS = 449
@@ -32,7 +33,8 @@ def main(steps: int = STEPS) -> list[float]:
         key = jax.random.split(jax.random.key(SEED))[0]
         # The initial state is created sharded, so that no device ever holds more than its share.
         params = jax.jit(init_params, out_shardings=PARAMS)(key)
-        moments = jax.jit(init_moments, out_shardings=MOMENTS)(params)
+        moments = jax.jit(init_moments, out_shardings=MOMENTS)(params)  #: not skips
+        moments = jax.jit(init_state, out_shardings=MOMENTS)(params)  #: skips
         # The old parameters and moments are donated, so that their memory is reused.
         run = jax.jit(train_step, donate_argnums=(0, 1), out_shardings=(PARAMS, MOMENTS, P()))
         for step in range(steps):

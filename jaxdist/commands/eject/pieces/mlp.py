@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxdist.commands.eject.pieces.shares import PARAMS, whole
+
 SIZES = (64, 512, 256, 10)  # pixels, hidden widths, classes
 LABEL_SMOOTHING = 0.1  #: smoothing # fraction of the target that is spread over all classes
 
@@ -25,9 +27,11 @@ def init_params(key: jax.Array) -> list[Any]:
 def forward(params: list[Any], image: jax.Array) -> jax.Array:
     """Map images uint8 [B, H, W, C] to logits [B, classes]."""
     x = image.reshape(len(image), -1).astype(jnp.float32) / 255
-    for layer in params[:-1]:
+    *hidden, last = params  #: not ring3
+    *hidden, last = map(whole, params, PARAMS)  #: ring3
+    for layer in hidden:
         x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
-    return x @ params[-1]["kernel"] + params[-1]["bias"]
+    return x @ last["kernel"] + last["bias"]
 
 
 def measure(params: list[Any], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.commands.eject.pieces.gpt import EMBED, block, nats
 from jaxdist.commands.eject.pieces.optim.adamw import update
+from jaxdist.commands.eject.pieces.optim.skips import careful_update
 from jaxdist.commands.eject.pieces.order import BATCH
 
 MESH = {"data": 2, "stage": 2}  # devices along each axis
@@ -74,4 +75,5 @@ def mean_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
 def train_step(params: Any, moments: Any, batch: Any, step: jax.Array) -> tuple[Any, ...]:
     """Return the parameters and moments after a step, and the loss before it."""
     loss, grads = mean_gradients(params, batch["tokens"])
-    return (*update(params, grads, moments, step), loss)
+    return (*update(params, grads, moments, step), loss)  #: not skips
+    return (*careful_update(params, grads, moments, step), loss)  #: skips
