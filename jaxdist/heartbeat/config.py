@@ -16,18 +16,18 @@ class MembershipConfig(Config):
     min_hosts: Count = 1
     """The smallest number of hosts with which a generation starts."""
     max_hosts: Count = LARGEST
-    """The largest number of hosts in a generation; further hosts wait, and replace lost hosts."""
+    """The largest number of hosts in a generation; further hosts wait in reserve for lost hosts."""
     lease_seconds: PositiveFloat = 10.0
-    """The time without a heartbeat after which a host counts as lost; a host should renew its lease
-    several times within this time."""
+    """The time, in seconds, without a heartbeat after which a host counts as lost; a host should
+    renew its lease several times within this time."""
     settle_seconds: NonNegativeFloat = 5.0
-    """A generation starts, or saves and stops in order to grow, once no host has joined or left for
-    this time."""
+    """The time, in seconds, for which no host may have joined or left before a generation starts,
+    or before it saves and stops in order to grow."""
     drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
     """The largest relative error in the rate of any host's clock, fast or slow."""
     stuck_host_seconds: NonNegativeFloat = 300.0
-    """The time for which a host with a stuck process is excluded, if the other hosts can train
-    without it."""
+    """The time, in seconds, for which a host with a stuck process is left out, if the other hosts
+    can train without this host."""
 
     @model_validator(mode="after")
     def _check(self) -> MembershipConfig:
@@ -39,30 +39,32 @@ class MembershipConfig(Config):
 
     @property
     def held_seconds(self) -> float:
-        """The time for which a host assumes that it holds its lease, by its own clock."""
+        """The seconds, by its clock, for which a host assumes that it holds its lease."""
         # The host's clock may be slow by `drift` while the registry's clock is fast by `drift`.
         return self.lease_seconds * (1 - self.drift) / (1 + self.drift)
 
 
 class ElasticConfig(Config):
-    """Settings of elastic runs, whose hosts may join and leave: `jaxdist agent`."""
+    """The settings of elastic runs (`jaxdist agent`), whose hosts may join and leave."""
 
     lease_seconds: PositiveFloat = 10.0
-    """The time without a heartbeat after which a host counts as lost."""
+    """The time, in seconds, without a heartbeat after which a host counts as lost."""
     settle_seconds: NonNegativeFloat = 5.0
-    """A generation starts, or saves and stops in order to grow, once no host has joined or left for
-    this time."""
+    """The time, in seconds, for which no host may have joined or left before a generation starts,
+    or before it saves and stops in order to grow."""
     drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
     """The largest relative error in the rate of any host's clock, fast or slow."""
     stuck_host_seconds: NonNegativeFloat = 300.0
-    """The time for which a host with a stuck process is excluded, if the other hosts can train
-    without it; 0 lets the host rejoin at once."""
+    """The time, in seconds, for which a host with a stuck process is left out, if the other hosts
+    can train without this host; 0 lets the host rejoin at once."""
     batch: Literal["same", "rescale"] = "same"
-    """The reaction to a smaller mesh: `same` keeps the batch, in more microbatches; `rescale`
-    shrinks the batch with the mesh and sets the learning rate by the rule of optim.scale_from."""
+    """The reaction to a smaller mesh: `same` keeps the batch size and splits the batch into more
+    microbatches; `rescale` shrinks the batch with the mesh and sets the learning rate by the rule
+    of optim.scale_from.
+    """
 
     def membership(self, least: int, most: int) -> MembershipConfig:
-        """Return the settings of the registry for a range of numbers of hosts.
+        """Return the settings of the registry for generations of `least` to `most` hosts.
 
         Args:
           least, most: the smallest and the largest number of hosts in a generation.

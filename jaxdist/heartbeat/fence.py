@@ -1,9 +1,9 @@
-"""Fences that keep an old generation from writing into a run: marks in the run's directory.
+"""Fences, which keep an earlier generation from writing into a run: marks in the run's directory.
 
     RUN/generations/00000003     generation 3 has started to write
 
-Each generation leaves a mark before it reads anything, and a generation that finds a mark of a
-later generation stops writing. Marks are only added, so a late mark cannot lower the fence. A
+Each generation leaves a mark before it reads a file of the run. A generation that finds the mark of
+a later generation stops writing. Marks are only added, so a late mark cannot lower the fence. A
 process may be suspended between the check and the write. Therefore the name of each file contains
 the generation's number, and the next generation first deletes the files of earlier generations
 (`jaxdist.checkpoint.layout`) and replaces the file of metrics.
@@ -22,7 +22,7 @@ FOLDER = "generations"
 
 @dataclass(frozen=True)
 class Fence:
-    """The state of a fence, which refuses writes of generations older than the newest writer.
+    """The state of a fence, which refuses the writes of all generations before the newest writer.
 
     >>> fence = Fence().admit(3)
     >>> fence.admit(2) is None, fence.admit(4)
@@ -32,7 +32,7 @@ class Fence:
     token: int = 0
 
     def admit(self, token: int) -> Fence | None:
-        """Return the fence after a write with this token, or None if the write is refused."""
+        """Return the fence after a write of generation `token`, or None if the write is refused."""
         return None if token < self.token else Fence(token)
 
 
@@ -41,7 +41,8 @@ class RunFence:
 
     Args:
       run: the run directory.
-      generation: the number of this generation, larger than those of all earlier generations.
+      generation: the number of this generation, which is larger than the numbers of all earlier
+        generations.
     """
 
     def __init__(self, run: Path, generation: int) -> None:
@@ -62,8 +63,8 @@ class RunFence:
                 f"run directory {self.run} cannot be written: {error.strerror or error}; choose "
                 "another directory with run.directory=PATH"
             ) from error
-        # If two generations start at once, the older sees the newer, because each checks only after
-        # it has left its mark.
+        # If two generations start at the same time, the older generation sees the mark of the
+        # newer, because each checks only after it has left its mark.
         self.check()
 
     def check(self) -> None:
@@ -90,6 +91,6 @@ def newest_generation(run: Path) -> int:
 
 
 def newest_of_all(base: Path) -> int:
-    """Return the newest generation in the run directories `base`, `base-2`, `base-3`, ..."""
+    """Return the newest generation with a mark in any of `base`, `base-2`, `base-3`, ..."""
     found = [base, *base.parent.glob(f"{base.name}-[0-9]*")]
     return max(newest_generation(run) for run in found)

@@ -1,8 +1,8 @@
 """Closed forms of the best interval between saves, for random failures at a constant rate.
 
-Notation: `work` is the time between two saves, `cost` the time that a save takes, `mttf` the mean
-time between two failures of the whole fleet, and `recovery` the time from a failure until work
-continues from the last save; all in seconds.
+All times are in seconds. `work` is the time between two saves, and `cost` is the time that a save
+takes. `mttf` is the mean time between two failures of the whole fleet. `recovery` is the time from
+a failure until work continues from the last save.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ DAY_SECONDS = 86_400.0
 
 
 def mttf_of(parts: float, failures_per_day: float) -> float:
-    """Return the mean seconds between failures of a fleet of `parts`, such as nodes.
+    """Return the mean seconds between failures of a fleet of `parts` parts, such as nodes.
+
+    Args:
+      failures_per_day: the number of failures of each part in a day.
 
     The example has 2048 nodes with the rate that Meta fitted for jobs of more than 32 GPUs (arXiv
     2410.21680, section IV):
@@ -25,7 +28,7 @@ def mttf_of(parts: float, failures_per_day: float) -> float:
 
 
 def young(cost: float, mttf: float) -> float:
-    """Return the work between saves that loses the least time, to first order: sqrt(2 cost mttf).
+    """Return the time between saves that loses the least time, to first order: sqrt(2 cost mttf).
 
     The formula is from Young, "A first order approximation to the optimum checkpoint interval"
     (CACM 17, 1974).
@@ -37,10 +40,11 @@ def young(cost: float, mttf: float) -> float:
 
 
 def daly(cost: float, mttf: float) -> float:
-    """Return Young's interval to a higher order, with failures during saves and partly lost work.
+    """Return the time between saves that loses the least time, to a higher order than `young`.
 
-    The formula is equation 37 of Daly, "A higher order estimate of the optimum checkpoint interval
-    for restart dumps" (FGCS 22, 2006).
+    The formula also counts failures during saves, and work that is partly lost. It is equation 37
+    of Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (FGCS
+    22, 2006).
 
     >>> round(daly(60, mttf_of(2048, 6.5e-3)))
     843
@@ -61,7 +65,7 @@ def expected(work: float, cost: float, mttf: float, recovery: float) -> float:
     100.00000...
     """
     if max(recovery, work + cost) > 300 * mttf:
-        return math.inf  # The work is practically never done, and `exp` would overflow.
+        return math.inf  # The work would practically never be done, and `exp` would overflow.
     return mttf * math.exp(recovery / mttf) * math.expm1((work + cost) / mttf)
 
 
@@ -75,10 +79,13 @@ def goodput(work: float, cost: float, mttf: float, recovery: float) -> float:
 
 
 def planned_share(work: float, cost: float, between: float, recovery: float) -> float:
-    """Return the share of time that is kept work, with a failure per `between` seconds of work.
+    """Return the share of time that is kept work, if a failure is injected regularly.
 
-    The formula assumes injected failures: no failure occurs during a recovery, and each failure
-    loses half of an interval between two saves.
+    Args:
+      between: the seconds of work between two failures.
+
+    The formula assumes that no failure occurs during a recovery, and that each failure loses half
+    of the work between two saves.
 
     >>> planned_share(10, 0.1, 60, 5)
     0.84...

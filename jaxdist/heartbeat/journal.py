@@ -1,4 +1,4 @@
-"""The journal of an agent about its generations: RUN/elastic.jsonl."""
+"""The journal of an agent about its generations: the file RUN/elastic.jsonl."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ FILE_NAME = "elastic.jsonl"
 
 
 class Journal:
-    """A journal that keeps events until the run directory is known, and then appends them there."""
+    """A journal that keeps events until the run directory is known, and then writes its file."""
 
     def __init__(self) -> None:
         self._kept: list[JsonObject] = []
 
     def add(self, run_folder: RunFolder, event: str, **what: Json) -> None:
-        """Add an event of a generation, as one line."""
+        """Add an event of a generation, as a line with the values `what`."""
         line = {"time": time.time(), "generation": run_folder.generation, "event": event, **what}
         self._kept.append(line)
-        # Events stay in memory while no process has published the directory, or the disk is full.
+        # Events stay in memory while no process has published the directory, or while the disk is
+        # full.
         with suppress(OSError):
             path = run_folder.run_directory() / FILE_NAME
             with path.open("a", encoding="utf-8") as file:
@@ -35,7 +36,7 @@ class Journal:
 
 
 def read_journal(run: Path) -> list[JsonObject]:
-    """Return the events of a run's generations in order; the list is empty for a run without agent.
+    """Return the events of a run's generations in order, or an empty list for a run without agent.
 
     Raises:
       RunError: the journal cannot be read.
@@ -51,7 +52,7 @@ def read_journal(run: Path) -> list[JsonObject]:
         ) from error
     events = []
     for line in lines:
-        with suppress(ValueError):  # The last line may be incomplete if the agent was killed.
+        with suppress(ValueError):  # The last line may be incomplete, if the agent was killed.
             event = parse_json(line)
             if isinstance(event, dict) and isinstance(event.get("event"), str):
                 events.append(event)

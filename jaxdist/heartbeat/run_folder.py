@@ -16,23 +16,24 @@ from pathlib import Path
 from jaxdist.checkpoint.identity import Identity
 
 FOLDER, GENERATION, FENCE = "JAXDIST_AGENT", "JAXDIST_GENERATION", "JAXDIST_FENCE"
-"""The environment variables with which a process finds the folder."""
+"""The names of the environment variables with which a process finds the folder."""
 MEMORY = Path("/dev/shm")
 PREFIX, LOCK = "jaxdist-", ".held"
 YOUNG_SECONDS = 10.0
-"""The age below which an unlocked folder is kept, because its agent may be about to lock it."""
+"""The age, in seconds, below which an unlocked folder is kept, because its agent may be about to
+lock it."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths in the folder for the processes of one generation.
+    """The paths of the files that the agent and the processes of one generation share.
 
     Attributes:
       folder: the folder, which all generations of an agent share.
       generation: the number of the generation, which starts at 1.
-      fence: the name that all generations of a run on several hosts share, because a process of an
-        older generation may still be alive and must not write. On a single host, where no such
-        process can exist, it is None.
+      fence: the name that all generations of a run on several hosts share, or None for a run on a
+        single host. A run on several hosts needs the name, because a process of an earlier
+        generation may still be alive and must not write.
     """
 
     folder: Path
@@ -41,18 +42,18 @@ class RunFolder:
 
     @property
     def snapshots(self) -> Path:
-        """The folder of snapshots, which outlive the processes, but not the machine."""
+        """The folder of the snapshots, which outlive the processes but not the machine."""
         return self.folder / "snapshots"
 
     @property
     def run(self) -> Path:
-        """The file with the path and the id of the run, once they are known."""
+        """The file with the path and the id of the run, which exists once they are known."""
         return self.folder / "run"
 
     def tell_run(self, run: Identity) -> None:
         """Publish the path and the id of the run, for the agent and for later generations."""
         assert run.path is not None
-        # The rename keeps readers from seeing a part of the file.
+        # After a rename, readers never see only a part of the file.
         staging = self.folder / f".run_{os.getpid()}"
         staging.write_text(json.dumps({**run.plain, "path": str(run.path.absolute())}))
         staging.rename(self.run)
@@ -65,7 +66,7 @@ class RunFolder:
             return None
 
     def run_directory(self) -> Path:
-        """Return the run directory.
+        """Return the run directory that a process has published.
 
         Raises:
           FileNotFoundError: no process has published the directory yet.
@@ -77,7 +78,7 @@ class RunFolder:
 
     @property
     def done(self) -> Path:
-        """The file that exists once the generation has taken the run's last step."""
+        """The file that exists once the run has taken its last step."""
         return self.folder / f"done_{self.generation}"
 
     @property
@@ -101,17 +102,17 @@ class RunFolder:
         return self.folder / f"status_{self.generation}_{process}"
 
     def log(self, member: int) -> Path:
-        """Return the file of the standard error of the agent's process with the number `member`."""
+        """Return the file with the standard error of the agent's process number `member`."""
         return self.folder / f"log_{member}"
 
     def environ(self) -> dict[str, str]:
-        """Return the variables with which a process finds the folder."""
+        """Return the environment variables with which a process finds the folder."""
         fence = {} if self.fence is None else {FENCE: self.fence}
         return {FOLDER: str(self.folder), GENERATION: str(self.generation), **fence}
 
 
 def run_folder_of(environ: Mapping[str, str]) -> RunFolder | None:
-    """Return the folder of a process that an agent has started, or None for any other process.
+    """Return the folder that this process shares with its agent, or None without an agent.
 
     >>> run_folder_of({}) is None
     True
@@ -123,7 +124,7 @@ def run_folder_of(environ: Mapping[str, str]) -> RunFolder | None:
 
 @contextmanager
 def new_folder() -> Iterator[Path]:
-    """Create a folder that only this user can enter, and delete the folder at the end.
+    """Create a folder that only this user can enter, and delete it when the context ends.
 
     The folder is in memory on systems with /dev/shm. The function also deletes the folders of
     agents that were killed.
@@ -137,13 +138,15 @@ def new_folder() -> Iterator[Path]:
 
 @contextmanager
 def held(folder: Path) -> Iterator[int]:
-    """Lock a folder, so that no other agent deletes it while a process has the descriptor open.
+    """Lock a folder while the context, or a process with its descriptor, lasts.
 
-    A process that is started with the descriptor (`pass_fds`) keeps the lock too.
+    Another agent does not delete a locked folder.
+
+    A process that receives the descriptor at its start (`pass_fds`) also keeps the lock.
     """
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        # The agent and its processes share this lock; `left_behind` tries an exclusive lock.
+        # The agent and its processes share this lock; `left_behind` tries to get an exclusive lock.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield descriptor
     finally:
@@ -154,7 +157,7 @@ def left_behind() -> list[Path]:
     """Return this user's folders in memory that neither an agent nor its processes lock."""
     found = []
     for folder in MEMORY.glob(f"{PREFIX}*"):
-        # Skip folders of other users, folders just created or deleted, and locked folders.
+        # An OSError skips folders of other users, deleted folders and locked folders.
         with suppress(OSError):
             descriptor = os.open(folder / LOCK, os.O_RDWR)
             try:

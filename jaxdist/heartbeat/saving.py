@@ -1,4 +1,4 @@
-"""The interval between a run's saves, as a function of the run's own measurements."""
+"""The interval between a run's saves, computed from the run's measurements."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from jaxdist.heartbeat import intervals
 from jaxdist.types import JsonObject
 
 RECOVERY = ("stop", "restart", "restore", "first_step")
-"""The parts of a recovery whose seconds an agent records once a generation takes steps."""
+"""The parts of a recovery, whose seconds an agent records when a generation takes its first step.
+"""
 MOST_STEPS = 2**30
 
 
 @dataclass(frozen=True)
 class Failures:
-    """The failures of a run, and the cost of one.
+    """The failures of a run: their rate, and the time of a recovery.
 
     Attributes:
-      mttf: mean seconds between two failures.
-      recovery: seconds from a failure until work continues.
+      mttf: the mean time between two failures, in seconds.
+      recovery: the time from a failure until work continues, in seconds.
       seen: the number of failures so far; if it is 0, `mttf` and `recovery` are assumptions.
     """
 
@@ -30,12 +31,12 @@ class Failures:
 
 
 def failures_of(events: Sequence[JsonObject], now: float, prior: Failures) -> Failures:
-    """Derive the mean time between failures, and of a recovery, from an agent's journal.
+    """Return the mean time between failures, and that of a recovery, from an agent's journal.
 
     Args:
-      now: seconds since 1970.
-      prior: the values before the first failure; the recovery of `prior` is used until a recovery
-        has been measured.
+      now: the current time, in seconds since 1970.
+      prior: the assumptions that are returned before the first failure. The recovery of `prior` is
+        also used until a recovery has been measured.
     """
     begun = [event for event in events if event["event"] == "begun"]
     lost = sum(event["event"] == "lost" for event in events)
@@ -54,8 +55,8 @@ class Interval:
 
     Attributes:
       steps: the number of steps between two saves.
-      work: the seconds that the steps between two saves take.
-      cost: the seconds for which a save blocks training.
+      work: the time that the steps between two saves take, in seconds.
+      cost: the time for which a save blocks training, in seconds.
       failures: the failures on which the interval is based.
       predicted: the predicted share of time that is kept work, with failures at random times.
     """
@@ -67,7 +68,7 @@ class Interval:
     predicted: float
 
     def words(self, what: str) -> str:
-        """Describe the interval in one line.
+        """Return a description of the interval, as one line.
 
         >>> print(choose_interval(0.5, 0.1, Failures(3600, 10)).words("a checkpoint"))
         a checkpoint each 597 steps (59.7 s): it takes 500 ms, taken for granted a failure each 1 h
@@ -85,10 +86,11 @@ class Interval:
 
 
 def choose_interval(cost: float, step_seconds: float, failures: Failures) -> Interval:
-    """Return Daly's interval, rounded to a whole number of steps, which is at least 1.
+    """Return Daly's interval between saves, rounded to a whole number of steps, at least 1.
 
     Args:
-      cost: the seconds for which a save blocks training.
+      cost: the time for which a save blocks training, in seconds.
+      step_seconds: the time of a step, in seconds.
     """
     cost, step_seconds = max(cost, 1e-6), max(step_seconds, 1e-6)
     wanted = intervals.daly(cost, failures.mttf) / step_seconds
@@ -97,7 +99,7 @@ def choose_interval(cost: float, step_seconds: float, failures: Failures) -> Int
 
 
 def interval(steps: int, cost: float, step_seconds: float, failures: Failures) -> Interval:
-    """Return the interval of `steps` steps, with the share of time that it is predicted to keep."""
+    """Return the interval of `steps` steps, with the predicted share of kept work."""
     work = steps * step_seconds
     predicted = intervals.goodput(work, cost, failures.mttf, failures.recovery)
     return Interval(steps, work, cost, failures, predicted)

@@ -1,9 +1,9 @@
 """The status of each process of a run, in shared memory that the agent reads without messages.
 
-A thread sends heartbeats independently of the main thread. A process that is stopped (SIGSTOP, a
-swapped-out machine) falls silent; a process that waits in a collective does not. Besides the
-current phase, the memory holds a ring buffer of the main thread's last phases: a flight record,
-which outlives the process.
+A thread writes heartbeats independently of the main thread. The heartbeats of a process that is
+stopped (SIGSTOP, a swapped-out machine) cease; those of a process that waits in a collective do
+not. Besides the current phase, the memory has a ring buffer of the main thread's last phases. This
+flight record outlives the process.
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ from jaxdist.errors import RunError
 from jaxdist.metrics.account import Activity
 
 BEAT_SECONDS = 0.1
-"""The mean seconds between two heartbeats. The seconds are random, so that a process that is
-stopped periodically cannot stay in phase with its heartbeats."""
+"""The mean time between two heartbeats, in seconds. The times are random, so that the stops of a
+process that is stopped periodically cannot stay in phase with its heartbeats.
+"""
 LATE_SECONDS = 0.01
-"""The delay above which a heartbeat counts as late, because the process did not run."""
+"""The delay, in seconds, above which a heartbeat counts as late, because the process did not run.
+"""
 RING = 256
-"""The number of phases in the ring buffer, which is about eighty steps."""
+"""The number of phases in the ring buffer, which are the phases of about eighty steps."""
 WAIT = "wait"
-"""The name of a phase besides those of `Activity`: the main thread waits for the devices' step."""
+"""The name of a phase that `Activity` does not have: the main thread waits for the devices to
+finish a step."""
 PHASES = (*map(str, Activity), WAIT)
 SLOW_PHASES = frozenset(
     {Activity.START, Activity.RECOVERY, Activity.COMPILE, Activity.EVALUATION, Activity.IDLE}
 )
-"""Phases that may take long, and during which other processes do not wait for this one."""
+"""The phases that may take long, and during which other processes do not wait for this process."""
 _KINDS = (*Activity, Activity.STEP)
 _CODES = {kind: code for code, kind in enumerate(Activity)}
 _WAIT = PHASES.index(WAIT)
 _FIELDS = struct.Struct("<9q")
-"""The layout of the status: the process, its pid, the time of the last heartbeat, the numbers of
-heartbeats and of late heartbeats; then the main thread's step, phase, start of the phase, and
-number of phases so far."""
+"""The layout of the status. The first fields are the process, its pid, the time of the last
+heartbeat, and the numbers of heartbeats and of late heartbeats. The other fields are the main
+thread's step, phase, start of the phase, and number of phases so far."""
 _BEATS, _MAIN, _ENTRY = struct.Struct("<3q"), struct.Struct("<4q"), struct.Struct("<4q")
 _BEATS_AT, _MAIN_AT = 16, 40
 _SIZE = _FIELDS.size + RING * _ENTRY.size
@@ -55,7 +58,8 @@ class Status:
       phase: the current phase of the process's main thread.
       since: the time when the step or the phase last changed, in seconds of `time.monotonic`.
       alive: the time of the last heartbeat, in seconds of `time.monotonic`.
-      waiting: whether the main thread waits for the devices' step, which other processes may delay.
+      waiting: whether the main thread waits for the devices to finish a step, which other processes
+        may delay.
       beats: the number of heartbeats so far.
       late: the number of late heartbeats so far.
     """
@@ -76,11 +80,11 @@ class Phase:
     """A phase of a main thread.
 
     Attributes:
-      name: one of `PHASES`.
-      step: the last finished step; for a wait, the step for which the thread waited.
-      begin: the start of the phase in nanoseconds of `time.monotonic_ns`, a clock that all
-        processes of a machine share.
-      duration: the length of the phase in nanoseconds.
+      name: the name of the phase, a member of `PHASES`.
+      step: the last finished step or, if the phase is a wait, the step for which the thread waited.
+      begin: the start of the phase, in nanoseconds of `time.monotonic_ns`. All processes of a
+        machine share this clock.
+      duration: the length of the phase, in nanoseconds.
     """
 
     name: str
@@ -90,27 +94,28 @@ class Phase:
 
     @property
     def end(self) -> int:
-        """The time when the phase ended."""
+        """The time when the phase ended, in nanoseconds of `time.monotonic_ns`."""
         return self.begin + self.duration
 
 
 class Publisher:
-    """The writer of a process's status, within the process; a context manager.
+    """The writer of the status of this process; a context manager.
 
-    A phase costs 1 us, and a heartbeat costs 20 us of a thread (`jaxdist bench elastic`).
+    To write a phase takes 1 us, and to write a heartbeat takes 20 us of a thread (`jaxdist bench
+    elastic`).
 
     Args:
-      path: the file in memory.
+      path: the path of the file in memory.
       process: the number of the process.
 
     Raises:
-      RunError: there is no room for the file.
+      RunError: there is not enough memory for the file.
     """
 
     def __init__(self, path: Path, process: int) -> None:
         try:
-            # The file is filled with zeros, because a later write to a hole in the file would kill
-            # the process if memory were full.
+            # The file is filled with zeros. If it had a hole and memory were full, a later write
+            # would kill the process.
             path.write_bytes(bytes(_SIZE))
         except OSError as error:
             raise RunError(
@@ -123,7 +128,8 @@ class Publisher:
         self._beats = self._late = 0
         self._over = threading.Event()
         self._thread = threading.Thread(
-            # The thread has its own generator, since the global one belongs to the user's code.
+            # The thread has a separate generator, since the global generator belongs to the user's
+            # code.
             target=self._live,
             args=(random.Random(process),),
             name="status",
@@ -146,15 +152,15 @@ class Publisher:
         self._thread.join()
 
     def phase(self, kind: Activity) -> None:
-        """Record that the main thread enters another phase."""
+        """Record that the main thread begins another phase."""
         self._turn(_CODES[kind], self._step)
 
     def wait(self) -> None:
-        """Record that the main thread waits for the devices, until the metrics of a step arrive."""
+        """Record that the main thread begins to wait for the devices."""
         self._turn(_WAIT, self._step)
 
     def step(self, step: int) -> None:
-        """Record that the metrics of a step have arrived."""
+        """Record that the metrics of a step have arrived, which ends a wait."""
         if self._code == _WAIT:
             self._turn(_CODES[Activity.STEP], step)
             return
@@ -162,7 +168,7 @@ class Publisher:
         self._write(time.monotonic_ns())
 
     def _turn(self, code: int, step: int) -> None:
-        """Write the phase that has just ended to the ring buffer, and start another phase."""
+        """Write the phase that has ended to the ring buffer, and begin another phase."""
         now = time.monotonic_ns()
         at = _FIELDS.size + self._count % RING * _ENTRY.size
         _ENTRY.pack_into(self._memory, at, self._begun, now - self._begun, step, self._code)
@@ -183,7 +189,7 @@ class Publisher:
         while True:
             seconds = BEAT_SECONDS * rng.uniform(0.5, 1.5)
             begun = time.monotonic()
-            # With `sleep`, `close` would have to wait for the next heartbeat.
+            # With `sleep`, `close` would have to wait until the next heartbeat.
             if self._over.wait(seconds):
                 return
             self._beats += 1
@@ -192,7 +198,7 @@ class Publisher:
 
 
 def read_status(path: Path) -> Status | None:
-    """Return the status of a process, or None if the process has not published a status yet."""
+    """Return the status of a process, or None if the process has not published its status yet."""
     try:
         # Without a buffer, a single system call reads all fields.
         with path.open("rb", buffering=0) as file:
@@ -203,9 +209,9 @@ def read_status(path: Path) -> Status | None:
 
 
 def read_flight(path: Path) -> tuple[Status, list[Phase]] | None:
-    """Return the status of a process and its last phases in order.
+    """Return the status of a process and its last phases, oldest first, or None without a status.
 
-    The last phase in the list has not ended; it is listed up to the process's last heartbeat.
+    The last phase in the list has not ended; its duration is the time until the last heartbeat.
     """
     try:
         raw = path.read_bytes()
@@ -215,7 +221,7 @@ def read_flight(path: Path) -> tuple[Status, list[Phase]] | None:
     if status is None or len(raw) != _SIZE:
         return None
     count = _FIELDS.unpack_from(raw)[8]
-    # The oldest entry may be incomplete, because the process may be overwriting it now.
+    # The oldest entry may be inconsistent, because the process may be overwriting it now.
     first = max(count - RING + 1, 0)
     phases = []
     for number in range(first, count):

@@ -1,1 +1,1 @@
-"""Flight records: the last phases of each process before a failure, and the slow processes."""
+"""Flight records, with the last phases of each process before a failure, and slow processes."""

@@ -1,7 +1,7 @@
 """Pictures of flight records, with a row for each process and a bar for each phase.
 
-`python -m jaxdist.heartbeat.flight.picture RUN/flight_3.json ...` draws each record, in a file
-next to the record.
+The command `python -m jaxdist.heartbeat.flight.picture RUN/flight_3.json ...` draws each record,
+and writes the picture next to the record.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WIDTH_INCHES, _ROW_INCHES, _MOST_INCHES = 10.0, 0.42, 40.0
 
 
 def draw_flight(record: JsonObject, directory: str | os.PathLike[str]) -> list[Path]:
-    """Draw a record of `jaxdist.heartbeat.flight.recorder` in a directory; return the files."""
+    """Draw a record of `jaxdist.heartbeat.flight.recorder`, and return the files written."""
     name = f"flight_{record['generation']}"
     return save_figure(
         flight_figure(record), directory, name, formats=("png",), what="the flight record"
@@ -48,7 +48,7 @@ def draw_flight(record: JsonObject, directory: str | os.PathLike[str]) -> list[P
 
 
 def flight_figure(record: JsonObject) -> Figure:
-    """Return the figure that `draw_flight` writes."""
+    """Return the figure of a record, which `draw_flight` writes."""
     processes = record["processes"]
     height = min(1.9 + _ROW_INCHES * len(processes), _MOST_INCHES)
     figure = new_figure((_WIDTH_INCHES, height))
@@ -77,7 +77,7 @@ def flight_figure(record: JsonObject) -> Figure:
 
 
 def _shown(processes: Sequence[JsonObject]) -> tuple[float, float]:
-    """Return the first and the last second to show; most of a long last phase is not shown."""
+    """Return the first and the last second to show, without most of a long last phase."""
     rows = [one["phases"] for one in processes if one["phases"]]
     if not rows:
         return -1.0, 0.0
@@ -112,7 +112,7 @@ def _draw_row(
 
 
 def _mark(axes: Axes, row: int, one: JsonObject, shown: tuple[float, float], scale: float) -> None:
-    """Mark the end of the process that failed or was stuck."""
+    """Mark in its row the end of the process that failed or was stuck."""
     if not one["phases"]:
         return
     last = one["phases"][-1]
@@ -153,7 +153,7 @@ def _legend(figure: Figure, seen: dict[str, None]) -> None:
 
 
 def main(paths: Sequence[str]) -> None:
-    """Draw the records in files, at the lowest priority of the scheduler."""
+    """Draw the records in these files, at the lowest priority of the scheduler."""
     os.nice(19)
     for path in map(Path, paths):
         draw_flight(json.loads(path.read_text(encoding="utf-8")), path.parent)

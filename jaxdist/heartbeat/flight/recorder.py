@@ -1,4 +1,4 @@
-"""Recording by the agent: it reports slow processes, and writes a flight record of each failure.
+"""The recorder of an agent: it reports slow processes, and writes a record of each failure.
 
 RUN/flight_3.json      each process's last phases when generation 3 failed or was stuck
 RUN/flight_3.png       a picture of this record, drawn once the next generation takes steps
@@ -22,17 +22,18 @@ from jaxdist.runtime.environment import python_module
 from jaxdist.types import JsonObject
 
 LOOK_SECONDS = 5.0
-"""Seconds between two checks for slow processes. A process that is slow in two consecutive checks
-is reported."""
+"""The time between two checks for slow processes, in seconds. A process that is slow in two
+consecutive checks is reported.
+"""
 DRAW_SECONDS = 60.0
-"""The longest time for which the agent waits for a picture before it exits."""
+"""The longest time, in seconds, for which the agent waits for a picture before it exits."""
 
 
 class Recorder:
     """The observer of an agent's generations.
 
     Args:
-      say: prints a line for the user.
+      say: the function that prints a line for the user.
       draw: whether to draw pictures of the records.
     """
 
@@ -49,7 +50,7 @@ class Recorder:
         self._drawing: subprocess.Popen[bytes] | None = None
 
     def look(self, run_folder: RunFolder, statuses: Sequence[Status]) -> None:
-        """Check for slow processes, and report them, if the last check was some seconds ago."""
+        """Report the slow processes, if the last check was at least `LOOK_SECONDS` ago."""
         now = time.monotonic()
         if run_folder.generation != self._generation:
             self._generation, self._next = run_folder.generation, now + LOOK_SECONDS
@@ -86,12 +87,12 @@ class Recorder:
         self._say(f"{slow.words()} (step {slow.step})")
 
     def lost(self, run_folder: RunFolder, process: int, how: str, processes: range) -> None:
-        """Record the last phases of a failed generation's processes, dead or alive.
+        """Record the last phases of all processes of a generation that has failed.
 
         Args:
           run_folder: the folder of the generation.
           process: the process that failed or was stuck.
-          how: the kind of failure, as the end of a sentence about the process.
+          how: the kind of failure, as the rest of a sentence that begins with the process.
           processes: the processes of this machine.
         """
         self._run_folder = run_folder
@@ -99,8 +100,9 @@ class Recorder:
         self._write()
 
     def _write(self) -> None:
-        """Write the records if a process has published the run directory."""
-        # If no process has published the directory, or the disk is full, the next call retries.
+        """Write the records that are not written yet, if the run directory is known."""
+        # The next call tries again if no process has published the directory, or if the disk is
+        # full.
         with suppress(OSError):
             folder = None if self._run_folder is None else self._run_folder.run_directory()
             while folder is not None and self._unwritten:
@@ -108,23 +110,23 @@ class Recorder:
                 path = folder / record_name(record)
                 path.write_text(json.dumps(record, indent=1), encoding="utf-8")
                 self._kept.append(path)
-                # The record is removed after the write, so that a failed write is retried.
+                # The record is removed after the write, so that a failed write is repeated.
                 self._unwritten.pop(0)
 
     def begun(self) -> None:
-        """Draw the failure of the previous generation, now that the current one takes steps."""
+        """Begin to draw the last failures, since the next generation now takes steps."""
         self._write()
         self._begin_drawing()
 
     def close(self) -> None:
-        """Draw the last pictures; return when the pictures are done, or have taken too long."""
+        """Draw the last pictures; return when they are finished, or have taken too long."""
         self._write()
         self._end_drawing()
         self._begin_drawing()
         self._end_drawing()
 
     def _begin_drawing(self) -> None:
-        """Start to draw in another process, since a thread would delay the agent's checks."""
+        """Start another process that draws, since a thread would delay the agent's checks."""
         busy = self._drawing is not None and self._drawing.poll() is None
         if busy or not (self._draw and self._kept):
             return
@@ -143,14 +145,17 @@ class Recorder:
             return
         try:
             self._drawing.wait(DRAW_SECONDS)
-        except subprocess.TimeoutExpired:  # The record itself has been written.
+        except subprocess.TimeoutExpired:  # Only the picture is missing.
             self._drawing.kill()
             self._drawing.wait()
         self._drawing = None
 
 
 def record_name(record: JsonObject) -> str:
-    """Return the name of a record's file; each machine writes the record of its own processes.
+    """Return the name of the file of a record.
+
+    The name has the number of the record's first process, unless the number is 0, since each
+    machine writes a file for its processes.
 
     >>> record_name({"generation": 3, "processes": [{"process": 2}]})
     'flight_3_from_2.json'
@@ -160,15 +165,15 @@ def record_name(record: JsonObject) -> str:
 
 
 def flight_record(run_folder: RunFolder, process: int, how: str, processes: range) -> JsonObject:
-    """Return the last phases of a generation's processes as plain data, with times in seconds.
+    """Return the last phases of the processes of a generation as plain data, with times in seconds.
 
-    In the result, `time` counts from 1970, and `begin` of each phase is negative: it counts back
-    from `time`, by one clock for all processes.
+    In the result, `time` is the current time in seconds since 1970. The `begin` of each phase is
+    relative to `time`, and therefore negative; it is by the same clock for all processes.
 
     Args:
       run_folder: the folder of the generation.
       process: the process that failed or is stuck.
-      how: the kind of failure, as the end of a sentence about the process.
+      how: the kind of failure, as the rest of a sentence that begins with the process.
       processes: the processes of this machine.
     """
     now, told = time.monotonic_ns(), []

@@ -1,7 +1,7 @@
-"""Detection of a slow process that delays the others, from the statuses of the processes.
+"""The detection of a slow process that delays the others, from the statuses of all processes.
 
-Processes that take every step together have the same step time, so the step time identifies none of
-them. Three measures identify a slow process, the most informative first:
+Processes that take every step together have the same step time. The step time therefore does not
+show which process is slow. Three measures do, and the first measure gives the most information:
 
 1. The first measure is the main thread's time outside its wait for the devices: input, dispatch,
 copies, hooks. A process that spends more time outside the wait starts its step later than the
@@ -30,11 +30,15 @@ from jaxdist.heartbeat.status import SLOW_PHASES, WAIT, Phase
 
 LEAST_STEPS, LEAST_BEATS = 12, 30
 EXCESS = 0.1
-"""The share of a step that a slow process spends outside the wait in addition to the others."""
+"""The share of a step that a slow process spends outside its wait for the devices, in addition to
+the median of the other processes."""
 LATE_MORE = 0.15
-"""The share of late heartbeats that a slow process has in addition to the others."""
+"""The share of late heartbeats that a slow process has, in addition to the median of the other
+processes.
+"""
 LAST_SHARE, BEHIND = 0.8, 0.05
-"""The share of steps that a slow process finishes last, and its mean delay as a share of a step."""
+"""LAST_SHARE: the share of steps that a slow process finishes last. BEHIND: its mean delay, as a
+share of a step."""
 _PASSED_OVER = frozenset(map(str, SLOW_PHASES))
 
 
@@ -56,13 +60,13 @@ class Flight:
 
 @dataclass(frozen=True)
 class Slow:
-    """A slow process.
+    """A slow process, and the measure that shows that it is slow.
 
     Attributes:
-      ratio: the process's time divided by the median of the others' times.
-      why: the measure that shows the slow process, with its figures.
+      ratio: the process's time divided by the median time of the other processes.
+      why: the measure that shows the slow process, with the measured numbers.
       step: the last step on which the measure is based.
-      least: whether the ratio is a lower bound.
+      least: whether the ratio is only a lower bound.
     """
 
     process: int
@@ -72,7 +76,7 @@ class Slow:
     least: bool = False
 
     def words(self) -> str:
-        """Describe the slow process for the user."""
+        """Return a description of the slow process for the user."""
         more = "at least " if self.least else ""
         return (
             f"process {self.process} is slow, {more}{self.ratio:.3g} times the others: {self.why}"
@@ -80,10 +84,10 @@ class Slow:
 
 
 def find_slow(found: Sequence[Flight]) -> list[Slow]:
-    """Return the slow processes, each with the first of three measures that finds the process.
+    """Return the slow processes, each with the first of the three measures that shows it.
 
-    The result is empty for fewer than two processes, or fewer than `LEAST_STEPS` steps that all
-    processes have finished.
+    The result is empty if there are fewer than two processes, or if the processes have finished
+    fewer than `LEAST_STEPS` common steps.
     """
     done = [_done(one.phases) for one in found]
     steps = sorted(set.intersection(*map(set, done))) if done else []
@@ -106,17 +110,18 @@ def find_slow(found: Sequence[Flight]) -> list[Slow]:
 
 
 def _done(phases: Sequence[Phase]) -> dict[int, int]:
-    """Return the time at which the process finished each step."""
+    """Return the time at which a process finished each step, by step."""
     found: dict[int, int] = {}
     for one in phases[:-1]:
         if one.name == WAIT:
-            # Only the first wait of a step counts: a wait that an error ends has no new number.
+            # Only the first wait of a step counts: after a wait that an error ends, the number of
+            # the step stays the same.
             found.setdefault(one.step, one.end)
     return found
 
 
 def _own(phases: Sequence[Phase], begin: int, end: int) -> Counter[str]:
-    """Return the nanoseconds per phase between two moments, without waits and `SLOW_PHASES`."""
+    """Return the nanoseconds of each phase between two moments, without waits and `SLOW_PHASES`."""
     spent: Counter[str] = Counter()
     for one in phases:
         inside = min(one.end, end) - max(one.begin, begin)
