@@ -1,4 +1,4 @@
-"""The command `jaxdist doctor`, which reads facts about the machine, and checks them."""
+"""The command `jaxdist doctor`, which reads facts about a machine and checks them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 def main(devices: int | None = None, as_json: bool = False, console: Console | None = None) -> int:
-    """Print every check, and return the exit code: 1 if a check has the status error, else 0.
+    """Print every check, and return the exit code: 1 if a check found an error, else 0.
 
     The backend starts in a separate process, so that its crash or hang is reported as an error.
 
     Args:
-      devices: the number of fake CPU devices of the run to check; None checks the real devices.
+      devices: the number of fake CPU devices for which to check the machine; None checks the real
+        devices.
       as_json: whether to print the checks as JSON.
       console: the console on which to print; None uses standard output.
     """
@@ -42,7 +43,7 @@ def main(devices: int | None = None, as_json: bool = False, console: Console | N
 
 
 def show_checks(found: Sequence[Check], console: Console) -> None:
-    """Print a line for each check, its remedy indented below the line, and a count at the end."""
+    """Print a line for each check, with its remedy below the line, and the counts at the end."""
     name_width = max(len(check.name) for check in found)
     indent = " " * (len("warning") + name_width + 4)
     width = max(console.width - len(indent), 20)

@@ -28,7 +28,10 @@ _LONGEST_TIMEOUT_SECONDS = 600
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check: the name of the item, its status and value, and a remedy."""
+    """The result of a check: the name of the item, its status and value, and a remedy.
+
+    The remedy is empty if there is nothing to do.
+    """
 
     name: str
     status: Status
@@ -55,7 +58,7 @@ def checks(facts: MachineFacts) -> list[Check]:
 
 
 def _software(facts: MachineFacts) -> Iterator[Check]:
-    """Check the versions of Python and of packages against jaxdist's own metadata."""
+    """Check the versions of Python and of packages against the requirements of jaxdist."""
     python = _versioned("python", facts.python, facts.python_range)
     # The remedy of `_versioned` is replaced, because pip cannot install Python.
     yield Check("python", python.status, python.value, python.remedy and "install Python 3.11-3.13")
@@ -94,7 +97,7 @@ def _backend(facts: MachineFacts) -> Check:
 
 
 def _accelerator(facts: MachineFacts) -> Iterator[Check]:
-    """Check whether jax runs on the CPU by default, although there is a GPU."""
+    """Check that jax does not run on the CPU by default although there is a GPU."""
     wants_cpu = facts.planned.get("JAX_PLATFORMS", "").lower() == "cpu"
     if facts.nvidia_driver and facts.backend.platform == "cpu" and not wants_cpu:
         yield Check(
@@ -222,7 +225,10 @@ def _open_files(facts: MachineFacts) -> Check:
 
 
 def _extras(facts: MachineFacts) -> Iterator[Check]:
-    """Check optional packages; a missing package is ok, and the remedy says how to install it."""
+    """Check the optional packages.
+
+    A missing package has the status ok, with the command that installs it as the remedy.
+    """
     ways = {
         "scikit-learn": "pip install 'jaxdist[images]' for the handwritten digits",
         "libtpu": "pip install 'jaxdist[tpu]' for TPUs and for compiling towards them",

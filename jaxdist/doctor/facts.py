@@ -1,4 +1,4 @@
-"""The facts that `jaxdist doctor` reads from a machine, and which `checks` judges."""
+"""The facts about a machine that `jaxdist doctor` reads, and on which its checks are based."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Backend:
-    """The devices that jax finds at its start, or the `problem` that keeps jax from starting."""
+    """The devices that jax finds when it starts, or the `problem` that keeps jax from starting."""
 
     platform: str = ""
     device_count: int = 0
@@ -52,8 +52,8 @@ class Backend:
 class Folder:
     """The facts about a directory.
 
-    If the directory does not exist, `writable` and `free_bytes` are facts about its nearest parent
-    that exists.
+    If the directory does not exist, `writable` and `free_bytes` describe its nearest parent that
+    exists.
     """
 
     path: str
@@ -65,16 +65,16 @@ class Folder:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """All facts about a machine on which the checks are based, as plain data.
+    """The facts about a machine on which all checks are based, as plain data.
 
     Attributes:
       python: the version of the Python interpreter.
       python_range: the versions of Python that this jaxdist supports.
       versions: the version of each package, or None for a package that is not installed.
       ranges: the versions that this jaxdist supports, for each package that it requires.
-      backend: the devices that jax finds at its start in the environment `planned`.
+      backend: the devices that jax finds when it starts in the environment `planned`.
       environ: the environment variables that the user has set.
-      planned: the environment in which a jaxdist command runs.
+      planned: the environment variables with which a jaxdist command runs.
       cpus: the number of CPUs that this process may use.
       cpu_quota: the container's limit on CPU time, as a number of CPUs, or None without a limit.
       memory_bytes, available_bytes: the total and the free memory of the host, or None if unknown.
@@ -105,7 +105,7 @@ class MachineFacts:
 
 
 def gather_facts(devices: int | None = None) -> MachineFacts:
-    """Read the facts about this machine, for a run on its devices or on fake CPU devices.
+    """Return the facts about this machine, for a run on its devices or on fake CPU devices.
 
     Args:
       devices: the number of fake CPU devices; None uses the real devices.
@@ -115,7 +115,7 @@ def gather_facts(devices: int | None = None) -> MachineFacts:
     python_range, ranges = _own_requirements()
     total, available = _host_memory()
     compilation_cache = planned.get("JAX_COMPILATION_CACHE_DIR", "")
-    # The cache may also be in a bucket, at an address such as gs://NAME.
+    # The cache may also be a bucket, with an address such as gs://NAME.
     on_disk = compilation_cache and "://" not in compilation_cache
     return MachineFacts(
         python=".".join(map(str, sys.version_info[:3])),
@@ -140,7 +140,10 @@ def gather_facts(devices: int | None = None) -> MachineFacts:
 def probe_backend(
     environ: Mapping[str, str], timeout_seconds: float = PROBE_TIMEOUT_SECONDS
 ) -> Backend:
-    """Start jax in a separate process, so that its crash or hang becomes a `problem`."""
+    """Start jax in a separate process, and return the devices that it finds.
+
+    If the process crashes or does not end in time, the result has this as its `problem`.
+    """
     command = [sys.executable, "-P", "-c", _PROBE]
     try:
         done = subprocess.run(
@@ -152,7 +155,7 @@ def probe_backend(
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         unknown = [line for line in done.stderr.splitlines() if "Unknown flag" in line]
         return Backend(problem=unknown[0].partition("] ")[2] if unknown else last)
-    # The last line is the result of the probe; libraries may have printed before it.
+    # The result of the probe is the last line, since libraries may have printed before it.
     return Backend(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -170,13 +173,16 @@ def look_at(path: Path) -> Folder:
 
 
 def _own_requirements() -> tuple[str, dict[str, str]]:
-    """Return the versions of Python and of each package that the installed jaxdist requires."""
+    """Return the versions of Python and of packages that the installed jaxdist requires.
+
+    Both are empty if jaxdist is not installed as a package.
+    """
     try:
         own = importlib.metadata.metadata("jaxdist")
     except importlib.metadata.PackageNotFoundError:
         return "", {}
     requirements = [Requirement(text) for text in own.get_all("Requires-Dist") or []]
-    # A requirement with a marker belongs to an extra, so it is optional.
+    # A requirement with a marker belongs to an extra and is therefore optional.
     ranges = {r.name: str(r.specifier) for r in requirements if r.marker is None}
     return own["Requires-Python"] or "", ranges
 
@@ -188,7 +194,10 @@ def _cpus() -> int:
 
 
 def _cpu_quota(cgroup: Path) -> float | None:
-    """Return the container's limit on CPU time, from control groups of version 2 or 1."""
+    """Return the container's limit on CPU time as a number of CPUs, or None without a limit.
+
+    The limit is read from the control groups, of version 2 or 1.
+    """
     try:
         if (cgroup / "cpu.max").exists():
             quota, period = (cgroup / "cpu.max").read_text().split()
@@ -197,12 +206,15 @@ def _cpu_quota(cgroup: Path) -> float | None:
                 (cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
             )
         return int(quota) / int(period) if int(quota) > 0 else None
-    except (OSError, ValueError):  # There is no such file, or the quota is "max".
+    except (OSError, ValueError):  # The file does not exist, or the quota is "max".
         return None
 
 
 def _host_memory() -> tuple[int | None, int | None]:
-    """Return the host's total memory and the memory available without swapping, in bytes."""
+    """Return the host's total memory, and the memory that is available without swapping, in bytes.
+
+    A value is None if it is unknown.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxdist.commands.eject.pieces.optim.adamw import init_moments, update
 
 SPIKE_FACTOR = 4.0  #: spikes # multiple of the recent mean norm above which a step is skipped
-SPIKE_WINDOW = 100  #: spikes # steps of this mean; none of the first so many is skipped
+SPIKE_WINDOW = 100  #: spikes # steps of this mean, before which no step is skipped
 
 
 def init_state(params: Any) -> tuple[Any, Any]:
