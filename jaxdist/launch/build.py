@@ -1,4 +1,4 @@
-"""The engines by name, and their construction from settings."""
+"""The engines by name, and the construction of an engine from settings."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ENGINES: Mapping[str, type[Engine]] = {
 
 
 def engine(name: str, settings: Sequence[str]) -> Engine:
-    """Build an engine with its settings.
+    """Return the engine of a name, with the given settings.
 
     Args:
       name: the name of the engine, a key of `ENGINES`.
-      settings: texts `key=value`, as the option `--set` takes them.
+      settings: the texts `key=value`, as the option `--set` takes them.
 
     Raises:
       ConfigError: the engine or a setting does not exist, or a required setting is missing.

@@ -1,8 +1,8 @@
 """The contract of engines: a job, and the files and commands by which an engine runs it.
 
-An engine only renders files and commands, and starts nothing. Therefore a user can review the
-files and commands before the launch, and tests need no cluster; `jaxdist.launch.submit` runs the
-commands.
+An engine only renders files and commands; it starts nothing. Therefore a user can review the files
+and commands before the launch, and tests need no cluster. The module `jaxdist.launch.submit` runs
+the commands.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ def _variables(given: dict[str, str]) -> dict[str, str]:
 
 
 Environment = Annotated[dict[str, str], AfterValidator(_variables)]
-"""Environment variables, as a mapping from valid names to values."""
+"""The environment variables of a process, as a mapping from valid names to values."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run of `jaxdist train` with one config and the same command in every process.
+    """A run of `jaxdist train` with one config, and with the same command in every process.
 
     Attributes:
       config: the config file, relative to `folder`.
-      overrides: settings that override the config.
+      overrides: the settings that override the config, as texts `section.key=value`.
       name: the name of the job in messages and in the engine's lists.
-      module: the module of the command `jaxdist`, for an engine whose nodes run the module with
-        their own interpreter. The layers forbid this package to import the module, so the command
-        passes its name.
-      nodes: the number of machines, or of hosts of a TPU slice.
+      module: the name of the module of the command `jaxdist`, for an engine whose nodes run the
+        module with the interpreter of the node. This package may not import the module, so that the
+        command passes its name.
+      nodes: the number of machines; for TPUs, the number of hosts of a slice.
       processes: the number of processes on each machine.
       folder: the working directory, which all nodes share.
     """
@@ -67,7 +67,12 @@ class Job:
         return self.nodes * self.processes
 
     def train(self, *options: str, program: tuple[str, ...] = ("jaxdist",)) -> list[str]:
-        """Return the command of a process, with `--resume`, so that a restarted job continues."""
+        """Return the command of a process, with `--resume`, so that a restarted job continues.
+
+        Args:
+          options: further options of the command.
+          program: the words that start `jaxdist`.
+        """
         return [*program, "train", self.config, *self.overrides, "--resume", *options]
 
 
@@ -78,9 +83,9 @@ class Rendered:
     Attributes:
       files: the text of each file by name; the files are written to the folder of the launch before
         the command runs.
-      command: the command that submits, or runs, the job.
+      command: the command that submits the job, or runs it.
       waits: whether the command lasts as long as the job.
-      notes: lines for the user.
+      notes: the lines for the user.
     """
 
     files: Mapping[str, str]
@@ -89,13 +94,13 @@ class Rendered:
     notes: tuple[str, ...] = ()
 
     def at(self, folder: Path) -> Rendered:
-        """Replace the placeholder `{folder}` in the files and in the command by a folder."""
+        """Return the files and the command with a folder in place of the placeholder `{folder}`."""
         files = {name: text.replace(FOLDER, str(folder)) for name, text in self.files.items()}
         command = tuple(word.replace(FOLDER, str(folder)) for word in self.command)
         return replace(self, files=files, command=command)
 
     def text(self) -> str:
-        """Format the files, the command and the notes for review."""
+        """Return the files, the command and the notes as text for review."""
         parts = [f"# {name}\n{text.rstrip()}\n" for name, text in self.files.items()]
         parts.append(f"# run by\n{shlex.join(self.command)}\n")
         return "\n".join(parts + [f"# {note}" for note in self.notes])
@@ -103,7 +108,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Commands:
-    """The engine's commands about a submitted job; a command that the engine lacks is ()."""
+    """The engine's commands about a submitted job; a command that the engine lacks is empty."""
 
     status: tuple[str, ...] = ()
     logs: tuple[str, ...] = ()
@@ -111,7 +116,7 @@ class Commands:
 
 
 class Engine(Config):
-    """A program that runs jobs on machines."""
+    """An engine, which is a program that runs jobs on machines; its fields are its settings."""
 
     program: ClassVar[str]
     """The name of the program, which must be installed on the machine of the launch."""
@@ -121,10 +126,10 @@ class Engine(Config):
     """The pattern of a job's name or number in the output of the command that submits the job."""
 
     def check(self, job: Job) -> None:
-        """Refuse a job that the engine cannot run.
+        """Check that the engine can run a job.
 
         Raises:
-          ConfigError: the engine cannot run the job; the message says what to change.
+          ConfigError: the engine cannot run the job; the message gives the setting to change.
         """
 
     @abstractmethod
@@ -132,17 +137,20 @@ class Engine(Config):
         """Return the files and the command for a job."""
 
     def commands(self, identity: str, folder: Path) -> Commands:
-        """Return the commands about a submitted job.
+        """Return the commands about a submitted job; by default, none.
 
         Args:
-          identity: the engine's name or number of the job.
+          identity: the name or number that the engine gave to the job.
           folder: the folder of the launch.
         """
         return Commands()
 
 
 def one_node(job: Job, engine: str) -> None:
-    """Refuse a job with several nodes.
+    """Check that a job has a single node.
+
+    Args:
+      engine: the name of the engine in the message.
 
     Raises:
       ConfigError: the job has several nodes.
@@ -155,14 +163,14 @@ def one_node(job: Job, engine: str) -> None:
 
 
 def seconds_of(text: str) -> int:
-    """Return the seconds of a time limit in Slurm's form: minutes, H:M:S or D-H:M:S.
+    """Return a time limit in seconds, from Slurm's form: minutes, H:M:S or D-H:M:S.
 
     >>> seconds_of("90"), seconds_of("1:30:00"), seconds_of("2-00")
     (5400, 5400, 172800)
     """
     days, dash, rest = text.partition("-") if "-" in text else ("0", "", text)
     parts = [int(part) for part in rest.split(":")]
-    # Slurm reads "2" as 2 minutes, but "1-2" as a day and 2 hours.
+    # Slurm reads "2" as 2 minutes, but "1-2" as 1 day and 2 hours.
     if dash:
         hours, minutes, seconds = [*parts, 0, 0][:3]
     elif len(parts) == 3:

@@ -1,9 +1,9 @@
-"""The engine of a JobSet on GKE, with TPU slices, nodes with GPUs, or nodes with neither.
+"""The engine of a JobSet on GKE, for TPU slices, for nodes with GPUs, and for nodes with neither.
 
 Each job of the set is a slice. A set that loses a pod is restarted, up to `restarts` times, and its
-processes resume from the newest checkpoint. Restarts after Kubernetes' own disruptions (an
-eviction, a spot node that is taken away, a drain) are not counted. The rendered API is
-jobset.x-k8s.io/v1alpha2, of JobSet 0.6 or newer.
+processes resume from the newest checkpoint. Restarts after disruptions by Kubernetes (an eviction,
+the loss of a spot node, a drain) are not counted. The rendered API is jobset.x-k8s.io/v1alpha2, of
+JobSet 0.6 or newer.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ WORKERS = "slice"
 CONTAINER = "train"
 _NOT_COUNTED: list[Json] = [
     {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    # When one pod must stop, all processes save and exit with this code; the exits of the other
-    # pods would otherwise count as failures.
+    # When one pod must stop, all processes save and exit with this code. Otherwise the exits of the
+    # other pods would count as failures.
     {
         "action": "FailJob",
         "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [STOPPED]},
     },
 ]
-"""The failures of a pod after which its job fails with the reason PodFailurePolicy."""
+"""The failures of a pod after which its job fails with the reason PodFailurePolicy, which is not
+counted as a restart.
+"""
 _RESTART: JsonObject = {
     "name": "disruption",
     "action": "RestartJobSetAndIgnoreMaxRestarts",
     "onJobFailureReasons": ["PodFailurePolicy"],
 }
 MOST_NAME = 40
-"""The largest length of a set's name. A pod's name has at most 63 letters: the set's name, the
-job's name, two numbers, and five more letters."""
+"""The largest length of a set's name. A pod's name may have 63 letters, and consists of the set's
+name, the job's name, two numbers, and five more letters.
+"""
 ACCELERATORS = {
     "v4": "tpu-v4-podslice",
     "v5e": "tpu-v5-lite-podslice",
@@ -52,7 +55,7 @@ ACCELERATORS = {
     "v6e": "tpu-v6e-slice",
     "tpu7x": "tpu7x",
 }
-"""GKE's name of the nodes with each TPU family."""
+"""The accelerator by which GKE selects the nodes of each TPU family."""
 
 
 def chips_per_host(topology: Topology) -> int:
@@ -79,7 +82,7 @@ class Volume(Config):
 
 
 class Gke(Engine):
-    """The engine that applies a JobSet with kubectl; the cluster needs the JobSet controller."""
+    """The engine of GKE: kubectl applies a JobSet, which needs JobSet's controller to run."""
 
     program: ClassVar[str] = "kubectl"
     install: ClassVar[str] = "install kubectl, and JobSet in the cluster (jobset.sigs.k8s.io)"
@@ -89,8 +92,8 @@ class Gke(Engine):
     image: str
     """The container image with jaxdist, and with the config at the path of the launch."""
     tpu: str | None = None
-    """The topology of a TPU slice, such as v5p:4x4x4, from which nodes and chips follow; null uses
-    no TPU."""
+    """The topology of a TPU slice, such as v5p:4x4x4, which determines the nodes and chips; null
+    uses no TPU."""
     slices: Count = 1
     """The number of TPU slices, which are connected by a slower network."""
     gpus_per_node: Count | None = None
@@ -102,7 +105,7 @@ class Gke(Engine):
     restarts: Annotated[int, Field(ge=0)] = 20
     """The number of restarts of the JobSet after failures of pods; evictions are not counted."""
     grace_seconds: Count = 300
-    """The seconds between SIGTERM and SIGKILL, within which the processes save."""
+    """The time between SIGTERM and SIGKILL, in seconds, within which the processes save."""
     volume: Volume | None = None
     """The volume for checkpoints; null mounts no volume."""
     cpu: Count | str | None = None
@@ -110,7 +113,8 @@ class Gke(Engine):
     node_selector: dict[str, str] = Field(default_factory=dict)
     """The labels that nodes must have, besides the labels that follow from `tpu`."""
     service_account: str | None = None
-    """The Kubernetes service account of the pods, which cloud permissions can refer to."""
+    """The Kubernetes service account of the pods, to which permissions of the cloud can be given.
+    """
     environment: Environment = Field(default_factory=dict)
     """The environment variables of the processes, such as `environment.NCCL_DEBUG=INFO`."""
 
@@ -170,7 +174,7 @@ class Gke(Engine):
             "parallelism": hosts,
             "completions": hosts,
             "completionMode": "Indexed",
-            "backoffLimit": 0,  # No single pod is restarted: the JobSet restarts as a whole.
+            "backoffLimit": 0,  # A single pod is not restarted: the JobSet restarts all pods.
             "podFailurePolicy": {"rules": _NOT_COUNTED},
             "template": {"spec": self._pod(job, hosts)},
         }
@@ -208,7 +212,8 @@ class Gke(Engine):
             pod["nodeSelector"] = selector
         if self.service_account is not None:
             pod["serviceAccountName"] = self.service_account
-        # A container's own /dev/shm has 64 MiB, too little for NCCL and for snapshots in memory.
+        # By default /dev/shm of a container has 64 MiB, too little for NCCL and for snapshots in
+        # memory.
         volumes: list[Json] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
         if self.volume is not None:
             claim: JsonObject = {"claimName": self.volume.claim}
@@ -237,10 +242,11 @@ class Gke(Engine):
         return {} if self.cpu is None else {"cpu": str(self.cpu)}
 
     def _environment(self, job: Job, hosts: int) -> dict[str, str]:
-        """Return the variables with which pods find each other; with TPUs, GKE itself sets them."""
+        """Return the variables with which pods find each other; with TPUs, GKE sets them."""
         if self.tpu is not None:
             return dict(self.environment)
-        # JobSet's headless service, below which each pod has a host name, has the set's name.
+        # JobSet's headless service has the name of the set. Each pod has a host name below the
+        # service.
         first = f"{job.name}-{WORKERS}-0-0.{job.name}"
         return {
             "JAX_COORDINATOR_ADDRESS": f"{first}:{FIXED_PORT}",

@@ -1,4 +1,4 @@
-"""The local engine, which runs `jaxdist train`, with an agent if there are several processes."""
+"""The local engine, which runs `jaxdist train`, or an agent if there are several processes."""
 
 from __future__ import annotations
 

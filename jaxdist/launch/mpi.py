@@ -10,21 +10,22 @@ from jaxdist.launch.contract import Engine, Job, Rendered
 
 
 class Mpi(Engine):
-    """The engine of mpirun, with ranks in the order of nodes, which keeps mesh neighbours close."""
+    """The engine of mpirun, which numbers processes by node, so that mesh neighbors are close."""
 
     program: ClassVar[str] = "mpirun"
     install: ClassVar[str] = "install Open MPI (openmpi-bin)"
     type: Literal["mpi"] = "mpi"
     """The name that selects this engine."""
     hosts: tuple[str, ...] = ()
-    """The names of the nodes, the node of process 0 first; an empty list uses the scheduler's nodes
-    or this machine."""
+    """The names of the nodes, with the node of process 0 first; an empty list uses the nodes of the
+    scheduler or, without a scheduler, this machine.
+    """
     port: Count | None = None
-    """The port of process 0; null derives a port from the number of mpirun's job."""
+    """The port of process 0; null derives the port from the number of mpirun's job."""
     export: tuple[str, ...] = ("XLA_FLAGS", "JAXDIST_CACHE", "PATH")
-    """The variables of this shell that processes on other nodes receive too."""
+    """The environment variables of this shell that processes on other nodes also receive."""
     as_root: bool = False
-    """Whether root may run mpirun, as in a container."""
+    """Whether root may run mpirun, which is necessary in some containers."""
 
     def check(self, job: Job) -> None:
         if self.hosts and len(self.hosts) != job.nodes:

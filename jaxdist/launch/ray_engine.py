@@ -1,4 +1,4 @@
-"""The engine of Ray: one actor starts each process; no tensors pass through the actors."""
+"""The engine of Ray, in which an actor starts each process; tensors do not pass through actors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ SETTINGS = "ray.json"
 
 
 class Ray(Engine):
-    """The engine of a Ray cluster, which runs any program that its users submit."""
+    """The engine of a Ray cluster, on which users can run any program."""
 
     program: ClassVar[str] = "ray"
     install: ClassVar[str] = "pip install 'jaxdist[ray]'"
     type: Literal["ray"] = "ray"
     """The name that selects this engine."""
     address: str | None = None
-    """HOST:PORT of the cluster's head; null starts a cluster on this machine for this job only."""
+    """The HOST:PORT of the cluster's head; null starts a cluster on this machine for this job only.
+    """
     cpus: Annotated[float, Field(ge=0)] = 1.0
     """The number of CPUs of each process."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
@@ -29,7 +30,7 @@ class Ray(Engine):
     restarts: Annotated[int, Field(ge=0)] = 20
     """The number of restarts of all processes after the loss of a process."""
     wait_seconds: PositiveFloat = 300.0
-    """The seconds to wait for free CPUs and GPUs in the cluster."""
+    """The time to wait for free CPUs and GPUs in the cluster, in seconds."""
     insecure: bool = False
     """Whether to accept a cluster without a token, on which anybody who can reach the cluster can
     run any program."""

@@ -1,7 +1,8 @@
-"""The driver of a job on Ray, run as `python -m jaxdist.launch.ray_job SETTINGS.json`.
+"""The driver of a job on Ray: `python -m jaxdist.launch.ray_job SETTINGS.json`.
 
-JAX cannot replace one lost process of a group, so the driver ends and restarts all actors, on other
-nodes if necessary; the processes resume from the newest checkpoint.
+JAX cannot replace a lost process of a group. After a loss, the driver therefore ends all actors and
+starts new actors, on other nodes if necessary. The processes then resume from the newest
+checkpoint.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from jaxdist.types import JsonObject
 CONFIG_ERROR = 2
 CONNECT_SECONDS = 20
 Lost = tuple[int, int | None]
-"""The number of a failed process, and its exit code; the code is None if its actor was lost."""
+"""The number of a failed process, and its exit code, or None if its actor was lost."""
 
 
 def _ray(module: str = "ray") -> Any:
-    """Import ray, an optional package whose import takes long."""
+    """Import and return a module of ray, an optional package whose import takes long."""
     return importlib.import_module(module)
 
 
 class Process:
-    """An actor that starts a process of the run on its node."""
+    """The actor that starts a process of the run on its node."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
 
     def address(self) -> str:
-        """Return the address of the actor's node, with a free port."""
+        """Return HOST:PORT of the actor's node, with a port that is free."""
         from jaxdist.runtime.rendezvous import free_port
 
         return f"{_ray('ray.util').get_node_ip_address()}:{free_port()}"
@@ -59,14 +60,15 @@ class Process:
 
 
 def connect(settings: JsonObject) -> None:
-    """Connect to the cluster, or start a cluster on this machine.
+    """Connect to the cluster of the settings, or start a cluster on this machine.
 
     Raises:
-      RunError: the cluster cannot be reached, or requires no token.
+      RunError: the cluster cannot be reached, or requires no token although the setting `insecure`
+        is off.
     """
     address = settings["address"]
     if address is None:
-        os.environ["RAY_AUTH_MODE"] = "token"  # ray reads this variable at its import.
+        os.environ["RAY_AUTH_MODE"] = "token"  # ray reads this variable when it is imported.
         _ray().init(address="local", include_dashboard=False, log_to_driver=True)
         return
     if os.environ.get("RAY_AUTH_MODE") != "token" and not settings["insecure"]:
@@ -75,7 +77,7 @@ def connect(settings: JsonObject) -> None:
             "RAY_AUTH_MODE=token and set the token here, or set insecure=true"
         )
     host, _, port = address.rpartition(":")
-    try:  # Without this check, Ray would retry for minutes.
+    try:  # Without this check, Ray would try for minutes to connect.
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
         raise RunError(f"no Ray at {address}: {error}; give HOST:PORT of the head node") from error
@@ -83,7 +85,7 @@ def connect(settings: JsonObject) -> None:
 
 
 def run_generations(settings: JsonObject) -> int:
-    """Run generation after generation; return the exit code of the run.
+    """Run one generation after another, and return the exit code of the run.
 
     Raises:
       RunError: the cluster has too few free resources, or too many generations failed.
@@ -105,7 +107,7 @@ def run_generations(settings: JsonObject) -> int:
 
 
 def _generation(settings: JsonObject) -> Lost | None:
-    """Run a generation; return the first process that failed, or None if all ended well."""
+    """Run a generation; return the first failure of a process, or None if all ended well."""
     ray, count = _ray(), settings["nodes"] * settings["processes"]
     group = _room(settings, count)
     actors = _actors(settings, count, group)
@@ -140,10 +142,10 @@ def _first_lost(waiting: dict[Any, int]) -> Lost | None:
 
 
 def _room(settings: JsonObject, count: int) -> Any:
-    """Return a placement group, spread over the nodes, once it has resources for all processes.
+    """Return a placement group that has resources for all processes, spread over the nodes.
 
     Raises:
-      RunError: the resources were not free in time.
+      RunError: the resources were not free within the time of the settings.
     """
     each = {"CPU": settings["cpus"], **({"GPU": settings["gpus"]} if settings["gpus"] else {})}
     group = _ray("ray.util").placement_group([each] * count, strategy="SPREAD")
@@ -157,7 +159,7 @@ def _room(settings: JsonObject, count: int) -> Any:
 
 def _actors(settings: JsonObject, count: int, group: Any) -> list[Any]:
     strategy = _ray("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-    # With two threads, an actor can answer `stop` while `run` waits.
+    # With two threads, an actor can execute `stop` while `run` waits.
     remote = _ray().remote(max_concurrency=2)(Process)
     return [
         remote.options(
@@ -170,7 +172,7 @@ def _actors(settings: JsonObject, count: int, group: Any) -> list[Any]:
 
 
 def main(path: str) -> int:
-    """Run the job of a settings file; return the exit code."""
+    """Run the job of a settings file, and return the exit code."""
     if importlib.util.find_spec("ray") is None:
         print("error: ray is not installed: pip install 'jaxdist[ray]'", file=sys.stderr)
         return CONFIG_ERROR

@@ -1,4 +1,4 @@
-"""The reader of `--set key=value` texts, which are parsed by the types of an engine's settings."""
+"""The reader of `--set key=value` texts, whose values are parsed by the types of the settings."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from jaxdist.launch.contract import Engine
 
 
 def read_engine_settings(name: str, kind: type[Engine], texts: Sequence[str]) -> Document:
-    """Read the settings of an engine, without validating them.
+    """Return the settings of an engine from texts, before they are validated.
 
-    A value for a list is split at its commas; if the value begins with `-`, it is split only at
-    commas before another option. Values of text settings and of environment variables are used
-    unchanged. All other values are YAML, including lists in brackets and quoted text.
+    The value of a list is split at its commas. If the value begins with `-`, it is split only at
+    the commas that another option follows. Values of text settings and of environment variables are
+    used unchanged. All other values are YAML, including lists in brackets and quoted text.
 
     Args:
       name: the name of the engine.
@@ -33,7 +33,7 @@ def read_engine_settings(name: str, kind: type[Engine], texts: Sequence[str]) ->
       texts: the texts `key=value`.
 
     Raises:
-      ConfigError: a text has no `=`, or a value that is not YAML.
+      ConfigError: a text has no `=`, or its value is not YAML.
     """
     root = Node({}, Origin(f"the settings of --on {name} (--set)"))
     for text in texts:
@@ -42,7 +42,7 @@ def read_engine_settings(name: str, kind: type[Engine], texts: Sequence[str]) ->
 
 
 def _as_yaml(kind: type[Engine], text: str) -> str:
-    """Convert a text `key=value` to `key=` and a value in YAML."""
+    """Return a text `key=value` with its value in YAML."""
     key, equals, value = text.partition("=")
     first, _, rest = key.partition(".")
     info = fields(kind).get(first.strip())
@@ -51,7 +51,7 @@ def _as_yaml(kind: type[Engine], text: str) -> str:
     types = [split_annotation(arm)[0] for arm in arms(info.annotation)]
     if rest:
         raw = is_mapping(types[0]) and not is_model(types[0])
-        # The quotes of JSON, which YAML reads too, keep a value such as `1e3` or `true` a text.
+        # The quotes of JSON, which YAML can read, keep a value such as `1e3` or `true` as text.
         return f"{key}={json.dumps(value)}" if raw else text
     if is_sequence(types[0]):
         return f"{key}={json.dumps(_listed(value))}"
@@ -61,7 +61,7 @@ def _as_yaml(kind: type[Engine], text: str) -> str:
 
 
 def _listed(text: str) -> list[str]:
-    """Split a text at its commas; split a text that begins with `-` only before an option.
+    """Split a text at its commas, or only at the commas before an option if it begins with `-`.
 
     >>> _listed("a, b"), _listed("--mem=0,--exclude=n1,n2")
     (['a', 'b'], ['--mem=0', '--exclude=n1,n2'])

@@ -1,9 +1,9 @@
 """The engine of Slurm, whose batch script requeues its job if the job stops before the run's end.
 
-When Slurm preempts a job, it sends SIGTERM to the job's steps, not to its script, and considers the
-job completed if the steps then end well: the script therefore checks whether the job was preempted,
-and requeues it. Before the time limit Slurm sends SIGUSR1 to the script (`--signal=B:USR1`), which
-sends SIGTERM to the step. A cancelled job is not requeued.
+When Slurm preempts a job, it sends SIGTERM to the job's steps, but not to the job's script. If the
+steps then end well, Slurm considers the job completed. The script therefore checks whether the job
+was preempted, and requeues the job. Before the time limit, Slurm sends SIGUSR1 to the script
+(`--signal=B:USR1`), and the script sends SIGTERM to the step. A canceled job is not requeued.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ exit "$code"
 
 
 class Slurm(Engine):
-    """The engine of sbatch, whose script starts the processes with srun."""
+    """The engine of Slurm: sbatch submits a script that starts the processes with srun."""
 
     program: ClassVar[str] = "sbatch"
     install: ClassVar[str] = "install Slurm's client (slurm-client), on a login node"
@@ -59,27 +59,31 @@ class Slurm(Engine):
     time: Count | Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] = "1-00:00:00"
     """The time limit in Slurm's form: minutes, H:M:S, D-H:M:S."""
     notice_seconds: Count = 300
-    """Seconds before the limit at which all processes save and stop, and the job is requeued."""
+    """The time before the limit, in seconds, at which all processes save and stop, and the job is
+    requeued.
+    """
     account: str | None = None
-    """The account that the job is charged to; null uses the user's default."""
+    """The account to which the job is charged; null uses the user's default."""
     qos: str | None = None
     """The quality of service of the job; null uses the default."""
     constraint: str | None = None
     """The features that nodes must have; null requires none."""
     gpus_per_node: Count | None = None
-    """The number of GPUs to request on each node, which the processes of the node divide evenly."""
+    """The number of GPUs to request on each node, which are divided evenly among the processes of
+    the node."""
     cpus_per_process: Count | None = None
     """The number of cores of each process; null uses the cluster's default."""
     memory: Count | str | None = None
     """The memory of each node, in Slurm's form: 64G, or a number of megabytes."""
     options: tuple[str, ...] = ()
-    """Further options of sbatch, such as `--exclusive`."""
+    """The further options of sbatch, such as `--exclusive`."""
     srun: tuple[str, ...] = ()
-    """Options of the srun that starts the processes, such as
-    `--container-image=/images/train.sqsh`."""
+    """The options of the srun that starts the processes, such as
+    `--container-image=/images/train.sqsh`.
+    """
     setup: str = ""
-    """Shell commands before srun, such as `module load cuda; source venv/bin/activate`; a failing
-    command ends the job."""
+    """The shell commands that run before srun, such as `module load cuda; source
+    venv/bin/activate`; a command that fails ends the job."""
     environment: Environment = Field(default_factory=dict)
     """The environment variables of the processes, such as `environment.NCCL_DEBUG=INFO`."""
 
@@ -98,7 +102,8 @@ class Slurm(Engine):
     def render(self, job: Job) -> Rendered:
         command = shlex.join([*self.srun, *job.train("--distributed")])
         exports = [f"export {name}={shlex.quote(text)}" for name, text in self.environment.items()]
-        # Only the setup runs under `set -e`: after srun fails, the script still has to requeue.
+        # Only the setup runs under `set -e`, since the script has to requeue the job even after
+        # srun has failed.
         setup = ["set -e", self.setup, "set +e"] if self.setup else []
         before = "".join(f"{line}\n" for line in [*setup, *exports])
         begin = f"{_BEGIN}{before}again=\nsrun --kill-on-bad-exit=1 {command} &\n"
@@ -112,8 +117,9 @@ class Slurm(Engine):
             "account": self.account,
             "qos": self.qos,
             "constraint": self.constraint,
-            # With GPUs per task, Slurm would confine each task to its own GPUs, and the processes
-            # of a node could not copy between GPUs directly. The processes divide the GPUs.
+            # With GPUs per task, Slurm would confine each task to its GPUs, and the processes of a
+            # node could not copy between GPUs directly. Therefore the processes divide the GPUs
+            # themselves.
             "gpus-per-node": self.gpus_per_node,
             "cpus-per-task": self.cpus_per_process,
             "mem": self.memory,
@@ -122,11 +128,11 @@ class Slurm(Engine):
             f"--job-name={re.sub(r'[^A-Za-z0-9_.-]', '-', job.name)}",
             f"--nodes={job.nodes}",
             f"--ntasks-per-node={job.processes}",
-            "--distribution=block:block",  # Ranks in the order of nodes keep mesh neighbours close.
+            "--distribution=block:block",  # Mesh neighbors are then close.
             f"--time={self.time}",
             f"--signal=B:USR1@{self.notice_seconds}",
             "--requeue",
-            "--open-mode=append",  # A requeued job must not overwrite the log of its earlier part.
+            "--open-mode=append",  # A requeued job must not overwrite its earlier log.
             f"--chdir={job.folder}",
             "--output={folder}/slurm-%j.log",
             *(f"--{name}={value}" for name, value in given.items() if value is not None),

@@ -1,4 +1,4 @@
-"""The execution of a launch: writing its files, calling its engine, and later querying the job."""
+"""The execution of a launch: it writes files, calls the engine, and later queries the job."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SUBMIT_SECONDS = 120
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch that was started.
+    """A launch that was started, as its record describes it.
 
     Attributes:
       engine: the engine that runs the job.
       folder: the folder of the launch's files.
-      identity: the engine's name or number of the job, or an empty string if the command lasted as
-        long as the job.
+      identity: the name or number that the engine gave to the job, or an empty string if the
+        command lasted as long as the job.
     """
 
     engine: Engine
@@ -38,13 +38,14 @@ class Launched:
 
 
 def _new_folder(base: Path, name: str) -> Path:
-    """Create a new folder with the first free name among NAME, NAME.2, NAME.3, ...
+    """Create and return a folder with the first free name among NAME, NAME.2, NAME.3, ...
 
     Raises:
       RunError: the folder cannot be created.
     """
     number, folder = 1, base / name
-    # `mkdir` itself tests for existence, so that two launches at once never share a folder.
+    # `mkdir` fails if the folder exists, so that two launches at the same time never share a
+    # folder.
     while True:
         try:
             folder.mkdir(parents=True)
@@ -57,10 +58,10 @@ def _new_folder(base: Path, name: str) -> Path:
 
 
 def installed(one: Engine) -> None:
-    """Refuse an engine that is not installed.
+    """Check that an engine is installed on this machine.
 
     Raises:
-      RunError: the engine is not installed; the message says how to install it.
+      RunError: the engine is not installed; the message has the instructions to install it.
     """
     if shutil.which(one.program) is None:
         raise RunError(f"{one.program} is not installed here: {one.install}")
@@ -69,14 +70,14 @@ def installed(one: Engine) -> None:
 def launch(
     one: Engine, settings: Sequence[str], job: Job, base: Path, say: Callable[[str], None]
 ) -> tuple[Launched, int]:
-    """Write the files, run the command, and return the launch with the command's exit code.
+    """Launch a job, and return the launch with the exit code of the engine's command.
 
     Args:
       one: the engine.
       settings: the texts from which the engine was built, for the record of the launch.
       job: the job to launch.
       base: the folder of all launches.
-      say: prints a line for the user.
+      say: the function that prints a line for the user.
 
     Raises:
       JaxdistError: the engine cannot run the job, is not installed, or has refused it.
@@ -125,7 +126,7 @@ def _run(command: Sequence[str], folder: Path) -> str:
 
 
 def launched(folder: Path) -> Launched:
-    """Read the record of the launch in a folder.
+    """Return the launch whose record is in a folder.
 
     Raises:
       RunError: the folder is not the folder of a launch.
@@ -145,7 +146,7 @@ def launched(folder: Path) -> Launched:
 
 
 def ask(what: str, folder: Path, *, capture: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run the engine's command `status`, `logs` or `stop` for the job that a folder launched.
+    """Run the engine's command `status`, `logs` or `stop` for a launched job; return its result.
 
     Args:
       what: the name of the command.

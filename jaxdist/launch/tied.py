@@ -1,8 +1,9 @@
-"""A program that runs a command and kills it at the end of input, when the parent process ends.
+"""A program that runs a command, and kills the command when the parent process ends.
 
-The parent runs `python -m jaxdist.launch.tied COMMAND` and holds the other end of the input: when
-the parent is killed, the input ends, and the command is killed with everything that it started. The
-program passes SIGTERM on to the command, and exits with the command's exit code.
+The parent runs `python -m jaxdist.launch.tied COMMAND` with a pipe as the input. When the parent
+ends or is killed, the input ends. The program then kills the command and all processes that the
+command has started. The program passes SIGTERM to the command, and exits with the command's exit
+code.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from jaxdist.runtime.children import wait_for_input_end
 
 
 def main(command: list[str]) -> int:
-    """Run a command and return its exit code, which is 128 + N if signal N ended the command."""
-    # The command gets its own session, so that `killpg` reaches everything that it starts.
+    """Run a command and return its exit code, or 128 + N if signal N ended the command."""
+    # The command is in a new session, so that `killpg` reaches all processes that it starts.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def end() -> None:

@@ -1,7 +1,7 @@
-"""The engine of Google's TPU VMs, which starts one process on every host of a slice by gcloud.
+"""The engine of Google's TPU VMs, which starts a process on every host of a slice by gcloud.
 
-The processes have their own sessions, so that the run outlives the ssh connection that started it.
-Each host keeps the id and the log of its process below the folder of the config.
+Each process is in a new session, so that the run outlives the ssh connection that started it. Each
+host keeps the id and the log of its process below the folder of the config.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from jaxdist.launch.contract import Commands, Engine, Environment, Job, Rendered
 
 HOST_LAUNCHES = "runs/launches"
 LOG_LINES = 50
-# The id alone could belong to another process, after the host was restarted.
+# The id alone does not suffice, since after a restart of the host it could belong to another
+# process.
 _ALIVE = 'alive() { grep -qs jaxdist "/proc/$(cat "$at/pid" 2>/dev/null)/cmdline"; }'
 _STATUS = """
 if alive; then echo "$(hostname): process $(cat "$at/pid") is training"
@@ -28,7 +29,7 @@ _STOP = 'if alive; then kill -TERM "$(cat "$at/pid")"; else echo "$(hostname): n
 
 
 class TpuVm(Engine):
-    """The engine of an existing TPU slice, which `gcloud compute tpus tpu-vm create` creates."""
+    """The engine of an existing TPU slice, which `gcloud compute tpus tpu-vm create` has made."""
 
     program: ClassVar[str] = "gcloud"
     install: ClassVar[str] = "install the Google Cloud CLI (cloud.google.com/sdk)"
@@ -40,11 +41,11 @@ class TpuVm(Engine):
     zone: str
     """The zone of the TPU VM, such as us-east5-a."""
     project: str | None = None
-    """The project of the TPU VM; null uses gcloud's own project."""
+    """The project of the TPU VM; null uses the project that is set in gcloud."""
     folder: str
     """The folder on every host that contains the config."""
     setup: str = ""
-    """Shell commands before the process starts, such as `source venv/bin/activate`."""
+    """The shell commands that run before the process, such as `source venv/bin/activate`."""
     environment: Environment = Field(default_factory=dict)
     """The environment variables of the processes, such as `environment.LIBTPU_INIT_ARGS=...`."""
 
@@ -58,7 +59,8 @@ class TpuVm(Engine):
     def render(self, job: Job) -> Rendered:
         words = [f"{name}={text}" for name, text in self.environment.items()]
         command = shlex.join(["env", *words, *job.train("--distributed")])
-        # The process writes its own id: setsid may fork, so the shell's `$!` may be another id.
+        # The process writes its id itself: setsid may fork, so that the shell's `$!` may be another
+        # id.
         begun = shlex.quote(f'echo $$ >"$0/pid"; exec {command}')
         lines = [
             'if alive; then echo "$(hostname) has this run already: launch stop" >&2; exit 1; fi',
@@ -79,7 +81,7 @@ class TpuVm(Engine):
         )
 
     def _ssh(self, name: str, script: str) -> tuple[str, ...]:
-        """Return the command that runs a script on all hosts; the script can call `alive`."""
+        """Return the command that runs a script on all hosts; the script may call `alive`."""
         at = shlex.quote(f"{HOST_LAUNCHES}/{name}")
         begin = f'cd {shlex.quote(self.folder)} && at={at} && mkdir -p "$at" || exit\n{_ALIVE}\n'
         project = () if self.project is None else (f"--project={self.project}",)
