@@ -32,8 +32,8 @@ class Elastic(Consistency):
     every: Count = 10
     """The number of steps of a worker from an exchange to the next; tau in the paper."""
     alpha: PositiveFloat | None = None
-    """The fraction of the distance between worker and centre that each of them moves in an
-    exchange; null takes beta divided by the number of workers."""
+    """The fraction of the distance between worker and centre by which an exchange moves both; null
+    takes beta divided by the number of workers."""
     beta: PositiveFloat | None = None
     """The product of alpha and the number of workers. If alpha and beta are null, beta is 0.9."""
     order: Literal["arrival", "rounds"] = "arrival"

@@ -73,7 +73,7 @@ class Aggregator(Reception):
         )
 
     def _begin(self) -> None:
-        """Reset the protocol's state to that of a new client of the server."""
+        """Reset the protocol's state to the state of a new client of the server."""
         number = next(self._numbers)
         self.state = rack.begin_rack(number, self._workers)
         self._encoder = None if self._codes is None else PushEncoder(self._codes, number)

@@ -91,7 +91,7 @@ class ServerLink:
         self._greet(session)
 
     def ended(self, over: threading.Event) -> Session | None:
-        """Mark the session with this event as ended; return the session if it is still in use."""
+        """Mark the session with this event as ended; return the session if in use, else None."""
         over.set()
         if over is not self._over:
             return None
@@ -163,7 +163,7 @@ class Sessions:
         """Switch a link to a new client; the caller holds the lock."""
         session = link.begin(state)
         if session is not None:
-            self._left.append(session)  # the thread closes it, since closing may wait for the lock
+            self._left.append(session)  # The thread closes it, since closing may wait for the lock.
         self._lost.notify_all()
 
     def move(self, link: ServerLink, wire: Wire, epoch: int) -> None:
@@ -182,7 +182,7 @@ class Sessions:
 
     def _hear(self, link: ServerLink, over: threading.Event, envelope: Envelope) -> None:
         with self.changed:
-            if not over.is_set():  # the next session repeats the messages of an ended session
+            if not over.is_set():  # The next session repeats the messages of an ended session.
                 self._take(link, envelope)
             self.changed.notify_all()
 
@@ -226,7 +226,7 @@ class Sessions:
         def ended(reason: str) -> None:
             with self.changed:
                 link.ended(over)
-                if "UNAUTHENTICATED" in reason:  # a retry would have the same token
+                if "UNAUTHENTICATED" in reason:  # A retry would have the same token.
                     self._failed(f"{link.name} refuses to admit it: {reason}")
                 self.changed.notify_all()
                 self._lost.notify_all()
@@ -246,5 +246,5 @@ class Sessions:
             if link.idle or link.wire is not wire or link.session is not None or self._closed:
                 self._left.append(session)
                 self._lost.notify_all()
-            elif not over.is_set():  # the session may have ended before this thread got the lock
+            elif not over.is_set():  # The session may have ended before this thread got the lock.
                 link.opened(session, over)

@@ -51,7 +51,7 @@ def is_recorded(state: RangeState, found: server.Step) -> bool:
     recorded them would grow for as long as a client waits.
     """
     if found.state is state:
-        return False  # effects without a new state repeat earlier replies
+        return False  # Effects without a new state repeat earlier replies.
     return bool(found.effects) or found.state != state
 
 

@@ -173,6 +173,6 @@ class Server(Reception):
                 if wake is not None and wake <= now:
                     self._take(ProtocolCall("tick", now))
                     if protocol.wake(self.model, self.state) == wake:
-                        self._changed.wait(0.01)  # nothing was due yet: avoid a busy loop
+                        self._changed.wait(0.01)  # Nothing was due yet: avoid a busy loop.
                     continue
                 self._changed.wait(None if wake is None else wake - now)

@@ -1,4 +1,4 @@
-"""A server's arrays: the parameters of its shard and the optimizer's state for them."""
+"""The arrays of a server: the parameters of its shard, and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ServerShard:
         # An optimizer that uses these values is not separable, and was refused at the start.
         nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
         updates, state = self._transform.update(grads, state, params, **nothing)
-        if rate:  # the learning rate is a factor of the whole update, with weight decay
+        if rate:  # The learning rate is a factor of the whole update, with weight decay.
             updates = jax.tree.map(lambda x: x * rate[0].astype(x.dtype), updates)
         moved: PyTree = optax.apply_updates(params, updates)
         # Without the barrier, XLA fuses this with the update and tests each element's range: 10x

@@ -1,4 +1,4 @@
-"""A placement that balances bytes: it assigns the largest range to the emptiest server first."""
+"""A placement that balances bytes: the largest range is assigned first, to the emptiest server."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ class Hashed(PlacementRule):
 
     Karger et al., "Consistent hashing and random trees" (STOC 1997), section 4. With V points for
     each of n servers, shares differ by about 1/sqrt(V) of their mean. A server that joins n others
-    takes 1/(n + 1) of the bytes on average, from all of them, and nothing moves between the others.
-    A server that leaves gives its share to all the others.
+    takes 1/(n + 1) of the bytes on average, from all n servers, and nothing moves between these
+    servers. A server that leaves gives its share to all the others.
     """
 
     type: Literal["hashed"] = "hashed"

@@ -21,7 +21,7 @@ class PlaceableTensor:
       name: the path of the parameter in the tree, joined with '/'.
       rows: the size of the first dim, or 1 for a scalar.
       size_bytes: the number of bytes of all elements.
-      divisible: whether several servers may hold rows of the parameter; false if its update reads
+      divisible: whether several servers may hold rows of the parameter; false if an update reads
         the whole parameter (LAMB, LARS).
     """
 

@@ -187,7 +187,7 @@ def work(setup: JsonObject, parent: Parent) -> None:
     def listen() -> None:
         for what in parent.hear():
             process.order(what)
-        os._exit(1)  # the supervisor is gone or ends the run
+        os._exit(1)  # The supervisor is gone or ends the run.
 
     threading.Thread(target=listen, daemon=True).start()
     with process.client:
@@ -212,7 +212,7 @@ def main() -> None:
     if setup is None:
         return
     role = setup["role"]
-    with suppress(OSError):  # the name in `ps` and `top`, on Linux
+    with suppress(OSError):  # The name in `ps` and `top`, on Linux.
         Path("/proc/self/comm").write_text(f"{role} {setup['number']}")
     compilation_cache.enable(cache_directory() / "compiled")
     try:

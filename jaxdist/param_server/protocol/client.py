@@ -94,9 +94,9 @@ def ready(model: Consistency, state: ClientState) -> bool:
     if state.version is None or (state.pulling and not model.ahead):
         return False
     if state.admitted < 0:
-        return False  # publications do not say at which clock the client joined
+        return False  # Publications do not say at which clock the client joined.
     if state.admitted == state.clock:
-        return True  # the pull followed the last push, so the server has handled both
+        return True  # The pull followed the last push, so the server has handled both.
     reusable = model.reuses and model.fresh(state.floor, state.clock)
     return reusable and (model.ahead or state.complete)
 
@@ -148,7 +148,7 @@ def hear(state: ClientState, reply: Reply) -> Heard:
     rest = {number: one for number, one in state.under_way.items() if number != reply.sequence}
     state = replace(state, under_way=rest)
     if isinstance(reply, Acknowledge):
-        own = max(state.own, reply.version or 0)  # a dropped change is part of no version
+        own = max(state.own, reply.version or 0)  # A dropped change is part of no version.
         return Heard(replace(state, own=own), settled=reply.sequence)
     clock = max(state.clock, reply.clock)
     return _newer(replace(state, clock=clock, admitted=reply.clock), reply)

@@ -44,7 +44,7 @@ class Inbox:
         sequence = message.stamp.sequence
         if sequence < self.expected:
             return self, ()
-        early = {sequence: message, **self.early}  # the first copy of a message is kept
+        early = {sequence: message, **self.early}  # The first copy of a message is kept.
         return replace(self, early=early)._ready(self.expected)
 
     def settled_before(self, sequence: int) -> tuple[Inbox, tuple[Message, ...]]:

@@ -3,7 +3,7 @@
 The workers of a rack run in rounds (bsp). For each round the aggregator sends one push, the mean
 weighted by tokens. The aggregator acknowledges the workers' pushes when its own push is
 acknowledged, so that no worker assumes too early that a change is applied. The aggregator answers
-the workers' pulls when its own copy is ready to compute from.
+the workers' pulls when the consistency model allows computation from the aggregator's copy.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def from_worker(model: Consistency, state: RackState, message: Message, now: flo
     key = stamp.client, stamp.sequence
     told = (*state.answers, *(one for owed in state.owed.values() for one in owed))
     if any(key == (one.client, one.sequence) for one in told):
-        return RackStep(state)  # the reply to this message is still held back
+        return RackStep(state)  # The reply to this message is still held back.
     known = state.inner.inboxes.get(stamp.client)
     news = known is not None and stamp.sequence >= known.expected
     if news and isinstance(message, Push) and not client.ready(model, state.outer):

@@ -68,12 +68,12 @@ class EssentialProcesses:
         return self._ports_of(self._in_front(slot))
 
     def leave(self, client: int, slot: int) -> None:
-        """Report a worker's permanent departure to the processes that it pushes to."""
+        """Report a worker's permanent departure to the processes that the worker pushes to."""
         for child in self._in_front(slot):
             child.say({"leave": client})
 
     def admit(self, client: int, slot: int) -> None:
-        """Announce a new worker to the processes that it will push to."""
+        """Announce a new worker to the processes that the worker will push to."""
         for child in self._in_front(slot):
             child.say({"admit": client})
 

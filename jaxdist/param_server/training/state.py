@@ -65,7 +65,7 @@ class Sharded:
     seed: int = 0
 
     def share(self, loader: Loader, microbatches: int) -> Program:
-        """Return the program of a worker: the same program for its part of a batch.
+        """Return the program of a worker, which computes the worker's part of a batch.
 
         Args:
           loader: the loader of the worker's part of the batch.

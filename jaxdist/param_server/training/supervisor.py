@@ -1,4 +1,4 @@
-"""The supervisor of a run: it starts servers and workers on this machine and ends them."""
+"""The supervisor of a run, which starts and ends servers and workers on this machine."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Supervisor:
         self.forks = self._forks()
         try:
             for forks in {*self.forks.values()}:
-                forks.start()  # importing takes seconds, during which files are written
+                forks.start()  # Importing takes seconds, during which files are written.
             self._shards(state)
             self.fleet.begin(sorted(due))
             for number in range(self.cluster.workers):

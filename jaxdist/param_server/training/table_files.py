@@ -49,7 +49,7 @@ def write_tables(
     directory = _directory(run, server)
     staging = names.staging_directory(directory, step)
     try:
-        shutil.rmtree(staging, ignore_errors=True)  # a crash may have left a part
+        shutil.rmtree(staging, ignore_errors=True)  # A crash may have left a part.
         (staging / names.ARRAYS).mkdir(parents=True)
         for number, leaf in enumerate((rows, values)):
             leaf.tofile(staging / names.ARRAYS / f"{number:06d}.bin")

@@ -73,7 +73,7 @@ def with_tables(
         _follow_moves(team, client, wires, stack)
         rows.fetch = client.pull
         rate, processes = strategy.optimizer.learning_rate, jax.process_count()
-        (stage,) = prepared.stages  # batches of several sizes are refused
+        (stage,) = prepared.stages  # Batches of several sizes are refused.
         program: Any = TableProgram(stage.program, rows, client, rate, processes)
         rows.save = partial(_save, team, program, prepared, checkpoints)
         yield replace(prepared, stages=[replace(stage, program=program)])

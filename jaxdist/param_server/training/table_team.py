@@ -1,4 +1,4 @@
-"""The table servers of a run as process 0 sees them: who leads which rows, and who takes over."""
+"""The table servers of a run, as process 0 sees them: the leaders of rows, and takeovers."""
 
 from __future__ import annotations
 

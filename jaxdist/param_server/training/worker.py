@@ -1,4 +1,4 @@
-"""The worker of a run: it reads from all servers, computes, and pushes to all servers."""
+"""The worker of a run, which reads from all servers, computes, and pushes to all servers."""
 
 from __future__ import annotations
 
