@@ -44,9 +44,9 @@ class Op(IntEnum):
     COPY = 11
     """A merged change, from the leader of a range to its follower."""
     WHOLE = 12
-    """An array of a range, raw, to a server that begins to follow."""
+    """A raw array of a range, for a server that begins to follow."""
     ENTRY = 13
-    """The state of the protocol, after the arrays that belong to it."""
+    """The state of the protocol, which follows the arrays of the same entry."""
     COPIED = 14
     """A follower's answer to ENTRY."""
 

@@ -40,14 +40,14 @@ COMMON: Sequence[tuple[str, int]] = (
 )
 OF_SERVER: Sequence[tuple[str, int]] = (
     *COMMON,
-    ("grpc.so_reuseport", 0),  # a second process cannot listen on the same port
+    ("grpc.so_reuseport", 0),  # A second process cannot listen on the same port.
     # Shorter than the workers' keepalive time: too frequent pings would end their connections.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 OF_CLIENT: Sequence[tuple[str, int]] = (
     *COMMON,
-    ("grpc.use_local_subchannel_pool", 1),  # a connection for each session
-    ("grpc.enable_retries", 0),  # the protocol's own retries settle each message once
+    ("grpc.use_local_subchannel_pool", 1),  # A connection for each session.
+    ("grpc.enable_retries", 0),  # The protocol's own retries settle each message once.
     ("grpc.enable_http_proxy", 0),
 )
 
@@ -147,7 +147,7 @@ class RpcServer:
     ) -> Iterator[bytes]:
         peer = _Peer()
         if not context.add_callback(peer.close):
-            return  # the call has ended already
+            return  # The call has ended already.
         to_server, to_worker = (memory.to_server, memory.to_worker) if memory else (None, None)
         reader = threading.Thread(target=self._read, args=(given, peer, to_server), name="session")
         reader.start()
@@ -176,7 +176,7 @@ class RpcServer:
                 if envelope is not None:
                     service.receive(peer, envelope)
         except grpc.RpcError:
-            pass  # the worker has ended the session
+            pass  # The worker has ended the session.
         finally:
             peer.close()
 
@@ -260,7 +260,7 @@ class _RpcSession:
         memory, answer = self._memory, dict(self._call.initial_metadata() or ())
         if memory is None:
             return None
-        memory.close()  # the mapping remains, and only the server needed the descriptor
+        memory.close()  # The mapping remains, and only the server needed the descriptor.
         if answer.get(SHARED_KEY) != "yes":
             return None
         self._to_server = memory.to_server
