@@ -174,7 +174,7 @@ class Leader:
         same = after is before or (not settles and before.members == after.members)
         found = replace(self, range=after)
         if same or not self.has:
-            # Without followers the index counts all the same, since a server that joins needs it.
+            # The index advances even without followers, since a server that joins needs the index.
             return found if same else replace(found, index=self.index + 1)._noted()
         updates = tuple(one for one in step.effects if isinstance(one, Apply))
         entry = LogEntry(self.view.epoch, self.index + 1, portable(after), updates)

@@ -147,7 +147,7 @@ class Arbiter:
         if found is None or found.epoch > self.view.epoch:
             self.port = None
         self._decide(found)
-        for other in self._copies:  # servers that were not needed so far
+        for other in self._copies:  # Servers that were not needed so far.
             if self.view is not None:
                 self._decide(self.view.joined_by(other))
 
