@@ -120,7 +120,7 @@ class SecureClient:
 
         Args:
           vector: a vector of integers modulo 2^64 `[n]`, as `jaxdist.secure.masks.encode` returns
-            them.
+            it.
           received: the encrypted shares for this client, by sender. Pairwise masks are added for
             these senders only, because the secrets of other clients could not be recovered.
 
