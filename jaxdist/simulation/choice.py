@@ -38,7 +38,8 @@ PLAYED_STEPS = 24
 """The number of steps that fit into the time of a simulation, by an upper estimate of a step's
 time."""
 CLEAR = 0.95
-"""An exchange is rejected if the fastest exchange takes less than this fraction of its time."""
+"""An exchange is rejected if the fastest exchange takes less than this fraction of the rejected
+exchange's time."""
 
 Share = Annotated[float, Field(gt=0, le=1)]
 

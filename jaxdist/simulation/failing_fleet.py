@@ -1,4 +1,4 @@
-"""A simulation of a fleet whose devices fail, for the share of useful work in its time.
+"""A simulation of a fleet whose devices fail: the share of useful work in the fleet's time.
 
 All devices work together, so one failure stops all of them. Failures are random, at a constant
 rate. Work is saved in up to two tiers. Snapshots are frequent and stay in the memory of a host,
@@ -196,7 +196,7 @@ class _State:
         self.saved = np.zeros(shape, np.int64)
         """The number of snapshots since the last checkpoint."""
         self.detecting, self.restoring = np.zeros(shape), np.zeros(shape)
-        """Remaining seconds of detection, and of restart and loading, before work continues."""
+        """The remaining seconds of detection, and of restart and loading, before work continues."""
         self.from_disk = np.zeros(shape, bool)
 
     def advance(self, gap: np.ndarray, dies: np.ndarray, both: np.ndarray) -> None:

@@ -75,7 +75,7 @@ class Simulator:
         key = json.dumps([same, shares])
         assert not isinstance(experiment.heldout, RowsLoader), "only hybrid has tables on servers"
         if key not in self._problems:
-            self._problems = {  # only the newest problem is kept, to save memory
+            self._problems = {  # Only the newest problem is kept, to save memory.
                 key: ModelProblem(
                     experiment.program,
                     experiment.loader,

@@ -113,7 +113,7 @@ class Network:
         ways: list[float] = []
         if draws.random() < link.loss:
             self.lost += 1
-            lost()  # the bytes of a lost message still take time on the cards
+            lost()  # The bytes of a lost message still take time on the cards.
         else:
             for _ in range(2 if draws.random() < link.copies else 1):
                 ways.append(link.latency_seconds + draws.random() * link.jitter_seconds)
@@ -154,7 +154,7 @@ class Network:
 
     def _finish(self, plan: int, end: float) -> None:
         if plan != self._plan:
-            return  # the rates have changed since this end was planned
+            return  # The rates have changed since this end was planned.
         done = [flow for flow in self._flows if flow.ends <= end]
         self._flows = [flow for flow in self._flows if flow.ends > end]
         for flow in done:

@@ -204,7 +204,7 @@ class Simulation:
         def deliver() -> None:
             if self.config.paused_until(server, self.now) is None:
                 self._receive(server, message, payload)
-            else:  # a paused server receives nothing
+            else:  # A paused server receives nothing.
                 lost()
 
         size = 0 if payload is None else self._push_bytes[server]
@@ -269,7 +269,7 @@ class Simulation:
     def check_reads(self, worker: WorkerNode) -> None:
         """Check that the parameters which a worker is about to use are as new as required."""
         if self.racks:
-            return  # a rack checks its copy when it answers its workers
+            return  # A rack checks its copy when it answers its workers.
         for server, link in enumerate(worker.links):
             assert link.version is not None
             self.reads.check(server, link.clock, link.version)

@@ -147,7 +147,7 @@ class ShardNode:
     def _drop(self, effect: Drop) -> None:
         self.book.dropped[effect.reason] += 1
         if self._payloads.pop((effect.client, effect.sequence), None) is not None:
-            self._applied[effect.client] += 1  # a floor does not wait for a dropped change
+            self._applied[effect.client] += 1  # A floor does not wait for a dropped change.
 
     def _update(self, merge: Merge) -> None:
         compensated = self._compensate(merge)

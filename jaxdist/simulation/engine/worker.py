@@ -1,4 +1,4 @@
-"""A worker in a simulation: it reads from every server, computes, and pushes to every server."""
+"""A worker in a simulation, which reads from every server, computes, and pushes to every server."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class WorkerNode:
         self.run.after(seconds, lambda: self._computed(me, clock, seconds, first is not None))
 
     def _computed(self, me: int, clock: int, seconds: float, pushed: bool) -> None:
-        if me != self.client or not self.alive:  # the worker crashed while it computed
+        if me != self.client or not self.alive:  # The worker crashed while it computed.
             return
         found = self.trainer.compute(clock)
         self.gradients += self.trainer.local_steps
@@ -134,7 +134,7 @@ class WorkerNode:
         counts = change.tokens != 0
         for server, shard in enumerate(self.run.shards):
             payload = slices(shard.ranges, change.gradient)
-            if not counts:  # a gradient of no tokens may be 0/0 and spoil the residual
+            if not counts:  # A gradient of no tokens may be 0/0 and spoil the residual.
                 payload, fine = tuple(np.zeros_like(array) for array in payload), True
             elif self.encoder is not None:
                 sequence = self.links[server].sequence
@@ -202,7 +202,7 @@ class WorkerNode:
         if not self.busy:
             self.idle_seconds += self.run.now - self.waits_since
         elif self.run.pool is not None:
-            self.run.pool += 1  # another worker takes the interrupted step
+            self.run.pool += 1  # Another worker takes the interrupted step.
         self.alive, self.busy = False, False
         self.crashes += 1
         me = self.client

@@ -83,7 +83,7 @@ def busiest_card_seconds(config: ReviewConfig, workers: int) -> float:
 
 
 def _reduced(config: ReviewConfig, architecture: Architecture, devices: int) -> float:
-    """Return the time of a step with its collectives, each by a ring."""
+    """Return the time of a step with the architecture's collectives, each by a ring."""
     levels = [Level(devices, _link(config))]
     calls = _CALLS[architecture]
     spent = sum(predict_seconds(Ring(), call, config.parameter_bytes, levels) for call in calls)

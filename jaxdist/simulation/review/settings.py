@@ -74,7 +74,8 @@ class ReviewConfig(Config):
     devices: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_ascending)]
     """The numbers of devices of the curves."""
     parameter_bytes: PositiveFloat = 1.34e9
-    """The bytes of the parameters, and of a gradient of all of them; BERT-large in float32."""
+    """The bytes of the parameters, and of a gradient of all of them. The default is BERT-large in
+    float32."""
     step_seconds: PositiveFloat = 0.5
     """The seconds of a device's work in a step; each device has the same amount of work."""
     gbits: PositiveFloat = 100.0
@@ -82,7 +83,7 @@ class ReviewConfig(Config):
     latency_seconds: NonNegativeFloat = 1e-5
     """The latency of a message in seconds."""
     servers: Annotated[int, Field(ge=1, le=64)] = 4
-    """The number of parameter servers, whatever the number of workers."""
+    """The number of parameter servers, for every number of workers."""
     microbatches: Annotated[int, Field(ge=1, le=4096)] = 64
     """The number of microbatches of a step of the pipeline."""
     layers: Count = 24
@@ -92,8 +93,8 @@ class ReviewConfig(Config):
     measured: tuple[MeasuredPoint, ...] = ()
     """The measured efficiencies, which the page marks."""
     program: FilePath | None = None
-    """Config whose train step is compiled for the tables of communication and memory, relative to
-    the review's file; null compiles a small decoder."""
+    """The config whose train step is compiled for the tables of communication and memory, relative
+    to the review's file; null compiles a small decoder."""
     patterns: Annotated[Mapping[str, tuple[str, ...]], Field(min_length=1)]
     """The settings of each compiled program, by its name in the tables."""
     scaling: RecordedScaling
@@ -135,6 +136,6 @@ def read_review(settings: Sequence[str]) -> ReviewConfig:
 
 
 def _placed(config: ReviewConfig, folder: Path) -> ReviewConfig:
-    """Return the review with the whole path of its program."""
+    """Return the review with the full path of its program."""
     program = FOLDER / "program.yaml" if config.program is None else folder / config.program
     return config.model_copy(update={"program": program})
