@@ -167,7 +167,7 @@ def input_lines() -> Iterator[bytes]:
 
 
 def wait_for_input_end() -> None:
-    """Wait until the process at the other end of standard input has closed it, or has died."""
+    """Wait until the process at the other end of standard input has closed the stream or died."""
     with io.FileIO(0, closefd=False) as file:
         while file.read(4096):
             pass

@@ -106,7 +106,7 @@ class ForkServer:
 
         Returns:
           None while the process is alive. If the server is gone, the exit code is unknown, and the
-          result is that of SIGKILL: the caller has to kill the process.
+          result is the exit code of SIGKILL: the caller has to kill the process.
         """
         while pid not in self._codes:
             if not self._hear(wait=wait):
@@ -154,7 +154,7 @@ class ForkServer:
 
 
 class Forked:
-    """A forked process with methods of `subprocess.Popen`; threads may share it."""
+    """A forked process with methods of `subprocess.Popen`, which several threads may share."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid, self._server = pid, server

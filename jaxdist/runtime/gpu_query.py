@@ -1,4 +1,4 @@
-"""A query of the GPU driver for the visible devices, in the order in which jax numbers them.
+"""A query of the GPU driver for the visible devices, in the order of jax's device numbers.
 
 `jaxdist.runtime.gpus` runs this file by its path in a separate process, so that the caller survives
 a driver that hangs or crashes, and so that CUDA is not initialized in a process that forks later.

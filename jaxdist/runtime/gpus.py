@@ -36,7 +36,7 @@ HIDING = {
     "cuda": ("CUDA_VISIBLE_DEVICES",),
     "rocm": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
 }
-"""Variables by which a user or a scheduler deliberately hides GPUs."""
+"""The variables by which a user or a scheduler deliberately hides GPUs."""
 CHOICE = "JAX_LOCAL_DEVICE_IDS"
 _CPU = "to run on the CPU set JAX_PLATFORMS=cpu"
 

@@ -7,7 +7,7 @@ The memory of a GPU is from its data sheet. The clock of a TPU is the clock at w
 units (four of 128 x 128 in each core of v4, v5e and v5p, four of 256 x 256 in v6e) reach the peak.
 The link of a TPU to its host is PCIe, with the bandwidth in the same book. The latencies of NVLink
 and of a GPU's network are from NCCL's own tuning table (`hwLat`, ring, protocol Simple). The
-latency between TPU slices is assumed to equal that of a GPU's network.
+latency between TPU slices is assumed to equal the latency of a GPU's network.
 
 A chip of tpu7x (Ironwood) is two devices of jax, each with half of the chip's FLOPs, memory and
 network; the two devices share the chip's links. The FLOPs, memory bandwidth and network are from
@@ -18,8 +18,8 @@ equal v5p's. The memory is from libtpu 0.0.52. The clock is the clock at which f
 1.9 GHz (and 394 TFLOP/s on v5p, as at 1.5 GHz). The connection of the two devices of a chip is
 assumed to be as fast as the chip's six links together (`CHIPLET_LINKS`).
 
-The figures of the CPU are those of fake devices in one process on two cores, measured with
-`jaxdist bench collectives`.
+The figures of the CPU are measured with `jaxdist bench collectives`, on fake devices in one process
+on two cores.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from jaxdist.errors import JaxdistError, did_you_mean
 
 GIB = 2**30
 CHIPLET_LINKS = 6
-"""The assumed bandwidth between the two devices of a chip, in links of the torus, with which this
-connection is never the bottleneck."""
+"""The assumed bandwidth between the two devices of a chip, in links of the torus; with this
+bandwidth, the connection is never the bottleneck."""
 
 
 def host_memory_bytes() -> int:
@@ -215,7 +215,8 @@ _KINDS = (
     ("h200", "h200"),
     ("cpu", "cpu"),
 )
-"""Substrings of `device_kind` in lower case, with short names; more specific substrings first."""
+"""The substrings of `device_kind` in lower case, with short names; more specific substrings
+first."""
 
 
 def find_device(kind: str) -> Device | None:
