@@ -76,7 +76,7 @@ class Cluster(Config):
 
     @property
     def of_workers(self) -> Consistency:
-        """The consistency model that workers follow: the servers', or lockstep within a rack."""
+        """The consistency model that workers follow: `consistency`, or lockstep within a rack."""
         return WITHIN if self.racks else self.consistency
 
     @property
@@ -110,7 +110,7 @@ class Cluster(Config):
           params: all parameters, or their shapes.
 
         Raises:
-            ConfigError: there are more servers than ranges, or than the placement supports.
+          ConfigError: there are more servers than ranges, or than the placement supports.
         """
         with blamed("servers"):
             tensors = placeable_tensors(params, divisible=updates_elementwise(optim))

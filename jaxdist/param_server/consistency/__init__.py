@@ -1,1 +1,1 @@
-"""Consistency models, which decide when changes are applied and which versions may be read."""
+"""The consistency models, which decide when changes are applied and which versions may be read."""

@@ -91,7 +91,10 @@ class ServerLink:
         self._greet(session)
 
     def ended(self, over: threading.Event) -> Session | None:
-        """Mark the session with this event as ended; return the session if in use, else None."""
+        """Mark the session with this event as ended.
+
+        Return the session if the link still uses this session, and otherwise None.
+        """
         over.set()
         if over is not self._over:
             return None
@@ -99,7 +102,7 @@ class ServerLink:
         return session
 
     def begin(self, state: ClientState) -> Session | None:
-        """Switch the link to a new client with this state; return the session to close."""
+        """Switch the link to a new client with this state; return the session to close, or None."""
         self.state, self.copy, self.late = state, None, ""
         self.payloads, self._asked = {}, {}
         return self.ended(self._over)

@@ -34,7 +34,7 @@ pushes are always allowed."""
 
 @dataclass
 class Counters:
-    """Counters of a server's activity.
+    """The counters of a server's activity.
 
     Attributes:
       applied: the number of applied changes.
@@ -213,7 +213,7 @@ class Reception(ABC):
         peer.say(of_reply(refusal, self._spec.tensor, self._range.epoch))
 
     def left(self, peer: Peer) -> None:
-        """Forget a session; the client may open a new session, unless it has been removed."""
+        """Forget a session; the client may open a new session, unless the client was removed."""
         with self._changed:
             client = self._clients.pop(peer, None)
             if client is not None and self._peers.get(client) is peer:

@@ -1,1 +1,1 @@
-"""Assignment of parts of parameters to servers."""
+"""The assignment of parts of parameters to servers."""

@@ -1,4 +1,4 @@
-"""Messages between workers and a range.
+"""The messages between workers and a range.
 
 The protocol never sees an array. A payload travels with its message, and is identified by the
 message's client and sequence until the range decides on it.
@@ -70,7 +70,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Acknowledge:
-    """A reply to a client, by which its push is applied or dropped permanently.
+    """A reply to a client whose push is applied or dropped permanently.
 
     Attributes:
       version: the version that contains the push, or None if it was dropped.

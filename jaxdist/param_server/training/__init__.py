@@ -1,1 +1,1 @@
-"""Runs with parameter servers: their processes, their files, and the computation of a worker."""
+"""The runs of parameter servers: their processes, their files, and the computation of a worker."""

@@ -1,6 +1,6 @@
-"""Checks of a run with parameter servers: sizes, shares of a batch, and imported optimizers.
+"""The checks of a run with parameter servers: sizes, shares of a batch, and imported optimizers.
 
-`jaxdist.validity.servers` refuses settings that cannot be combined whatever their values.
+`jaxdist.validity.servers` refuses combinations of settings that are invalid for all values.
 """
 
 from __future__ import annotations

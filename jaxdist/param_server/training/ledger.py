@@ -131,7 +131,7 @@ class ClockReports:
         return math.sqrt(sum(self._known.values()))
 
     def summary(self) -> dict[str, float]:
-        """Return staleness, queues, bytes and idle shares of servers, aggregators and workers."""
+        """Return the counters and idle shares of servers, aggregators and workers, by name."""
         found: dict[str, float] = {"empty_steps": self.empty} if self.empty else {}
         for server, stats in sorted(self._stats.items()):
             found |= {

@@ -154,7 +154,10 @@ class Sharded:
         return jax.eval_shape(self.transform(layout).init, shapes(layout))
 
     def parted(self, state: TrainState, clock: int) -> list[ShardState]:
-        """Split a training state among servers; without `keeps_moments`, with new optimizers."""
+        """Split a training state among servers.
+
+        If `keeps_moments` is false, the optimizers of the servers start with new states.
+        """
         names = flatten_with_names(held(state.params, state.buffers))
         arrays = {name: np.asarray(leaf) for name, leaf in names}
         saved = {name: np.asarray(leaf) for name, leaf in flatten_with_names(state.opt_state)}

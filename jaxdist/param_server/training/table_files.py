@@ -65,7 +65,7 @@ def write_tables(
 
 
 def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield row numbers and values of each server that saved a step, which may no longer run.
+    """Yield row numbers and values from each server that saved a step, even if it no longer runs.
 
     Args:
       about: the description of the tables, which the files must match.

@@ -178,7 +178,7 @@ class LocalSteps(_OnDevices):
 
 
 def computation(sharded: Sharded, program: Program, slot: int) -> PushComputation:
-    """Return the computation that turns parameters into what a worker pushes."""
+    """Return the computation of a worker, from parameters to the change that is pushed."""
     cluster = sharded.cluster
     model = cluster.consistency
     if model.payload == "gradient":
