@@ -22,8 +22,8 @@ class Keep(StrEnum):
 
 
 MOST_LINES = 300
-"""Most lines of a file, without blank lines; a longer file leaves the evaluation out, or is
-refused."""
+"""Most lines of a file. A longer file leaves the evaluation out; if it is still too long when blank
+lines are not counted, it is refused."""
 
 
 def eject(
@@ -51,14 +51,14 @@ def eject(
         f"{path.parent.name}/{path.stem} as one file of plain JAX, written by\n\n    {command}\n\n"
         "Its losses are those of `jaxdist train`. It keeps no checkpoints, and is one process.\n"
     )
-    text, lines = "", 0
+    text = ""
     for held in (experiment.heldout is not None, False):
         facts = contents_of(experiment, held=held, keeps_data=keep is Keep.DATA)
         text = assemble_file(docstring, facts.pieces, facts.flags, facts.values)
-        lines = sum(map(bool, text.splitlines()))
-        if lines <= MOST_LINES:
+        if len(text.splitlines()) <= MOST_LINES:
             break
-    else:
+    lines = sum(map(bool, text.splitlines()))
+    if lines > MOST_LINES:
         raise ConfigError(
             f"eject: the file would have {lines} lines, but at most {MOST_LINES} are written; let "
             "jaxdist read the data (--keep data), or leave out settings that you do not need"
