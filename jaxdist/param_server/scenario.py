@@ -63,8 +63,8 @@ class NetworkConfig(Config):
     """The largest random latency, drawn for each message, so that messages can overtake each
     other."""
     unevenness: NonNegativeFloat = 0.1
-    """The standard deviation of the logarithm of a message's weight, which is drawn at random.
-    Messages that use a card at the same time share its bandwidth by their weights."""
+    """The standard deviation of the logarithm of a random factor on each message's weight. Messages
+    that use a card at the same time share its bandwidth by their weights."""
     loss: Chance = 0.0
     """The share of messages that do not arrive."""
     copies: Chance = 0.0
