@@ -1,4 +1,4 @@
-"""`jaxdist adopt`: the config of a job on a slice, made from a downloaded model's config.json."""
+"""`jaxdist adopt`: the config that trains a downloaded model on a slice, made from config.json."""
 
 from __future__ import annotations
 
@@ -37,30 +37,31 @@ def adopt(
     compiled: bool = True,
     console: Console,
 ) -> JsonObject:
-    """Rank plans for training a model on a slice, and write the config of the best.
+    """Rank plans for training a model on a slice, and write the config of the best plan.
 
-    Weights are not read: the config names the path from which training will load them.
+    Weights are not read, but the config names the path from which training will load them.
 
     Args:
       path: a directory with config.json, or a GGUF file.
       on: the slice, such as `v5e:16x16`.
       out: the file for the config.
-      overrides: settings that override the adopted config, such as `train.steps=100`.
-      top: number of plans to rank.
+      overrides: the settings that override the adopted config, such as `train.steps=100`.
+      top: the number of plans to rank.
       compiled: whether to rank plans by their compiled programs, instead of by formulas.
       console: the console for the tables and the best plan.
 
     Returns:
-      The file, the target, and each plan with its seconds and bytes.
+      The file, the target, the energy of a billion tokens in kWh (None if unknown), and each plan
+      with the seconds of a step and the bytes on a device.
 
     Raises:
-      JaxdistError: an unknown model, no plan that fits, or a file that cannot be written.
+      JaxdistError: the model is unknown, no plan fits, or the file cannot be written.
     """
     source = open_source(path)
     chips = parse_targets([on])[0].chips
     values = _values(source, path, chips)
     document, _ = load(values, overrides)
-    # The search needs shapes only: with the real data it would read and tokenize the text.
+    # The search needs only shapes. With the real data it would read and tokenize the text.
     stand_in: Any = {**document.values, "data": _stand_in(document.values["data"], source)}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "adopted.yaml"
@@ -99,7 +100,10 @@ def _values(source: Any, path: Path, chips: int) -> Any:
 
 
 def _stand_in(data: Any, source: Any) -> JsonObject:
-    """Return synthetic data of the same shapes, in place of text to read and tokenize."""
+    """Return a section `data` for synthetic data that replaces text and has the same shapes.
+
+    A section for other data than text is unchanged.
+    """
     if data["type"] != "text":
         return data
     return {**synthetic_data(source), "window": data["window"]}

@@ -22,7 +22,13 @@ OWN_WATTS = (
 
 
 def print_comparison(results: Sequence[Result], config: ExperimentConfig, console: Console) -> None:
-    """Print a row for each target with a plan, the fastest first, and a line for each other."""
+    """Print a row for each target, and a line with the reason for each target without a plan.
+
+    Args:
+      results: the results of the targets, the fastest target first.
+      config: the config, whose section `energy` gives the energy of a billion tokens.
+      console: the console.
+    """
     kwh = [energy_kwh(one, results, config) if one.top else None for one in results]
     columns = ["chips", "plan", "step", "MFU", "memory", "chip-hours"]
     columns += ["kWh"] if any(found is not None for found in kwh) else []
@@ -44,7 +50,11 @@ def print_comparison(results: Sequence[Result], config: ExperimentConfig, consol
 
 
 def _figures(one: Result) -> list[str]:
-    """Return step, MFU, memory and chip-hours of the first plan, compiled where possible."""
+    """Return the step time, MFU, memory and chip-hours of a target's first plan, as text.
+
+    The figures are from the compiled program if there is one, or else from formulas. The first text
+    is "refused" if the compiler refuses the plan.
+    """
     if one.refused:
         return ["refused", "", "", ""]
     first = one.top[0]
@@ -60,7 +70,16 @@ def _show(number: float) -> str:
 
 
 def energy_kwh(one: Result, results: Sequence[Result], config: ExperimentConfig) -> float | None:
-    """Return the site's kWh per billion tokens with the first plan, or None if power is unknown."""
+    """Return the energy that the site draws for a billion tokens with the first plan, in kWh.
+
+    The result is None if the power of the device is unknown, or if the compiler refuses the plan.
+
+    Args:
+      one: the result of a target.
+      results: the results of all targets. The power in the config is used only if all targets have
+        the same kind of chip.
+      config: the config, whose section `energy` describes the site.
+    """
     power = _power_of(one.target, results, config)
     if power is None or one.refused:
         return None
@@ -69,7 +88,7 @@ def energy_kwh(one: Result, results: Sequence[Result], config: ExperimentConfig)
 
 
 def _power_of(target: Target, results: Sequence[Result], config: ExperimentConfig) -> Power | None:
-    # The power in the config (`energy.watts`) is that of a single kind of chip.
+    # The power in the config (`energy.watts`) belongs to a single kind of chip.
     if len(_kinds(results)) > 1:
         return POWERS.get(target.device.name)
     return config.energy.power_of(target.device.name)

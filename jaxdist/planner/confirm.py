@@ -1,4 +1,7 @@
-"""The memory and time of plans by their programs, compiled ahead of time for the topology."""
+"""The memory and time of plans according to their programs, which are compiled for the topology.
+
+Compilation needs no TPU.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,17 @@ class Confirmed:
     """The figures of a compiled program, for a single device.
 
     Attributes:
-      seconds: time of a step, predicted from the compiler's estimates; with several slices the
-        time of the slow network is added, by formula.
-      peak_bytes: peak memory.
-      mfu: model FLOPs utilization of a single slice, with all of attention's products counted.
-      sent_bytes: bytes sent, by mesh axes.
-      refusal: the reason why the compiler refuses the program, or an empty string where it accepts.
-      note: a sentence on the parts that are not from the program.
-      compile_seconds: time of the compilation.
-      laid_out: whether the compiler was asked only for memory, so that `seconds` is the formula's.
+      seconds: the time of a step, predicted from the compiler's estimates. With several slices, it
+        includes the time of the slow network by formula.
+      peak_bytes: the peak memory.
+      mfu: the model FLOPs utilization of a single slice. All of attention's products are counted.
+      sent_bytes: the bytes that the device sends, by mesh axes.
+      refusal: the reason why the compiler refuses the program, or an empty string if it accepts the
+        program.
+      note: a sentence on the figures that are not from the program, or an empty string.
+      compile_seconds: the time of the compilation, in seconds.
+      laid_out: whether the compiler was asked only for memory. If so, `seconds` is from the
+        formula, and `mfu`, `sent_bytes` and `compile_seconds` are missing.
     """
 
     seconds: float = 0.0
@@ -52,20 +57,22 @@ class Confirmed:
 
 
 def of_one_slice(plan: Plan) -> Plan:
-    """Return the plan of a single slice, without the communication between slices."""
+    """Return the plan for one of its slices, without the communication between slices."""
     return dataclasses.replace(plan, slices=1, scope="all")
 
 
 def confirm(
     path: Path, overrides: Sequence[str], plan: Plan, target: Target, slow_seconds: float = 0.0
 ) -> Confirmed:
-    """Compile a plan, which takes minutes on a core.
+    """Compile the program of a plan, which takes minutes on a core, and return its figures.
+
+    If the compiler refuses the program, the result has only the reason.
 
     Args:
       path: the configuration file, to which `overrides` are applied.
       plan: the plan to compile.
       target: the chips to compile for.
-      slow_seconds: time of the slow network's traffic, by formula.
+      slow_seconds: the time of the slow network's traffic by formula, in seconds.
     """
     with _config(path, overrides, plan, target) as file:
         try:
@@ -88,13 +95,15 @@ def confirm(
 def lay_out(
     path: Path, overrides: Sequence[str], plan: Plan, target: Target, seconds: float = 0.0
 ) -> Confirmed:
-    """Ask the compiler only for the memory of a plan, which takes seconds on a core.
+    """Return the figures of a plan with only the memory from the compiler, which takes seconds.
+
+    If the compiler refuses the program, the result has only the reason.
 
     Args:
       path: the configuration file, to which `overrides` are applied.
       plan: the plan to compile.
       target: the chips to compile for.
-      seconds: time of a step, by formula.
+      seconds: the time of a step by formula, which becomes part of the result.
     """
     limit = target.device.memory_bytes
     assert limit is not None, "targets have memory of their own"
@@ -111,10 +120,10 @@ def lay_out(
 def _config(path: Path, overrides: Sequence[str], plan: Plan, target: Target) -> Iterator[Path]:
     """Write a config with the plan for a single slice to a temporary file, and yield its path.
 
-    In the compiler's messages, callers replace the yielded path by that of the original config.
+    Callers replace the yielded path in the compiler's messages with the original path.
     """
     values = planned(read(path, overrides).values, of_one_slice(plan))
-    # Each slice has its part of the batch.
+    # A single slice computes only its part of the batch.
     values["train"]["batch_size"] //= target.slices
     with TemporaryDirectory() as directory:
         file = Path(directory) / path.name

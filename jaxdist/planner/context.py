@@ -1,4 +1,4 @@
-"""The cost of attention over a sequence that several devices share, for a plan."""
+"""The cost of attention in plans that share each sequence among several devices (axis context)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Places, Target, ring_hops
 
 LONG = 16_384
-"""The shortest sequence for which the search shares sequences among devices."""
+"""The length of the shortest sequences that the search shares among devices, in tokens."""
 
 PIECEWISE = 0.3
-"""The assumed fraction of the peak of attention piece by piece, in plain jax. It was read from no
-program: it only ranks such ways after kernels for whole sequences."""
+"""The fraction of the peak that attention is assumed to reach if plain jax computes it block by
+block. No compiled program gave this figure. It only ranks such plans after plans with kernels for
+whole sequences."""
 PRODUCTS = 2, 5
-"""The products of attention in the forward and in the backward pass."""
+"""The numbers of attention's matrix products in the forward and in the backward pass."""
 
 
 def needs_of(model: Decoder, plan: Plan, rows: int) -> ContextNeeds:
-    """Return the attention of a device in a block, if it had `rows` whole sequences."""
+    """Return the sizes of attention in a block for `rows` sequences, from which costs are computed.
+
+    Args:
+      model: the model.
+      plan: the plan, which has no effect.
+      rows: the number of sequences that the devices share.
+    """
     return ContextNeeds(
         heads=model.heads,
         kv_heads=model.kv_heads,
@@ -31,13 +38,19 @@ def needs_of(model: Decoder, plan: Plan, rows: int) -> ContextNeeds:
 
 
 def split_of(model: Decoder, plan: Plan, rows: int) -> SequenceSplit | None:
-    """Return the way in which devices share sequences, as `sharding.context: auto` chooses it."""
+    """Return the algorithm with which devices share `rows` sequences.
+
+    The choice is that of `sharding.context: auto`. The result is None if no algorithm is possible.
+    """
     found = best_split(splits_of("auto", ("context",), plan.context), needs_of(model, plan, rows))
     return None if found is None else found[0]
 
 
 def context_refusal(model: Decoder, plan: Plan) -> str | None:
-    """Return why a plan that shares sequences is invalid, or None for a valid plan."""
+    """Return the reason why the axis context of a plan is invalid, or None if it is valid.
+
+    A plan that does not share sequences is valid.
+    """
     if plan.context == 1:
         return None
     if plan.stage > 1:
@@ -54,9 +67,11 @@ def context_refusal(model: Decoder, plan: Plan) -> str | None:
 
 
 def piecewise(model: Decoder, plan: Plan, rows: int) -> tuple[float, float] | None:
-    """Return the times of both passes, in units of an ideal forward pass with nothing masked.
+    """Return the times of attention block by block, in the forward and in the backward pass.
 
-    The result is None where each device has whole sequences, for which kernels exist.
+    The unit is an ideal forward pass, which computes all products at the peak, also those that the
+    mask discards. The result is None if each device computes attention for whole sequences, for
+    which kernels exist.
     """
     split = None if plan.context == 1 else split_of(model, plan, rows)
     if split is None or split.groups == 1:
@@ -67,9 +82,10 @@ def piecewise(model: Decoder, plan: Plan, rows: int) -> tuple[float, float] | No
 
 
 def context_seconds(model: Decoder, plan: Plan, places: Places, target: Target, rows: int) -> float:
-    """Return a block's waits for the exchange of keys, values and heads, in all passes.
+    """Return the seconds that a block waits for exchanges of keys, values and heads, in all passes.
 
-    Nothing is assumed to overlap. A recomputed forward pass exchanges once more.
+    The exchanges are assumed not to overlap with computation. A recomputed forward pass has another
+    exchange.
     """
     split = None if plan.context == 1 else split_of(model, plan, rows)
     if split is None:
@@ -81,5 +97,5 @@ def context_seconds(model: Decoder, plan: Plan, places: Places, target: Target, 
     if split.way == "ring":
         return passes * ring_hops(target, dims) / rate
     seconds = passes / (rate * target.ports(dims))
-    # What devices exchange for heads passes several links: half of the longest way on average.
+    # An exchange for heads passes several links: on average half of the longest path.
     return seconds * max(1.0, target.hops(dims) / 2) if split.swapped > 1 else seconds

@@ -1,4 +1,4 @@
-"""The cost of experts on devices of their own, for a plan."""
+"""The cost of experts in plans that put experts on different devices (axis expert)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from jaxdist.sharding.experts import EXCHANGES, ExchangeName, choose_exchange, m
 
 @dataclass(frozen=True)
 class PlannedExperts:
-    """The layers of experts of a model to plan for.
+    """The layers with experts of a model to plan for.
 
     Attributes:
-      layers: number of layers with experts.
-      count: number of experts of a layer.
-      top_k: number of experts of each token.
-      embed, mlp: widths of the model and of an expert.
-      length: number of tokens of a sequence.
-      capacity: the most tokens of a sequence for an expert, or None for all.
-      recomputes: whether the backward pass recomputes the exchange.
+      layers: the number of layers with experts.
+      count: the number of experts in a layer.
+      top_k: the number of experts that each token is sent to.
+      embed, mlp: the widths of the model and of an expert.
+      length: the number of tokens in a sequence.
+      capacity: the largest number of a sequence's tokens that an expert accepts, or None for no
+        limit.
+      recomputes: whether the backward pass repeats the exchange of the forward pass.
     """
 
     layers: int
@@ -36,7 +37,7 @@ class PlannedExperts:
 
     @classmethod
     def of(cls, model: GptConfig, experts: ExpertsConfig, length: int) -> PlannedExperts:
-        """Return the experts of a gpt, in sequences of `length` tokens."""
+        """Return the layers with experts of a gpt, for sequences of `length` tokens."""
         return cls(
             layers=model.layers // experts.every,
             count=experts.count,
@@ -49,20 +50,36 @@ class PlannedExperts:
         )
 
     def most(self, rows: int, devices: int) -> int:
-        """Return the most tokens that a device with `rows` sequences sends to another."""
+        """Return the largest number of tokens that a device sends to another device.
+
+        Args:
+          rows: the number of sequences on the device.
+          devices: the size of axis expert.
+        """
         here = self.count // devices
         return most_sent(rows * self.length, rows, self.capacity, here)
 
     def exchange(self, rows: int, devices: int, platform: str) -> ExchangeName:
-        """Return the exchange that `sharding.experts: auto` chooses."""
+        """Return the exchange that `sharding.experts: auto` chooses.
+
+        Args:
+          rows: the number of sequences on a device.
+          devices: the size of axis expert.
+          platform: "tpu" or "gpu".
+        """
         tokens, most = rows * self.length, self.most(rows, devices)
         return choose_exchange("auto", tokens, most, devices, self.top_k, platform)
 
     def spare_rows(self, rows: int, devices: int) -> int:
-        """Return the rows of a layer's products that are room for the worst case.
+        """Return the number of rows in a layer's buffers that are empty on average.
 
-        Buffers have room for every token that may come: devices x top_k times the mean, without a
-        capacity. The rows that stay empty are not multiplied, but pass through memory.
+        The buffers have a row for every token that could be sent to the device. Without a capacity
+        this is devices x top_k times the mean. Empty rows are not multiplied, but pass through
+        memory.
+
+        Args:
+          rows: the number of sequences on a device.
+          devices: the size of axis expert. For 1, no rows are empty.
         """
         if devices == 1:
             return 0
@@ -71,11 +88,22 @@ class PlannedExperts:
         return max(0, room - rows * self.length * self.top_k)
 
     def row_elements(self) -> int:
-        """Return the activations of a row: its input and output, and three hidden values."""
+        """Return the number of activation elements for a row.
+
+        They are its input, its output, and three hidden values of the expert.
+        """
         return 2 * self.embed + 3 * self.mlp
 
     def seconds(self, plan: Plan, places: Places, target: Target, rows: int, width: int) -> float:
-        """Return a layer's waits for the exchange of `rows` sequences, in all passes."""
+        """Return the seconds that a layer waits for its exchanges, in all passes.
+
+        Args:
+          plan: the plan.
+          places: the layout of the plan's mesh on the torus.
+          target: the chips.
+          rows: the number of sequences on a device.
+          width: the number of bytes of an activation element.
+        """
         if plan.expert == 1:
             return 0.0
         platform = "tpu" if target.is_tpu else "gpu"
@@ -85,5 +113,5 @@ class PlannedExperts:
         passes = 3 if self.recomputes else 2
         dims = places.inner_dims
         spent = passes * sent * self.embed * width / (target.link_rate(dims) * target.ports(dims))
-        # An all-to-all passes several links of a torus: half of the longest way on average.
+        # An all-to-all passes several links of a torus: on average half of the longest path.
         return spent if name == "ring" else spent * max(1.0, target.hops(dims) / 2)

@@ -22,7 +22,15 @@ from jaxdist.planner.target import Target
 def print_explained(
     number: int, one: Judged, model: Model, target: Target, console: Console
 ) -> None:
-    """Print the parts of a plan's time and memory, and the changes that would make it fit."""
+    """Print the parts of a plan's time and memory, and the changes that would make it fit.
+
+    Args:
+      number: the number of the plan.
+      one: the plan, with its memory and time.
+      model: the model.
+      target: the chips.
+      console: the console.
+    """
     console.print()
     console.print(f"Plan {number}: {escape(one.plan.words())}", soft_wrap=True)
     times = table("Time of a step", "", "seconds", "share")
@@ -44,7 +52,10 @@ def print_explained(
 
 
 def remedies(one: Judged, model: Model) -> list[str]:
-    """Return sentences on the changes that would make a plan fit, if the plan does not fit."""
+    """Return sentences on the changes that would make a plan fit.
+
+    The list is empty if the plan fits.
+    """
     if one.fits:
         return []
     over = one.memory.total - (1 - SPARE) * one.limit_bytes
@@ -54,7 +65,8 @@ def remedies(one: Judged, model: Model) -> list[str]:
     rows, known = model.batch // (plan.replicas * plan.microbatches), isinstance(model, Decoder)
     state = kept.parameters + kept.optimizer + kept.gradients
     if plan.zero < 3 and plan.stage == 1 and state > over:
-        # With a single microbatch ZeRO 2 holds whole gradients too: see `jaxdist.planner.memory`.
+        # With a single microbatch, ZeRO 2 also holds gradients that are not split; see
+        # `jaxdist.planner.memory`.
         further = 3 if plan.zero == 1 and plan.microbatches == 1 else plan.zero + 1
         lines.append(f"ZeRO {further} splits more of the {show_bytes(state)} of state.")
     if rows > 1 and kept.activations + kept.working > over:
@@ -69,16 +81,17 @@ def remedies(one: Judged, model: Model) -> list[str]:
 
 
 def joules_of(one: Judged, target: Target, power: Power) -> float:
-    """Return the joules that all chips together draw in a step."""
+    """Return the energy that all chips together draw in a step, in joules."""
     waits = one.seconds
     idle = waits.data + waits.slow + waits.tensor + waits.bubble + waits.context + waits.expert
     return power.watts(1 - idle / waits.total) * target.devices * waits.total
 
 
 def energy_lines(one: Judged, model: Model, target: Target, config: ExperimentConfig) -> list[str]:
-    """Describe the predicted energy and carbon of a million tokens, and of the run if it has steps.
+    """Return lines with the predicted energy and carbon of a million tokens and of the run.
 
-    If the power of the device is unknown, the only line reports that.
+    There is no line for the run if the config gives its length in epochs. If the power of the
+    device is unknown, the only line reports that.
     """
     power = config.energy.power_of(target.device.name)
     if power is None:
@@ -101,14 +114,16 @@ def energy_lines(one: Judged, model: Model, target: Target, config: ExperimentCo
 
 
 _TIMES = ((1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"))
-"""The units of time for a picture, which uses the first unit that is not longer than a step."""
+"""The units of time for pictures, as pairs of seconds and a name. A picture uses the first unit
+that is not longer than the step."""
 
 
 def draw_plan(one: Judged, directory: Path) -> Path:
-    """Draw a plan's time and memory as stacked bars, `plan.svg`, with a line at the chip's memory.
+    """Draw a plan's time and memory as stacked bars, and return the path of `plan.svg`.
 
-    A part has the same colour in every plan's picture, and no colour is in both bars. The legends
-    have the figures, since a part may be too small to see.
+    A line marks the chip's memory. A part has the same color in every plan's picture, and the two
+    bars have no color in common. The legends state the figures, since a part may be too small to
+    see.
     """
     # Matplotlib is imported here because the import is slow, as in `new_figure`.
     from matplotlib import colormaps

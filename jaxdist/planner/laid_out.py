@@ -1,9 +1,9 @@
-"""The memory of a step by XLA's buffer assignment, without the rest of the compilation.
+"""The memory of a step according to XLA's buffer assignment, without the rest of the compilation.
 
 XLA:TPU assigns buffers before it generates code. Code generation takes nine tenths of the
 compilation's time and does not change sizes. This module therefore compiles in a child process,
-`python -m jaxdist.planner.laid_out CONFIG OVERRIDE... TOPOLOGY RESULT`, reads that process's dump
-of the assignment as soon as the dump is complete, and kills the process.
+`python -m jaxdist.planner.laid_out CONFIG OVERRIDE... TOPOLOGY RESULT`. As soon as the child has
+written a complete report of the assignment, this process reads the report and kills the child.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from jaxdist.errors import JaxdistError, RunError
 from jaxdist.runtime import environment
 
 REPORT = "*/*after_optimizations-buffer-assignment.txt"
-"""The file of XLA's report on the assignment of buffers."""
+"""The pattern of the path of XLA's report on the assignment of buffers."""
 NEXT = "*/*after_optimizations_after_buffer_assignment.txt"
-"""The file that XLA writes next: once it exists, the report is complete."""
+"""The pattern of the path of the file that XLA writes next. It exists if the report is complete."""
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*)$", re.MULTILINE)
 LOOK_SECONDS = 0.05
-"""The time between two looks for the report."""
+"""The time between two searches for the report."""
 
 
 def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_bytes: int) -> int:
-    """Return the bytes of a config's train step on each device.
+    """Return the bytes that a config's train step takes on each device.
 
     Args:
       path: the configuration file, to which `overrides` are applied.
-      topology: a TPU slice.
-      limit_bytes: the memory of a device. For a larger program the compilation is run to its end,
-        since the compiler then refuses it with a message.
+      topology: the TPU slice to compile for.
+      limit_bytes: the memory of a device. The compilation of a larger program is not stopped early,
+        since the compiler refuses the program with a message at its end.
 
     Raises:
       RunError: the compiler refuses the program.
@@ -72,9 +72,10 @@ def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_by
 
 
 def reported_bytes(folder: Path) -> int | None:
-    """Return the bytes of the largest program in XLA's reports, in a folder's subfolders.
+    """Return the bytes of the largest program in XLA's reports, or None without a complete report.
 
-    The result is None while there is no complete report.
+    Args:
+      folder: the folder whose subfolders have the reports.
     """
     written = {path.name.partition(".after_optimizations")[0] for path in folder.glob(NEXT)}
     reports = [path for path in folder.glob(REPORT) if path.name.split(".after_opt")[0] in written]
@@ -84,10 +85,10 @@ def reported_bytes(folder: Path) -> int | None:
 
 
 def allocated_bytes(text: str) -> int:
-    """Sum the bytes of main memory in XLA's list of a program's allocations.
+    """Return the bytes of main memory in XLA's list of a program's allocations.
 
-    Thread-local allocations are not counted, since they are part of the buffers of the calling
-    computation, nor are allocations with a color, which are in other memories.
+    Thread-local allocations are not counted, since the buffers of the calling computation include
+    them. Allocations with a color are not counted either, since they are in other memories.
 
     >>> allocated_bytes("allocation 0: size 4096, page 0, parameter 1, shape |f32[1024]| at")
     4096
@@ -101,7 +102,12 @@ def allocated_bytes(text: str) -> int:
 
 
 def main(path: str, *rest: str) -> None:
-    """Compile a config's train step completely, and write its bytes on each device to a file."""
+    """Compile a config's train step completely, and write its bytes on each device to a file.
+
+    Args:
+      path: the configuration file.
+      rest: the overrides, the topology, and the path of the result.
+    """
     *overrides, topology, result = rest
     # jax reads the number of devices when it is imported, by the imports below.
     environment.prepare(fake_devices=1)

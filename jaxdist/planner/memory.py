@@ -1,10 +1,10 @@
 """The device memory of a plan, by formula.
 
-The size of the training state is exact: the formula splits it by the rules of ZeRO and of the mesh.
-Kept activations are exact too, and gradients have the dtype and the parts that XLA:TPU gives them.
-The memory of a block, the head and gathered parameters during computation is not exact: the factors
-in `WORK` estimate how much of it is live at once. The factors are fitted to the buffer assignments
-of compiled programs (`jaxdist.planner.laid_out`).
+The size of the training state is exact: the formula splits the state by the rules of ZeRO and of
+the mesh. The size of kept activations is exact too, and gradients have the dtypes and shards that
+XLA:TPU gives them. The memory of a block, the head and gathered parameters during computation is an
+estimate. The factors in `WORK` say how much of this memory is live at once. They are fitted to the
+buffer assignments of compiled programs (`jaxdist.planner.laid_out`).
 """
 
 from __future__ import annotations
@@ -22,26 +22,30 @@ from jaxdist.planner.model import Decoder, PlannedParameter
 from jaxdist.planner.plan import Plan
 
 WHOLE_BELOW = 2048
-"""The default of `parallel.zero.whole_below`: ZeRO keeps tensors with fewer elements whole."""
+"""The default of `parallel.zero.whole_below`. ZeRO does not split tensors with fewer elements."""
 
 
 @dataclass(frozen=True)
 class LiveFactors:
-    """Factors for the memory that is live at once, besides state, gradients and kept activations.
+    """The factors for the temporary memory that is live at once.
 
-    The larger of the head's and a block's memory counts: they are computed at different times.
+    State, gradients and kept activations are not temporary. The head and a block are computed at
+    different times, so that only the larger of their memories counts.
 
     Attributes:
-      logits: bytes of each logit.
-      ends: factor on embedding and head, in the compute dtype.
-      block: factor on all activations of a block.
-      layer: factor on the parameters of a block, in the compute dtype.
-      sequences: factor on the residual stream of whole sequences, where axis tensor splits them.
-      gathered: factor on the parameters that ZeRO 1 gathers after an update, in their dtype.
-      summed: factor on a pipeline's gradients, for the buffers in addition to their sum.
-      split: an addition to `summed`, where ZeRO splits the optimizer state of a pipeline.
-      residuals, residuals_full: factors on all activations of a pipeline's blocks, for each
-        backward task of which only the first half has run; the second is for remat `full`.
+      logits: the bytes of each logit.
+      ends: the factor on the bytes of embedding and head, in the compute dtype.
+      block: the factor on the bytes of all activations of a block.
+      layer: the factor on the bytes of the parameters of a block, in the compute dtype.
+      sequences: the factor on the bytes of the residual stream of whole sequences, if axis tensor
+        splits sequences.
+      gathered: the factor on the bytes of the parameters that ZeRO 1 gathers after an update.
+      summed: the factor on the bytes of a pipeline's gradients, for the buffers in addition to the
+        sum of gradients.
+      split: the number that is added to `summed` if ZeRO splits the optimizer state of a pipeline.
+      residuals: the factor on the bytes of all activations of a pipeline's blocks, for each
+        backward task of which only the first half has run.
+      residuals_full: the factor that replaces `residuals` with remat `full`.
     """
 
     logits: float = 0.0
@@ -66,10 +70,10 @@ WORK: Mapping[str, LiveFactors] = {
     "pipeline": LiveFactors(logits=4.76, block=2.61, summed=0.26, split=0.49),
     "pipeline, halves": LiveFactors(summed=0.38, split=0.90, residuals=2.58, residuals_full=1.59),
 }
-"""The factors by the placement of parameters and gradients: both whole (ZeRO 0 and 1), gradients
-scattered (ZeRO 2), or parameters in shards (ZeRO 3), each without and with axis tensor; then for
-pipelines, with backward tasks that are whole or in two halves.
-"""
+"""The factors by kind of plan. "whole" is for ZeRO 0 and 1, "scattered" for ZeRO 2, whose gradients
+are split, and "shards" for ZeRO 3, whose parameters are split too. Each has another entry for plans
+with axis tensor. Pipelines have an entry for undivided backward tasks, and an entry for backward
+tasks in two halves."""
 
 
 def work_of(plan: Plan) -> LiveFactors:
@@ -82,14 +86,14 @@ def work_of(plan: Plan) -> LiveFactors:
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """The bytes of a plan on a device.
+    """The bytes that a plan takes on a device.
 
     Attributes:
-      parameters: bytes of the stored parameters.
-      optimizer: bytes of the optimizer's state.
-      gradients: bytes of all gradients that the device keeps.
-      activations: bytes kept for the backward pass; in a pipeline, its buffers.
-      working: temporary bytes of a block or the head, with gathered parameters.
+      parameters: the bytes of the stored parameters.
+      optimizer: the bytes of the optimizer's state.
+      gradients: the bytes of all gradients that the device keeps.
+      activations: the bytes that are kept for the backward pass, with the buffers of a pipeline.
+      working: the temporary bytes of a block or the head, with gathered parameters.
     """
 
     parameters: float
@@ -116,13 +120,13 @@ class PlanMemory:
 
 @dataclass(frozen=True)
 class Share:
-    """The number of parameter elements on a device.
+    """The numbers of parameter elements on a device.
 
     Attributes:
-      whole: elements that the device computes with, not split by ZeRO.
-      shard: elements of the device's shard by ZeRO.
+      whole: the elements that the device computes with, before ZeRO splits them.
+      shard: the elements that the device stores if ZeRO splits parameters.
       layer: the part of `whole` in a single block.
-      ends: the part of `whole` in embedding and head.
+      ends: the part of `whole` outside the blocks, in embedding and head.
       ends_shard: the part of `shard` in embedding and head.
       matrices: the part of `whole` in the trained matrices of blocks.
       matrices_shard: the part of `shard` in the trained matrices of blocks.
@@ -144,7 +148,7 @@ class Share:
 
 
 def share(model: Decoder, plan: Plan) -> Share:
-    """Return the numbers of parameter elements on a device under a plan."""
+    """Return the numbers of parameter elements on a device with a plan."""
     return _share(model, plan.tensor, plan.stage, plan.state_parts, plan.context)
 
 
@@ -172,7 +176,7 @@ def _share(model: Decoder, tensor: int, stage: int, parts: int, context: int) ->
 
 
 def optimizer_bytes(model: Decoder, plan: Plan) -> int:
-    """Return the bytes of the optimizer's state on a device."""
+    """Return the bytes of the optimizer's state on a device, which ZeRO 1 to 3 split."""
     mine = share(model, plan)
     whole, matrices = mine.trained, mine.matrices
     if plan.zero >= 1:
@@ -183,14 +187,18 @@ def optimizer_bytes(model: Decoder, plan: Plan) -> int:
 def elements_of(
     one: PlannedParameter, tensor: int, parts: int, layers: int, context: int = 1
 ) -> tuple[int, int]:
-    """Return the elements of a parameter that a device computes with, and those of its shard.
+    """Return two numbers of elements of a parameter on a device.
+
+    The first is the number of elements that the device computes with, and the second is the number
+    of elements that the device stores if ZeRO splits the parameter. For a stacked parameter, both
+    are numbers of a single layer.
 
     Args:
       one: the parameter.
-      tensor: size of axis tensor.
-      parts: number of devices over which ZeRO splits.
-      layers: number of layers of a stacked parameter.
-      context: number of devices over which the rule of dim embed splits.
+      tensor: the size of axis tensor.
+      parts: the number of devices over which ZeRO splits.
+      layers: the number of layers of a stacked parameter.
+      context: the number of devices over which the sharding rule of dim embed splits.
     """
     mine = math.prod(one.shape) // (tensor if one.split is not None else 1)
     held = mine // context
@@ -204,7 +212,7 @@ def elements_of(
     dim = split_dim(one.shape, dims, spec, parts)
     if dim is not None:
         return mine, held // parts
-    # No dim divides evenly: ZeRO fills a dim up with zeros, so that shards are larger.
+    # If no dim divides evenly, ZeRO pads a dim with zeros, so that shards are larger.
     dim = padded_dim(one.shape, dims, spec, parts)
     if dim is None:
         return mine, held
@@ -213,7 +221,7 @@ def elements_of(
 
 
 def kept_bytes(model: Decoder, plan: Plan, rows: int) -> float:
-    """Return the bytes of `rows` sequences that a block keeps for the backward pass."""
+    """Return the bytes that a block keeps for the backward pass, for `rows` sequences."""
     tokens, tensor = rows * model.window / plan.context, plan.tensor
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     sizes = {
@@ -230,7 +238,10 @@ def kept_bytes(model: Decoder, plan: Plan, rows: int) -> float:
 
 
 def block_bytes(model: Decoder, plan: Plan, rows: int) -> float:
-    """Return the bytes of all activations of a block, the unit of `LiveFactors.block`."""
+    """Return the bytes of all activations of a block, for `rows` sequences.
+
+    `LiveFactors.block` and other factors are multiplied by this number.
+    """
     tokens = rows * model.window / plan.context
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     inside = 2 * query + 2 * key + 3 * model.mlp + 2 * model.embed
@@ -238,7 +249,7 @@ def block_bytes(model: Decoder, plan: Plan, rows: int) -> float:
 
 
 def rows_of(model: Decoder, plan: Plan) -> int:
-    """Return the number of sequences of a microbatch on a device."""
+    """Return the number of sequences in a microbatch of a replica."""
     return model.batch // (plan.replicas * plan.microbatches)
 
 
@@ -263,7 +274,16 @@ def plan_memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> PlanM
 
 
 def _gradients(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> float:
-    """Return the bytes of a microbatch's gradients, and of the sum of several."""
+    """Return the bytes of all gradients on a device.
+
+    With several microbatches this is the gradients of one microbatch and the sum over all.
+
+    Args:
+      model: the model.
+      plan: the plan.
+      mine: the numbers of parameter elements on the device.
+      work: the factors for the plan.
+    """
     summed = mine.trained_shard if plan.zero >= 2 else mine.trained
     if plan.schedule is not None:
         beside = work.summed + work.split * (plan.zero > 0)
@@ -271,14 +291,14 @@ def _gradients(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> fl
     if plan.zero == 3:
         alone = float(mine.trained_shard * min(model.param_bytes, model.width))
     else:
-        # The whole gradients of all blocks are live together, in the dtype of parameters. Gradients
-        # of embedding and head are reduced as soon as they are computed.
+        # The unsplit gradients of all blocks are live together, in the dtype of parameters. The
+        # gradients of embedding and head are reduced as soon as they are computed.
         alone = float((mine.trained - mine.trained_ends) * model.param_bytes)
     return alone + summed * model.param_bytes * (plan.microbatches > 1)
 
 
 def _kept(model: Decoder, plan: Plan, work: LiveFactors, ticks: Ticks | None) -> float:
-    """Return the bytes of activations for the backward pass; in a pipeline with its buffers."""
+    """Return the bytes that are kept for the backward pass, with the buffers of a pipeline."""
     rows, layers = rows_of(model, plan), model.layers // (plan.stage * plan.chunks)
     kept = layers * kept_bytes(model, plan, rows)
     if ticks is None:
@@ -295,7 +315,7 @@ def _kept(model: Decoder, plan: Plan, work: LiveFactors, ticks: Ticks | None) ->
 
 
 def _working(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> float:
-    """Return the temporary bytes of the head or a block, and of parameters cast for all blocks."""
+    """Return the temporary bytes of the head or a block, and of the casts of parameters."""
     rows, width = rows_of(model, plan), model.width
     tokens = rows * model.window / plan.context
     head = work.logits * tokens * model.vocab / plan.tensor / model.loss_chunks

@@ -1,4 +1,4 @@
-"""The facts of a config from which the planner computes: the sizes of a decoder, as plain data."""
+"""The sizes of a decoder and the settings of its training, from which the planner computes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class PlannedParameter:
     Attributes:
       name: the parameter's name.
       shape: the shape in a single layer, without the dim of layers.
-      split: index of the dim that axis tensor splits, or None for a parameter that is not split.
+      split: the index of the dim that axis tensor splits, or None for a parameter that is not
+        split. In a traced model it is the dim that axis expert splits.
       stacked: whether each layer has a parameter of this name.
       trained: whether the parameter has gradients and optimizer state.
     """
@@ -44,12 +45,12 @@ class PlannedParameter:
 
     @property
     def embed_dim(self) -> int:
-        """The index of the dim embed of a decoder's parameter."""
+        """The index of dim embed in the shape of a decoder's parameter."""
         return len(self.shape) - 1 if self.name in ("out", "down", "embedding") else 0
 
     @property
     def matrix(self) -> bool:
-        """Whether the parameter is a matrix in each block."""
+        """Whether the parameter belongs to blocks and has at least two dims."""
         return self.stacked and len(self.shape) > 1
 
 
@@ -58,24 +59,27 @@ class Decoder:
     """The sizes of a decoder, and the settings of its training that plans depend on.
 
     Attributes:
-      window: number of positions of a sequence.
-      batch: number of sequences in a step.
-      vocab: size of the padded vocabulary.
-      narrow: whether activations, and the factors of matrix products, have two bytes.
-      param_bytes: bytes of a parameter in the model.
-      state_bytes: bytes of the optimizer's state per parameter.
-      spared_bytes: bytes per parameter that the state of a block's matrices has less than
-        `state_bytes`: Muon keeps no second moment for them.
-      newton_schulz: number of Newton-Schulz steps of Muon, or 0 for other optimizers.
-      tied: whether the head shares the embedding.
-      gated: whether the MLP has a gate.
-      span: number of positions that a position attends to, including itself; None: all before it.
-      loss_chunks: number of pieces of the sequence whose logits are computed separately.
-      steps: number of steps of the run, or None where the config gives epochs instead.
+      layers: the number of blocks.
+      embed, heads, kv_heads, head_dim, mlp: the sizes of a block's dims.
+      vocab: the size of the padded vocabulary.
+      window: the number of positions in a sequence.
+      batch: the number of sequences in a step.
+      tied: whether the head shares its weights with the embedding.
+      narrow: whether activations and the factors of matrix products have two bytes per number.
+      param_bytes: the bytes of an element of a parameter in the model.
+      state_bytes: the bytes of the optimizer's state per parameter element.
+      spared_bytes: the bytes per element by which the state of a block's matrices is smaller than
+        `state_bytes`. Muon keeps no second moment for these matrices.
+      newton_schulz: the number of Newton-Schulz steps of Muon, or 0 for other optimizers.
+      span: the number of positions that a position attends to, including itself, or None if it
+        attends to all positions before it.
+      loss_chunks: the number of chunks of the sequence whose logits are computed separately.
+      steps: the number of steps of the run, or None if the config gives epochs instead.
       scoped: whether `parallel.xla` gives products more vector memory than libtpu's default.
-      frozen: names of the parameters that are not trained.
+      gated: whether the MLP has a gate.
+      frozen: the names of the parameters that are not trained.
       adapters: the parameters of low-rank adapters.
-      tensors: the parameters, derived from the sizes.
+      tensors: all parameters, which are derived from the other fields.
     """
 
     layers: int
@@ -113,7 +117,7 @@ class Decoder:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the whole model."""
+        """The number of parameters of the model."""
         return sum(math.prod(t.shape) * (self.layers if t.stacked else 1) for t in self.tensors)
 
     @property
@@ -133,31 +137,32 @@ class Decoder:
 
     @property
     def layer_flops(self) -> float:
-        """The forward FLOPs of a token in a block's products with its weights."""
+        """The forward FLOPs per token of a block's products with its weights."""
         return 2.0 * sum(math.prod(t.shape) for t in self.tensors if t.stacked and len(t.shape) > 1)
 
     @property
     def attention_flops(self) -> float:
-        """The forward FLOPs of a token in a block's attention, without regard to the mask."""
+        """The forward FLOPs per token of a block's attention; masked products count too."""
         return 4.0 * self.window * self.heads * self.head_dim
 
     @property
     def head_flops(self) -> float:
-        """The forward FLOPs of a token in the head."""
+        """The forward FLOPs per token of the head."""
         return 2.0 * self.embed * self.vocab
 
     def model_flops(self, *, masked: bool) -> float:
         """Return the FLOPs of a step in both passes, without recomputation.
 
         Args:
-          masked: whether products that the causal mask discards count.
+          masked: whether products that the causal mask discards count. If not, half of attention's
+            products count.
         """
         attention = self.attention_flops * (1.0 if masked else 0.5)
         return 3 * self.tokens * (self.layers * (self.layer_flops + attention) + self.head_flops)
 
     @property
     def update_flops(self) -> float:
-        """The FLOPs of Newton-Schulz on all matrices of blocks, in a step."""
+        """The FLOPs of Newton-Schulz for all matrices of blocks in a step, or 0 without Muon."""
         if not self.newton_schulz:
             return 0.0
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -187,10 +192,10 @@ class Decoder:
 
 
 def check_plannable(config: ExperimentConfig, document: Document) -> None:
-    """Refuse settings that the planner does not take into account, and that a plan would drop.
+    """Check that a config has no setting that the planner does not take into account.
 
     Raises:
-      ConfigError: the config has a setting that would be dropped, which the message names.
+      ConfigError: the config has such a setting, which the message names.
     """
     for name in ("deterministic", "compression"):
         with at_setting(document, "parallel", name):
@@ -217,7 +222,8 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
     """Return the sizes of the decoder of a config whose model is a gpt.
 
     Raises:
-      ConfigError: data without tokens, or an optimizer whose state is unknown.
+      ConfigError: the data have no tokens, the size of the optimizer's state is unknown, or a
+        pattern of frozen or adapted parameters matches no parameter.
     """
     model, optim = config.model, config.optim
     assert isinstance(model, GptConfig), "other models are traced"
@@ -265,15 +271,17 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
 def _part(config: GptConfig, vocab_size: int, document: Document) -> dict[str, Any]:
     """Return the fields `frozen` and `adapters` of a decoder.
 
+    The mapping is empty if all parameters are trained.
+
     Raises:
-      ConfigError: patterns that match no parameter.
+      ConfigError: a pattern matches no parameter.
     """
     if not config.freeze and config.lora is None:
         return {}
     whole = functional(lambda rngs: config.build(rngs, vocab_size=vocab_size))
     with at_setting(document, "model"):
         model = trained_part(config, whole)
-    # The planner's names are the last words of paths: query, or norm of norm/scale.
+    # The planner's names are the last words of paths without `/scale`: "norm" for "norm/scale".
     names = (name.removesuffix("/scale").rpartition("/")[2] for name in model.frozen)
     adapters = [
         PlannedParameter(name, tuple(shape), _split(dims), stacked=one.layers is not None)

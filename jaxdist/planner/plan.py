@@ -1,4 +1,4 @@
-"""A plan: the layout of a step over devices and over time, as data and as config settings."""
+"""The class of plans, which spread a step over devices and over time."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ KEPT: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The layout of a step over devices and over time.
+    """A plan: the settings that spread a step over devices and over time.
 
     Attributes:
-      slices: number of slices, which divide the data axis across the slow network.
-      data: size of the data axis inside the fast network.
-      stage, tensor: sizes of the axes stage and tensor, or 1 where the mesh does not have the axis.
-      zero: the stage of ZeRO, 0 to 3.
-      scope: `all` if ZeRO splits state over both networks, `ici` for the fast network only.
-      remat: a key of `KEPT`; None keeps the model's own setting.
-      microbatches: number of microbatches in a step.
-      schedule: schedule of the pipeline, or None without a pipeline.
-      chunks: number of chunks of the model on each stage.
+      data: the size of axis data inside the fast network.
+      tensor, stage: the sizes of the axes tensor and stage, or 1 for an absent axis.
+      slices: the number of slices, which divide axis data across the slow network.
+      zero: the ZeRO stage, 0 to 3.
+      scope: "all" if ZeRO splits state over both networks, or "ici" if it splits state only over
+        the fast network.
+      remat: a key of `KEPT`, or None to keep the setting of the config.
+      microbatches: the number of microbatches in a step.
+      schedule: the schedule of the pipeline, or None without a pipeline.
+      chunks: the number of chunks of the model on each stage.
       stash: whether a stage keeps the activations of forward tasks instead of recomputing them.
-      ahead: whether forward tasks run earlier than the schedule has them
-        (`parallel.pipeline.ahead`).
+      ahead: whether forward tasks run earlier than in the schedule (`parallel.pipeline.ahead`).
       bfloat16_reduction: whether gradients are reduced in bfloat16, by an explicit reduction.
-      context: number of devices that share a sequence; parameters are split over them as well.
-      expert: number of devices with different experts, which have different parts of the batch.
+      context: the number of devices that share a sequence. Parameters are split over these devices
+        too.
+      expert: the number of devices with different experts, which have different parts of the batch.
     """
 
     data: int = 1
@@ -63,22 +64,25 @@ class Plan:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The activations that remat keeps in addition to a block's input, if they are known."""
+        """The activations that remat keeps in addition to a block's input.
+
+        The tuple is empty if the plan keeps the config's remat, whose activations are not known.
+        """
         return KEPT[self.remat] if self.remat else ()
 
     @property
     def replicas(self) -> int:
-        """The number of devices that share the batch."""
+        """The number of parts into which devices split the batch."""
         return self.slices * self.data * self.expert
 
     @property
     def devices(self) -> int:
-        """The number of devices of the whole mesh."""
+        """The number of devices of the mesh, over all slices."""
         return self.replicas * self.stage * self.tensor * self.context
 
     @property
     def zero_stage(self) -> int:
-        """The stage of ZeRO in the config: a single replica leaves ZeRO nothing to split."""
+        """The ZeRO stage in the config, which is 0 for a single replica."""
         return self.zero if self.replicas > 1 else 0
 
     @property
@@ -87,7 +91,7 @@ class Plan:
         return self.data if self.scope == "ici" else self.slices * self.data
 
     def mesh(self) -> dict[str, Json]:
-        """Return the config's section `mesh`, the slowest axis first."""
+        """Return the section `mesh` of the config, with the slowest axis first."""
         sizes: dict[str, Json] = {}
         if self.stage > 1:
             sizes["stage"] = self.stage
@@ -98,7 +102,9 @@ class Plan:
         return sizes
 
     def settings(self) -> dict[str, Json]:
-        """Return the values of this plan by section of a config, or by dotted key in a section.
+        """Return the settings of the plan in a config.
+
+        A key is the name of a section, or the dotted path of a setting.
 
         >>> Plan(data=8, tensor=4).settings()["mesh"]
         {'data': 8, 'tensor': 4}
@@ -138,7 +144,7 @@ class Plan:
         return made if remat is None else made | {"model.remat": remat}
 
     def words(self) -> str:
-        """Describe the plan in a short line.
+        """Return a short line that describes the plan.
 
         >>> Plan(data=8, tensor=4, remat="minimal").words()
         'data 8 x tensor 4, ZeRO 3, minimal'

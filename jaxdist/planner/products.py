@@ -1,4 +1,4 @@
-"""The time of a block's matrix products, from a table of products that were compiled alone."""
+"""The time of a block's matrix products, from a table of products that were compiled one by one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def block_seconds(
 ) -> float:
     """Return the seconds of a block's forward matrix products on a single device.
 
-    The fraction of the peak is the mean over the forward product and the product for the gradient
-    of its input, which contracts the other dim.
+    The assumed fraction of the peak is the mean for the forward product and for the product of the
+    backward pass that contracts the other dim, which gives the gradient of the input.
 
     Args:
       model: the model.
       plan: the plan, whose axis tensor splits weights.
       target: the chips.
-      tokens: number of tokens that the device multiplies.
-      otherwise: fraction of the peak on devices without a table in `jaxdist.cost.products`.
+      tokens: the number of tokens that the device multiplies.
+      otherwise: the fraction of the peak on devices without a table in `jaxdist.cost.products`.
     """
     peak = peak_of(target, narrow=model.narrow)
     spent = 0.0
@@ -40,7 +40,12 @@ def block_seconds(
 
 
 def _as_matrix(one: PlannedParameter, tensor: int) -> tuple[int, int]:
-    """Return the sizes of a weight's contracted dim and of its columns on a device."""
+    """Return the number of rows, which are contracted, and of columns of a weight on a device.
+
+    Args:
+      one: the weight.
+      tensor: the size of axis tensor.
+    """
     cut = 1 if one.split is None else tensor
     first = one.shape[0] if one.split != 0 else one.shape[0] // cut
     rest = math.prod(one.shape[1:]) if one.split == 0 else math.prod(one.shape[1:]) // cut
@@ -53,20 +58,31 @@ def _as_matrix(one: PlannedParameter, tensor: int) -> tuple[int, int]:
 def mean_share(
     target: Target, products: Sequence[tuple[int, int]], otherwise: float, *, scoped: bool
 ) -> float:
-    """Return the mean fraction of the peak for products (contracted, columns) with equal FLOPs."""
+    """Return the mean fraction of the peak that products with equal FLOPs reach.
+
+    Args:
+      target: the chips.
+      products: pairs of the sizes of a product's contracted dim and of its columns.
+      otherwise: the result if a product is not in the table of the device.
+      scoped: whether products have more vector memory than libtpu's default.
+    """
     found = [product_share(target.device.name, k, n, scoped=scoped) for k, n in products]
     known = [share for share in found if share is not None]
     if len(known) < len(found):
         return otherwise
-    # A harmonic mean: times add up, and a time is FLOPs divided by the fraction.
+    # The mean is harmonic, since times add up, and a time is FLOPs divided by the fraction.
     return len(known) / sum(1 / share for share in known)
 
 
 def peak_of(target: Target, *, narrow: bool) -> float:
-    """Return the peak FLOPs per second for products of two-byte numbers, or of float32.
+    """Return the peak FLOPs per second of matrix products.
 
     A device without a figure for float32 uses its figure for bfloat16: by default, TPUs round
     float32 factors to bfloat16.
+
+    Args:
+      target: the chips.
+      narrow: whether the factors are two-byte numbers instead of float32.
     """
     found = target.device.flops_per_second
     return found["bfloat16"] if narrow else found.get("float32", found["bfloat16"])

@@ -1,4 +1,4 @@
-"""`jaxdist plan`: the best plans of a config on each target, as tables, as JSON and as a config."""
+"""`jaxdist plan`: the best plans of a config on each target, as tables, JSON and a config."""
 
 from __future__ import annotations
 
@@ -45,15 +45,16 @@ class Asked:
     """The options of `jaxdist plan`.
 
     Attributes:
-      on: the targets to search: TPU slices, or hosts of GPUs.
-      slices: number of slices of each target whose text does not state a number.
-      top: number of plans to print for each target.
-      explain: the number of the plan to explain; numbers continue after those of printed plans.
+      on: the targets to search, which are TPU slices or hosts of GPUs.
+      slices: the number of slices of each target whose text does not state a number.
+      top: the number of plans to print for each target.
+      explain: the number of the plan to explain, or None. Plans that are not printed have numbers
+        too, after the printed plans.
       compiled: whether to compile the printed plans.
-      write: a file for the config with the best plan.
-      plot: a directory for the picture of the explained plan.
-      json_file: a file for the results as JSON.
-      laid_out: whether to ask the compiler only for the memory of printed plans.
+      write: a file for the config with the best plan, or None.
+      plot: a directory for the picture of the explained plan, or None.
+      json_file: a file for the results as JSON, or None.
+      laid_out: whether to ask the compiler only for the memory of the printed plans.
     """
 
     on: Sequence[str]
@@ -70,7 +71,9 @@ class Asked:
 def plan(
     path: Path, overrides: Sequence[str], asked: Asked, *, console: Console
 ) -> tuple[Result, ...]:
-    """Search plans for each target, compile them if asked, print and write the results.
+    """Search plans for each target, print the best plans, and return the results.
+
+    If the options ask for it, the function also compiles the best plans and writes files.
 
     Args:
       path: the configuration file, to which `overrides` are applied.
@@ -78,10 +81,11 @@ def plan(
       console: the console for the tables.
 
     Returns:
-      A result for each target, the fastest first.
+      A result for each target, the fastest target first.
 
     Raises:
-      JaxdistError: no plan is valid on any target, or another error that the user can fix.
+      JaxdistError: the config or an option is invalid, no plan fits on any target, or a file cannot
+        be written.
     """
     document, config = load(path, overrides)
     for text in foreign_code(document.values):
@@ -119,7 +123,10 @@ def _searched(model: Model, target: Target, top: int) -> Result:
 def _confirmed(
     path: Path, overrides: Sequence[str], result: Result, asked: Asked, console: Console
 ) -> Result:
-    """Compile a target's printed plans, or ask for their memory, and sort them by time."""
+    """Return a target's result with the compiler's figures, sorted by time.
+
+    The plans that the compiler refuses come last.
+    """
     pairs = []
     for one in result.top:
         if asked.compiled:
@@ -153,7 +160,7 @@ def _write(document: Document, results: Sequence[Result], path: Path, console: C
 
 
 def _print_results(results: Sequence[Result], config: ExperimentConfig, console: Console) -> None:
-    """Print the heading, a comparison if there are several targets, and each target's plans."""
+    """Print the model, each target's plans, and a comparison if there are several targets."""
     model = results[0].model
     _line("model", f"{config.model.type}, {model.parameters:,} parameters", console)
     if len(results) == 1:
@@ -169,7 +176,14 @@ def _print_results(results: Sequence[Result], config: ExperimentConfig, console:
 
 
 def _print_result(result: Result, first: int, console: Console, step: str = "") -> None:
-    """Print a target's plans, numbered from `first`, and the number of refusals for each reason."""
+    """Print a target's plans, and the number of refused plans for each reason.
+
+    Args:
+      result: the result of the target.
+      first: the number of the target's first plan.
+      console: the console.
+      step: the amount of data in a step as text, or an empty string to leave it out.
+    """
     target, found = result.target, result.found
     devices = f", {target.devices:,} devices" if target.per_chip > 1 else ""
     _line("chips", f"{target.chips:,}: {target.words}{devices}", console)
@@ -244,7 +258,7 @@ def _explain(
 
 
 def _to_json(results: Sequence[Result], config: ExperimentConfig) -> JsonObject:
-    """Convert everything that the tables show to plain data."""
+    """Return everything that the tables show as JSON values."""
     model = results[0].model
     return {
         "parameters": model.parameters,
@@ -257,7 +271,10 @@ def _to_json(results: Sequence[Result], config: ExperimentConfig) -> JsonObject:
 
 
 def _first_json(one: Result, results: Sequence[Result], config: ExperimentConfig) -> JsonObject:
-    """Return the cost of a billion tokens by a target's first plan, or why no plan is printed."""
+    """Return the cost of a billion tokens with a target's first plan, as JSON values.
+
+    Without a plan, "nothing" has the reason.
+    """
     if not one.top:
         return {"chip_hours": None, "kwh": None, "nothing": one.why_not()}
     hours = None if one.refused else one.chip_hours

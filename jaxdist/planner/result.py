@@ -20,10 +20,10 @@ class Result:
       model: the model.
       target: the target.
       found: all plans of the search.
-      top: the plans to print, the fastest first.
-      confirmed: figures of the compiled programs of `top`, in the same order, or an empty tuple
-        where no plan is compiled.
-      search_seconds: time of the search, without compilation.
+      top: the plans to print, the fastest plan first.
+      confirmed: the figures of the compiled programs of `top`, in the same order. The tuple is
+        empty if no plan is compiled.
+      search_seconds: the time of the search without compilation, in seconds.
     """
 
     model: Model
@@ -40,23 +40,28 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """The seconds of the first plan's step, compiled if possible, or infinity if refused."""
+        """The seconds of a step with the first plan, from its compiled program if there is one.
+
+        They are infinite if there is no plan, or if the compiler refuses all printed plans.
+        """
         if not self.top or self.refused:
             return math.inf
         return self.confirmed[0].seconds if self.confirmed else self.top[0].seconds.total
 
     @property
     def chip_hours(self) -> float:
-        """The chip-hours of the first plan for a billion tokens."""
+        """The chip-hours for a billion tokens with the first plan."""
         return self.target.chips * self.seconds / 3600 / self.model.tokens * 1e9
 
     def why_not(self) -> str:
-        """Explain in a line why no plan is printed."""
+        """Return a line that explains why no plan fits."""
         return str(no_plan(self.model, self.target, self.found))
 
 
 def in_order(results: Sequence[Result]) -> tuple[Result, ...]:
-    """Sort targets by the time of their first plan; targets without a plan that fits come last.
+    """Return results sorted by the time of their first plan.
+
+    Targets without a plan that fits come last.
 
     Raises:
       ConfigError: no plan fits on any target.
@@ -70,9 +75,10 @@ def in_order(results: Sequence[Result]) -> tuple[Result, ...]:
 
 
 def first_numbers(results: Sequence[Result]) -> list[int]:
-    """Return the number of each target's first plan; numbers continue from table to table.
+    """Return the number of each target's first plan.
 
-    The number of a target without plans is meaningless.
+    The numbers of a target's plans follow those of the previous target. The number of a target
+    without plans is meaningless.
     """
     numbers = [1]
     for one in results[:-1]:
@@ -81,7 +87,7 @@ def first_numbers(results: Sequence[Result]) -> list[int]:
 
 
 def numbered(results: Sequence[Result], number: int) -> tuple[Result, Judged]:
-    """Return the plan with a number, and its target's result.
+    """Return the result of the target to which a numbered plan belongs, and the plan.
 
     If there is only one target, plans that are not printed have numbers too.
 

@@ -1,4 +1,4 @@
-"""The search over all plans of a model on a target, whose memory and time come from formulas."""
+"""The search over all plans of a model on a target, with memory and time by formula."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ from jaxdist.planner.target import Places, Target, inner_meshes, meshes
 from jaxdist.planner.time import Seconds
 
 Model = Decoder | Traced
-"""A model to plan for: a decoder with formulas of its own, or any model by its trace."""
+"""A model to plan for: the sizes of a decoder, or the traced figures of any other model."""
 
 
 def model_of(config: ExperimentConfig, document: Document) -> Model:
-    """Return the model of a config: the sizes of a decoder, or the figures of a traced step.
+    """Return the model of a config, from which formulas compute.
+
+    For a gpt without experts these are the sizes of a decoder, and for other models the figures of
+    a traced step.
 
     Raises:
-      ConfigError: settings that no plan would keep, or a config that cannot be built.
+      ConfigError: the planner does not take a setting into account, or the config cannot be built.
     """
     check_plannable(config, document)
     if isinstance(config.model, GptConfig) and config.model.experts is None:
@@ -38,9 +41,9 @@ def model_of(config: ExperimentConfig, document: Document) -> Model:
 
 
 SPARE = 0.05
-"""Fraction of a chip's memory that a plan must leave free, since the formula is not exact."""
+"""The fraction of a chip's memory that a plan must leave free, since the formula is not exact."""
 MEMORY = "more memory than a chip has"
-"""The key in `SearchResults.refused` for the number of plans that do not fit."""
+"""The key in `SearchResults.refused` for plans that do not fit."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Judged:
       places: the layout of the plan's mesh on the torus.
       memory: the memory on each device.
       seconds: the time of a step.
-      limit_bytes: the part of a chip's memory that a program may use.
+      limit_bytes: the memory of each device.
     """
 
     plan: Plan
@@ -72,7 +75,7 @@ class Judged:
         Args:
           model: the model.
           target: the chips.
-          masked: whether products that the causal mask discards count.
+          masked: whether products that the causal mask discards count as model FLOPs.
         """
         peak = target.device.flops_per_second["bfloat16"] * target.devices
         return model.model_flops(masked=masked) / (peak * self.seconds.total)
@@ -83,9 +86,9 @@ class SearchResults:
     """The results of a search.
 
     Attributes:
-      valid: the plans that fit, the fastest first.
-      too_large: valid plans that do not fit, the smallest first.
-      refused: the number of refused plans for each reason, including those that do not fit.
+      valid: the valid plans that fit, the fastest plan first.
+      too_large: the valid plans that do not fit, the smallest plan first.
+      refused: for each reason, the number of plans that are invalid or do not fit.
     """
 
     valid: tuple[Judged, ...]
@@ -99,10 +102,9 @@ class SearchResults:
 
 
 def search(model: Model, target: Target) -> SearchResults:
-    """Compute the memory and time of every plan on a target, and sort the plans.
+    """Return all plans for a model on a target, with their memory and time, in order.
 
-    A mesh, a number of microbatches or a schedule that does not divide the model counts as a
-    refusal for each plan that has it.
+    The result has only the number of invalid plans, for each reason.
     """
     formulas = formulas_of(model)
     valid: list[Judged] = []
@@ -127,7 +129,14 @@ def search(model: Model, target: Target) -> SearchResults:
 
 
 def judge_plan(model: Model, plan: Plan, places: Places, target: Target) -> Judged:
-    """Compute memory and time of a valid plan."""
+    """Return a valid plan with its memory and time.
+
+    Args:
+      model: the model.
+      plan: the plan.
+      places: the layout of the plan's mesh on the torus.
+      target: the chips.
+    """
     formulas = formulas_of(model)
     limit = target.device.memory_bytes
     assert limit is not None, "targets have memory of their own"
@@ -136,7 +145,7 @@ def judge_plan(model: Model, plan: Plan, places: Places, target: Target) -> Judg
 
 
 def formulas_of(model: Model) -> Formulas:
-    """Return the formulas for a model's plans: those of decoders, or those of a traced step."""
+    """Return the formulas for plans of a model, which are `DecoderFormulas` or `TracedFormulas`."""
     return TracedFormulas(model) if isinstance(model, Traced) else DecoderFormulas(model)
 
 
@@ -145,16 +154,17 @@ MOST_SLICES = 4096
 
 
 def least_chips(model: Model, target: Target) -> int | None:
-    """Return the number of chips of the smallest multiple of a target on which the model fits.
+    """Return the number of chips of a target with more slices, on which the model fits.
 
-    The number of slices is doubled until the model fits, and the batch grows to at least a sequence
-    for each replica. The result is None where the model fits on no number of slices.
+    The number of slices is doubled until the model fits. The batch grows too, so that the slices
+    divide it. The result is None if the model does not fit on any number of slices up to
+    `MOST_SLICES` times as many.
     """
     slices = target.slices
     while slices < MOST_SLICES * target.slices:
         slices *= 2
         wider = dataclasses.replace(target, slices=slices)
-        # A batch that does not divide over more slices is enlarged: the question is one of memory.
+        # The batch is enlarged until all devices divide it, since only memory matters here.
         grown = dataclasses.replace(model, batch=math.lcm(model.batch, wider.devices))
         if any(_smallest(grown, places, wider) for places in meshes(wider)):
             return wider.chips
@@ -162,7 +172,10 @@ def least_chips(model: Model, target: Target) -> int | None:
 
 
 def _smallest(model: Model, places: Places, target: Target) -> bool:
-    """Return whether the plan with the least memory on a mesh fits."""
+    """Return whether the plan with the least memory on a mesh is valid and fits.
+
+    For a mesh with axis stage the result is False.
+    """
     stage, data, tensor = places.sizes
     # A plan takes least memory with one sequence at a time, `remat: full` (the default) and ZeRO 3.
     plan = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices)
@@ -174,7 +187,7 @@ def _smallest(model: Model, places: Places, target: Target) -> bool:
 
 
 def best(found: SearchResults, top: int) -> tuple[Judged, ...]:
-    """Return the fastest plans, except those for which a faster plan of the same mesh fits better.
+    """Return the `top` fastest plans that fit, without plans that are worse in both respects.
 
     A plan is left out if a faster plan with the same mesh takes no more memory.
     """
@@ -212,7 +225,10 @@ def judged_of(found: SearchResults, top: tuple[Judged, ...], number: int) -> Jud
 
 
 def no_plan(model: Model, target: Target, found: SearchResults) -> ConfigError:
-    """Return the error for a search without a plan that fits: the reasons, and a remedy."""
+    """Return the error for a search without a plan that fits.
+
+    The message has the reasons, and the number of chips on which the model would fit.
+    """
     reasons = "; ".join(f"{count:,} x {why}" for why, count in found.refused.items())
     head = f"none of {found.count:,} plans of {model.parameters:,} parameters on {target.words}"
     if not found.too_large:

@@ -1,4 +1,4 @@
-"""The targets of planning: TPU slices, or hosts of GPUs, joined by a slower network."""
+"""The targets of planning: TPU slices or hosts with GPUs, which a slow network joins."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _GPU = re.compile(r"([a-z0-9]+):(\d{1,5})x(\d{1,2})")
 _SEVERAL = re.compile(r"(\d{1,4}) ?x ?([a-z].*)")
 _GPU_NAMES = tuple(name for name in DEVICES if name not in FAMILIES and name != "cpu")
 Dims = tuple[int, ...]
-"""Indices of dims of a torus."""
+"""The indices of dims of a torus."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Chips to plan for.
+    """The chips to plan for.
 
     Attributes:
-      text: a single slice in the form of the command line; for GPUs, all hosts.
-      device: the speed and memory of a chip.
-      shape: shape of a slice's torus, with a last dim for the devices of a chip where there are
-        two; for GPUs, the number of GPUs in a host.
-      slices: number of slices, or of hosts with GPUs.
-      ends_joined: for each dim of `shape`, whether the torus closes to a ring along it.
-      per_chip: number of devices of a chip, which share the chip's links.
+      text: the text of a single slice, or of all hosts with GPUs, as on the command line.
+      device: the speed and memory of a device.
+      shape: the shape of a slice's torus, with a last dim for the devices of a chip if a chip has
+        two devices. For GPUs, it is the number of GPUs in a host.
+      slices: the number of slices, or of hosts with GPUs.
+      ends_joined: for each dim of `shape`, whether the devices along the dim form a ring.
+      per_chip: the number of devices of a chip, which share the chip's links.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Target:
 
     @property
     def is_tpu(self) -> bool:
-        """Whether the chips are TPUs, for which programs can be compiled without the chips."""
+        """Whether the chips are TPUs; programs for TPUs can be compiled on other machines."""
         return self.device.clock_hz is not None
 
     @property
@@ -69,19 +69,28 @@ class Target:
         return self.text if self.slices == 1 or not self.is_tpu else f"{self.slices} x {self.text}"
 
     def times(self, factor: int) -> Target:
-        """Return a target with `factor` times the slices."""
+        """Return the target with `factor` times as many slices."""
         return replace(self, slices=self.slices * factor)
 
     def ports(self, dims: Dims) -> int:
-        """Return the number of links over which a device sends in a collective over whole dims."""
+        """Return the number of links on which a device sends in a collective.
+
+        Args:
+          dims: the dims of the torus that the collective spans from end to end.
+        """
         if not self.is_tpu:
             return 1
         far = self.far(dims)
-        # Two chips on a ring have one neighbour, as on a line. The link within a chip counts as 1.
+        # A chip on a ring of two chips has only one neighbor, as on a line. The link within a chip
+        # counts as 1.
         return sum(2 if self.ends_joined[d] and self.shape[d] > 2 else 1 for d in far) or 1
 
     def hops(self, dims: Dims) -> int:
-        """Return the number of hops to the farthest device in a collective over whole dims."""
+        """Return the number of hops to the farthest device in a collective.
+
+        Args:
+          dims: the dims of the torus that the collective spans from end to end.
+        """
         if not self.is_tpu:
             return 1
         return sum(
@@ -90,10 +99,10 @@ class Target:
         )
 
     def link_rate(self, dims: Dims) -> float:
-        """Return a device's bytes per second on a link, in a collective over these dims.
+        """Return the bytes per second that a device sends on a link in a collective over `dims`.
 
-        The rule is that of `jaxdist.cost.torus`: the devices of a chip share the chip's links,
-        except in a collective that includes both devices.
+        The devices of a chip share the chip's links, unless the collective includes both devices
+        (as in `jaxdist.cost.torus`).
         """
         rate, far = self.device.fast.bytes_per_second, self.far(dims)
         if self.per_chip == 1:
@@ -103,14 +112,18 @@ class Target:
         return rate if far else CHIPLET_LINKS * rate
 
     def far(self, dims: Dims) -> Dims:
-        """Return the dims along which devices are on different chips, a part of `dims`."""
+        """Return those of the given dims along which devices are on different chips."""
         return dims if self.per_chip == 1 else tuple(d for d in dims if d < len(self.shape) - 1)
 
 
 def ring_hops(target: Target, dims: Dims) -> int:
-    """Return the largest number of hops if each chip along whole dims sends to its successor.
+    """Return the largest number of hops of a message if each chip sends to its successor.
 
-    On a line, the message from the last chip to the first passes all others.
+    On a line, the message from the last chip to the first passes all other chips.
+
+    Args:
+      target: the chips.
+      dims: the dims of the torus that the chips occupy from end to end.
 
     >>> ring_hops(parse_target("v5p:4x4x4"), (2,)), ring_hops(parse_target("v5e:4x4"), (1,))
     (1, 3)
@@ -126,7 +139,7 @@ def parse_targets(texts: Sequence[str], slices: int = 1) -> tuple[Target, ...]:
 
     Args:
       texts: the targets, such as `v5p:4x4x4` or `4xv5e:16x16`.
-      slices: number of slices of each target whose text does not begin with a number.
+      slices: the number of slices of each target whose text does not begin with a number.
 
     Raises:
       MeshError: a text is not a target, or two targets are equal.
@@ -142,14 +155,16 @@ def parse_targets(texts: Sequence[str], slices: int = 1) -> tuple[Target, ...]:
 
 
 def parse_target(text: str, slices: int = 1) -> Target:
-    """Parse a TPU slice such as `v5p:8x8x8`, or hosts x GPUs per host, such as `h100:16x8`.
+    """Parse a target, which is a TPU slice such as `v5p:8x8x8` or GPUs such as `h100:16x8`.
+
+    The numbers of `h100:16x8` are the number of hosts and the number of GPUs in a host.
 
     Args:
-      text: the target; several equal slices are written `4xv5p:8x8x8`.
-      slices: number of slices where `text` does not begin with a number.
+      text: the target. Several equal slices are written `4xv5p:8x8x8`.
+      slices: the number of slices if `text` does not begin with a number.
 
     Raises:
-      MeshError: the text is neither of the two, or the speed of the chip is unknown.
+      MeshError: the text is not a target, or the speed of the chip is unknown.
 
     >>> parse_target("h100:16x8").chips, parse_target("4xv5e:16x16").chips
     (128, 1024)
@@ -188,13 +203,15 @@ def parse_target(text: str, slices: int = 1) -> Target:
 
 @dataclass(frozen=True)
 class Places:
-    """The layout of the mesh axes inside a slice, each on whole dims of the slice's torus.
+    """The layout of the mesh axes on the torus of a slice.
+
+    Each axis occupies dims of the torus from end to end.
 
     Attributes:
-      sizes: sizes of the axes stage, data and tensor.
-      dims: the dims of the torus for the axes stage, data and tensor.
-      inner: size of a further axis, context or expert.
-      inner_dims: the dims of the torus for the further axis.
+      sizes: the sizes of the axes stage, data and tensor.
+      dims: the dims of the torus that the axes stage, data and tensor occupy.
+      inner: the size of a further axis, context or expert, or 1 without such an axis.
+      inner_dims: the dims of the torus that the further axis occupies.
     """
 
     sizes: tuple[int, int, int]
@@ -204,20 +221,23 @@ class Places:
 
 
 def inner_meshes(target: Target) -> Iterator[Places]:
-    """Yield every layout of data and a further axis, larger than 1, on whole dims of the torus."""
+    """Yield every layout of axis data and a further axis that is larger than 1.
+
+    The further axis is context or expert.
+    """
     for one in meshes(target):
-        # The further axis is the last of a mesh, as tensor is elsewhere.
+        # The further axis is the last axis of a mesh, like axis tensor in other meshes.
         stage, data, inner = one.sizes
         if stage == 1 and inner > 1:
             yield Places((1, data, 1), (one.dims[0], one.dims[1], ()), inner, one.dims[2])
 
 
 def meshes(target: Target) -> Iterator[Places]:
-    """Yield every layout of stage, data and tensor in a slice, each on whole dims of its torus.
+    """Yield every layout of the axes stage, data and tensor in a slice.
 
-    Whole dims are rings where the torus has rings, and jax refuses other layouts. Only the first
-    of several layouts with equal sizes is yielded, since jax takes the first that fits, from the
-    last axis on.
+    Each axis occupies dims of the torus from end to end: such dims are rings if the torus has
+    rings, and jax refuses other layouts. Only the first of several layouts with equal sizes is
+    yielded, which is the layout that jax chooses.
     """
     if not target.is_tpu:
         (chips,) = target.shape

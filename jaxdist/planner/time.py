@@ -1,11 +1,11 @@
-"""The time of a plan's step, by formula: compute at the chips' rates, collectives over links.
+"""The time of a plan's step by formula, from the rates of the chips and their links.
 
 Matrix products run at a fraction of the peak, and elementwise operations at the bandwidth of
 memory. The times of both add up, since XLA fuses few elementwise operations with products. The
-device waits for ZeRO's collectives, as XLA:TPU schedules them. Collectives of axis tensor overlap
-with the products of the MLP (`collective_matmul`), whose partial sums pass through memory; around
-attention the device waits for them. A pipeline takes the time of its ticks, each as long as the
-busiest stage.
+device waits for ZeRO's collectives, as XLA:TPU schedules them. The collectives of axis tensor
+overlap with the products of the MLP (`collective_matmul`), whose partial sums pass through memory,
+but around attention the device waits for these collectives. A pipeline takes the time of its ticks.
+A tick takes the time of its busiest stage.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from jaxdist.sharding.collective_matmul import MOST_READ
 
 @dataclass(frozen=True)
 class _Rates:
-    """Constants of the formulas, read from compiled programs.
+    """The constants of the formulas, read from compiled programs.
 
     Attributes:
-      product: fraction of the peak that matrix products reach on devices without a table in
+      product: the fraction of the peak that matrix products reach on devices without a table in
         `jaxdist.cost.products`.
-      attention: fraction of the peak that attention's kernels reach on devices without a table.
-      passes: number of times that the activations of a block pass through memory in the forward
+      attention: the fraction of the peak that attention's kernels reach on devices without a table.
+      passes: the number of times that the activations of a block pass through memory in the forward
         pass.
-      elements: bytes of activations that the vector unit processes in the time of a FLOP at the
-        peak. They bound elementwise operations where memory is faster.
-      update: bytes through memory for the update of each parameter, besides those of parameters,
-        gradients and the optimizer's state.
+      elements: the bytes of activations that the vector unit processes in the time of a FLOP at the
+        peak. This rate limits elementwise operations if memory is faster.
+      update: the bytes per parameter element that pass through memory in the optimizer's update, in
+        addition to parameters and the optimizer's state.
     """
 
     product: float = 0.94
@@ -51,38 +51,37 @@ class _Rates:
 
 RATES = _Rates()
 HIDDEN_IN_TICKS = 1 / 8
-"""The fraction of the products' time in a pipeline's ticks that overlaps with messages of a ring.
-
-The figure is from compiled steps of a model with 70B parameters.
-"""
+"""The fraction of the time of matrix products in a pipeline's ticks that overlaps with the messages
+of a collective matmul. The figure is from compiled steps of a model with 70B parameters."""
 
 
 WHOLE_SUMS = {"v5e": 2, "v6e": 2, "tpu7x": math.inf}
-"""The least number of torus dims over which libtpu 0.0.52 reduces gradients by an all-reduce whose
-result is then sliced, instead of a reduce-scatter. The number is 3 for families that are not
-listed; on tpu7x libtpu always uses a reduce-scatter."""
+"""The least number of torus dims over which libtpu 0.0.52 reduces gradients with an all-reduce and
+a slice instead of a reduce-scatter. The number is 3 for families that are not listed. On tpu7x
+libtpu always uses a reduce-scatter."""
 WAITED_GATHERS = {"v5e": 0.2, "tpu7x": 0.5}
-"""The fraction of the time of ZeRO 3's gathers for which a step without axis tensor waits, fitted
-to compiled steps. The rest overlaps with computation; on tpu7x the SparseCores gather."""
+"""The fraction of the time of ZeRO 3's gathers for which a step without axis tensor waits. It is
+fitted to compiled steps, and it is 1 for families that are not listed. The remaining time overlaps
+with computation. On tpu7x the SparseCores gather."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """The time of a step by part, on the mean device.
+    """The parts of a step's time in seconds, averaged over devices.
 
     Attributes:
       products: the model's matrix products in both passes, without recomputation.
       attention: the kernels of attention.
-      recomputed: recomputation in the backward pass.
-      elements: elementwise operations, by the memory traffic of activations.
-      update: the optimizer's update, by the memory traffic of its state, of casts and of sums of
-        gradients; and Newton-Schulz with the exchange of its matrices.
-      data: waits for collectives over the data axis inside the fast network.
-      slow: waits for collectives over the data axis across the slow network.
-      tensor: waits for collectives over axis tensor.
-      bubble: waits for other pipeline stages, including the messages between them.
-      context: waits for the exchanges of devices that share sequences.
-      expert: waits for the exchange of tokens with their experts.
+      recomputed: the recomputation in the backward pass.
+      elements: the elementwise operations, from the memory traffic of activations.
+      update: the optimizer's update, from the memory traffic of its state, of casts and of sums of
+        gradients. Newton-Schulz and the exchange of its matrices are included.
+      data: the waits for collectives over axis data inside the fast network.
+      slow: the waits for collectives over axis data across the slow network.
+      tensor: the waits for collectives over axis tensor.
+      bubble: the waits for other pipeline stages and for the messages between stages.
+      context: the waits for exchanges between devices that share sequences.
+      expert: the waits for exchanges of tokens between devices with different experts.
     """
 
     products: float
@@ -124,9 +123,9 @@ def gather_seconds(target: Target, dims: Dims, size: int, total_bytes: float) ->
 
     Args:
       target: the chips.
-      dims: the dims of the torus.
-      size: number of devices in a group.
-      total_bytes: bytes of the whole array.
+      dims: the dims of the torus that the group occupies from end to end.
+      size: the number of devices in the group. For 1 device the result is 0.
+      total_bytes: the bytes of the gathered array, or of the array before the reduce-scatter.
     """
     if size == 1:
         return 0.0
@@ -138,7 +137,8 @@ def gather_seconds(target: Target, dims: Dims, size: int, total_bytes: float) ->
 def across(target: Target, total_bytes: float) -> float:
     """Return the seconds of an all-reduce across S slices, of `total_bytes` on each device.
 
-    A device sends 2 (S - 1) / S of the bytes through its share of its host's network.
+    A device sends 2 (S - 1) / S times the bytes, through its share of the host's network. For a
+    single slice the result is 0.
     """
     count = target.slices
     if count == 1:
@@ -158,7 +158,7 @@ def seconds(
     ticks: Ticks | None = None,
     rates: _Rates = RATES,
 ) -> Seconds:
-    """Compute the time of a step.
+    """Return the time of a decoder's step, by part.
 
     Args:
       model: the model.
@@ -206,8 +206,8 @@ def seconds(
         message = split * model.embed * width
         busy = count * (layers * (ahead + back) + head / plan.stage)
         hops = ring_hops(target, places.dims[0]) if plan.chunks > 1 else 1
-        # `tick` and `busy` both contain the products, which cancel: the bubble is what the ticks
-        # take longer than a mean stage's work.
+        # `tick` and `busy` both contain the products, which cancel. The bubble is the time by which
+        # the ticks take longer than the mean work of a stage.
         bubble = (
             tick + count * head - busy + _messages(ticks, target, places.dims[0], hops * message)
         )
@@ -229,13 +229,16 @@ def seconds(
 
 
 def _update_bytes(model: Decoder, plan: Plan, rates: _Rates) -> float:
-    """Return the bytes read and written per step for the update and the sum of gradients."""
+    """Return the bytes that a device reads and writes in a step for the optimizer's update.
+
+    Sums of gradients over microbatches and casts of parameters are included.
+    """
     count, mine = plan.microbatches, share(model, plan)
     each = 2 * model.param_bytes + rates.update
     found = (mine.trained_shard if plan.zero else mine.trained) * each
     found += 2 * optimizer_bytes(model, plan)
-    # Each microbatch reads its gradients and their sum, writes the sum, and casts parameters whose
-    # stored dtype is wider than that of the computation.
+    # Each microbatch reads its gradients and their sum, and writes the sum. It also casts the
+    # parameters if their stored dtype is wider than the dtype of the computation.
     summed = mine.trained_shard if plan.zero >= 2 else mine.trained
     if count > 1:
         found += 3 * count * summed * model.param_bytes
@@ -245,10 +248,11 @@ def _update_bytes(model: Decoder, plan: Plan, rates: _Rates) -> float:
 
 
 def _orthogonalized_seconds(model: Decoder, plan: Plan, places: Places, target: Target) -> float:
-    """Return the seconds of Newton-Schulz, and of the exchange of its matrices.
+    """Return the seconds of Newton-Schulz and of the exchange of its matrices.
 
-    Devices share the work where the optimizer's state is split. The matrices are exchanged unless
-    each device has whole layers, as with ZeRO 1 where the number of layers divides.
+    The result is 0 for other optimizers than Muon. Devices share the work if the optimizer's state
+    is split. The matrices are exchanged, except with ZeRO 1 if the devices divide the number of
+    layers: then each device has all of the matrices of some layers.
     """
     if not model.newton_schulz:
         return 0.0
@@ -271,12 +275,13 @@ def _attention_passes(
 ) -> float:
     """Return the time of the named kernels of attention, in units of an ideal forward pass.
 
-    The ideal forward pass computes attention's two products at the peak, with nothing masked.
+    The ideal forward pass computes the two products of attention at the peak, including products
+    that the mask discards.
     """
     family, window = target.device.name, None if model.span is None else model.span - 1
     spent = 0.0
     for name in kernels:
-        block = model.window  # plain attention computes all scores, in sequences splash refuses
+        block = model.window  # plain attention computes all scores, for lengths that splash refuses
         if model.window % LANES == 0:
             block = splash_block(name, family, model.window, window=window, narrow=model.narrow)
         share_of_peak = rates.attention
@@ -312,22 +317,32 @@ def _recomputed_share(model: Decoder, plan: Plan) -> float:
 
 
 def _tensor_waits(model: Decoder, plan: Plan, places: Places, target: Target, tokens: int) -> float:
-    """Return a block's waits for axis tensor in all passes, around attention and in the MLP."""
+    """Return the seconds that a block waits for axis tensor in all passes of a microbatch.
+
+    Args:
+      model: the model.
+      plan: the plan.
+      places: the layout of the plan's mesh on the torus.
+      target: the chips.
+      tokens: the number of tokens in a microbatch of a replica.
+    """
     if plan.tensor == 1:
         return 0.0
     again = "attention_out" not in plan.kept
     once = gather_seconds(target, places.dims[2], plan.tensor, tokens * model.embed * model.width)
     # There are a gather and a reduce-scatter in each pass, and a gather of the input for the
-    # gradients of weights. Recomputing attention's output takes a gather and a reduce-scatter more.
+    # gradients of weights. The recomputation of attention's output has a further gather and a
+    # further reduce-scatter.
     return (7 if again else 5) * once + _ring_waits(model, plan, places, target, tokens)
 
 
 def _ring_sums_bytes(model: Decoder, plan: Plan, tokens: int) -> float:
     """Return the bytes that a block's collective matmuls read and write for their partial sums.
 
-    Each piece of the MLP's result is added to the partial sum that arrives on the ring, and so is
-    each piece of the gradient of the MLP's input. The gradient of a kernel is the sum of products
-    that each contract `MOST_READ` pieces. The result is for the forward and the backward pass.
+    The result is for the forward and the backward pass together. Each chunk of the MLP's result is
+    added to the partial sum that arrives on the ring, and so is each chunk of the gradient of the
+    MLP's input. The gradient of a kernel is the sum of several products, each of which contracts
+    `MOST_READ` chunks.
     """
     size = plan.tensor
     if size == 1:
@@ -339,11 +354,12 @@ def _ring_sums_bytes(model: Decoder, plan: Plan, tokens: int) -> float:
 
 
 def _ring_waits(model: Decoder, plan: Plan, places: Places, target: Target, tokens: int) -> float:
-    """Return the time for which a block's MLP waits for messages that outlast the products.
+    """Return the seconds that a block's MLP waits for messages of its collective matmuls.
 
-    Pieces travel in both directions while other pieces are multiplied: by gate and up together (two
-    products), or by down (one product). On a line, the message from the last chip to the first
-    passes all others.
+    Chunks travel in both directions of a ring while other chunks are multiplied. Gate and up
+    multiply together, in two products, and down multiplies in one product. The device waits for the
+    time by which a message takes longer than the products. On a line, the message from the last
+    chip to the first passes all other chips.
     """
     size = plan.tensor
     link, peak = target.device.fast, target.device.flops_per_second["bfloat16"]
@@ -361,10 +377,10 @@ def _ring_waits(model: Decoder, plan: Plan, places: Places, target: Target, toke
 
 
 def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> float:
-    """Return a block's waits for collectives over the data axis, for each microbatch."""
+    """Return the seconds that a block of a microbatch waits for collectives over axis data."""
     layer = share(model, plan).layer * model.width
     if plan.zero < 2:
-        # XLA reduces each microbatch's gradients; an explicit reduction reduces their sum, once.
+        # XLA reduces the gradients of each microbatch. An explicit reduction is of their sum.
         explicit = plan.bfloat16_reduction or plan.schedule is not None
         return 0.0 if explicit else 2 * gather_seconds(target, places.dims[1], plan.data, layer)
     dims = places.dims[1] + (places.inner_dims if plan.context > 1 else ())
@@ -376,7 +392,10 @@ def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> 
 
 
 def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> tuple[float, float]:
-    """Return the seconds that a step waits once, for the fast network and for the slow network."""
+    """Return the seconds of a step's further waits for the fast and for the slow network.
+
+    These are the waits that are not part of `_layer_waits`.
+    """
     mine = share(model, plan)
     sum_bytes = 2 if plan.bfloat16_reduction else model.param_bytes
     dims = places.dims[1]
@@ -385,7 +404,7 @@ def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> t
         fast += 2 * gather_seconds(target, dims, plan.data, mine.whole * sum_bytes)
     if plan.zero in (1, 2):
         fast += gather_seconds(target, dims, plan.data, mine.whole * model.param_bytes)
-    # Gradients are reduced inside the slice first, so that each device only sends its part across
+    # Gradients are first reduced inside the slice, so that each device sends only its shard across
     # the slow network.
     part = mine.whole / plan.data
     slow = across(target, part * sum_bytes)
@@ -396,15 +415,17 @@ def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> t
 
 
 def _ticks_seconds(ticks: Ticks, layers: float, ahead: float, back: float, plan: Plan) -> float:
-    """Return the time of all ticks, each as long as the busiest stage's task.
+    """Return the seconds of all ticks of a step.
+
+    A tick takes the time of its longest task.
 
     Args:
       ticks: the ticks of the plan's pipeline.
-      layers: number of layers of a chunk.
-      ahead, back: seconds of a layer's forward and backward pass.
+      layers: the number of layers of a chunk.
+      ahead, back: the seconds of a layer's forward and backward pass.
       plan: the plan.
     """
-    # `back` contains one recomputed forward pass, but each half of a backward task needs its own.
+    # `back` contains one recomputed forward pass, but each half of a backward task recomputes it.
     twice = ahead if not plan.stash else 0.0
     kinds = {
         TaskKind.FORWARD: layers * ahead,
@@ -416,6 +437,13 @@ def _ticks_seconds(ticks: Ticks, layers: float, ahead: float, back: float, plan:
 
 
 def _messages(ticks: Ticks, target: Target, dims: Dims, size_bytes: float) -> float:
-    """Return the seconds of the messages between stages in all ticks, along dims of the torus."""
+    """Return the seconds of the messages between stages in all ticks.
+
+    Args:
+      ticks: the ticks of the plan's pipeline.
+      target: the chips.
+      dims: the dims of the torus that axis stage occupies.
+      size_bytes: the bytes of a message, multiplied by its number of hops.
+    """
     each = size_bytes / target.link_rate(dims) + target.device.fast.latency_seconds
     return ticks.ticks * (len(ticks.outputs) + len(ticks.cotangents)) * each

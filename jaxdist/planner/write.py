@@ -1,4 +1,4 @@
-"""The insertion of a plan into a config."""
+"""Functions that put the settings of a plan into a config."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from jaxdist.planner.plan import Plan
 from jaxdist.types import Json
 
 KEPT_OF_PARALLEL = ("xla", "batch_norm")
-"""The sections of `parallel` that a plan keeps from the config; a plan sets all others."""
+"""The settings of `parallel` that are kept from the config. A plan replaces all others."""
 
 
 def planned(values: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return the values of a config with a plan's settings in place of the config's.
+    """Return the values of a config with the settings of a plan.
+
+    The sections `mesh`, `parallel` and `sharding` come from the plan, except for the settings in
+    `KEPT_OF_PARALLEL` and the names of parameters' dims.
 
     >>> planned({"model": {"type": "gpt"}}, Plan(data=8))["mesh"]
     {'data': 8}
@@ -42,7 +45,10 @@ def planned(values: dict[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def _named(sharding: Json) -> dict[str, Json]:
-    """Return the part of `sharding` that describes the model: the names of parameters' dims."""
+    """Return the part of a section `sharding` that gives names to the dims of parameters.
+
+    This part describes the model, and no plan changes it.
+    """
     if not isinstance(sharding, dict) or "params" not in sharding:
         return {}
     return {"params": sharding["params"]}
@@ -55,7 +61,7 @@ def _kept(parallel: Json) -> dict[str, Json]:
 
 
 def write_config(document: Document, plan: Plan, path: Path) -> None:
-    """Validate a config with a plan's settings, and write it to a file.
+    """Validate a config with the settings of a plan, and write the config to a file.
 
     Raises:
       ConfigError: the config does not accept the plan.

@@ -1,1 +1,4 @@
-"""Formulas of the search: for a decoder, whose layers are known, or for other models, traced."""
+"""The formulas of the search, for decoders and for other models.
+
+The formulas for decoders know the layers. The formulas for other models use a trace of the step.
+"""

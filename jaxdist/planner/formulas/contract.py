@@ -20,19 +20,19 @@ MOST_MICROBATCHES = 128
 
 
 class Formulas(Protocol):
-    """Formulas for a model's plans that need no compilation."""
+    """The formulas for the memory and time of a model's plans, which need no compilation."""
 
     @property
     def has_inner(self) -> bool:
-        """Whether plans may have a further axis, context or expert, in place of tensor."""
+        """Whether plans may have axis context or axis expert instead of axis tensor."""
         ...
 
     def plans(self, target: Target, places: Places) -> Iterator[Plan]:
-        """Yield every plan on a mesh, valid or not."""
+        """Yield every plan on a mesh, even if it is invalid."""
         ...
 
     def refusal(self, plan: Plan) -> str | None:
-        """Return why a plan is invalid, or None for a valid plan.
+        """Return the reason why a plan is invalid, or None for a valid plan.
 
         The reason does not mention the plan's numbers, so that many plans share a reason.
         """
@@ -48,7 +48,12 @@ class Formulas(Protocol):
 
 
 def counts_of(batch: int, plan: Plan) -> list[int]:
-    """Return the numbers of equal microbatches into which a replica's part of the batch divides."""
+    """Return all possible numbers of equal microbatches, at most `MOST_MICROBATCHES`.
+
+    Args:
+      batch: the number of examples in a step.
+      plan: the plan, whose replicas share the batch.
+    """
     rows = max(1, batch // plan.replicas)
     return [n for n in range(1, min(rows, MOST_MICROBATCHES) + 1) if rows % n == 0]
 
@@ -57,10 +62,12 @@ def counts_of(batch: int, plan: Plan) -> list[int]:
 def invalid(
     zero: int, scope: str, staged: bool, split: bool, two: bool, narrow: bool
 ) -> str | None:
-    """Return the first rule in the table of validity that a kind of plan breaks, or None if valid.
+    """Return the first rule of the validity table that a kind of plan breaks.
+
+    The result is None for a valid plan. ZeRO 3 in a pipeline is refused too.
 
     Args:
-      zero: the stage of ZeRO.
+      zero: the ZeRO stage.
       scope: the scope of ZeRO.
       staged: whether the plan has a pipeline.
       split: whether the plan has axis tensor.

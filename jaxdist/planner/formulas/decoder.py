@@ -25,7 +25,11 @@ from jaxdist.planner.time import Seconds, seconds
 
 @dataclass(frozen=True)
 class DecoderFormulas:
-    """The formulas for plans of a decoder."""
+    """The formulas for plans of a decoder.
+
+    Attributes:
+      model: the sizes of the decoder.
+    """
 
     model: Decoder
 
@@ -47,7 +51,7 @@ class DecoderFormulas:
 
 
 def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
-    """Yield every plan on a mesh, valid or not."""
+    """Yield every plan of a decoder on a mesh, even if it is invalid."""
     stage, data, tensor = places.sizes
     base = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices, context=places.inner)
     counts = counts_of(model.batch, base)
@@ -81,7 +85,7 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
 
 
 def plan_refusal(model: Decoder, plan: Plan) -> str | None:
-    """Return why a plan is invalid, or None for a valid plan."""
+    """Return the reason why a plan of a decoder is invalid, or None for a valid plan."""
     found = _indivisible(model, plan) or context_refusal(model, plan)
     if found is not None:
         return found
@@ -90,8 +94,8 @@ def plan_refusal(model: Decoder, plan: Plan) -> str | None:
     if plan.bfloat16_reduction and (not model.narrow or model.param_bytes == 2):
         return "sums in bfloat16 save nothing, or the model is float32"
     if plan.zero == 3 and plan.stage > 1:
-        # `parallel.pipeline.gather` allows it, for a memory between those of ZeRO 2 and of ZeRO 3
-        # without stages; neither form has a formula yet.
+        # `parallel.pipeline.gather` allows ZeRO 3 in pipelines, in two forms. Neither form has a
+        # formula yet.
         return "no formula prices the gathers of ZeRO 3 in a pipeline"
     if plan.bfloat16_reduction and plan.zero >= 2:
         return "ZeRO 2 and 3 sum gradients in the compute dtype already"
@@ -123,7 +127,7 @@ def _indivisible(model: Decoder, plan: Plan) -> str | None:
 
 
 def ticks_of(plan: Plan) -> Ticks | None:
-    """Return the ticks of a plan's pipeline, or None without a pipeline."""
+    """Return the ticks of a plan's pipeline, or None for a plan without a pipeline."""
     if plan.schedule is None:
         return None
     activations = "stash" if plan.stash else "recompute"
@@ -132,7 +136,8 @@ def ticks_of(plan: Plan) -> Ticks | None:
     )
 
 
-# Cached, since plans that differ in ZeRO or remat have the same ticks, which are slow to lower.
+# The ticks are cached, since they are slow to derive, and plans that differ only in ZeRO or remat
+# have the same ticks.
 @lru_cache(maxsize=1024)
 def _ticks(
     kind: Schedule,

@@ -1,4 +1,4 @@
-"""The formulas for plans of any model, with figures from jax's trace of the model's step.
+"""The formulas for plans of any model, with figures from a trace of the model's step by jax.
 
 Formulas that know the model's layers exist only for decoders (`jaxdist.planner.memory` and
 `jaxdist.planner.time`). For other models the trace gives the shapes of parameters, the size of the
@@ -37,29 +37,30 @@ from jaxdist.trees import flatten_with_names
 
 OTHER_AXES = "the bytes of axes tensor and stage are known only for gpt"
 ROWS = (2, 4)
-"""The numbers of examples in two traces, whose difference gives the cost of a single example."""
+"""The numbers of examples in two traces. The difference of their costs gives the cost of an
+example."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A model and its training, from the trace of its step.
+    """The figures of a model and its training that a trace of the step gives.
 
     Attributes:
-      unit: unit of data in a step, "tokens" or "examples".
-      batch: number of examples in a step.
-      units_per_example: number of tokens in an example, or 1 where the unit is the example.
+      unit: the unit of data, "tokens" or "examples".
+      batch: the number of examples in a step.
+      units_per_example: the number of tokens in an example, or 1 if the unit is "examples".
       tensors: pairs of a parameter and its number of stacked layers.
-      param_bytes: bytes of a parameter, on average.
-      state_bytes: bytes of the optimizer's state per parameter, on average.
-      update_flops: FLOPs of the optimizer's update of all parameters in a step.
-      buffer_bytes: bytes of the model's state that is not trained, such as running statistics.
-      example_bytes: bytes of an example of the data.
-      kept_bytes: bytes that an example's forward pass keeps for the backward pass.
-      flops: an example's FLOPs of matrix products and convolutions, without recomputation.
-      step_flops: an example's FLOPs in the actual step, with recomputation.
+      param_bytes: the mean number of bytes of a parameter element.
+      state_bytes: the mean number of bytes of the optimizer's state per parameter element.
+      buffer_bytes: the bytes of the model's state that is not trained, such as running statistics.
+      example_bytes: the bytes of an example of the data.
+      kept_bytes: the bytes that an example's forward pass keeps for the backward pass.
+      flops: the FLOPs of an example's matrix products and convolutions, without recomputation.
+      step_flops: the FLOPs of an example in the actual step, with recomputation.
       narrow: whether activations and the factors of products have two bytes per number.
-      steps: number of steps of the run, or None where the config gives epochs instead.
-      experts: the layers with experts, or None without any.
+      steps: the number of steps of the run, or None if the config gives epochs instead.
+      update_flops: the FLOPs of the optimizer's update of all parameters in a step.
+      experts: the layers with experts, or None if there are none.
     """
 
     unit: str
@@ -80,12 +81,12 @@ class Traced:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the whole model."""
+        """The number of parameters of the model."""
         return sum(math.prod(tensor.shape) * count for tensor, count in self.tensors)
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in a step, or of examples where there are no tokens."""
+        """The number of tokens in a step, or of examples if the data has no tokens."""
         return self.batch * self.units_per_example
 
     @property
@@ -95,12 +96,12 @@ class Traced:
 
     @property
     def sent_bytes(self) -> float:
-        """The bytes per parameter of a gradient before summation, and of a gathered parameter."""
+        """The number of bytes that are sent for an element of a gradient or gathered parameter."""
         return min(self.param_bytes, self.width)
 
     @property
     def cast_bytes(self) -> int:
-        """The bytes per parameter of a copy in a narrower dtype, or 0 without a cast."""
+        """The number of bytes of an element of a parameter's narrower copy, or 0 without a copy."""
         return self.width if self.param_bytes > self.width else 0
 
     @property
@@ -111,7 +112,9 @@ class Traced:
     def model_flops(self, *, masked: bool) -> float:
         """Return the FLOPs of a step, without recomputation.
 
-        Products that a mask discards are unknown in a trace, and always count.
+        Args:
+          masked: whether products that a mask discards count. It has no effect, since a trace does
+            not show which products a mask discards.
         """
         return self.batch * self.flops
 
@@ -119,14 +122,14 @@ class Traced:
         """Return the number of parameter elements on a device.
 
         Args:
-          parts: number of devices over which ZeRO splits.
-          expert: number of devices with different experts.
+          parts: the number of devices over which ZeRO splits parameters.
+          expert: the number of devices with different experts.
         """
         return _elements(self.tensors, parts, expert)
 
     @property
     def shared_elements(self) -> int:
-        """The number of parameter elements of no expert."""
+        """The number of parameter elements that do not belong to experts."""
         return sum(math.prod(t.shape) * count for t, count in self.tensors if t.split is None)
 
 
@@ -139,7 +142,10 @@ def _elements(tensors: tuple[tuple[PlannedParameter, int], ...], parts: int, exp
 class TracedFormulas:
     """The formulas for plans of a traced model: data parallelism with ZeRO and microbatches.
 
-    Experts may lie on devices of their own.
+    A model with experts may also have axis expert.
+
+    Attributes:
+      model: the figures from the trace.
     """
 
     model: Traced
@@ -179,10 +185,11 @@ class TracedFormulas:
         whole = model.elements(1, plan.expert)
         shard = model.elements(plan.state_parts, plan.expert)
         stored = shard if plan.zero == 3 else whole
-        # Gradients have the dtype of the computation, a sum over microbatches that of parameters.
+        # Gradients have the dtype of the computation. A sum over microbatches has the dtype of the
+        # parameters.
         alone = model.param_bytes if plan.zero == 0 and count == 1 else model.sent_bytes
         summed = (shard if plan.zero else whole) * model.param_bytes * (count > 1)
-        # A microbatch's rows. The device also has the data of all microbatches of a step.
+        # Activations are of one microbatch, but the device has the data of all microbatches.
         rows = model.batch // (plan.replicas * count)
         return PlanMemory(
             parameters=stored * model.param_bytes + model.buffer_bytes,
@@ -193,7 +200,7 @@ class TracedFormulas:
         )
 
     def _spare_bytes(self, plan: Plan, rows: int) -> float:
-        """Return the bytes of the experts' rows that have room for the worst case."""
+        """Return the bytes of the empty rows in the experts' buffers; see `spare_rows`."""
         experts = self.model.experts
         if experts is None:
             return 0.0
@@ -228,7 +235,10 @@ class TracedFormulas:
         )
 
     def _update_bytes(self, plan: Plan) -> float:
-        """Return the bytes read and written per step for the update and the sum of gradients."""
+        """Return the bytes that a device reads and writes in a step for the optimizer's update.
+
+        Sums of gradients over microbatches are included.
+        """
         model, count = self.model, plan.microbatches
         whole = model.elements(1, plan.expert)
         shard = model.elements(plan.state_parts, plan.expert)
@@ -238,11 +248,11 @@ class TracedFormulas:
         return (shard if plan.zero else whole) * each + sums
 
     def _waits(self, plan: Plan, places: Places, target: Target) -> tuple[float, float]:
-        """Return the seconds that a step waits for the fast network, and for the slow network.
+        """Return the seconds that a step waits for the fast network and for the slow network.
 
         Without ZeRO, XLA reduces the summed gradients of all microbatches once. With ZeRO, the
         gradients of each microbatch are reduce-scattered. ZeRO 1 and 2 gather parameters once per
-        step, ZeRO 3 in both passes of each microbatch.
+        step, and ZeRO 3 gathers them in both passes of each microbatch.
         """
         model, count = self.model, plan.microbatches
         size = model.elements(1, plan.expert)
@@ -252,7 +262,8 @@ class TracedFormulas:
 
         sent = model.sent_bytes if plan.zero or count == 1 else model.param_bytes
         crossing = across(target, size * sent / plan.data)
-        # Parameters of no expert have gradients on all devices, which are summed over both axes.
+        # Parameters that do not belong to experts have gradients on all devices, which are summed
+        # over both axes.
         shared = model.shared_elements * sent / (plan.data if plan.zero else 1)
         among = 2 * gather_seconds(target, places.inner_dims, plan.expert, shared)
         if plan.zero == 0:
@@ -265,7 +276,7 @@ class TracedFormulas:
 
 
 def traced_of(config: ExperimentConfig, document: Document) -> Traced:
-    """Trace the step of a config on a single device, without computing anything.
+    """Return the figures of a config's step, which is traced for a single device and not run.
 
     Raises:
       ConfigError: the config cannot be built.
@@ -290,8 +301,8 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
         state_bytes=_bytes(state.opt_state) / count,
         buffer_bytes=_bytes(state.buffers),
         example_bytes=_bytes(program.batch) / examples,
-        # XLA keeps the factors and results of products, and recomputes the values between them.
-        # The smaller of the two counts, since the model's own remat may keep less (`left`).
+        # XLA keeps the factors and results of products, and recomputes the values between them. The
+        # model's remat may keep less (`left`), so that the smaller number counts.
         kept_bytes=max(0, min(high[name] - low[name] for name in ("left", "products"))) / added,
         flops=flops.model / examples,
         update_flops=flops.update,
@@ -312,9 +323,10 @@ def _experts(config: ExperimentConfig, length: int) -> PlannedExperts | None:
 def _tensor(
     name: str, shape: tuple[int, ...], dims: tuple[str | None, ...]
 ) -> tuple[PlannedParameter, int]:
-    """Return a parameter, split by experts, and its number of stacked layers.
+    """Return a parameter to plan for and its number of stacked layers.
 
-    ZeRO never splits the dim of layers.
+    The shape has no dim of layers, which ZeRO never splits. Axis expert splits the dim of experts
+    if there is one.
     """
     stacked = dims[:1] == ("layers",)
     own = shape[1:] if stacked else shape
@@ -324,7 +336,12 @@ def _tensor(
 
 
 def _of_rows(alone: Experiment, rows: int) -> Mapping[str, float]:
-    """Return the traced memory and FLOPs of a forward and backward pass over `rows` examples."""
+    """Return the traced figures of a forward and backward pass over `rows` examples.
+
+    "left" has the bytes that the forward pass leaves for the backward pass, and "products" has the
+    bytes of the factors and results of products. "narrow" is whether any of the arrays that are
+    left has two-byte floats. "flops" has the FLOPs of both passes.
+    """
     program = alone.program
     compute = program.compute
     assert isinstance(compute, Unstaged), "one device has no stages"
