@@ -38,7 +38,7 @@ def test_arrays_give_single_examples_too() -> None:
             [{"a": [1, 2]}, {"a": [1]}],
             r"'a' of example 1 is int32 \(1,\), and of example 0 int32 \(2,",
         ),
-        ([{"a": 1}, {"a": 1.5}], r"'a' of example 1 is float32 \(\), of example 0 int32"),
+        ([{"a": 1}, {"a": 1.5}], r"'a' of example 1 is float32 \(\), and of example 0 int32"),
         ([{"a": "text"}], r"a\[0\] has dtype <U4, expected numbers"),
         ([{"a": 2**31}], r"a\[0\] holds 2147483648 to 2147483648"),
     ],
