@@ -1,1 +1,1 @@
-"""Optimizers and learning-rate schedules, built from config."""
+"""Optimizers and learning-rate schedules, which are built from a config."""

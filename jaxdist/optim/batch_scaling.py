@@ -1,8 +1,8 @@
-"""Scaling of learning rate and warm-up to another batch size, batch-size ramps, and phases.
+"""The scaling of learning rate and warm-up to another batch size, batch-size ramps, and phases.
 
-All functions here are plain arithmetic on plain data, and each derived value carries its
-explanation. "Batch size" always means the effective batch size: examples per optimizer step, over
-all devices, microbatches and accumulated steps.
+All functions in this module compute with plain numbers, and return each derived value together with
+its explanation. "Batch size" always means the effective batch size: examples per optimizer step,
+over all devices, microbatches and accumulated steps.
 
 Sources: Goyal et al., arXiv 1706.02677 (linear); Krizhevsky, arXiv 1404.5997 (square root); You et
 al., arXiv 1904.00962 (square root with linear-epoch warm-up; mixed batch with re-warm-up). The
@@ -26,8 +26,10 @@ from jaxdist.errors import ConfigError
 from jaxdist.optim.schedules import ScheduleConfig, build_schedule
 
 RULES = {"linear": (1.0, 0.0), "sqrt": (0.5, 0.0), "lamb": (0.5, 1.0)}
-"""For each rule, two exponents: the learning rate and the epochs of warm-up are multiplied by the
-growth in batch size to these powers."""
+"""The two exponents of each rule.
+
+The learning rate is multiplied by the growth of the batch size to the power of the first exponent,
+and the epochs of warm-up by the growth to the power of the second exponent."""
 
 
 class ScaleFromConfig(Config):
@@ -50,7 +52,7 @@ class ScaleFromConfig(Config):
 
     @property
     def warmup(self) -> str:
-        """Describe the warm-up as the config gives it; the text is empty without a warm-up."""
+        """Return the warm-up as the config gives it, as text, or "" without a warm-up."""
         if self.warmup_fraction is not None:
             return f"optim.scale_from.warmup_fraction {self.warmup_fraction:g}"
         if self.warmup_epochs is not None:
@@ -69,7 +71,7 @@ class ScaleFromConfig(Config):
 
 @dataclass(frozen=True)
 class Derived:
-    """A derived value, and a line that explains its derivation."""
+    """A derived value, and a line on how it was derived."""
 
     value: float
     why: str
@@ -93,12 +95,16 @@ def scale(
     """Scale the learning rate and warm-up to a run of `total_steps` at the given `batch_size`.
 
     With growth k = batch_size / config.batch_size, the learning rate is multiplied by k (linear) or
-    sqrt(k) (sqrt, lamb). The warm-up takes the same fraction of the run (linear, sqrt) or k times
-    that fraction (lamb), which for a fixed number of epochs is the same number of steps.
+    sqrt(k) (sqrt, lamb). With linear and sqrt, the warm-up takes the same fraction of the run. With
+    lamb, it takes k times that fraction. If the number of epochs is fixed, lamb's warm-up therefore
+    has the same number of steps.
+
+    Args:
+      examples_per_epoch: the size of the training split, which warmup_epochs needs.
 
     Raises:
-      ConfigError: the warm-up would fill the run; warmup_epochs without examples_per_epoch; a
-        batch size or number of steps under 1.
+      ConfigError: the warm-up would fill the run; the config has warmup_epochs, but
+        examples_per_epoch is None; a batch size or the number of steps is under 1.
 
     >>> bert = ScaleFromConfig(batch_size=512, learning_rate=6.25e-4, warmup_fraction=1 / 320)
     >>> found = scale(bert, batch_size=32768, total_steps=15625)
@@ -131,7 +137,7 @@ def scale(
 def _reference_warmup(
     config: ScaleFromConfig, batch_size: int, total_steps: int, examples_per_epoch: int | None
 ) -> tuple[float, str]:
-    """Return the warm-up as a fraction of the run before scaling, and a description of it."""
+    """Return the unscaled warm-up as a fraction of the run, and a description of this warm-up."""
     if config.warmup_fraction is not None:
         percent = f"{100 * config.warmup_fraction:.4g}%"
         return config.warmup_fraction, f"{percent} of the run at batch {config.batch_size}"
@@ -156,7 +162,10 @@ def _at_least_one(where: str, given: dict[str, int]) -> None:
 
 @dataclass(frozen=True)
 class BatchPhase:
-    """A part of a run at one batch size: steps `first_step` to `first_step + steps`."""
+    """The part of a run at one batch size: steps `first_step + 1` to `first_step + steps`.
+
+    Steps are counted from 1, so `first_step` is the number of earlier steps.
+    """
 
     first_step: int
     steps: int
@@ -164,13 +173,13 @@ class BatchPhase:
 
     @property
     def description(self) -> str:
-        """Describe the phase, with steps counted from 1."""
+        """The first step, the last step and the batch size, as text."""
         first, last = self.first_step + 1, self.first_step + self.steps
         return f"steps {first} to {last}: batch {self.batch_size}"
 
 
 class BatchRampConfig(Config):
-    """A batch size that grows by equal increments, after equal numbers of examples."""
+    """A batch size that grows by equal increments, at equal distances in examples."""
 
     start_batch_size: Count
     """Examples per optimizer step at the start."""
@@ -183,14 +192,15 @@ class BatchRampConfig(Config):
 def ramp_stages(
     config: BatchRampConfig, *, batch_size: int, total_examples: int
 ) -> tuple[BatchPhase, ...]:
-    """Plan the stages of a ramp up to `batch_size`; each stage costs a compilation.
+    """Plan the stages of a run whose batch size grows to `batch_size`.
 
     A stage ends with the first step that completes its share of the examples; the run ends with the
     first step that completes all examples (Brown et al., arXiv 2005.14165; Megatron's
     `rampup-batch-size`).
 
     Raises:
-      ConfigError: the growth is not a whole number of increments; the ramp outlasts the run.
+      ConfigError: the growth is not a whole number of increments; the ramp is not shorter than the
+        run.
 
     >>> ramp = BatchRampConfig(start_batch_size=2, increment=2, ramp_examples=8)
     >>> for stage in ramp_stages(ramp, batch_size=6, total_examples=20):
@@ -214,8 +224,8 @@ def ramp_stages(
     ends = [config.ramp_examples * (i + 1) // count for i in range(count)]
     stages: list[BatchPhase] = []
     step = seen = 0
-    # A stage begins at the number of examples seen so far, which may be beyond its start: the last
-    # step of a stage is a whole batch. A stage whose end has already passed then has no step.
+    # The last step of a stage is a whole batch, so the next stage may begin after its planned
+    # start. If it would begin after its planned end, it has no step.
     for i, end in enumerate([*ends, total_examples]):
         size = start + i * config.increment
         steps = max(0, math.ceil((end - seen) / size))
@@ -226,7 +236,7 @@ def ramp_stages(
 
 
 class PhaseConfig(Config):
-    """A part of a run with its own batch size, learning rate and warm-up."""
+    """A part of a run with a batch size, a learning rate and a warm-up."""
 
     examples_fraction: Annotated[float, Field(gt=0, le=1)]
     """Fraction of the run's examples."""
@@ -242,7 +252,7 @@ class PhaseConfig(Config):
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """The stages of a run in phases, and the learning rate by step over all stages."""
+    """The stages of a run in phases, and the learning rate as a function of the run's step."""
 
     stages: tuple[BatchPhase, ...]
     schedule: optax.Schedule
@@ -250,13 +260,13 @@ class PhasePlan:
 
 
 def plan_phases(phases: Sequence[PhaseConfig], *, total_examples: int) -> PhasePlan:
-    """Plan consecutive phases, each with its own warm-up from zero and linear decay.
+    """Plan consecutive phases, each with a warm-up from zero and a linear decay.
 
     The mixed-batch recipe of "BERT in 76 minutes" has two phases: 9/10 of the examples, as short
     sequences at batch size 65536, then 1/10, as long sequences at 32768, after a second warm-up.
 
     Raises:
-      ConfigError: no phases; fractions that do not sum to 1; a phase without a step.
+      ConfigError: there are no phases; the fractions do not sum to 1; a phase has no step.
     """
     total = math.fsum(phase.examples_fraction for phase in phases)
     if not math.isclose(total, 1.0, abs_tol=1e-6):

@@ -100,8 +100,8 @@ class SgdConfig(OptimizerConfig):
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
-        # For a momentum of 0 optax would still keep a velocity for each parameter; for None it
-        # keeps nothing.
+        # With a momentum of 0 optax would still keep a velocity for each parameter; with None it
+        # keeps none.
         return optax.chain(
             optax.add_decayed_weights(self.weight_decay, tree.matrices),
             optax.sgd(rate, self.momentum or None, self.nesterov),
@@ -109,7 +109,7 @@ class SgdConfig(OptimizerConfig):
 
 
 class ImportedOptimizerConfig(OptimizerConfig):
-    """A user's own optimizer: a function (learning_rate, **args) -> an optax transformation.
+    """A user's optimizer: a function (learning_rate, **args) -> an optax transformation.
 
     The learning rate that the function receives is an `optax.Schedule`, a function of the step.
     """
@@ -141,7 +141,8 @@ class ImportedOptimizerConfig(OptimizerConfig):
 def _check_finite(made: optax.GradientTransformationExtraArgs, path: str) -> None:
     """Refuse a transformation whose first update is not finite, for parameters and gradients of 1.
 
-    With a decay of 1 the bias correction is 0 / 0, and no other check finds that before the run.
+    For example, with a decay of 1 the bias correction is 0 / 0. No other check finds this before
+    the run.
 
     Raises:
       ConfigError: the update is not finite.
@@ -203,23 +204,24 @@ class Rate:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optax transformation and its properties that a train step needs.
+    """An optax transformation, with the properties that a train step needs.
 
     Attributes:
       transform: the optax transformation; see `update` for its arguments.
-      schedule: the learning rate inside the transformation, as a function of the step.
+      schedule: the learning rate that the transformation uses, as a function of the step.
       explained: a line for each derived value.
-      param_dtype: dtype of the stored parameters; None keeps the model's own dtypes.
-      loss_scale: rule for the factor on the loss of which the gradient is taken; None has no
-        factor.
-      max_skipped: consecutive skipped steps that end a run, or None where no step is ever skipped.
+      param_dtype: the dtype of the stored parameters, or None to keep the model's dtypes.
+      loss_scale: the rule for the factor by which the loss is multiplied before its gradient is
+        taken, or None without such a factor.
+      max_skipped: the number of consecutive skipped steps that end a run, or None if no step is
+        ever skipped.
       skips_empty: whether a step whose batch has no weight is skipped before the update.
-      clock: counter of skipped steps for the schedule inside the transformation.
-      rule: the optimizer's own transformation, without the wrappers of this module.
-      eval_params: function of the transformation's state and the trained parameters that returns
-        the parameters to evaluate; None evaluates the trained parameters.
-      place: function that builds the transformation for given shardings of the parameters, or None
-        where the transformation does not depend on the shardings.
+      clock: the counter of skipped steps for the schedule inside the transformation.
+      rule: the optimizer's transformation without the wrappers of this module.
+      eval_params: a function from (the transformation's state, the trained parameters) to the
+        parameters to evaluate, or None to evaluate the trained parameters.
+      place: a function that builds the transformation for given shardings of the parameters, or
+        None if the transformation does not depend on the shardings.
     """
 
     transform: optax.GradientTransformationExtraArgs
@@ -246,14 +248,16 @@ class Optimizer:
         """Compute the updates and the transformation's next state.
 
         Args:
+          grads, state, params: the arguments of an optax update.
           grad_norm: the gradients' global norm, so that clipping need not compute it again.
-          value: the mean loss of the batch, for rules that use it (`optax.polyak_sgd`).
+          value: the mean loss of the batch, for rules that use the loss (`optax.polyak_sgd`).
 
         Raises:
           ConfigError: the transformation needs further arguments.
         """
         skipped = next((found.skipped for found in skip_states(state)), None)
-        # The optimizer's count does not advance in skipped steps, so the schedule adds these.
+        # The optimizer's count does not advance in skipped steps, so the schedule adds their
+        # number.
         try:
             with self.clock.behind(skipped):
                 return self.transform.update(grads, state, params, grad_norm=grad_norm, value=value)
@@ -267,9 +271,9 @@ class Optimizer:
             ) from error
 
     def skipping_empty(self) -> Optimizer:
-        """Return this optimizer for a train step that skips batches without weight.
+        """Return this optimizer, changed for a train step that skips batches without weight.
 
-        The state then holds counters of skipped steps, whether or not the config asks for them.
+        The state then holds counters of skipped steps, even if the config skips no steps.
         """
         if self.max_skipped is not None:
             return replace(self, skips_empty=True)
@@ -295,11 +299,12 @@ def plan_rate(
     """Plan the learning rate of a run of `total_steps`.
 
     Args:
-      batch_size: examples per optimizer step over all devices and microbatches, for scale_from.
-      examples_per_epoch: size of the training split, for scale_from.warmup_epochs.
+      batch_size: the number of examples in an optimizer step, over all devices and microbatches,
+        which scale_from needs.
+      examples_per_epoch: the size of the training split, which scale_from.warmup_epochs needs.
 
     Raises:
-      ConfigError: neither learning_rate nor scale_from; a warm-up that is too long.
+      ConfigError: neither learning_rate nor scale_from is given; the warm-up is too long.
     """
     schedule, given = config.schedule, config.scale_from
     if given is None:
@@ -324,7 +329,7 @@ def plan_rate(
 
 
 def _explain_cut(warmup: int, total_steps: int) -> tuple[str, ...]:
-    """Return a line on a run that ends within its warm-up, and nothing for a longer run."""
+    """Return a line that the run ends within its warm-up, or () for a longer run."""
     if warmup <= total_steps:
         return ()
     return (
@@ -347,12 +352,12 @@ def build_optimizer(
     """Build the optimizer for a run of `total_steps` that trains the parameters `params`.
 
     Args:
-      batch_size: see `plan_rate`.
-      examples_per_epoch: see `plan_rate`.
-      rate: the learning rate to use; None takes the result of `plan_rate`.
+      dims: the logical dims of each parameter, by name.
+      batch_size, examples_per_epoch: the arguments of `plan_rate`.
+      rate: the learning rate to use, or None for the result of `plan_rate`.
 
     Raises:
-      ConfigError: see `plan_rate`; the settings of the loss scale contradict each other.
+      ConfigError: `plan_rate` raises it; the settings of the loss scale contradict each other.
     """
     rate = rate or plan_rate(
         config,
@@ -391,7 +396,7 @@ def _factors(rates: Mapping[str, float], params: Params) -> PyTree:
     """Return the factor on each parameter's learning rate, as a tree like the parameters.
 
     Raises:
-      ConfigError: a pattern that sets the factor of no parameter.
+      ConfigError: a pattern sets the factor of no parameter.
     """
     names = [name for name, _ in flatten_with_names(params)]
     first = [next((p for p in rates if fnmatch.fnmatchcase(name, p)), None) for name in names]
@@ -426,13 +431,13 @@ def _scaled(inner: optax.GradientTransformation, factors: PyTree) -> optax.Gradi
 def _wrapped(
     inner: optax.GradientTransformation, config: OptimizerConfig
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap an update rule in the wrappers of `precision.py`, and these in those of `safety.py`."""
+    """Wrap an update rule in the wrappers of `precision.py`, and then in those of `safety.py`."""
     if config.bf16_moments:
         inner = bf16_moments(inner)
     if config.master_weights is not None:
         inner = master_weights(inner, config.master_weights)
     clipped = clip_to_norm(inner, config.clip_norm)
-    if config.skip_spikes is not None:  # skip_spikes also skips gradients that are not finite
+    if config.skip_spikes is not None:  # `skip_spikes` also skips gradients that are not finite.
         return skip_spikes(
             clipped, factor=config.skip_spikes.factor, window=config.skip_spikes.window
         )

@@ -1,4 +1,4 @@
-"""The settings that all optimizers share, and the parameters with their logical dims."""
+"""The settings that all optimizers share, and a tree of parameters with logical dims."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class OptimizerConfig(Config):
 
     @property
     def skips(self) -> bool:
-        """Whether the config lets a step be skipped because of its gradients."""
+        """Whether a step may be skipped because of its gradients."""
         return self.skip_nonfinite or self.skip_spikes is not None or self.loss_scale is not None
 
     @abstractmethod
@@ -70,11 +70,11 @@ class OptimizerConfig(Config):
 
     @property
     def whole_matrices(self) -> bool:
-        """Whether the rule needs whole matrices, and therefore the shardings of the parameters."""
+        """Whether the rule computes on whole matrices, and so needs the parameters' shardings."""
         return False
 
     def explain(self, tree: NamedParams) -> tuple[str, ...]:
-        """Describe the rule's choices for the parameters of `tree`, a line for each choice."""
+        """Return a line for each choice that the update rule makes for the parameters of `tree`."""
         return ()
 
     @property
@@ -119,8 +119,8 @@ class NamedParams:
     """A tree of parameters and the logical dims of each, by '/'-joined name.
 
     Attributes:
-      shares: shardings that the parameters have in the optimizer's update, a tree like them, or
-        None if all parameters are whole.
+      shares: the sharding of each parameter in the optimizer's update, as a tree like the
+        parameters, or None if no parameter is split.
     """
 
     params: Params
@@ -129,7 +129,7 @@ class NamedParams:
 
     @property
     def matrices(self) -> Masks:
-        """The tree of `decay_mask`; the single value False if no parameter is a matrix."""
+        """The result of `decay_mask`, or the single value False if no parameter is a matrix."""
         # `trust_ratio.flags` refuses a tree that is False everywhere, since a user's mask of that
         # kind is a mistake.
         mask = decay_mask(self.params, self.dims)
@@ -141,10 +141,11 @@ class NamedParams:
         return frozenset(name for name, dims in self.dims.items() if dims[:1] == ("layers",))
 
     def masks(self, rule: LayerwiseRule, exclude_vectors: bool | None) -> dict[str, Masks]:
-        """Return the masks `decay_mask` and `adapt_mask`, each of the matrices or of everything.
+        """Return `decay_mask` and `adapt_mask`, each a mask of the matrices or of all parameters.
 
         Args:
-          exclude_vectors: whether both masks are of matrices only; None leaves each to the rule.
+          rule: the rule, which decides for each mask if `exclude_vectors` is None.
+          exclude_vectors: whether both masks select only the matrices.
         """
         decay, adapt = rule.decay_vectors, rule.adapt_vectors
         if exclude_vectors is not None:
@@ -177,7 +178,10 @@ class LayerwiseConfig(OptimizerConfig):
     def by_layer(self, rule: LayerwiseRule, tree: NamedParams) -> Kwargs:
         """Return keyword arguments of `lamb` or `lars`: dims, masks, and fields of the rule.
 
-        A setting that is null keeps the variant's value, and "off" removes a bound.
+        A setting that is None keeps the variant's value, and "off" removes a bound.
+
+        Args:
+          rule: the rule of the variant.
         """
         off = {"max_grad_norm": math.inf, "phi": UNBOUNDED, "ratio_bounds": UNBOUNDED}
         values = {name: getattr(self, name, None) for name in rule.__dataclass_fields__}

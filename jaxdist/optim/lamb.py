@@ -38,18 +38,19 @@ class LambRule:
     """The differences between implementations of LAMB.
 
     Attributes:
-      bias_correction: divide the moments by 1 - b^t.
-      decay_in_ratio: weight decay is part of the direction that the ratio scales; otherwise it is
-        added after the ratio.
-      decay_vectors: biases and norm scales decay too, unless a mask excludes them.
-      adapt_vectors: biases and norm scales are scaled by the ratio too, unless a mask excludes
-        them.
-      adapt_undecayed: parameters without decay are scaled by the ratio.
-      max_grad_norm: scale gradients down to this global norm first; infinity disables it.
-      phi: bounds of ||w|| in the ratio.
-      ratio_bounds: bounds of the ratio itself.
-      nesterov: look one step ahead along the first moment (as `optax.scale_by_adam(nesterov=True)`
-        does).
+      bias_correction: whether the moments are divided by 1 - b^t.
+      decay_in_ratio: whether weight decay is part of the direction that the trust ratio scales;
+        otherwise it is added after the ratio.
+      decay_vectors: whether biases and norm scales decay too, unless a mask excludes them.
+      adapt_vectors: whether the trust ratio scales biases and norm scales too, unless a mask
+        excludes them.
+      adapt_undecayed: whether the trust ratio scales parameters without decay.
+      max_grad_norm: the global norm to which larger gradients are first scaled down; infinity
+        disables this.
+      phi: the bounds of ||w|| in the trust ratio.
+      ratio_bounds: the bounds of the trust ratio.
+      nesterov: whether the direction uses Nesterov's momentum, as
+        `optax.scale_by_adam(nesterov=True)` does.
     """
 
     bias_correction: bool = True
@@ -67,7 +68,7 @@ LAMB_RULES: dict[LambVariant, LambRule] = {
     "paper": LambRule(),
     "optax": LambRule(decay_vectors=True, adapt_vectors=True),
     "apex": LambRule(adapt_vectors=True, adapt_undecayed=False, max_grad_norm=1.0),
-    # The bounds are those of DeepSpeed's own BERT recipe.
+    # The bounds are those of DeepSpeed's recipe for BERT.
     "deepspeed": LambRule(adapt_vectors=True, ratio_bounds=(0.01, 0.3)),
     "timm": LambRule(adapt_vectors=True, adapt_undecayed=False, max_grad_norm=1.0),
 }
@@ -105,10 +106,12 @@ def lamb(
 
     Args:
       variant: the implementation to follow; `options` override fields of its `LambRule`.
-      layer_dims, decay_mask, adapt_mask, specs: see `jaxdist.optim.layerwise.layerwise`.
+      layer_dims, decay_mask, adapt_mask, specs: the arguments of
+        `jaxdist.optim.layerwise.layerwise`.
 
     Raises:
-      ConfigError: no params, bad numbers, dims, axes, masks or options.
+      ConfigError: an update lacks the parameters, or a number, dim, axis, mask or option is
+        invalid.
 
     >>> tx = lamb(0.1, weight_decay=0.0)
     >>> w = {"kernel": jnp.full((2, 3), 2.0)}
@@ -141,10 +144,10 @@ def _step(
 
 
 def lamb_rule(variant: LambVariant, **options: object) -> LambRule:
-    """Return the rule of a variant with some of its options replaced.
+    """Return the rule of a variant, with some fields replaced.
 
     Raises:
-      ConfigError: no such variant or option; bad bounds.
+      ConfigError: the variant or an option does not exist, or bounds are invalid.
     """
     rule = choose_rule("lamb", LAMB_RULES, variant, options)
     check_bounds(phi=rule.phi, ratio_bounds=rule.ratio_bounds)
@@ -164,7 +167,11 @@ class _Tensors(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """Adam's direction at one step: (mu_scale mu + g_scale g) / (sqrt(nu_scale nu) + eps)."""
+    """The scales of Adam's direction at a step.
+
+    The direction is (mu_scale mu + g_scale g) / (sqrt(nu_scale nu) + eps), from the moments mu and
+    nu and the gradient g.
+    """
 
     mu_scale: jax.Array
     g_scale: jax.Array | None
@@ -190,10 +197,10 @@ class _Look(NamedTuple):
         return cls(one, None, two, jnp.float32(eps))
 
     def after(self, squares: Sequence[Squares]) -> _Look:
-        """Return the same scales, with a dependency on the last of the sums.
+        """Return the same scales, with a dependency on the last of the sums `squares`.
 
-        XLA then computes the leaves one after another, so that the partial sums of a single leaf
-        are in memory at a time, instead of those of all leaves.
+        XLA then computes the leaves one after another, so that only the partial sums of a single
+        leaf are in memory at a time.
         """
         if not squares:
             return self
@@ -208,7 +215,7 @@ class _Look(NamedTuple):
         return moment if self.g_scale is None else moment + (self.g_scale * scale) * x.g
 
     def direction(self, x: _Tensors, decay: Scalar) -> jax.Array:
-        """Return the direction whose norm the ratio uses; it has no decay if `decay` is None."""
+        """Return the direction whose norm the ratio uses; no weight decay if `decay` is None."""
         adam = self.numerator(x, 1.0) / (jnp.sqrt(self.nu_scale * x.nu) + self.eps)
         return adam if decay is None else adam + decay * x.p
 
@@ -219,21 +226,20 @@ class _Look(NamedTuple):
         scale, root = rate * ratio, jnp.sqrt(self.nu_scale)
         adam = self.numerator(x, scale / root) / (jnp.sqrt(x.nu) + self.eps / root)
         shrink = (scale if rule.decay_in_ratio else rate) * x.decay
-        # Without decay the term is left out instead of multiplied by 0, which would read the
-        # parameters.
+        # Without decay the term is left out. A product with 0 would read the parameters.
         return -(adam + shrink * x.p if x.decay else adam).astype(x.p.dtype)
 
 
 def _ratios(
     tensors: Sequence[_Tensors], now: RuleInputs, look: _Look, rule: LambRule
 ) -> list[jax.Array]:
-    """Return the trust ratios of each leaf's layers, which are 1 for leaves that do not adapt."""
+    """Return the trust ratio of each layer of each leaf; it is 1 where the ratio does not apply."""
     squares: list[Squares] = []
     for i in now.adapting:
         x = tensors[i]
         decay = x.decay if x.decay and rule.decay_in_ratio else None
-        # The barrier gives each leaf scalars of its own: XLA:CPU would broadcast a shared scalar
-        # once for all leaves of a shape, into a temporary as large as a leaf.
+        # The barrier gives each leaf separate scalars. XLA:CPU would broadcast a shared scalar once
+        # for all leaves of a shape, into a temporary as large as a leaf.
         own, decay = jax.lax.optimization_barrier(
             (look.after(squares), jax.tree.map(jnp.float32, decay))
         )

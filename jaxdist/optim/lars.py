@@ -33,16 +33,18 @@ class LarsRule:
     """The differences between implementations of LARS.
 
     Attributes:
-      norm_of_sum: divide by ||g + weight_decay w|| rather than ||g|| + weight_decay ||w||.
-      rate_in_momentum: multiply by the learning rate before the momentum; otherwise after it.
-      decay_vectors: biases and norm scales decay too, unless a mask excludes them.
-      adapt_vectors: biases and norm scales are scaled by the ratio too, unless a mask excludes
-        them.
-      adapt_undecayed: parameters without decay are scaled by the ratio.
-      clip_to_rate: the ratio is min(ratio / learning rate, 1) (LARC).
-      decay_zero_grads: a layer whose ratio is undefined, as where all its gradients are zero, still
-        decays.
-      nesterov: look one step ahead along the momentum.
+      norm_of_sum: whether to divide by ||g + weight_decay w|| rather than ||g|| + weight_decay
+        ||w||.
+      rate_in_momentum: whether the learning rate is a factor before the momentum; otherwise it is a
+        factor after the momentum.
+      decay_vectors: whether biases and norm scales decay too, unless a mask excludes them.
+      adapt_vectors: whether the trust ratio scales biases and norm scales too, unless a mask
+        excludes them.
+      adapt_undecayed: whether the trust ratio scales parameters without decay.
+      clip_to_rate: whether the ratio is replaced by min(ratio / learning rate, 1) (LARC).
+      decay_zero_grads: whether a layer whose ratio is undefined still decays; an example is a layer
+        whose gradients are all zero.
+      nesterov: whether to use Nesterov's momentum, which looks one step ahead.
     """
 
     norm_of_sum: bool = False
@@ -95,11 +97,13 @@ def lars(
 
     Args:
       variant: the implementation to follow; `options` override fields of its `LarsRule`.
-      layer_dims, decay_mask, adapt_mask, specs: see `jaxdist.optim.layerwise.layerwise`; where the
-        ratio does not apply, this is plain momentum.
+      layer_dims, decay_mask, adapt_mask, specs: the arguments of
+        `jaxdist.optim.layerwise.layerwise`. Parameters to which the ratio does not apply are
+        updated by plain momentum.
 
     Raises:
-      ConfigError: no params, bad numbers, dims, axes, masks or options.
+      ConfigError: an update lacks the parameters, or a number, dim, axis, mask or option is
+        invalid.
 
     >>> tx = lars(0.1, weight_decay=0.0)
     >>> w = {"kernel": jnp.full((2, 3), 2.0)}
@@ -138,10 +142,10 @@ def _step(
 
 
 def lars_rule(variant: LarsVariant, **options: object) -> LarsRule:
-    """Return the rule of a variant with some of its options replaced.
+    """Return the rule of a variant, with some fields replaced.
 
     Raises:
-      ConfigError: no such variant or option.
+      ConfigError: the variant or an option does not exist.
     """
     return choose_rule("lars", LARS_RULES, variant, options)
 
@@ -168,7 +172,7 @@ def _ratio(
     x: _Tensors, norms: NormPair, *, coefficient: float, eps: float, rate: Scalar, rule: LarsRule
 ) -> tuple[jax.Array, Scalar]:
     """Return the trust ratio and the rate of weight decay of each layer."""
-    # The norm of a sum already contains the weight decay.
+    # The norm of the sum already contains the weight decay.
     added = eps if rule.norm_of_sum else eps + x.decay * norms.weight
     ratio = trust_ratio(norms, coefficient=coefficient, eps=added)
     fine = usable(norms)

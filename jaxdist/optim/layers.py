@@ -1,8 +1,8 @@
-"""The layers in a leaf of the parameters, and norms of layers whose shards are on many devices.
+"""The layers in a leaf of the parameters, and norms of layers that are split over devices.
 
 A leaf may hold many layers, stacked for a scan over layers, and it may be a device's shard of a
-larger array. Both facts are known when the program is traced. This module derives them from logical
-dims and partition specs, so that the arithmetic elsewhere needs no case distinctions.
+larger array. This module derives both facts from logical dims and partition specs while the program
+is traced, so that the update rules need no case distinctions.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, Leaf, Params, PyTree, Specs
 
 FOLD = 16
-"""Number of elements that a first pass adds up side by side: the most that XLA:CPU unrolls and
-vectorises."""
+"""The number of elements that a reduction first adds up in parallel; XLA:CPU unrolls and vectorises
+no more."""
 
 StepCount: TypeAlias = Any
 """An int32 scalar. (A more exact type would clash with the method `count` of named tuples.)"""
 Squares = tuple[jax.Array, ...]
-"""Sums of squares of several tensors of one leaf, float32; a dim that was summed has length 1."""
+"""The sums of squares of several tensors of one leaf, in float32; a summed dim has length 1."""
 
 
 def layer_dims(
     params: Params, dims: Mapping[str, Dims], names: Sequence[str] = ("layers",)
 ) -> PyTree:
-    """Return the dims of each parameter, with None for each dim that is not in `names`.
+    """Return the logical dims of each parameter, with None for each dim that is not in `names`.
 
     Args:
-      dims: logical dims of each parameter, by '/'-joined name.
-      names: names of the dims along which each index has a norm of its own: "layers" separates
-        stacked layers, "heads" or "expert" also the heads or experts.
+      dims: the logical dims of each parameter, by '/'-joined name.
+      names: the names of the dims along which each index has a separate norm: "layers" separates
+        stacked layers, and "heads" or "expert" separates heads or experts too.
 
     Raises:
-      ConfigError: a name that no parameter has ("layers" excepted: not all models stack).
+      ConfigError: no parameter has one of the names; "layers" is always accepted, since not all
+        models are stacked.
 
     >>> layer_dims({"w": jnp.ones((4, 2, 3))}, {"w": ("layers", "embed", "mlp")})
     {'w': ('layers', None, None)}
@@ -61,11 +62,13 @@ def layer_dims(
 
 @dataclass(frozen=True)
 class LayeredLeaf:
-    """A leaf of the parameters as the trust ratio sees it.
+    """A leaf of the parameters, with its layers and its shards.
 
     Attributes:
-      kept: positions of the dims along which each index is a separate layer.
-      split: for each dim, the manual mesh axes that split it.
+      name: the '/'-joined name of the parameter.
+      ndim: the number of dims.
+      kept: the positions of the dims along which each index is a separate layer.
+      split: for each dim, the manual mesh axes that split the dim.
     """
 
     name: str
@@ -75,7 +78,7 @@ class LayeredLeaf:
 
     @property
     def summed(self) -> tuple[int, ...]:
-        """The positions of the dims over which a norm is summed."""
+        """The positions of all other dims, over which a norm is summed."""
         return tuple(i for i in range(self.ndim) if i not in self.kept)
 
     @property
@@ -89,16 +92,16 @@ class LayeredLeaf:
         return tuple(axis for i in self.kept for axis in self.split[i])
 
     def squares(self, *tensors: jax.Array) -> Squares:
-        """Sum the squares of each tensor by layer, in float32, over this device's part only."""
+        """Return each tensor's sum of squares by layer, over this device's shard, in float32."""
         return tuple(jnp.sum(_square(x), self.summed, keepdims=True) for x in tensors)
 
     def squares_in_one_pass(self, *tensors: jax.Array) -> Squares:
-        """Compute `squares` of tensors with shared inputs in a single pass over these inputs."""
+        """Return the result of `squares`, in one pass over the inputs that the tensors share."""
         folded = self._folded([_square(x) for x in tensors])
         return tuple(jnp.sum(x, self.summed, keepdims=True) for x in folded)
 
     def _folded(self, tensors: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Add up to `FOLD` neighbours along a summed dim of all tensors, in a single pass.
+        """Add up at most `FOLD` neighbours along a summed dim of all tensors, in a single pass.
 
         XLA would compute two full sums either in two passes over the inputs, or in one pass as two
         chains of additions, each of which waits for its predecessor. Here the elements of a row are
@@ -108,8 +111,8 @@ class LayeredLeaf:
         shape = tensors[0].shape if tensors else ()
         factors = [(_divisor(shape[i]), i) for i in rows]
         factor, dim = max(factors, default=(1, 0))
-        # XLA may have split this dim along an automatic mesh axis, and a reshape that does not fit
-        # the shards would make it gather them.
+        # XLA may have split this dim along an automatic mesh axis, and would gather the shards for
+        # a reshape that does not fit them.
         if factor == 1 or any(_automatic(x) for x in tensors):
             return tensors
         split = (*shape[:dim], shape[dim] // factor, factor, *shape[dim + 1 :])
@@ -142,17 +145,17 @@ def describe_layers(
     """Describe the leaves of `params`, in order.
 
     Args:
-      layer_dims: a tree like the parameters with a list for each: the name of each dim along which
-        every index has a norm of its own, and None for each dim over which a norm is summed, such
-        as `["layers", None, None]` for a stack of matrices. The function `layer_dims` builds such a
-        tree. A parameter with None instead of a list has a single norm, and so have all parameters
-        with None instead of the tree.
+      layer_dims: a tree like the parameters, with a list for each parameter. The list has the name
+        of each dim along which every index has a separate norm, and None for each dim over which a
+        norm is summed: `["layers", None, None]` for a stack of matrices. The function `layer_dims`
+        builds such a tree. A parameter with None instead of a list has a single norm. If the tree
+        is None, every parameter has a single norm.
       specs: a tree of partition specs, as passed to `jax.shard_map`; it has no effect outside of
         `jax.shard_map`. With None no leaf counts as split.
 
     Raises:
-      ConfigError: a dim that the leaf does not have; an axis that the mesh does not have; a tree
-        with another structure.
+      ConfigError: a list does not have an entry for each dim; the mesh does not have an axis; a
+        tree has another structure.
     """
     named = flatten_with_names(params)
     nothing = [None] * len(named)
@@ -214,9 +217,9 @@ def single_norm(leaf: LayeredLeaf) -> LayeredLeaf:
 
 
 def add_shards(squares: Sequence[Squares], leaves: Sequence[LayeredLeaf]) -> list[Squares]:
-    """Complete the sums of squares over all shards of each layer, by one all-reduce for the tree.
+    """Add up the sums of squares over all shards of each layer, by one all-reduce for all leaves.
 
-    The all-reduce carries the sums of split leaves only, a few float32 for each layer. The sums of
+    The all-reduce sends only the sums of split leaves, a few float32 for each layer. The sums of
     other leaves are returned unchanged.
     """
     axes = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.summed_axes))
@@ -239,12 +242,12 @@ def _mixed(leaf: LayeredLeaf, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _place(stacked: jax.Array, leaf: LayeredLeaf, axes: tuple[str, ...]) -> jax.Array:
-    """Return this device's term of the all-reduce, in which each layer has a slot of its own.
+    """Return this device's term of the all-reduce, in which each layer has a separate slot.
 
     The shape changes from `[tensors, ...]` to `[devices along mixed axes, tensors, ...]`.
     """
-    # Along an axis that splits no dim of this leaf, devices hold copies. A sum over the axis would
-    # count every copy, so only the first device contributes.
+    # Along an axis that splits no dim of this leaf, devices hold replicas. A sum over the axis
+    # would count every replica, so only the first device contributes.
     for axis in axes:
         if axis not in leaf.summed_axes and axis not in leaf.kept_axes:
             stacked = jnp.where(jax.lax.axis_index(axis) == 0, stacked, 0.0)

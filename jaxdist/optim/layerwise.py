@@ -19,7 +19,7 @@ Leaves = Sequence[jax.Array]
 
 
 class LayerwiseRule(Protocol):
-    """The fields that the dataclasses `LambRule` and `LarsRule` share; see `LambRule` for each."""
+    """The fields that `LambRule` and `LarsRule` share; `LambRule` describes each field."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -41,10 +41,15 @@ def choose_rule(
     variant: VariantT,
     options: Mapping[str, object],
 ) -> AnyRule:
-    """Return the rule of a variant with some of its options replaced.
+    """Return the rule of a variant, with some fields replaced.
+
+    Args:
+      optimizer: the name of the optimizer, for errors.
+      rules: the rule of each variant.
+      options: the values of the fields to replace.
 
     Raises:
-      ConfigError: no such variant or option.
+      ConfigError: the variant or an option does not exist.
     """
     if variant not in rules:
         raise ConfigError(f"{optimizer}: variant {variant!r}: {did_you_mean(variant, rules)}")
@@ -57,7 +62,7 @@ def choose_rule(
 
 
 class RuleInputs(NamedTuple):
-    """The inputs of a step, each in the order of the leaves; `count` includes this step."""
+    """The inputs of a step, with lists in the order of the leaves; `count` includes this step."""
 
     params: Leaves
     grads: Leaves
@@ -88,17 +93,18 @@ def layerwise(
     """Build an optimizer from a step that scales each layer of each leaf by norms of that layer.
 
     Args:
-      step: function that returns the updates and the new moments, each in the order of the leaves.
-      state_type: type of the state: a named tuple of `count` and of moments, which are trees like
-        the parameters.
-      layer_dims: for each parameter, the names of its dims that count layers and None for its other
-        dims: `{"w1": ["layers", None, None], "head": None}`; see
+      step: a function that returns the updates and the new moments, each in the order of the
+        leaves.
+      state_type: the type of the state: a named tuple of `count` and of moments, which are trees
+        like the parameters.
+      layer_dims: for each parameter, the names of the dims that count layers, and None for its
+        other dims: `{"w1": ["layers", None, None], "head": None}`; see
         `jaxdist.optim.layers.describe_layers`.
-      specs: see `jaxdist.optim.layers.describe_layers`. Inside `jax.shard_map` all norms are
-        reduced in one all-reduce.
-      decay_mask: true where weights decay; None leaves it to the rule, which may exclude tensors
-        with fewer than two dims besides the layers.
-      adapt_mask: true where the trust ratio applies; None leaves it to the rule too.
+      specs: the partition specs for `jaxdist.optim.layers.describe_layers`. Inside `jax.shard_map`
+        one all-reduce completes all norms.
+      decay_mask: a mask that is true where weights decay. None leaves this to the rule, which may
+        exclude tensors with fewer than two dims other than the layers.
+      adapt_mask: a mask that is true where the trust ratio applies. None leaves this to the rule.
     """
 
     def init(params: Params) -> OptState:

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: float16 gradients that neither vanish nor overflow."""
+"""Dynamic loss scaling, which keeps float16 gradients from vanishing and from overflowing."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class LossScaleState(NamedTuple):
 
 
 def scale_for(params: Params, state: LossScaleState | None) -> LossScaleState | None:
-    """Return the loss scale of a step: `state`, or a scale of 1 if float16 parameters have none.
+    """Return the loss scale of a step: `state`, or a scale of 1 if float16 parameters lack one.
 
-    With a scale, a backward pass begins with the mean loss of a microbatch, and gradients are added
-    up over microbatches in float32. Without a scale it begins with the total loss, whose gradients
-    are safe in float32 and bfloat16, but overflow float16 where a batch has many tokens.
+    With a scale, a backward pass starts from the mean loss of a microbatch, and gradients are added
+    up over microbatches in float32. Without a scale, a backward pass starts from the total loss.
+    Its gradients are safe in float32 and bfloat16, but overflow float16 if a batch has many tokens.
     """
     narrow = any(leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(params))
     one = LossScaleState(jnp.float32(1), jnp.int32(0))

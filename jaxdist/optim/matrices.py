@@ -1,8 +1,9 @@
-"""The matrices in a tree of parameters, and their exchange between devices that hold parts of them.
+"""The matrices in a tree of parameters, and their exchange between the devices that hold the parts.
 
-An update rule for whole matrices (Newton-Schulz) runs on a single device for each matrix, its
-owner. Where shards split a matrix, an all-to-all brings its parts to the owner, and another returns
-the results. Where only the dims that count matrices are split (layers, heads), nothing is sent.
+An update rule for whole matrices (Newton-Schulz) runs on a single device for each matrix, the
+*owner* of the matrix. If shards split a matrix, an all-to-all sends its parts to the owner, and a
+second all-to-all returns the results. If only the dims that count matrices are split (layers,
+heads), nothing is sent.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxdist.mesh import entry_names
 
 HEADS = ("heads", "kv_heads")
-"""The dims that count attention heads."""
+"""The names of the dims that count attention heads."""
 Rule = Callable[[jax.Array], jax.Array]
 """A function from float32 matrices `[K, m, n]` to matrices of the same shape."""
 
@@ -30,10 +31,11 @@ class Matrices:
     """The matrices in a tensor.
 
     Attributes:
-      shape: shape of the tensor.
-      kept: positions of the dims along which each index is a separate matrix.
-      rows: positions of the dims that together are the rows of a matrix (its inputs), in order.
-      columns: positions of the dims that together are the columns (the outputs), in order.
+      shape: the shape of the tensor.
+      kept: the positions of the dims along which each index is a separate matrix.
+      rows: the positions of the dims that together form the rows of a matrix (its inputs), in
+        order.
+      columns: the positions of the dims that together form the columns (its outputs), in order.
     """
 
     shape: tuple[int, ...]
@@ -63,14 +65,15 @@ class Matrices:
 def matrices_in(
     shape: Sequence[int], dims: Sequence[str | None], *, split_heads: bool = False
 ) -> Matrices | None:
-    """Return the matrices in a tensor, or None for a vector, or for a stack of the layers' vectors.
+    """Return the matrices in a tensor, or None for a vector or a stack of vectors.
 
-    The last dim is the columns and the dims before it are the rows, including the window of a
-    convolution. A dim of heads and the dim after it count as one dim, so that a projection to heads
-    is one matrix.
+    The last dim forms the columns. All earlier dims except layers form the rows, including the
+    window of a convolution. A dim of heads and the dim after it count as one dim, so that a
+    projection to heads is one matrix.
 
     Args:
-      split_heads: whether each head of a projection to heads is a matrix of its own.
+      dims: the logical dims of the tensor.
+      split_heads: whether each head of a projection to heads is a separate matrix.
 
     >>> shape, dims = (3, 8, 4, 2), ("layers", "embed", "heads", "head_dim")
     >>> matrices_in(shape, dims).size
@@ -100,8 +103,9 @@ class Held:
     """The part of a tensor's matrices that a device holds.
 
     Attributes:
-      entries: for each dim of the tensor, the mesh axes that split it.
-      parts: for each dim, the number of parts.
+      of: the matrices.
+      entries: for each dim of the tensor, the mesh axes that split the dim.
+      parts: for each dim, the number of parts into which these axes split the dim.
     """
 
     of: Matrices
@@ -136,23 +140,23 @@ class Held:
 
     @property
     def block(self) -> tuple[int, ...]:
-        """The shape of a device's part of a matrix, with the tensor's dims."""
+        """The shape of a device's part of a matrix: the lengths of the dims of rows and columns."""
         return tuple(self.local[i] for i in self.of.inner)
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """A key for grouping: tensors with equal keys are sent together."""
+        """A key for groups: the matrices of tensors with equal keys are sent together."""
         inner = self.of.inner
         named = tuple((self.of.shape[i], self.entries[i], self.parts[i]) for i in inner)
         return len(self.of.rows), named
 
     def taken(self, block: jax.Array) -> jax.Array:
-        """Convert a device's block of the tensor to its matrix parts, `[matrices, *block]`."""
+        """Convert a device's block of the tensor to the parts of matrices, `[matrices, *block]`."""
         moved = block.transpose(*self.of.kept, *self.of.inner)
         return moved.reshape(self.count, *self.block)
 
     def put(self, matrices: jax.Array) -> jax.Array:
-        """Convert matrix parts back to the device's block of the tensor: the inverse of `taken`."""
+        """Convert the parts of matrices to the device's block of the tensor; invert `taken`."""
         order = (*self.of.kept, *self.of.inner)
         moved = matrices.reshape(*(self.local[i] for i in order))
         return moved.transpose(*(order.index(i) for i in range(len(order))))
@@ -185,10 +189,10 @@ class Group:
     """The tensors whose matrices are sent together, and the owner of each matrix.
 
     Attributes:
-      members: positions of the tensors in the list that was planned.
+      members: the positions of the tensors in the list that was planned.
       held: for each member, the part of its matrices that a device holds.
-      last: for each device, the index of the matrix in its last slot, None if that slot is empty;
-        an empty tuple where the number of devices divides the number of matrices.
+      last: for each device, the index of the matrix in the device's last slot, or None if this slot
+        is empty. The tuple is empty if the number of devices divides the number of matrices.
     """
 
     members: tuple[int, ...]
@@ -206,12 +210,12 @@ class Group:
 
     @property
     def full(self) -> int:
-        """The number of matrices that every device owns, before those that are left over."""
+        """The number of matrices that every device owns, without the remainder in `last`."""
         return self.count // self.devices
 
     @property
     def slots(self) -> int:
-        """The number of slots on each device: the most matrices that any device owns."""
+        """The number of slots on each device: the largest number of matrices that a device owns."""
         return self.full + bool(self.last)
 
     @property
@@ -221,7 +225,10 @@ class Group:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """The index of the matrix in each slot of each device; `count` for an empty slot."""
+        """The index of the matrix in each slot of each device, or `count` for an empty slot.
+
+        The shape is `[devices, slots]`.
+        """
         found = np.arange(self.devices * self.full).reshape(self.devices, self.full)
         if not self.last:
             return found
@@ -229,7 +236,11 @@ class Group:
         return np.concatenate([found, np.array(column)[:, None]], axis=1)
 
     def apply(self, rule: Rule, blocks: Sequence[jax.Array]) -> list[jax.Array]:
-        """Apply `rule` to all matrices of the members' blocks, inside a manual `jax.shard_map`."""
+        """Apply `rule` to all matrices of the group, inside a manual `jax.shard_map`.
+
+        Args:
+          blocks: this device's block of each member.
+        """
         first = self.held[0]
         taken = [held.taken(block) for held, block in zip(self.held, blocks, strict=True)]
         mine = jnp.concatenate(taken) if len(taken) > 1 else taken[0]
@@ -271,9 +282,11 @@ class MatrixExchange:
     """The plan by which devices divide the work of an update rule for whole matrices.
 
     Attributes:
-      axes: mesh axes that split at least one of the tensors.
-      specs: partition spec of each tensor.
+      mesh: the mesh, or None on a single device.
+      axes: the mesh axes that split at least one of the tensors.
+      specs: the partition spec of each tensor.
       held: the part of each tensor's matrices that a device holds.
+      groups: the tensors in groups whose matrices are sent together.
     """
 
     mesh: Mesh | None
@@ -307,8 +320,8 @@ class MatrixExchange:
             for x, held in zip(tensors, self.held, strict=True)
         ]
         specs = list(self.specs)
-        # Inside another `jax.shard_map` some axes are already manual: the mesh is then that of the
-        # context, and only the remaining axes become manual here.
+        # Inside another `jax.shard_map` some axes are already manual. The mesh of the context is
+        # then used, and only the remaining axes become manual here.
         mapped = jax.shard_map(
             run,
             mesh=None if manual else self.mesh,
@@ -329,14 +342,15 @@ def plan_matrices(
 ) -> MatrixExchange:
     """Plan the owner of every matrix.
 
-    In each group of tensors, all devices own the same number of matrices, as many as the number of
-    matrices allows. The matrices left over in all groups are assigned one by one, the most
-    expensive first, each to the device with the least work (Graham 1969, longest processing time
-    first).
+    In each group of tensors, all devices own the same number of matrices, except for a remainder.
+    The remaining matrices of all groups are assigned one by one, the most expensive first, each to
+    the device with the least work (Graham 1969, longest processing time first).
 
     Args:
-      specs: partition spec of each tensor.
-      cost: cost of the rule on a matrix, given its numbers of rows and columns.
+      matrices: the matrices of each tensor.
+      specs: the partition spec of each tensor.
+      mesh: the mesh, or None on a single device.
+      cost: a function from the numbers of rows and columns of a matrix to the rule's cost.
     """
     held = tuple(held_of(of, spec, mesh) for of, spec in zip(matrices, specs, strict=True))
     alike: dict[tuple[object, ...], list[int]] = {}

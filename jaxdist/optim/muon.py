@@ -24,16 +24,16 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Masks, OptState, Params, PyTree, Updates
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the polynomial of a Newton-Schulz step. The polynomial is steep at 0, so that few
-steps suffice; singular values end between about 0.7 and 1.2 instead of at 1."""
+"""The coefficients of the polynomial of a Newton-Schulz step. The polynomial is steep at 0, so that
+few steps suffice; the final singular values are between about 0.7 and 1.2 instead of 1."""
 UPDATE_RMS = 0.2
 """The usual root mean square of AdamW's updates (Liu et al. 2025, arXiv 2502.16982, section
 2.2)."""
 ENDS = ("vocab", "classes")
 """Dims that only embeddings and output heads have; AdamW updates parameters with such a dim."""
 BATCH = 2**24
-"""Number of elements of the matrices that are orthogonalized at once; if there are more, the
-matrices are orthogonalized in several batches, one after another."""
+"""The largest number of elements that are orthogonalized together. If the matrices have more
+elements, they are orthogonalized in several batches, one after another."""
 
 Scale = Literal["match_rms", "spectral"]
 
@@ -41,8 +41,9 @@ Scale = Literal["match_rms", "spectral"]
 def newton_schulz(matrices: jax.Array, steps: int = 5, *, eps: float = 1e-8) -> jax.Array:
     """Replace the singular values of each matrix of `[K, m, n]` by values near 1.
 
-    X <- X / (||X||_F + eps); then, `steps` times, A = X X^T, X <- a X + (b A + c A^2) X, on the
-    transposed matrix where m > n, since X X^T is then smaller. Cost: see `newton_schulz_flops`.
+    First X <- X / (||X||_F + eps). Then, `steps` times, A = X X^T and X <- a X + (b A + c A^2) X.
+    If m > n, the transposed matrix is used instead, for which X X^T is smaller. The cost is
+    `newton_schulz_flops`.
 
     >>> found = newton_schulz(jnp.array([[[3.0, 0.0], [0.0, -0.5]]]))[0]
     >>> [round(float(x), 2) for x in (found[0, 0], found[1, 1])]
@@ -59,9 +60,9 @@ def newton_schulz(matrices: jax.Array, steps: int = 5, *, eps: float = 1e-8) -> 
 
 
 def newton_schulz_flops(size: tuple[int, int], steps: int = 5) -> float:
-    """Return the FLOPs of `newton_schulz` on a matrix whose shorter side is m.
+    """Return the FLOPs of `newton_schulz` on a matrix of `size` rows and columns.
 
-    The number of FLOPs is steps (4 m^2 n + 2 m^3).
+    With m the shorter side and n the longer side, the number is steps (4 m^2 n + 2 m^3).
 
     >>> newton_schulz_flops((2, 3), steps=1)
     64.0
@@ -79,14 +80,16 @@ class MuonState(NamedTuple):
 
 @dataclass(frozen=True)
 class Orthogonalized:
-    """The orthogonalized momentum of matrices: Muon without weight decay and learning rate.
+    """Muon without weight decay and learning rate: the orthogonalized momentum of matrices.
 
-    m <- b m + (1 - b) g; the update is scale newton_schulz(m). With Nesterov's momentum, b m / (1 -
-    b^(t + 1)) + (1 - b) g / (1 - b^t) takes the place of m in step t, as in `optax.contrib.muon`.
+    The momentum is m <- b m + (1 - b) g, and the update is scale newton_schulz(m). With Nesterov's
+    momentum, b m / (1 - b^(t + 1)) + (1 - b) g / (1 - b^t) replaces m in the update of step t, as
+    in `optax.contrib.muon`.
 
     Attributes:
-      matrices: the matrices in each parameter, by name.
-      exchange: the exchange of the matrices between devices, with parameters in the same order.
+      matrices: the matrices in each parameter, by the parameter's name.
+      exchange: the exchange of the matrices between devices; the parameters are in the same order
+        as in `matrices`.
     """
 
     matrices: Mapping[str, Matrices]
@@ -119,7 +122,7 @@ class Orthogonalized:
         return moves, MuonState(count, mu)
 
     def _rule(self, matrices: jax.Array) -> jax.Array:
-        """Call `newton_schulz` on a few matrices at a time, so that its temporaries stay small."""
+        """Apply `newton_schulz` to batches of matrices, so that the temporaries remain small."""
         at_once = max(1, BATCH // math.prod(matrices.shape[1:]))
         rule = partial(newton_schulz, steps=self.steps, eps=self.eps)
         if len(matrices) <= at_once:
@@ -231,8 +234,8 @@ class MuonConfig(OptimizerConfig):
         labels = _by_name(tree.params, lambda name: "muon" if name in found else "adamw")
         decays = dict(flatten_with_names(decay_mask(tree.params, tree.dims)))
 
-        # The mask is a function, since `optax.partition` hides the leaves of Muon from AdamW, and a
-        # mask must have the structure of the remaining tree.
+        # The mask is a function, since a mask must have the structure of the tree, and
+        # `optax.partition` hides the leaves of Muon from AdamW.
         def mask(params: Params) -> Masks:
             return _by_name(params, decays.__getitem__)
 
@@ -264,6 +267,6 @@ class MuonConfig(OptimizerConfig):
 
 
 def _by_name(tree: PyTree, value: Callable[[str], Any]) -> PyTree:
-    """Return a tree of the same structure with `value(name)` in the place of each leaf."""
+    """Return a tree of the same structure, whose leaves are `value(name of the leaf)`."""
     named = flatten_with_names(tree)
     return jax.tree.unflatten(jax.tree.structure(tree), [value(name) for name, _ in named])

@@ -1,9 +1,9 @@
-"""The owner of each leaf of an optimizer's state: a parameter, and its dims that the leaf has.
+"""The owner of each leaf of an optimizer's state: the parameter to which the leaf belongs.
 
-Moments have the shape of their parameter. Some optimizers keep leaves with only a part of its dims
-(Adafactor's means over rows and over columns, a norm), several copies (L-BFGS), or other shapes.
-The sharding of a leaf, and the form in which it is stored, follow from the dims that it shares with
-its parameter.
+Moments have the shape of their parameter. Some optimizers keep leaves with only some of the
+parameter's dims (Adafactor's means over rows and over columns, a norm), several copies (L-BFGS), or
+other shapes. The sharding of a leaf, and the form in which the leaf is stored, follow from the dims
+that the leaf shares with its parameter.
 """
 
 from __future__ import annotations
@@ -21,36 +21,39 @@ from jaxdist.types import Leaf, OptState, Params, PyTree
 
 @dataclass(frozen=True)
 class Owner:
-    """The parameter to which a leaf belongs.
+    """The parameter to which a leaf belongs, and the dims that both share.
 
     Attributes:
-      name: '/'-joined name of the parameter.
-      dims: for each dim of the leaf, the index of the parameter's dim that it is, or None for a dim
-        that the parameter lacks, or that is ambiguous.
+      name: the '/'-joined name of the parameter.
+      dims: for each dim of the leaf, the index of the same dim in the parameter. The entry is None
+        if the parameter lacks the dim, or if several dims of the parameter may be the same.
     """
 
     name: str
     dims: tuple[int | None, ...]
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """Derive the leaf's partition spec from that of the parameter, dim by dim."""
+        """Return the leaf's partition spec, given the parameter's partition spec."""
         entries = dict(enumerate(spec))
         return PartitionSpec(*(None if dim is None else entries.get(dim) for dim in self.dims))
 
     def place_of(self, dim: int | None) -> int | None:
-        """Return the position of a parameter's dim in the leaf, or None if the leaf lacks it."""
+        """Return the index in the leaf of a parameter's dim, or None if the leaf lacks the dim."""
         return self.dims.index(dim) if dim is not None and dim in self.dims else None
 
 
 def owners(state: OptState, params: Params, stacked: Collection[str] = ()) -> PyTree:
-    """Return the `Owner` of each leaf of an optimizer's state, or None, as a tree like the state.
+    """Return a tree like an optimizer's state, with the `Owner` of each leaf, or None.
 
-    A leaf belongs to the parameter whose path is part of the leaf's own path: optax's states hold
-    trees like the tree of parameters, with parts missing (`optax.masked`) or replaced.
+    A leaf belongs to the parameter whose path is part of the leaf's path. The reason is that
+    optax's states hold trees like the tree of parameters, in which some parts may be missing
+    (`optax.masked`) or replaced.
 
     Args:
-      stacked: names of the parameters whose first dim counts layers; the leaves that belong to such
-        a parameter then also begin with a dim of layers (`jaxdist.optim.stacks`).
+      state: the state, or its shapes.
+      params: the parameters, or their shapes.
+      stacked: the names of the parameters whose first dim counts layers. Each leaf that belongs to
+        such a parameter also begins with a dim of layers (`jaxdist.optim.stacks`).
 
     >>> w = jax.ShapeDtypeStruct((4, 3), "float32")
     >>> mean = jax.ShapeDtypeStruct((3,), "float32")
@@ -64,7 +67,7 @@ def owners(state: OptState, params: Params, stacked: Collection[str] = ()) -> Py
 
 
 def of_params(params: Params) -> PyTree:
-    """Return a tree of owners for the parameters themselves, each of which belongs to itself."""
+    """Return a tree like the parameters, in which each parameter is its own owner."""
     found = [Owner(name, tuple(range(leaf.ndim))) for name, leaf in flatten_with_names(params)]
     return jax.tree.unflatten(jax.tree.structure(params), found)
 
@@ -73,8 +76,8 @@ def _owner(
     path: str, leaf: Leaf, shapes: Mapping[str, tuple[int, ...]], stacked: Collection[str]
 ) -> Owner | None:
     keys = path.split("/")
-    # The longest name wins, at its last position in the path: the state's own keys come before it,
-    # and may have the name of a parameter by chance.
+    # The parameter with the longest name is selected, at its last position in the path: the keys of
+    # the state come before it, and may equal the name of a parameter by chance.
     for length in range(len(keys), -1, -1):
         for first in range(len(keys) - length, -1, -1):
             name = "/".join(keys[first : first + length])
@@ -88,10 +91,15 @@ def _owner(
 
 
 def kept_dims(shape: Sequence[int], of: Sequence[int]) -> tuple[int | None, ...]:
-    """Match the dims of a leaf to those of its parameter by their lengths, given both shapes.
+    """Return, for each dim of a leaf, the index of the same dim in the leaf's parameter, or None.
 
-    A leaf has either dims of its own followed by all of the parameter's dims, or some of the
-    parameter's dims in order. The result has None for a dim with several possible matches.
+    Dims are matched by their lengths. A leaf has either further dims and then all dims of the
+    parameter, or only some dims of the parameter, in order. The result has None for a dim with no
+    match or with several possible matches.
+
+    Args:
+      shape: the shape of the leaf.
+      of: the shape of the parameter.
 
     >>> kept_dims((10, 4, 3), (4, 3)), kept_dims((4, 3), (4, 8, 3)), kept_dims((5, 5), (2, 3))
     ((None, 0, 1), (0, 2), (None, None))

@@ -1,4 +1,4 @@
-"""Training with two bytes a number: master weights, bfloat16 moments, stochastic rounding."""
+"""Training with two bytes per number: master weights, bfloat16 moments, stochastic rounding."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     """Round float32 to bfloat16, up or down at random, so that the mean of the result is `x`.
 
-    The result is one of the two neighbours in bfloat16, the upper with probability (x - lower) /
-    (upper - lower). Representable values, NaN and infinities do not change. Values beyond the
-    largest bfloat16 are rounded to it. Cost: 16 random bits for each element.
+    The result is one of the two neighbouring values in bfloat16; the probability of the upper value
+    is (x - lower) / (upper - lower). Representable values, NaN and infinities do not change. Values
+    beyond the largest bfloat16 are rounded to it. Cost: 16 random bits for each element.
 
     >>> stochastic_round(jnp.float32([1.5, -2.0, jnp.inf]), jax.random.key(0)).tolist()
     [1.5, -2.0, inf]
@@ -38,7 +38,7 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     # larger magnitude.
     rounded, cut = upper_half(bits + noise), upper_half(bits)
     rounded = jnp.where(jnp.isfinite(rounded), rounded, cut)
-    # Noise in the low bits could turn a NaN into an infinity or a zero, so values that are not
+    # Noise in the low bits could change a NaN to an infinity or a zero, so values that are not
     # finite are only cast.
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
@@ -56,9 +56,10 @@ def bf16_moments(
     """Keep the float32 moments of `inner` in bfloat16 between steps, stochastically rounded.
 
     Moments are the leaves of the state that belong to a parameter. With b2 = 0.999 a second moment
-    decreases by at most 1/1000 of itself in a step. Neighbouring bfloat16 values differ by about
-    1/256, so rounding to nearest would always undo that change. Inside `jax.shard_map` all shards
-    of a tensor draw the same noise, and each is unbiased.
+    decreases by at most 1/1000 of its value in a step. Neighbouring bfloat16 values differ by about
+    1/256 of their value, so rounding to nearest would always undo that change. Inside
+    `jax.shard_map` all shards of a tensor draw the same noise, and the rounding of each is
+    unbiased.
 
     Raises:
       ConfigError: `inner` holds master weights, which must stay float32; `master_weights` must be
@@ -88,7 +89,11 @@ def bf16_moments(
 
 
 def _are_moments(state: OptState, like: Params) -> list[bool]:
-    """Return which leaves of an inner state are moments; `like` is a tree like the parameters."""
+    """Return, for each leaf of an inner state, whether it is a moment.
+
+    Args:
+      like: a tree like the parameters.
+    """
     leaves, structure = jax.tree.flatten(state)
     found = structure.flatten_up_to(owners(state, like))
     return [
@@ -101,7 +106,7 @@ def _narrowed(state: OptState, like: Params, key: jax.Array) -> OptState:
     leaves, structure = jax.tree.flatten(state)
     for i, moment in enumerate(_are_moments(state, like)):
         if moment and leaves[i].dtype == jnp.float32:
-            # Each leaf has a key of its own: with equal noise, the rounding errors of the leaves
+            # Each leaf has a separate key: with equal noise, the rounding errors of the leaves
             # would be correlated.
             leaves[i] = stochastic_round(leaves[i], jax.random.fold_in(key, i))
     return jax.tree.unflatten(structure, leaves)
@@ -146,16 +151,17 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Run `inner` on float32 parameters kept in the state, for a model that computes in `dtype`.
 
-    After `optax.apply_updates` the narrow parameters are the master weights rounded to nearest, to
-    the bit, if they were so before the step. `init` accepts float32 parameters, and the model then
-    starts from their rounded values. There is one exception: a parameter that was rounded up to a
-    power of two, and whose update nearly cancels it, is off by at most 2**-23 of its old value for
-    one step, since no float32 update leads from there to every narrow value. The updates are
-    float32, since their sum with the narrow parameters would otherwise be rounded twice. Gradients
-    may have any floating dtype.
+    After `optax.apply_updates` the narrow parameters equal the master weights rounded to nearest,
+    to the bit, if they did before the step. There is one exception: a parameter that was rounded up
+    to a power of two, and whose update nearly cancels it, differs by at most 2**-23 of its old
+    value for one step, since no float32 update leads from there to every narrow value. The updates
+    are float32, since their sum with the narrow parameters would otherwise be rounded twice.
+    Gradients may have any floating dtype. `init` accepts float32 parameters, and the model then
+    starts from their rounded values.
 
     Raises:
-      ConfigError: a dtype other than bfloat16 and float16; params that are missing or not `dtype`.
+      ConfigError: the dtype is neither bfloat16 nor float16; an update lacks the parameters, or
+        their dtype is not `dtype`.
 
     >>> tx, params = master_weights(optax.sgd(1e-3)), jnp.bfloat16(1)
     >>> state = tx.init(params)

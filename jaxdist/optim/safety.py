@@ -1,14 +1,14 @@
-"""Safe steps: clipping of gradients, and skipping of bad batches (NaN, spikes, no weight).
+"""Safe steps: the clipping of gradients, and the skipping of bad batches (NaN, spikes, no weight).
 
 Each function is pure or returns an `optax.GradientTransformationExtraArgs`, and runs under jit
-without a transfer to the host. Together with the wrappers of `precision.py` they are nested in this
+without a transfer to the host. The wrappers of this module and of `precision.py` are nested in this
 order:
 
     skip_nonfinite(skip_spikes(master_weights(bf16_moments(optax.adamw(1e-3)))))
 
-Under automatic sharding this suffices. Inside `jax.shard_map`, where a device sees only its shards,
-pass the partition specs of the gradients: all devices then make the same decision, at the cost of
-an all-reduce of a single number.
+Inside `jax.shard_map`, where a device sees only its shards, pass the partition specs of the
+gradients. All devices then make the same decision, at the cost of an all-reduce of a single number.
+Under automatic sharding no specs are necessary.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def _wide_square(x: jax.Array) -> jax.Array:
 
 
 def global_norm(tree: PyTree, specs: Specs = None) -> jax.Array:
-    """Compute the Euclidean norm of all leaves together, summed in float32 for every dtype.
+    """Return the Euclidean norm of all leaves together, summed in float32 for every dtype.
 
     Args:
-      specs: the leaves' partition specs inside `jax.shard_map`; they cost an all-reduce of 4 bytes,
-        in which a leaf counts once even if several devices hold copies.
+      specs: the leaves' partition specs inside `jax.shard_map`; they cost an all-reduce of 4 bytes.
+        A leaf counts once, even if several devices hold replicas.
 
     >>> float(global_norm({"w": jnp.full((4,), 300, jnp.float16)}))
     600.0
@@ -58,9 +58,9 @@ def global_norm(tree: PyTree, specs: Specs = None) -> jax.Array:
 
 
 def global_norm_of_shards(tree: PyTree, shardings: Shardings) -> jax.Array:
-    """Compute `global_norm` under automatic sharding, for leaves with these shardings.
+    """Return the `global_norm` of leaves with these shardings, under automatic sharding.
 
-    XLA would reduce a sum of squares for each leaf separately. This function reduces a single
+    XLA would need an all-reduce for each leaf. This function needs one all-reduce of a single
     number for all leaves that are split into equal parts.
     """
     leaves, placed = jax.tree.leaves(tree), jax.tree.leaves(shardings)
@@ -89,7 +89,11 @@ def _divides(leaf: jax.Array, sharding: NamedSharding) -> bool:
 
 
 def total_square(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> jax.Array:
-    """Add up the squares of all elements; with `specs`, also those of shards on other devices."""
+    """Return the sum of the squares of all elements, including shards on other devices.
+
+    Args:
+      specs: the partition spec of each leaf inside `jax.shard_map`; none outside of it.
+    """
     # Squares of float16 values above 255 overflow, so each value is widened before it is squared.
     squares = [jnp.sum(_wide_square(x)) for x in leaves]
     axes = _all_axes(specs)
@@ -118,7 +122,7 @@ def all_finite(tree: PyTree, specs: Specs = None) -> jax.Array:
 
 
 class SkipSpikesConfig(Config):
-    """The limit above which gradients are too large to apply."""
+    """The limit above which the norm of gradients is too large for a step."""
 
     factor: Annotated[float, Field(gt=1)] = 4.0
     """Multiple of the recent mean gradient norm above which a step is skipped."""
@@ -130,10 +134,10 @@ class SkipSpikesConfig(Config):
 def clip_to_norm(
     inner: optax.GradientTransformation, limit: float | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Apply `inner` to gradients that are scaled down to the global norm `limit` if it is exceeded.
+    """Apply `inner` to gradients that are scaled down to the global norm `limit` if they exceed it.
 
-    Pass the norm as `grad_norm` if it is already known, which saves a read of the gradients. The
-    state is that of `inner`. With a limit of None gradients are never scaled.
+    If the norm is already known, pass it to the update as `grad_norm`, which saves a read of the
+    gradients. The state is the state of `inner`. With a limit of None gradients are never scaled.
 
     >>> tx = clip_to_norm(optax.sgd(1.0), 0.5)
     >>> float(tx.update(jnp.float32(2), tx.init(jnp.float32(0)))[0])
@@ -174,14 +178,14 @@ class SkipState(NamedTuple):
 
 
 SkipRule = Callable[[Grads, RuleMemory], tuple[jax.Array, RuleMemory]]
-"""Function from (gradients, memory) to (a bool scalar that is true to accept the step, the next
-memory)."""
+"""A function from (gradients, memory) to (accept, next memory); the step is skipped unless the bool
+scalar accept is true."""
 
 
 def _stay(update: jax.ShapeDtypeStruct, grad: jax.Array) -> jax.Array:
-    """Return an update of -0.0, which changes nothing: x + -0.0 is x to the bit, even for -0.0."""
+    """Return an update of -0.0, which changes no parameter: x + -0.0 equals x to the bit."""
     still = jnp.full(update.shape, -0.0, update.dtype)
-    # The choice has no effect on the value, but makes it vary over the gradients' manual axes: both
+    # The `where` does not change the value, but makes it vary over the gradients' manual axes: both
     # branches of a `lax.cond` must vary over the same axes.
     return jnp.where(grad == 0, still, still)
 
@@ -220,7 +224,10 @@ def _counted(inner: OptState, state: SkipState, accept: jax.Array, memory: RuleM
 
 
 def count_skips(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wrap the state of `inner` in a `SkipState`, for skips decided elsewhere (`skipped_once`)."""
+    """Wrap the state of `inner` in a `SkipState`, whose counters `skipped_once` increases.
+
+    The wrapper itself skips no step.
+    """
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Params) -> SkipState:
@@ -237,7 +244,7 @@ def count_skips(inner: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def skipped_once(state: OptState) -> OptState:
-    """Return the state after a skipped step, in which only the counters change.
+    """Return the state after a skipped step, in which only the counters of its `SkipState` change.
 
     The `SkipState` may be nested inside the state of an outer transformation.
 
@@ -258,9 +265,9 @@ def skipped_once(state: OptState) -> OptState:
 def skip_nonfinite(
     inner: optax.GradientTransformation, *, specs: Specs = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Apply `inner`, but change nothing in a step with any NaN or infinity among its gradients.
+    """Apply `inner`, but skip each step whose gradients contain a NaN or an infinity.
 
-    In such a step the updates are zero, the inner state is unchanged to the bit, and the outer
+    In a skipped step the updates are zero, the inner state is unchanged to the bit, and the outer
     state (`SkipState`) counts the step. Cost: another read of the gradients, and a write of the
     updates, since XLA does not fuse across the branch.
 
@@ -288,13 +295,14 @@ def skip_spikes(
 ) -> optax.GradientTransformationExtraArgs:
     """Apply `inner`, but skip a step whose gradient norm exceeds `factor` times the running mean.
 
-    The mean is the arithmetic mean over the first `window` steps, in which no finite norm is
-    skipped, and a moving average with decay 1 - 1 / `window` afterwards. A skipped norm enters the
-    mean as `factor` times the mean, so that a lasting change of level is accepted in the end. A
-    norm that is not finite is always skipped and never enters the mean.
+    The mean is the arithmetic mean over the first `window` steps, and a moving average with decay
+    1 - 1 / `window` afterwards. A step among the first `window` steps is not skipped if its norm is
+    finite. The norm of a skipped step enters the mean as `factor` times the mean, so that a lasting
+    change of level is eventually accepted. A step whose norm is not finite is always skipped, and
+    its norm never enters the mean.
 
     Raises:
-      ConfigError: a factor that is not above 1 or not finite; a window under 1.
+      ConfigError: the factor is not above 1 or not finite; the window is under 1.
     """
     if not 1 < factor < float("inf"):
         raise ConfigError(f"skip_spikes: factor {factor} must be finite and above 1, such as 4")
@@ -324,7 +332,11 @@ def skip_states(state: OptState) -> list[SkipState]:
 
 
 def check_skips(consecutive: int, skipped: int, *, max_consecutive: int) -> None:
-    """End a run that skips too many steps in a row, given the counters of its `SkipState`.
+    """End a run that skips too many consecutive steps.
+
+    Args:
+      consecutive, skipped: the counters of the run's `SkipState`.
+      max_consecutive: the largest number of consecutive skipped steps that is accepted.
 
     Raises:
       RunError: more than `max_consecutive` consecutive steps were skipped.

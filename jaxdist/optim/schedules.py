@@ -1,4 +1,4 @@
-"""Learning-rate schedules: linear warm-up, then a decay to a fraction of the peak."""
+"""Learning-rate schedules: a linear warm-up, and then a decay to a fraction of the peak."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class ScheduleConfig(Config):
 
 
 def build_schedule(config: ScheduleConfig, *, peak: float, total_steps: int) -> optax.Schedule:
-    """Build the function from a step (0-based) to its learning rate.
+    """Return a function from a step (0-based) to the learning rate of the step.
 
     >>> lr = build_schedule(ScheduleConfig(type="linear", warmup_steps=2), peak=1.0, total_steps=4)
     >>> [round(float(lr(step)), 3) for step in range(5)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
 
-    A run that is shorter than its warm-up ends within it, at the same rates as a longer run.
+    A run that is shorter than its warm-up has the same rates as the start of a longer run.
     """
     warmup, decay_steps = config.warmup_steps, total_steps - config.warmup_steps
     end = peak * config.end_fraction
@@ -61,7 +61,8 @@ def build_schedule(config: ScheduleConfig, *, peak: float, total_steps: int) -> 
         return decay
     # Step i (0-based) has the rate peak * (i + 1) / warmup, so that the first step is not lost at a
     # rate of 0.
-    # A ramp of one step has no slope: its only step has the peak, with which `decay` begins too.
+    # A ramp of one step has no slope: the rate of this step is the peak, with which `decay` also
+    # begins.
     ramp = optax.linear_schedule(peak / warmup, peak, warmup - 1) if warmup > 1 else decay
     return optax.join_schedules([ramp, decay], [warmup])
 
@@ -70,8 +71,8 @@ class StepClock:
     """The number of skipped steps of a run, which a schedule adds to an optimizer's own count.
 
     An optimizer counts its updates. A schedule counts steps, since warm-up, decay, batch sizes and
-    the end of a run are planned in steps. The difference between the two is known only while an
-    update is traced, and no optax transformation takes it as an argument, so this object holds it.
+    the end of a run are planned in steps. The difference is known only while an update is traced,
+    and no optax transformation accepts the difference as an argument, so this object holds it.
 
     >>> clock = StepClock()
     >>> doubled = clock.by_steps(lambda step: 2 * step)
@@ -93,7 +94,7 @@ class StepClock:
             self._skipped = before
 
     def by_steps(self, schedule: optax.Schedule) -> optax.Schedule:
-        """Convert a schedule of steps to a schedule of updates, for an optimizer's own count."""
+        """Convert a schedule of steps to a schedule of updates, which an optimizer counts."""
 
         def of_updates(count: ArrayLike) -> jax.Array:
             # Without skips even 0 is not added, so that compiled programs stay the same. A result

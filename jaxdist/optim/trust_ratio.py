@@ -32,9 +32,13 @@ class NormPair(NamedTuple):
 def layer_norms(
     pairs: Sequence[tuple[jax.Array, jax.Array]], leaves: Sequence[LayeredLeaf]
 ) -> list[NormPair]:
-    """Compute the norms of weights and update for each layer of each leaf, over all its shards.
+    """Return the norms of the weights and of the update for each layer of each leaf.
 
-    Cost: one all-reduce for the tree (see `add_shards`), or none if no leaf is split.
+    The norms include the shards on other devices. The cost is one all-reduce for all leaves
+    (`add_shards`), or none if no leaf is split.
+
+    Args:
+      pairs: the weights and the update of each leaf.
     """
     return norms_of([leaf.squares(*pair) for leaf, pair in zip(leaves, pairs, strict=True)], leaves)
 
@@ -42,14 +46,21 @@ def layer_norms(
 def norms_of(
     squares: Sequence[tuple[jax.Array, ...]], leaves: Sequence[LayeredLeaf]
 ) -> list[NormPair]:
-    """Compute the norms of `layer_norms` from this device's sums of squares."""
+    """Return the result of `layer_norms`, given this device's sums of squares.
+
+    Args:
+      squares: the sums of the squares of the weights and of the update, for each leaf.
+    """
     return [NormPair(*map(jnp.sqrt, pair)) for pair in add_shards(squares, leaves)]
 
 
 def clip_global_norm(
     grads: Sequence[jax.Array], leaves: Sequence[LayeredLeaf], max_norm: float
 ) -> list[jax.Array]:
-    """Scale the gradients down to the global norm `max_norm`, by at most one all-reduce."""
+    """Scale the gradients down to the global norm `max_norm` if they exceed it.
+
+    The cost is at most one all-reduce.
+    """
     if max_norm == math.inf or not grads:
         return list(grads)
     one = [single_norm(leaf) for leaf in leaves]
@@ -74,7 +85,7 @@ def trust_ratio(
     coefficient: float = 1.0,
     eps: float | jax.Array = 0.0,
 ) -> jax.Array:
-    """Compute coefficient * clip(||w||, phi) / (||u|| + eps), clipped to `ratio_bounds`.
+    """Return coefficient * clip(||w||, phi) / (||u|| + eps), clipped to `ratio_bounds`.
 
     The ratio is 1 where a norm is zero or not finite. Squares are summed in float32, so a norm
     below 1e-19 or above 1e19 counts as zero or infinite.
@@ -106,11 +117,12 @@ def scale_by_layerwise_trust_ratio(
     In an `optax.chain` this transformation follows any base transformation.
 
     Args:
-      layer_dims, specs: see `jaxdist.optim.layers.describe_layers`.
-      mask: true where the ratio applies; elsewhere the update is unchanged.
+      layer_dims, specs: the arguments of `jaxdist.optim.layers.describe_layers`.
+      mask: a mask that is true where the ratio applies; other updates are unchanged.
+      phi, ratio_bounds, coefficient, eps: the arguments of `trust_ratio`.
 
     Raises:
-      ConfigError: no params, bad numbers, dims, axes or masks.
+      ConfigError: an update lacks the parameters, or a number, dim, axis or mask is invalid.
 
     >>> tx = optax.chain(optax.scale_by_rms(), scale_by_layerwise_trust_ratio(), optax.scale(-0.1))
     >>> w = {"kernel": jnp.full((3, 4), 2.0)}
@@ -157,8 +169,12 @@ def need_params(params: Params) -> Params:
 def flags(mask: Mask, params: Params, name: str) -> list[bool]:
     """Expand a mask to a list with a bool for each leaf.
 
+    Args:
+      name: the name of the mask, for errors.
+
     Raises:
-      ConfigError: a tree with another structure than the parameters, or false everywhere.
+      ConfigError: the mask is a tree whose structure differs from the parameters, or a tree that is
+        false everywhere.
     """
     if isinstance(mask, bool):
         return [mask] * len(jax.tree.leaves(params))

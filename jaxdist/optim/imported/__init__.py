@@ -1,1 +1,1 @@
-"""Imported optimizers, and the properties that jaxdist detects in them."""
+"""The properties that jaxdist detects in optimizers that a user imports."""

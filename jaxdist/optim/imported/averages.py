@@ -1,4 +1,4 @@
-"""The parameters to evaluate, where an optimizer evaluates other parameters than it trains.
+"""The parameters to evaluate, for optimizers that evaluate other parameters than they train.
 
 Schedule-free optimizers (Defazio et al., arXiv 2405.15682) take gradients at a point between an
 average and the last iterate, and the average is the model. Other optimizers keep an average of the
@@ -24,7 +24,7 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import OptState, Params, PyTree
 
 EvalParams = Callable[[OptState, Params], Params]
-"""Function from (optimizer's state, trained parameters) to the parameters to evaluate."""
+"""A function from (optimizer's state, trained parameters) to the parameters to evaluate."""
 _SAME = ("copy", "copy_p", "convert_element_type", "optimization_barrier")
 
 
@@ -36,8 +36,8 @@ def eval_params_of(
     The result is None if the trained parameters are to be evaluated.
 
     Args:
-      path: import path of a function of (the rule's state, trained parameters); None looks for the
-        state of `optax.contrib.schedule_free`, whose function is known.
+      path: the import path of a function of (the rule's state, trained parameters). None means that
+        only the state of `optax.contrib.schedule_free` is recognized, whose function is known.
       rule: the optimizer without the wrappers of `jaxdist.optim.build`.
       params: the parameters, or their shapes.
     """
@@ -62,9 +62,12 @@ def _schedule_free(state: OptState) -> Any:
 
 
 def _unwrapped(function: EvalParams, what: str) -> EvalParams:
-    """Wrap a function of the rule's own state into a function of the state with its wrappers.
+    """Convert a function of the rule's state into a function of the state that has wrappers.
 
-    The result has the dtypes of the parameters.
+    The parameters that the function returns have the dtypes of the trained parameters.
+
+    Args:
+      what: a description of the function, for errors.
     """
 
     def run(state: OptState, params: Params) -> Params:
@@ -93,9 +96,10 @@ def _shown(tree: PyTree) -> str:
 
 
 def keeps_average(rule: optax.GradientTransformationExtraArgs, params: Params) -> bool:
-    """Return whether the state seems to hold an average: it begins as the parameters and changes.
+    """Return whether the state seems to hold an average of the parameters.
 
-    Nothing is computed: the function inspects the traces of init and update. A copy that never
+    An average begins as a copy of the parameters, and changes. Nothing is computed, because the
+    function only inspects the traces of init and update. A copy that never
     changes (the initial parameters, from which `optax.contrib.dog` measures a distance) is not an
     average.
 
@@ -120,7 +124,7 @@ def keeps_average(rule: optax.GradientTransformationExtraArgs, params: Params) -
 
 
 def _origins(jaxpr: Jaxpr) -> set[Var]:
-    """Return the variables of a trace that are arguments or copies of arguments."""
+    """Return the variables of a trace that are arguments, or copies of arguments."""
     same = set(jaxpr.invars)
     for equation in jaxpr.eqns:
         called = (

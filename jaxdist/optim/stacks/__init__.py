@@ -1,1 +1,1 @@
-"""Update rules for single tensors, applied to each layer of stacked parameters."""
+"""The application of update rules for single tensors to each layer of stacked parameters."""

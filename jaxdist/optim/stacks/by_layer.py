@@ -1,9 +1,9 @@
-"""The application of an optimizer's rule for single tensors to each layer of stacked parameters.
+"""The wrapper that applies an optimizer's rule for single tensors to stacked parameters.
 
-An imported transformation has the same effect on a stack of layers as on a list of the same layers.
-A rule that depends on a tensor's number of dims, on its norm or on its factors then sees a single
-layer, and a rule over all parameters (a global norm) sees all layers. The state is kept in stacks,
-with one leaf for all layers.
+With this wrapper, a transformation has the same effect on a stack of layers as on a list of the
+same layers. A rule that depends on a tensor's number of dims, on its norm or on its factors
+receives each layer separately, and a rule over all parameters (a global norm) receives all layers.
+The state is kept in stacks, with one leaf for all layers.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ def by_layer(
 ) -> optax.GradientTransformationExtraArgs:
     """Apply `transform` to stacked parameters as if they were lists of layers.
 
-    The state has the structure that it has for a single layer, with a leading dim for the layers in
-    each leaf that belongs to a stack. There is no cost where the rule is proven to treat all
-    elements alike, except for a norm over all parameters. A rule that updates each layer
-    independently costs a `jax.vmap`, and any other rule a program whose length grows with the
-    number of layers.
+    The state has the structure of the state for a single layer, and each leaf that belongs to a
+    stack has a leading dim for the layers. The cost depends on what traces of the rule prove. If
+    every element is updated in the same manner, apart from norms over all parameters, there is no
+    cost. If every layer is updated independently, the cost is a `jax.vmap`. For any other rule, the
+    length of the program grows with the number of layers.
 
     Args:
-      stacked: '/'-joined names of the parameters whose first dim counts layers.
+      stacked: the '/'-joined names of the parameters whose first dim counts layers.
 
     Raises:
-      ConfigError: raised while tracing, if the rule treats layers differently by their position.
+      ConfigError: while tracing, if layers of a stack have results of different structures, shapes
+        or dtypes.
 
     >>> scaled = by_layer(optax.with_extra_args_support(optax.scale_by_trust_ratio()), ["w"])
     >>> grads, params = {"w": jnp.ones((2, 3))}, {"w": jnp.array([[1.0] * 3, [4.0] * 3])}
@@ -76,9 +77,9 @@ def by_layer(
 
 
 def _listed(params: Params, stacked: Collection[str]) -> Callable[[int | None], PyTree]:
-    """Return a function from a number of layers to the parameters' shapes with lists of layers.
+    """Return a function from a number of layers to the parameters' shapes, with lists of layers.
 
-    That function takes None for the actual number of layers in each stack.
+    If the number is None, each list has as many layers as the stack.
     """
     names = [name for name, _ in flatten_with_names(params)]
     shapes, structure = jax.tree.flatten(jax.eval_shape(lambda: params))

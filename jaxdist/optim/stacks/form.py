@@ -15,7 +15,7 @@ from jaxdist.types import PyTree, TreeDef
 
 @jax.tree_util.register_pytree_with_keys_class
 class Layers:
-    """The layers of a stack, in order: the node that replaces a stacked parameter."""
+    """The node of a tree that replaces a stacked parameter: the list of its layers, in order."""
 
     def __init__(self, layers: Sequence[PyTree]) -> None:
         self.layers = tuple(layers)
@@ -26,7 +26,7 @@ class Layers:
 
     @classmethod
     def tree_unflatten(cls, _: None, layers: Sequence[PyTree]) -> Layers:
-        """Rebuild the list from the layers that `tree_flatten_with_keys` returns."""
+        """Return a list of these layers: the inverse of `tree_flatten_with_keys`."""
         return cls(layers)
 
 
@@ -37,13 +37,14 @@ def is_layers(node: object) -> bool:
 
 @dataclass(frozen=True)
 class Form:
-    """The structure of a tree with lists of layers, which converts it to stacks and back.
+    """The structure of a tree with lists of layers, with methods that convert to stacks and back.
 
     Attributes:
-      outer: the structure of the tree with a leaf in the place of each list.
-      inner: for each leaf of `outer`, the structure of a layer of the list, or None for other
-        leaves.
-      counts: for each leaf of `outer`, the number of layers in the list, or 0 for other leaves.
+      outer: the structure of the tree in which a leaf replaces each list.
+      inner: for each leaf of `outer`, the structure of a layer of the list, or None if the leaf
+        replaces no list.
+      counts: for each leaf of `outer`, the number of layers in the list, or 0 if the leaf replaces
+        no list.
     """
 
     outer: TreeDef
@@ -79,11 +80,11 @@ class Form:
         ]
 
     def stack(self, tree: PyTree) -> PyTree:
-        """Put a stack in the place of each list of layers."""
+        """Return the tree in which each list of layers is replaced by a stack."""
         return self._map(tree, lambda node, _: jax.tree.map(lambda *x: jnp.stack(x), *node.layers))
 
     def unstack(self, tree: PyTree) -> PyTree:
-        """Put a list of layers in the place of each stack."""
+        """Return the tree in which each stack is replaced by a list of layers."""
 
         def listed(node: PyTree, count: int) -> Layers:
             return Layers([jax.tree.map(lambda x, i=i: x[i], node) for i in range(count)])
@@ -91,7 +92,7 @@ class Form:
         return self._map(tree, listed)
 
     def join(self, trees: Sequence[PyTree]) -> PyTree:
-        """Join the trees of all layers into a tree with lists of layers."""
+        """Return a tree with lists of layers, given a tree for each layer."""
         nodes = [self.outer.flatten_up_to(tree) for tree in trees]
         return self.outer.unflatten(
             [
@@ -101,11 +102,11 @@ class Form:
         )
 
     def pick(self, tree: PyTree, layer: int) -> PyTree:
-        """Replace each list by its layer with index `layer`: the inverse of `join`."""
+        """Return the tree in which each list is replaced by its layer with index `layer`."""
         return self._map(tree, lambda node, _: node.layers[layer])
 
     def layer_shapes(self, tree: PyTree) -> PyTree:
-        """Return the shapes of single layers, given those of stacks."""
+        """Return the shapes of a single layer, given a tree of the shapes of stacks."""
 
         def cut(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)

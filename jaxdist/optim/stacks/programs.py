@@ -1,8 +1,9 @@
 """Three methods to apply a function on lists of layers to stacks of layers.
 
-The cheapest way is to call the function on the stacks, the second is its `jax.vmap` over layers.
-Both are used only where a comparison of traces (`jaxdist.optim.stacks.terms`) proves that they
-equal the third way, which unstacks the layers and calls the function on the lists.
+The first method, which is the cheapest, calls the function on the stacks. The second is a
+`jax.vmap` of the function over layers. The third unstacks the layers and calls the function on the
+lists. The first two are used only if a comparison of traces (`jaxdist.optim.stacks.terms`) proves
+that their results equal those of the third.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from jaxdist.types import PyTree
 Function = Callable[..., PyTree]
 """A function from trees to a tree, all of which may hold lists of layers."""
 Listed = Callable[[int | None], Sequence[PyTree]]
-"""Function from a number of layers (None for the number in each stack) to the shapes of the
+"""A function from a number of layers (or None for the number in each stack) to the shapes of the
 arguments, with lists of layers."""
 Call = Callable[..., PyTree]
 """A function from trees with stacks of layers to a tree with stacks of layers."""
 COMPARED = 2
-"""Number of layers that are traced for a comparison: two suffice to distinguish layers."""
+"""The number of layers that are traced for a comparison; two suffice to distinguish layers."""
 
 
 def choose(function: Function, listed: Listed, shapes: Sequence[PyTree]) -> Call:
-    """Choose the cheapest program that is proven to equal the function on lists.
+    """Return the cheapest program that is proven to equal the function on lists.
 
     Args:
-      listed: see `Listed`.
-      shapes: the arguments' shapes, with stacks.
+      function: a function on lists of layers.
+      listed: a function to the shapes of the arguments, with lists; see `Listed`.
+      shapes: the shapes of the arguments, with stacks.
     """
     lists = listed(COMPARED)
     forms = tuple(map(Form.of, lists))
@@ -63,8 +65,9 @@ class _Results:
     """The results of a trace on lists of layers.
 
     Attributes:
-      shapes: shapes of the results of a single layer, in a tree without lists.
-      terms: the terms of the results of each layer.
+      form: the structure of the results, with lists of layers.
+      shapes: the shapes of the results for a single layer, in a tree without lists.
+      terms: the terms of the results for each layer.
     """
 
     form: Form
@@ -87,7 +90,7 @@ class _Comparison:
         return [flag for form in self.forms for flag in form.stacked]
 
     def symbols(self, layer: int) -> list[Term]:
-        """Return a term for each leaf of the arguments; a stack has the term of a single layer."""
+        """Return a term for each leaf of the arguments; for a stack, it is the term of a layer."""
         return [
             self.terms.symbol((at, layer if flag else None)) for at, flag in enumerate(self.stacked)
         ]
@@ -98,7 +101,7 @@ class _Comparison:
         return [form.join(trees) for form, *trees in given]
 
     def results(self, layers: Sequence[int]) -> _Results:
-        """Trace the function on lists that hold the given layers."""
+        """Return the results of a trace of the function on lists of the given layers."""
         single = [form.layer_shapes(x) for form, x in zip(self.forms, self.shapes, strict=True)]
         given = self.lists([single] * len(layers))
         traced, shapes = jax.make_jaxpr(self.function, return_shape=True)(*given)
@@ -115,11 +118,11 @@ class _Comparison:
 
     @cached_property
     def wanted(self) -> _Results:
-        """The results on lists of layers, which every other program must equal."""
+        """The results on lists of layers, which the results of any other program must equal."""
         return self.results(range(COMPARED))
 
     def plain(self) -> bool:
-        """Return whether the function has the same results on stacks as on lists of layers."""
+        """Return whether the results on stacks are proven to equal the results on lists."""
         layers = zip(self.stacked, *map(self.symbols, range(COMPARED)), strict=True)
         leaves = zip(layers, jax.tree.leaves(self.shapes), strict=True)
         given = [
@@ -151,7 +154,7 @@ class _Comparison:
         )
 
     def alike(self) -> bool:
-        """Return whether a list with a single layer gives the same results for that layer.
+        """Return whether a layer is proven to have the same results in a list without other layers.
 
         Results that belong to no layer, such as a step count, must also be the same. Stacks of
         different lengths cannot be mapped together.
@@ -167,7 +170,7 @@ class _Comparison:
         return True
 
     def mapped(self, *given: PyTree) -> PyTree:
-        """Map the function over the layers by `jax.vmap`, on lists with a single layer."""
+        """Map the function, called on lists of a single layer, over the layers by `jax.vmap`."""
         form = self.wanted.form
 
         def one(leaves: list[jax.Array]) -> list[jax.Array]:

@@ -1,9 +1,9 @@
 """The terms of traced functions, by which two functions are compared without running them.
 
-Two traces are equal if every result is built from the same inputs by the same primitives. Sums of
-single numbers are compared regardless of their order, and a sum over a stack of layers is the sum
-of the sums of its layers. The norm over all parameters is therefore the same term for stacks and
-for lists of layers.
+A *term* describes how a value is computed from the inputs, and two values with the same term are
+equal. Sums of single numbers are compared regardless of their order, and a sum over a stack of
+layers has the same term as the sum of the sums of its layers. The norm over all parameters
+therefore has the same term for stacks and for lists of layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 Term: TypeAlias = int
-"""The number of a term in a `TermTable`: equal terms have equal numbers."""
+"""The number of a term in a `TermTable`; equal terms have equal numbers."""
 
 _ELEMENTWISE = frozenset((
     "abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt",
@@ -30,7 +30,7 @@ _ELEMENTWISE = frozenset((
 """Primitives in whose result each element depends only on the same element of the arguments."""
 _SUMS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and",
          "reduce_or": "or"}  # fmt: skip
-"""Reductions to a single number, and the operation that combines the results of parts."""
+"""The name of each reduction, and the name of the primitive that combines results of two parts."""
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint")
 """Primitives that call a function exactly once, with the arguments of the primitive."""
 
@@ -44,9 +44,9 @@ class TermValue:
     """The terms of a traced variable.
 
     Attributes:
-      layers: the terms of the layers of a stack; a single term for any other variable.
-      stacked: whether the variable's first dim counts these layers.
-      uniform: whether all elements are equal, so that the shape does not matter.
+      layers: the term of each layer of a stack, or a single term for any other variable.
+      stacked: whether the variable is a stack, whose first dim counts the layers.
+      uniform: whether all elements are equal, so that the term does not depend on the shape.
     """
 
     layers: tuple[Term, ...]
@@ -55,18 +55,18 @@ class TermValue:
 
 
 class TermTable:
-    """A set of terms in which equal terms have equal numbers."""
+    """A table of terms, which gives equal terms equal numbers."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Term] = {}
         self._parts: dict[Term, tuple[str, tuple[Term, ...]]] = {}
 
     def symbol(self, name: Hashable) -> Term:
-        """Return the term of an input."""
+        """Return the term of the input with a name."""
         return self._number(("input", name))
 
     def results(self, closed: ClosedJaxpr, inputs: Sequence[TermValue]) -> list[TermValue]:
-        """Return a value, with its terms, for each result of a traced function.
+        """Return the terms of each result of a traced function, given the terms of its inputs.
 
         Raises:
           UnknownError: a stack of layers is passed to an operation that may mix its layers.
@@ -129,7 +129,7 @@ class TermTable:
         return TermValue(tuple(found), stacked, uniform)
 
     def _conditional(self, equation: JaxprEqn, given: Sequence[TermValue]) -> list[TermValue]:
-        """Return the values of a conditional, whose terms combine those of all branches."""
+        """Return the terms of a conditional's results, which combine the terms of all branches."""
         branches = [self.results(_closed(b), given[1:]) for b in equation.params["branches"]]
         found: list[TermValue] = []
         for values in zip(*branches, strict=True):
@@ -147,8 +147,8 @@ class TermTable:
         return found
 
     def _reduced(self, join: str, value: TermValue, shape: tuple[int, ...]) -> TermValue:
-        """Reduce all elements to a single number."""
-        # The term of a uniform value is the same for every shape, but the sum of its elements
+        """Return the term of the reduction of all elements to a single number."""
+        # The term of a uniform value does not depend on the shape, but the sum of its elements
         # depends on their number, so the shape becomes part of the key.
         key = ("reduce", join, shape if value.uniform else None)
         parts = [self._number((*key, term)) for term in value.layers]
@@ -179,7 +179,7 @@ def _body(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def _closed(jaxpr: Any) -> ClosedJaxpr:
-    """Return the jaxpr with its constants; since jax 0.12 every jaxpr has them."""
+    """Return the jaxpr with its constants; since jax 0.12 every jaxpr includes them."""
     return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
 
 
@@ -188,7 +188,7 @@ def _shape(var: Any) -> tuple[int, ...]:
 
 
 def _key(equation: JaxprEqn) -> Hashable:
-    """Return a primitive's parameters, without the shardings if it is elementwise."""
+    """Return a primitive's parameters; for an elementwise primitive, without shardings."""
     shapeless = ("sharding", "out_sharding") if equation.primitive.name in _ELEMENTWISE else ()
     return tuple(
         (name, _plain(value))
