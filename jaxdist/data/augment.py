@@ -1,7 +1,7 @@
 """Random changes of training images: crop, flip, cutout and mixup.
 
-Each change is a function of a key, a number that depends on the seed, the example and its place in
-the run, so that a resumed run, or a run on other hosts, changes each example in the same way.
+Each change is a function of a key, which depends on the seed and on the position of the example in
+the order of training. Therefore a resumed run, or a run on other hosts, makes the same changes.
 
 Dims: N examples, H height, W width, C channels.
 """
@@ -20,13 +20,13 @@ from jaxdist.data.source import HostBatch, Source, take
 from jaxdist.errors import DataError
 
 MIXED_LABEL = "mixed_label"
-"""The field of the label of the other image, which mixup adds."""
+"""The name of the field that mixup adds for the label of the other image."""
 MIXED_SHARE = "mixed_share"
-"""The field of the weight with which mixup adds the other image."""
+"""The name of the field that mixup adds for the share of the other image."""
 
 
 class AugmentConfig(Scaled):
-    """Change training images at random, and convert them as `scale` does.
+    """A transform that changes training images at random, and scales all images as `scale` does.
 
     Held-out images are only cropped, at their centre.
     """
@@ -50,7 +50,7 @@ class AugmentConfig(Scaled):
         """Crop images at their centre, and scale them.
 
         Raises:
-          DataError: an image that is smaller than the crop.
+          DataError: the images are smaller than the crop.
         """
         image = batch["image"]
         if self.crop is not None:
@@ -64,7 +64,13 @@ class AugmentConfig(Scaled):
         return found
 
     def changed(self, source: Source, indices: np.ndarray, keys: np.ndarray) -> HostBatch:
-        """Read examples (int64 [N]) and change each at random by its key (uint64 [N])."""
+        """Read examples, and change each at random by its key.
+
+        Args:
+          source: the source of the examples, and of the other images for mixup.
+          indices: the indices of the examples, int64 [N].
+          keys: the keys, uint64 [N].
+        """
         draws = Draws(keys)
         batch = take(source, indices)
         found = self.scaled({**batch, "image": self._moved(batch["image"], draws)})
@@ -78,7 +84,8 @@ class AugmentConfig(Scaled):
         partners = draws.integers(len(source))
         other = take(source, partners)
         image = self.scaled({**other, "image": self._moved(other["image"], draws)})["image"]
-        # The example's own share is the larger, so that its label is the main label at any mixup.
+        # The share of the other image is at most 1/2, so that the example's label is the main
+        # label.
         drawn = betaincinv(self.mixup, self.mixup, draws.uniform())
         share = np.minimum(drawn, 1 - drawn).astype(np.float32)
         weight = share[:, None, None, None]
@@ -86,7 +93,7 @@ class AugmentConfig(Scaled):
         return {**found, MIXED_LABEL: other["label"], MIXED_SHARE: share}
 
     def _moved(self, image: np.ndarray, draws: Draws) -> np.ndarray:
-        """Cut and mirror images `[N, H, W, C]`, with a single gather of pixels."""
+        """Pad, crop and mirror images `[N, H, W, C]` at random, with a single gather of pixels."""
         if not (self.crop or self.pad or self.flip):
             return image
         height, width = (self.crop, self.crop) if self.crop else image.shape[1:3]
@@ -104,7 +111,7 @@ class AugmentConfig(Scaled):
 
 
 def _room(image: np.ndarray, height: int, width: int) -> tuple[int, int]:
-    """Return the rows and columns that a crop to height x width leaves out."""
+    """Return the numbers of rows and columns that a crop to height x width removes."""
     H, W = image.shape[1:3]
     if height > H or width > W:
         raise DataError(
@@ -115,7 +122,7 @@ def _room(image: np.ndarray, height: int, width: int) -> tuple[int, int]:
 
 
 def _cut_out(image: np.ndarray, side: int, draws: Draws) -> None:
-    """Set a square around a random pixel of each scaled image to 0, the mean, in place."""
+    """Set a square around a random pixel of each scaled image to 0, which is the mean, in place."""
     H, W = image.shape[1:3]
     near = []
     for size in (H, W):

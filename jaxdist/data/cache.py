@@ -10,9 +10,12 @@ from pathlib import Path
 
 
 def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return JAXDIST_CACHE, else jaxdist in XDG_CACHE_HOME, else ~/.cache/jaxdist.
+    """Return the directory of the cache, which may not exist yet.
 
-    The directory may be missing.
+    It is the value of JAXDIST_CACHE, or else jaxdist in XDG_CACHE_HOME, or else ~/.cache/jaxdist.
+
+    Args:
+      environ: the environment variables.
 
     >>> cache_directory({"XDG_CACHE_HOME": "/home/ada/.cache"}).as_posix()
     '/home/ada/.cache/jaxdist'
@@ -24,10 +27,10 @@ def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def publish_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary folder, then rename it to `target`.
+    """Let `write` fill a temporary folder, and then rename the folder to `target`.
 
-    If several processes publish the same target, the first wins; the others drop their equal
-    copies.
+    If several processes publish the same target, the folder of the first remains, and the others
+    delete their equal folders.
 
     Raises:
       OSError: the folder cannot be written.

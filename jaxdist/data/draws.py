@@ -11,21 +11,21 @@ from jaxdist.data.permutation import mix
 
 @dataclass
 class Draws:
-    """Random numbers of N examples, one stream for each key; each call takes the next number."""
+    """The random numbers of N examples: a stream for each key. Each call draws from all streams."""
 
     keys: np.ndarray
     count: int = 0
 
     def bits(self) -> np.ndarray:
-        """Draw uint64 [N]."""
+        """Draw a uint64 from each stream, [N]."""
         self.count += 1
         return mix(self.keys ^ mix(np.full(1, self.count, np.uint64)))
 
     def integers(self, below: int) -> np.ndarray:
-        """Draw int64 [N] in 0 to `below` - 1."""
+        """Draw an int64 in 0 to `below` - 1 from each stream, [N]."""
         return (self.bits() % np.uint64(below)).astype(np.int64)
 
     def uniform(self) -> np.ndarray:
-        """Draw float64 [N] in [0, 1)."""
-        # A float64 has 53 bits, so that no number is rounded up to 1.
+        """Draw a float64 in [0, 1) from each stream, [N]."""
+        # Only 53 bits are used, which a float64 holds, so that no number is rounded up to 1.
         return (self.bits() >> np.uint64(11)) * 2.0**-53

@@ -1,4 +1,4 @@
-"""The user's own data, by import path: any object with `__len__` and `__getitem__`."""
+"""Data that the user imports: any object with `__len__` and `__getitem__`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxdist.types import Kwargs
 
 
 class ImportConfig(Config):
-    """Your own data: a Dataset, a source to train on, or a pair (train, heldout) of sources."""
+    """A user's data: a Dataset, a source to train on, or a pair (train, heldout) of sources."""
 
     type: Literal["import"] = "import"
     """Selects your own data."""
@@ -36,7 +36,7 @@ class ImportConfig(Config):
 
         Raises:
           ConfigError: the import or the call fails.
-          DataError: the result is not data.
+          DataError: the result is not a Dataset, a source or a pair of sources.
         """
         found = load_object(self.path)
         if callable(found) or self.args:
@@ -48,7 +48,7 @@ class ImportConfig(Config):
         return dataset
 
     def _declared(self, dataset: Dataset) -> Dataset:
-        """Return the data set with the config's settings, which override those of a Dataset."""
+        """Return the data set with the config's settings, which override its own settings."""
         said = {"vocab_size": self.vocab_size, "classes": self.classes}
         given = {name: value for name, value in said.items() if value is not None}
         return replace(dataset, **given, unchecked=dataset.unchecked | set(self.unchecked))

@@ -1,7 +1,7 @@
-"""The loading of a source's batches as global arrays, from any step on, in an order by seed.
+"""The loader of batches as global arrays, from any step on, in an order that depends on a seed.
 
-The content of a batch depends only on the source, the seed and the step, not on the number of
-processes or devices. Each process reads only the rows that its own devices need.
+The content of a batch depends only on the source, the seed and the step, and not on the number of
+processes or devices. Each process reads only the rows that its devices need.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class BatchRows(NamedTuple):
     """The rows of a global batch.
 
     Attributes:
-      examples: numbers of the examples, int64 [B].
-      weights: float32 [B], or None where all rows have the same weight.
-      keys: uint64 [B], by which a `RandomSource` changes examples, or None in evaluation.
+      examples: the indices of the examples, int64 [B].
+      weights: the weights of the rows, float32 [B], or None if no row is padding.
+      keys: the keys by which a `RandomSource` changes examples, uint64 [B], or None in evaluation.
     """
 
     examples: np.ndarray
@@ -48,12 +48,13 @@ class Loader:
     """A loader of batches of a source as global arrays; resuming needs only the step.
 
     A batch maps the source's names to arrays with the leading dim `batch_size`. Evaluation batches
-    also have a `weight` (float32): 1 for a real row, 0 for padding. Training batches have no weight
-    of this kind, because all their rows are real: the compiled step then knows the sum of weights,
-    and no device waits for another device's sum. A source may have its own `weight` too.
+    also have a `weight` (float32): 1 for an example, 0 for padding. Training batches have no such
+    weight, because they have no padding: the compiled step then knows the sum of weights, and no
+    device waits for another device's sum. If the examples of a source have a `weight`, batches have
+    their weights too.
 
     Attributes:
-      batch_shapes: shapes, dtypes and shardings of a training batch.
+      batch_shapes: the shape, dtype and sharding of each array of a training batch.
     """
 
     def __init__(
@@ -70,24 +71,26 @@ class Loader:
         allowed: Allowed = ANY_FINITE,
         split: str = "training split",
     ):
-        """Validate all arguments that can be checked before the first batch.
+        """Check the arguments, read example 0, and plan the layout of batches.
 
         Args:
           source: the examples.
-          batch_size: examples in a global batch.
-          sharding: the sharding of each name's array, by name or as a function (name, shape).
-          seed: seed of the order of the examples, any integer >= 0.
-          shuffle: whether each epoch has a new order, or the source's own.
-          start_example: number of examples that were used before step 0, in batches of any size.
-          prefetch: number of batches that wait on the devices, besides the batch in use.
-          threads: number of readers that work on different batches at once.
-          allowed: allowed values, checked when a batch is read.
-          split: name of the source in messages.
+          batch_size: the number of examples in a global batch.
+          sharding: the sharding of each array: a mapping from names, or a function of (name,
+            shape).
+          seed: the seed of the order of the examples, any integer >= 0.
+          shuffle: whether each epoch has a different random order; false keeps the source's order.
+          start_example: the number of examples that were used before step 0, in batches of any
+            size.
+          prefetch: the number of batches that are loaded ahead, in addition to the batch in use.
+          threads: the number of threads that load different batches at the same time.
+          allowed: the allowed values, which are checked when a batch is read.
+          split: the name of the source in messages.
 
         Raises:
-          DataError: an empty source or one without a length, a batch size below 1, a start below
-            0, or an example 0 with values that are not allowed.
-          ShardingError: a name without a sharding, or a batch that does not divide over devices.
+          DataError: the source is empty or has no length, the batch size is below 1, the start is
+            below 0, or example 0 has values that are not allowed.
+          ShardingError: an array has no sharding, or the batch does not divide over devices.
         """
         length(source, "the source")
         if batch_size < 1:
@@ -115,7 +118,9 @@ class Loader:
         }
 
     def part(self, start: int, size: int) -> Loader:
-        """Return the loader of rows `start` to `start + size` of every batch: a worker's share.
+        """Return the loader of only the rows from `start` up to `start + size` of every batch.
+
+        Such rows are, for example, the share of a worker.
 
         Raises:
           ShardingError: the rows do not divide over the devices.
@@ -126,13 +131,13 @@ class Loader:
         return found
 
     def at_once(self) -> Loader:
-        """Return the loader whose evaluations have one batch, for losses that return a scalar."""
+        """Return a loader whose evaluation is a single batch, for losses that return a scalar."""
         found = copy(self)
         found._at_once = True
         return found
 
     def batch(self, step: int) -> DeviceBatch:
-        """Read a training batch now."""
+        """Return the training batch of `step`, read in the calling thread."""
         return self._load(self._training_rows(step))
 
     def _training_rows(self, step: int) -> BatchRows:
@@ -143,29 +148,32 @@ class Loader:
         return BatchRows(self.indices(step), keys=keys)
 
     def _positions(self, step: int) -> np.ndarray:
-        """Return the places (int64) of the batch of `step` in the order of all epochs."""
+        """Return the positions (int64) of the rows of a batch in the order of all epochs."""
         first = self._start_example + step * self._batch_size
         return (np.arange(self._batch_size, dtype=np.int64) + first)[self._rows]
 
     def indices(self, step: int) -> np.ndarray:
-        """Return the examples (int64) of the training batch of `step`."""
+        """Return the indices (int64) of the examples in the training batch of `step`."""
         positions = self._positions(step)
         if self._shuffle:
             return permuted_examples(positions, length=len(self._source), seed=self._seed)
         return positions % len(self._source)
 
     def batches(self, start_step: int = 0) -> Batches:
-        """Iterate without end over training batches, beginning with that of `start_step`.
+        """Return an endless iterator over training batches, from the batch of `start_step` on.
 
         Raises:
-          DataError: batches that this machine's memory cannot hold.
+          DataError: this machine's memory cannot hold the batches.
         """
         return self._stream(self._training_rows, start_step, sys.maxsize)
 
     def evaluation_batches(self, limit: int | None = None) -> Batches:
-        """Iterate once over all examples, in order, in at most `limit` batches; the last is padded.
+        """Return an iterator over batches of all examples, in order; the last batch is padded.
 
-        After `at_once`, the same examples are in a single batch, without padding.
+        A loader that `at_once` returned has the same examples in a single batch, without padding.
+
+        Args:
+          limit: the largest number of batches, or None for all examples.
         """
         if self._at_once:
             total = len(self._source)
@@ -230,10 +238,10 @@ def _example(source: Source) -> dict[str, np.ndarray]:
 
 
 class Batches(Iterator[DeviceBatch]):
-    """An iterator over batches that are loaded ahead by grain's threads; close it when done.
+    """An iterator over batches, which grain's threads load ahead; call `close` after use.
 
-    Asking grain for a batch costs the calling thread 50 to 100 us even when the batch is ready, so
-    a separate thread does it: `next` only takes batches that are ready.
+    A request to grain costs the calling thread 50 to 100 us, even if the batch is ready. Therefore
+    a separate thread makes the requests, and `next` only waits for a batch.
     """
 
     def __init__(
@@ -244,7 +252,15 @@ class Batches(Iterator[DeviceBatch]):
         prefetch: int,
         threads: int,
     ):
-        """Begin loading at `load(start)`; only prefetched batches are kept."""
+        """Start the threads, which load batches from `load(start)` on.
+
+        Args:
+          load: a function from a step to its batch.
+          start: the first step.
+          stop: the step after the last step.
+          prefetch: the number of batches that are loaded ahead.
+          threads: the number of threads that load batches.
+        """
         import grain  # Imported here, because it takes 1.6 s and only users of data need it.
 
         # One batch waits in the fetcher and the rest in grain, so that at most `prefetch` exist.
@@ -272,7 +288,7 @@ class Batches(Iterator[DeviceBatch]):
         return batch
 
     def close(self) -> None:
-        """Stop the threads, after the batches that they are loading."""
+        """Stop the threads, after they have loaded their current batches."""
         # The fetcher stops first, so that it does not ask the closed iterator for a batch.
         self._wanted.put(False)
         self._iterator.close()
@@ -290,7 +306,10 @@ def _fetch(
     wanted: SimpleQueue[bool],
     ready: SimpleQueue[DeviceBatch | Exception],
 ) -> None:
-    """Put a batch into `ready` for each True in `wanted`, and finally the error or the end."""
+    """Put a batch into `ready` for each True in `wanted`, until `wanted` has False.
+
+    An error, or the end of the batches, is put into `ready` as the last item.
+    """
     try:
         while wanted.get():
             ready.put(next(batches))

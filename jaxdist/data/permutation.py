@@ -10,19 +10,20 @@ _ROUNDS = 8
 
 
 def permuted_examples(positions: np.ndarray, *, length: int, seed: int) -> np.ndarray:
-    """Return the examples at `positions` of an endless shuffled reading of `length` examples.
+    """Return the examples at `positions` of an endless, shuffled sequence of `length` examples.
 
-    Position p is in epoch p // length; every epoch visits each example once, in a different order.
-    A generalised Feistel network over Z_a x Z_a with a = ceil(sqrt(length)) is a bijection on a**2
-    >= length numbers; a result that is too large is sent through again until it is in range (cycle
-    walking), which preserves the bijection. The cost is O(1) memory and about 20 vector operations.
+    Position p is in epoch p // length; every epoch has each example once, in a different order. A
+    generalised Feistel network over Z_a x Z_a with a = ceil(sqrt(length)) is a bijection on a**2 >=
+    length numbers. The network is applied to a result that is too large until the result is in
+    range (cycle walking), which preserves the bijection. The cost is O(1) memory and about 20
+    vector operations.
 
     Source: Black and Rogaway, "Ciphers with arbitrary finite domains", section 4 and 5 (2002).
 
     Args:
       positions: int64 [N], each >= 0.
-      length: examples in an epoch, 1 to 2**62.
-      seed: any integer >= 0.
+      length: the number of examples in an epoch, 1 to 2**62.
+      seed: the seed of the order, any integer >= 0.
 
     >>> permuted_examples(np.arange(6), length=3, seed=0).tolist()
     [2, 1, 0, 0, 1, 2]
@@ -49,7 +50,7 @@ def _feistel(values: np.ndarray, keys: np.ndarray, side: np.uint64) -> np.ndarra
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Scatter each uint64 by the finaliser of splitmix64, which wraps around."""
+    """Return a hash of each uint64, by the finaliser of splitmix64."""
     values = (values + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

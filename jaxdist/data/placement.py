@@ -15,11 +15,12 @@ Shardings = Mapping[str, jax.sharding.Sharding] | Callable[[str, Shape], jax.sha
 
 
 def rows_needed(batch_size: int, indices: Iterable[Index]) -> np.ndarray:
-    """Return the sorted rows (int64 [N]) that blocks of a batch have, each row once.
+    """Return the sorted indices (int64 [N]) of the rows in any of the blocks of a batch.
 
     Args:
-      batch_size: rows in the global batch.
-      indices: an index of the global array for each block; only its first dim matters here.
+      batch_size: the number of rows in the global batch.
+      indices: the index of each block in the global array; only its entry for the first dim is
+        used.
 
     >>> rows_needed(8, [(slice(2, 4), slice(0, 1)), (slice(6, None),)])
     array([2, 3, 6, 7])
@@ -32,12 +33,12 @@ def cut_block(local: np.ndarray, rows: np.ndarray, batch_size: int, index: Index
     """Cut the block `index` of a global array from the rows that were read.
 
     Args:
-      local: values [len(rows), ...].
-      rows: the sorted rows in `local`.
-      batch_size: rows in the global batch.
-      index: the block of the global array [batch_size, ...].
+      local: the values of the rows, [len(rows), ...].
+      rows: the sorted indices of the rows in `local`.
+      batch_size: the number of rows in the global batch.
+      index: the index of the block in the global array [batch_size, ...].
     """
-    # Where all rows are here, a slice is a view, whereas the lookup by positions below copies.
+    # If this process has all rows, a slice is a view, whereas the lookup by positions below copies.
     if len(rows) == batch_size:
         return local[index]
     wanted = np.searchsorted(rows, np.arange(batch_size)[index[0]])
@@ -48,11 +49,16 @@ class BatchPlacement:
     """The layout of batches with the same shapes on the devices of this process."""
 
     def __init__(self, shapes: Mapping[str, Shape], batch_size: int, sharding: Shardings):
-        """Plan the layout; `shapes` are those of a single example.
+        """Plan the layout.
+
+        Args:
+          shapes: the shapes of a single example, by name.
+          batch_size: the number of rows in the global batch.
+          sharding: the sharding of each array, as for `Loader`.
 
         Raises:
           DataError: `sharding` has no entry for a name.
-          ShardingError: a batch that cannot be split by its sharding.
+          ShardingError: the sharding cannot split the batch.
         """
         self._batch_size = batch_size
         self._shapes = {name: (batch_size, *shape) for name, shape in shapes.items()}
@@ -69,7 +75,7 @@ class BatchPlacement:
         )
 
     def struct(self, name: str, dtype: np.dtype) -> jax.ShapeDtypeStruct:
-        """Return shape, dtype and sharding of the global array of this name."""
+        """Return the shape, dtype and sharding of the global array with this name."""
         return jax.ShapeDtypeStruct(self._shapes[name], dtype, sharding=self._shardings[name])
 
     def place(self, local: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:

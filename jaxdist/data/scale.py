@@ -11,7 +11,7 @@ from jaxdist.errors import DataError
 
 
 class Scaled(Config):
-    """Convert the image to float32, (image - mean) / std; 0 to 1 by default."""
+    """A transform that converts images to float32, (image - mean) / std; by default 0 to 1."""
 
     mean: float | list[float] = 0.0
     """Mean of a pixel's value, 0 to 255; a list has one entry for each channel."""
@@ -19,7 +19,7 @@ class Scaled(Config):
     """Divisor of the difference from the mean; a list has one entry for each channel."""
 
     def scaled(self, batch: HostBatch) -> HostBatch:
-        """Scale the images of a batch.
+        """Return a batch with scaled images.
 
         Raises:
           DataError: a list does not have a number for each channel.

@@ -41,13 +41,14 @@ class BatchSource(Source, Protocol):
 
 @runtime_checkable
 class RandomSource(BatchSource, Protocol):
-    """A source whose examples differ each time that they are drawn for training."""
+    """A source whose examples are changed at random each time that they are read for training."""
 
     def draw(self, indices: np.ndarray, keys: np.ndarray) -> Example:
         """Return the examples `indices` (int64 [N]), each changed at random by its key.
 
         Args:
-          keys: uint64 [N], equal for equal seeds, examples and places in the order of training.
+          keys: the keys, uint64 [N]. A key depends on the seed and on the position of the example
+            in the order of training.
         """
         ...
 
@@ -59,16 +60,17 @@ class Dataset:
     Attributes:
       train: the examples to train on.
       heldout: the examples to evaluate on, or None.
-      vocab_size: `tokens` and `targets` are in [0, vocab_size), or None where there are no tokens.
-      classes: each `label` is in [0, classes), or None where there are no labels.
-      description: a line for people.
-      facts: sizes, by name with the unit.
-      tokenizer: the mapping between text and tokens, or None where there are no tokens.
-      fields: number of ids of each categorical field, by name, in the order of the columns of
-        `ids`, or None where there are none.
-      baselines: function that computes the losses to beat on the held-out split (nats per token),
-        by name. The function may take seconds, so it is called only to judge a result.
-      unchecked: fields that may hold NaN, infinity, or values out of the declared range.
+      vocab_size: the upper limit of `tokens` and `targets`, which are in [0, vocab_size), or None
+        without tokens.
+      classes: the upper limit of `label`, which is in [0, classes), or None without labels.
+      description: a line that describes the data to the user.
+      facts: sizes of the data; a name includes the unit.
+      tokenizer: the mapping between text and tokens, or None if there is none.
+      fields: the number of ids of each categorical field, by name, in the order of the columns of
+        `ids`, or None without such fields.
+      baselines: a function that returns the losses of simple models on the held-out split by name,
+        in nats per token. It may take seconds, so it is called only for a comparison with a result.
+      unchecked: the names of fields that may hold NaN, infinity, or values out of range.
     """
 
     train: Source
@@ -92,10 +94,10 @@ class Dataset:
 
 
 class ArraySource:
-    """Examples in memory (or in a memory map) as whole arrays."""
+    """A source of examples that are rows of arrays in memory, or in a memory map."""
 
     def __init__(self, **arrays: np.ndarray):
-        """Hold `arrays`, which share their leading dim, the example."""
+        """Store the arrays, whose first dim counts the examples."""
         assert len({len(array) for array in arrays.values()}) == 1, "one length for all arrays"
         self._arrays = arrays
 
@@ -110,7 +112,10 @@ class ArraySource:
 
 
 def length(source: Source, what: str) -> int:
-    """Return the number of examples of a source, whose name in messages is `what`.
+    """Return the number of examples of a source.
+
+    Args:
+      what: the name of the source in messages.
 
     Raises:
       DataError: `__len__` raised, or returned no valid length, or returned 0.
@@ -149,7 +154,7 @@ def take(source: Source, indices: np.ndarray) -> HostBatch:
 
 
 def narrowed(batch: Example) -> HostBatch:
-    """Convert every array of a batch as `narrow` does."""
+    """Return a batch in which every array is converted as `narrow` does."""
     return {name: narrow(name, values) for name, values in batch.items()}
 
 
@@ -165,7 +170,7 @@ def take_one(source: BatchSource, index: int) -> Example:
 
 
 def read_example(source: Source, index: int) -> HostBatch:
-    """Read example `index` of any source, as arrays with the dtypes that jax gives them.
+    """Read example `index` of any source, as arrays with the dtypes to which jax converts them.
 
     Raises:
       DataError: the source raised, or the example is not a mapping of names to arrays.
@@ -183,7 +188,12 @@ def read_example(source: Source, index: int) -> HostBatch:
 
 
 def narrow(name: str, value: ArrayLike) -> np.ndarray:
-    """Convert `value` to an array of at most 32 bits per element, as jax does, but never wrap.
+    """Convert `value` to an array of at most 32 bits per element, as jax does.
+
+    Unlike jax, the function refuses integers that 32 bits cannot hold.
+
+    Args:
+      name: the name of the value, for errors.
 
     Raises:
       DataError: `value` does not hold numbers, or holds integers that 32 bits cannot hold.

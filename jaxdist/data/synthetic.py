@@ -26,11 +26,11 @@ _ONLY = {
     "labelled_tokens": {"vocab_size", "window", "classes"},
     "images": {"height", "width", "channels", "classes", "transform"},
 }
-"""The settings that each kind reads."""
+"""The settings that only some kinds read, for each kind."""
 
 
 class SyntheticConfig(Config):
-    """Random examples with a structure to learn, so that a loss can fall."""
+    """Random examples with a structure that a model can learn."""
 
     type: Literal["synthetic"] = "synthetic"
     """Selects synthetic data."""
@@ -78,7 +78,7 @@ class SyntheticConfig(Config):
         """Build the data set; examples are computed only when they are read.
 
         Raises:
-          DataError: images that do not fit into this machine's memory.
+          DataError: the images do not fit into this machine's memory.
         """
         tokens = self.kind != "images"
         if not tokens:
@@ -109,7 +109,13 @@ class SyntheticConfig(Config):
 
 
 def _masked(dataset: Dataset, masking: MaskingConfig, size: int) -> Dataset:
-    """Hide tokens of both splits by a mask, a token that is added to the vocabulary."""
+    """Return the data set with hidden tokens in both splits.
+
+    The mask that replaces hidden tokens is added to the vocabulary.
+
+    Args:
+      size: the number of tokens of the vocabulary.
+    """
     train, heldout = (
         None if split is None else MaskedWindows(split, masking, size, size, (size,))
         for split in (dataset.train, dataset.heldout)
@@ -119,9 +125,9 @@ def _masked(dataset: Dataset, masking: MaskingConfig, size: int) -> Dataset:
 
 
 class _TokenSource:
-    """A source of `tokens` int32 [L + 1] and `segments` int32 [L], which are zeros.
+    """A source of `tokens` int32 [L + 1], and of `segments` int32 [L], which are zeros.
 
-    Each token is followed by one of its four successors.
+    Each token of the vocabulary has four possible successors.
     """
 
     def __init__(self, config: SyntheticConfig, stream: int, length: int):
@@ -149,7 +155,7 @@ class _TokenSource:
 
 
 class _LabelledSource(_TokenSource):
-    """A source of `tokens` and `segments`, int32 [L], and `label`, int32."""
+    """A source of `tokens` int32 [L], `segments` int32 [L] and `label` int32."""
 
     def __init__(self, config: SyntheticConfig, stream: int, length: int):
         super().__init__(config, stream, length)
@@ -162,7 +168,7 @@ class _LabelledSource(_TokenSource):
 
 
 def _check_pictures(config: SyntheticConfig) -> None:
-    """Refuse images that do not fit into memory, before their random numbers take minutes."""
+    """Refuse images that do not fit into memory, before minutes are spent on random numbers."""
     shape = (config.height, config.width, config.channels)
     needed = (config.classes + _NOISES) * math.prod(shape)
     if needed > host_memory_bytes():
@@ -201,6 +207,9 @@ def _stream_key(seed: int, stream: int) -> np.uint64:
 
 
 def _draws(key: np.uint64, indices: np.ndarray, count: int) -> np.ndarray:
-    """Draw `count` random numbers (uint64 [N, count]) for each example, by its index only."""
+    """Return `count` random numbers for each example, uint64 [N, count].
+
+    The numbers depend only on the key and on the index of the example.
+    """
     examples = mix(indices.astype(np.uint64) ^ key)
     return mix(examples[:, None] + np.arange(count, dtype=np.uint64))

@@ -1,4 +1,4 @@
-"""Transforms of images between their source and the model."""
+"""The transforms that are applied to images when they are read from a source."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Transform = Callable[[HostBatch], Mapping[str, ArrayLike]]
 
 
 class ScaleConfig(Scaled):
-    """Convert the image to float32, (image - mean) / std; 0 to 1 by default."""
+    """A transform that converts images to float32, (image - mean) / std; by default 0 to 1."""
 
     type: Literal["scale"]
     """Selects this transform."""
 
     def build(self) -> Transform:
-        """Return the function of a batch of examples."""
+        """Return the function from a batch of examples to the transformed batch."""
         return self.scaled
 
 
 class ImportedTransformConfig(Config):
-    """Your own transform: a function of a batch, a mapping of arrays [N, ...], to another batch."""
+    """A user's transform: a function from a batch, a mapping of arrays [N, ...], to a new batch."""
 
     type: Literal["import"]
     """Selects this transform."""
@@ -43,7 +43,7 @@ class ImportedTransformConfig(Config):
     """Keyword arguments for the function."""
 
     def build(self) -> Transform:
-        """Import the function, and report what it raises on batches as errors of the config.
+        """Return the imported function, whose errors on batches become errors of the config.
 
         Raises:
           ConfigError: the function cannot be imported.
@@ -69,9 +69,9 @@ TransformConfig = Annotated[
 
 
 def transformed(dataset: Dataset, config: TransformConfig | None) -> Dataset:
-    """Apply a transform to both splits of a data set; without a transform return it unchanged.
+    """Return the data set with a transform of both splits, or unchanged if `config` is None.
 
-    Random changes are for training alone: they happen where the loader draws examples.
+    Only training examples are changed at random, when the loader draws them.
     """
     if config is None:
         return dataset
@@ -111,7 +111,7 @@ class _Transformed:
 
 @dataclass(frozen=True)
 class _Augmented:
-    """A source whose examples are changed at random where they are drawn for training."""
+    """A source whose examples are changed at random if they are drawn for training."""
 
     source: Source
     config: AugmentConfig

@@ -1,4 +1,4 @@
-"""Allowed values of a batch: integers in a declared range, otherwise finite numbers."""
+"""The allowed values of a batch: integers in a declared range, otherwise finite numbers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Allowed:
     without an error.
 
     Attributes:
-      limits: limits of fields whose values are integers in [0, limit), by field.
-      unchecked: fields that may hold anything.
-      tables: number of ids of each column of the field `ids`, by the column's name.
+      limits: by field, the limit of its values, which are integers in [0, limit).
+      unchecked: the fields that may hold any values.
+      tables: the number of ids of each column of the field `ids`, by the column's name.
     """
 
     limits: Mapping[str, int] = field(default_factory=dict)
@@ -30,15 +30,15 @@ class Allowed:
     def check(
         self, batch: Mapping[str, np.ndarray], examples: np.ndarray, split: str = "training split"
     ) -> None:
-        """Check every value of some examples, which costs less time than stacking them.
+        """Refuse a batch with a value that is not allowed.
 
         Args:
           batch: arrays [N, ...] by field.
-          examples: the numbers (int64 [N]) of these examples in their split.
-          split: name of the split in messages.
+          examples: the indices of these examples in their split, int64 [N].
+          split: the name of the split in messages.
 
         Raises:
-          DataError: a value that is not allowed; the message names the first.
+          DataError: a value is not allowed; the message names the first such value.
 
         >>> allowed = Allowed({"label": 10})
         >>> allowed.check({"label": np.array([3, 12])}, np.array([7, 41]))
@@ -82,10 +82,10 @@ data, data.unchecked: [label] turns this check off
 
 
 def _wrong(values: np.ndarray, limit: int | None) -> np.ndarray | None:
-    """Return a bool array, true where a value is not allowed, or None if all values are allowed."""
+    """Return a bool array that is true for each value that is not allowed, or None if all are."""
     whole = values.dtype.kind in "biu"
     if limit is None:
         return None if whole else ~np.isfinite(values)
     outside = (values < 0) | (values >= limit)
-    # NaN is not below 0 nor above the limit, but differs from its floor.
+    # NaN is neither below 0 nor above the limit, but it differs from its floor.
     return outside if whole else outside | (values != np.floor(values))

@@ -1,1 +1,1 @@
-"""Images: their formats and splits."""
+"""Labelled images: their file formats, and their training and held-out splits."""

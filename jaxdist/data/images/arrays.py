@@ -14,7 +14,7 @@ from jaxdist.errors import DataError
 
 
 class Labelled(NamedTuple):
-    """Labelled images: `image` uint8 [N, H, W, C], 0 to 255; `label` int32 [N]."""
+    """Labelled images in arrays: `image` uint8 [N, H, W, C], 0 to 255, and `label` int32 [N]."""
 
     image: np.ndarray
     label: np.ndarray
@@ -24,8 +24,8 @@ class _Cifar(NamedTuple):
     """The files of a data set of the CIFAR family.
 
     Attributes:
-      labels: number of label bytes before the pixels; the last byte is the class.
-      classes: number of classes.
+      labels: the number of label bytes before the pixels; the last of them is the class.
+      classes: the number of classes.
     """
 
     train: Sequence[str]
@@ -98,10 +98,11 @@ def _read(path: Path) -> bytes:
 
 
 def npz(path: Path) -> tuple[Labelled, Labelled | None]:
-    """Read an npz archive with the arrays x_train, y_train, x_test, y_test, or names like these.
+    """Read the training and held-out images of an npz archive.
 
-    `train_images`, `train_labels`, `test_images` and `val_images` are known too (MedMNIST). Without
-    test arrays there is no held-out split. Nothing is unpickled.
+    The arrays are x_train, y_train, x_test and y_test, or train_images, train_labels, test_images
+    and test_labels (MedMNIST); the names may have val or heldout instead of test. The held-out
+    images are None if the archive has no such arrays. Nothing is unpickled.
 
     Raises:
       DataError: the file is not an npz archive, or an array is missing or cannot be read.
@@ -143,11 +144,14 @@ def _npz_split(arrays: Mapping[str, np.ndarray], split: str, path: Path) -> Labe
 
 
 def labelled(image: np.ndarray, label: np.ndarray, name: str) -> Labelled:
-    """Check that images and labels belong together, and give images a dim of channels.
+    """Return checked images and labels, in which images have a dim of channels.
+
+    Args:
+      name: the name of the file, for errors.
 
     Raises:
-      DataError: images or labels have other dims, their numbers differ, or labels are negative or
-        not integers.
+      DataError: images or labels have another number of dims, the number of images is not the
+        number of labels, or labels are negative or not integers.
     """
     if image.ndim not in (3, 4) or label.ndim != 1 or len(image) != len(label):
         raise DataError(

@@ -1,4 +1,4 @@
-"""Labelled images: Fashion-MNIST, scikit-learn's digits, or files of the user's in five formats."""
+"""Labelled images: Fashion-MNIST, scikit-learn's digits, or the user's files in five formats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxdist.errors import DataError
 _DIGITS = 1797
 _DIGITS_SEED = 0
 _DIGITS_HELDOUT = 5
-"""The number of digits of which one is held out."""
+"""The inverse of the fraction of digits that are held out."""
 
 
 class ImagesConfig(Config):
@@ -68,11 +68,12 @@ class ImagesConfig(Config):
         return self
 
     def build(self) -> Dataset:
-        """Load every image into memory untransformed; `transform` is applied when images are read.
+        """Load the data set; `transform` is applied when a batch is read.
 
         Raises:
-          DataError: missing, damaged or contradictory files; no scikit-learn for the digits.
-          ConfigError: a transform that cannot be imported.
+          DataError: files are missing, damaged or contradictory; scikit-learn, which the digits
+            need, is not installed.
+          ConfigError: the transform cannot be imported.
         """
         return transformed(self._images(), self.transform)
 
@@ -159,7 +160,7 @@ def _digits() -> tuple[Labelled, Labelled]:
     table = _digits_table()
     # NumPy keeps the numbers of RandomState across versions, so the split stays the same.
     order = np.random.RandomState(_DIGITS_SEED).permutation(len(table))
-    # The digits' values 0 to 16 become 0 to 255.
+    # The pixels of the digits are 0 to 16, which become 0 to 255.
     pixels = table[order, :-1].reshape(-1, 8, 8, 1)
     image = np.round(pixels * (255 / 16)).astype(np.uint8)
     label = table[order, -1].astype(np.int32)
@@ -168,9 +169,10 @@ def _digits() -> tuple[Labelled, Labelled]:
 
 
 def _digits_table() -> np.ndarray:
-    """Read float64 [1797, 65], 64 pixels and the label, from the file in the scikit-learn package.
+    """Return the digits as float64 [1797, 65]: the 64 pixels and the label of each.
 
-    An import of scikit-learn would take a quarter of a small run's time.
+    The file in the scikit-learn package is read without an import of scikit-learn, which would take
+    a quarter of a small run's time.
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:

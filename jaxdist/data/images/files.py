@@ -1,7 +1,6 @@
 """Labelled images in files: a folder for each class, or tars of the webdataset format.
 
-Files are decoded when a batch is read, on the loader's threads; only names and labels are in
-memory.
+Images are decoded when a batch is read; only their locations and labels are in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +27,11 @@ _SHOWN = 5
 
 
 class ImagePlace(NamedTuple):
-    """The location of an image's bytes: a file, or a part of a tar; length -1 is up to its end."""
+    """The location of an image's bytes: a part of a file, or of a tar.
+
+    Attributes:
+      length: the number of bytes, or -1 for all bytes up to the end of the file.
+    """
 
     path: str
     start: int = 0
@@ -49,9 +52,9 @@ class EncodedImages:
 
     Attributes:
       places: the location of each image's bytes.
-      labels: int32 [N].
-      size: side of the square to which images are scaled and cropped; None keeps their own size,
-        which must then be the same for all.
+      labels: the label of each image, int32 [N].
+      size: the side of the square to which images are scaled and cropped, in pixels. None keeps the
+        size of the images, which must then be the same for all.
     """
 
     places: Sequence[ImagePlace]
@@ -88,7 +91,10 @@ class EncodedImages:
 
 @cache
 def _decoders() -> ThreadPoolExecutor:
-    """Return the threads that decode; the decoders of JPEG and PNG release the interpreter lock."""
+    """Return the pool of threads that decode images.
+
+    Threads suffice, because the decoders of JPEG and PNG release the interpreter lock.
+    """
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="decode")
 
 
@@ -96,8 +102,9 @@ def decode_image(place: ImagePlace, size: int | None) -> np.ndarray:
     """Decode a JPEG or PNG to uint8 [H, W, 3].
 
     Args:
-      size: the shorter side is scaled to this many pixels, and the longer side is cropped at its
-        ends; None keeps the image's size.
+      place: the location of the image's bytes.
+      size: the number of pixels to which the shorter side is scaled, and the longer side is cropped
+        at both ends. None keeps the image's size.
 
     Raises:
       DataError: the file is broken, or cannot be read.
@@ -122,7 +129,7 @@ def decode_image(place: ImagePlace, size: int | None) -> np.ndarray:
 
 
 class Listing(NamedTuple):
-    """The images of a split, with the name of each image's class."""
+    """The locations of the images of a split, and the name of each image's class."""
 
     places: Sequence[ImagePlace]
     names: Sequence[str]
@@ -137,11 +144,14 @@ def image_files(
     """List the training and the held-out images in a folder.
 
     Args:
-      tars: whether the folder holds tars of the webdataset format, or a folder for each class.
+      size: as for `EncodedImages`.
+      skip_broken: whether to decode every image once, and leave out broken images.
+      tars: whether the folder holds tars of the webdataset format; otherwise it holds a folder for
+        each class.
 
     Returns:
-      Both splits (held-out is None where there is none), the names of the classes in their order,
-      and a note on the broken files that were left out, or "".
+      Four values: the training split; the held-out split, or None if there is none; the names of
+      the classes, in the order of the labels; and a note on broken files that were left out, or "".
 
     Raises:
       DataError: the folder has no images, held-out images have classes that training lacks, or a
@@ -153,7 +163,8 @@ def image_files(
     train = listed["train"]
     heldout = listed.get("heldout")
     classes = sorted(set(train.names))
-    # Tars and numbered folders have numbers as names, which as text would sort 10 before 2.
+    # Tars and numbered folders have numbers as names of classes, which as text would be sorted 10
+    # before 2.
     if all(name.isdecimal() for name in classes):
         classes = sorted(classes, key=int)
     if heldout is not None and (other := set(heldout.names) - set(classes)):
@@ -183,7 +194,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _whole(listing: Listing) -> tuple[Listing, list[str]]:
-    """Decode every image once; return the listing without broken images, and the broken places."""
+    """Decode every image once; return the listing without broken images, and the broken files."""
     kept, broken = [], []
     for place, name in zip(listing.places, listing.names, strict=True):
         try:
@@ -200,7 +211,10 @@ def _whole(listing: Listing) -> tuple[Listing, list[str]]:
 
 
 def _folders(folder: Path) -> Mapping[str, Listing]:
-    """List images in folders of classes, below folders of splits if there are any."""
+    """Return the images of each split, from a folder for each class inside a folder for each split.
+
+    Without folders of splits, all classes are in the training split.
+    """
     splits = {
         split: next((folder / name for name in names if (folder / name).is_dir()), None)
         for split, names in (("train", TRAIN), ("heldout", HELDOUT))
@@ -234,7 +248,10 @@ def _folder(folder: Path) -> Listing:
 
 
 def _tars(folder: Path) -> Mapping[str, Listing]:
-    """List images in tars `train-*.tar` and `val-*.tar`: NAME.jpg with NAME.cls, a number."""
+    """Return the images of each split, from the tars `train-*.tar` and `val-*.tar`.
+
+    A tar has each image as NAME.jpg, and its class, a number, as NAME.cls.
+    """
     found = {}
     for split, names in (("train", TRAIN), ("heldout", HELDOUT)):
         paths = sorted(path for path in folder.glob("*.tar") if path.name.lower().startswith(names))
@@ -251,7 +268,7 @@ def _tars(folder: Path) -> Mapping[str, Listing]:
 
 
 def _tar(path: Path) -> list[tuple[ImagePlace, str]]:
-    """List the images in a tar, with their labels, by a single pass over its headers."""
+    """Return the location and the class of each image in a tar, by one pass over its headers."""
     places: dict[str, ImagePlace] = {}
     labels: dict[str, str] = {}
     try:

@@ -18,18 +18,18 @@ _MAX_DIMS = 4
 
 
 def parse_idx(content: bytes, name: str) -> np.ndarray:
-    """Parse the uint8 array in an IDX file's content; it is read-only and shares the memory.
+    """Parse the uint8 array in an IDX file's content, as a read-only view of the content.
 
     The format is two zero bytes, the dtype code, the number of dims, each dim as a big-endian
     uint32, and the values.
 
     Args:
       content: the file, uncompressed.
-      name: name of the file in messages.
+      name: the name of the file in messages.
 
     Raises:
-      DataError: the content is not an IDX file of uint8 with 1 to 4 dims, or has not the length
-        that its header states.
+      DataError: the content is not an IDX file of uint8 with 1 to 4 dims, or its length differs
+        from the length that its header states.
 
     >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 2, 7, 9]), "labels").tolist()
     [7, 9]

@@ -1,1 +1,1 @@
-"""Ratings and clicks: ids of categorical fields, dense features and a target per example."""
+"""Ratings and clicks: examples with ids of categorical fields, dense features and a target."""

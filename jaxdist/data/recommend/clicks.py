@@ -1,4 +1,4 @@
-"""Generated clicks: any number of them, on any number of ids, which follow a power law."""
+"""Generated clicks: any number of examples with any number of ids, which follow a power law."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _TRAIN, _HELDOUT, _WORLD = range(3)
 
 
 class ClicksConfig(Config):
-    """Generated clicks: ids by a power law, and a click that depends on hidden values of the ids.
+    """Generated clicks: random ids, and a click that depends on hidden values of the ids.
 
-    The k-th most frequent id of n comes about as often as k to the power of minus `skew`. A
-    permutation spreads frequent ids over a table.
+    The frequency of the k-th most frequent id is about proportional to k to the power of minus
+    `skew`. A permutation spreads frequent ids over a table.
     """
 
     type: Literal["clicks"]
@@ -39,7 +39,7 @@ class ClicksConfig(Config):
     """Seed of the examples; equal seeds give equal examples."""
 
     def build(self) -> Dataset:
-        """Build the data set; nothing is stored."""
+        """Build the data set; examples are computed only when they are read."""
         heldout = _Clicks(self, _HELDOUT, self.heldout_examples) if self.heldout_examples else None
         return Dataset(
             train=_Clicks(self, _TRAIN, self.examples),
@@ -58,7 +58,7 @@ class ClicksConfig(Config):
 
 
 class _Clicks:
-    """A source of `ids` int32 [F], `target` float32, and perhaps `dense` float32 [C]."""
+    """A source of `ids` int32 [F], `target` float32, and `dense` float32 [C] if C is not 0."""
 
     def __init__(self, config: ClicksConfig, stream: int, length: int):
         self._config, self._length = config, length
@@ -77,10 +77,10 @@ class _Clicks:
         config = self._config
         count = config.fields + config.dense + 1
         unit_BN = _unit(mix(indices.astype(np.uint64) ^ self._key)[:, None], count)
-        # The inverse of the distribution's integral, x^(1 - skew), whose density is x^-skew.
+        # This inverts the integral of the density x^-skew, which is proportional to x^(1 - skew).
         share_BF = unit_BN[:, : config.fields] ** (1 / (1 - config.skew))
         ranks_BF = (config.ids * share_BF).astype(np.int64)
-        # A factor without a common divisor with the number of ids permutes them.
+        # A product with a factor that is coprime to the number of ids permutes the ids.
         ids_BF = ranks_BF * _coprime(config.ids) % config.ids
         columns = np.arange(config.fields, dtype=np.uint64)[None, :]
         keys_BF = mix(ids_BF.astype(np.uint64) ^ mix(columns ^ self._world))
@@ -96,7 +96,10 @@ class _Clicks:
 
 
 def _unit(keys: np.ndarray, count: int) -> np.ndarray:
-    """Return `count` float64 in (0, 1) for each key, along the last dim, whose size is 1."""
+    """Return `count` random numbers in (0, 1) for each key, as float64 along the last dim.
+
+    The size of the last dim of `keys` is 1.
+    """
     bits = mix(keys + np.arange(count, dtype=np.uint64))
     return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 

@@ -1,4 +1,4 @@
-"""Click logs in the format of Criteo: a label, 13 counts and 26 hexadecimal ids, by tabs."""
+"""Click logs in Criteo's format: lines of a label, 13 counts and 26 hexadecimal ids, with tabs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ COLUMNS = 1 + COUNTS + IDS
 class CriteoConfig(Config):
     """Click logs in the format of Criteo's display advertising data, without a header line.
 
-    Counts c become log(1 + max(c, 0)), an empty count 0. Ids are hashed to `hash_size`; an empty
-    id is row 0 of its table.
+    A count c becomes log(1 + max(c, 0)), and an empty count becomes 0. An id is hashed to a number
+    below `hash_size`; an empty id becomes 0.
     """
 
     type: Literal["criteo"]
@@ -36,8 +36,8 @@ class CriteoConfig(Config):
         """Read all lines into memory.
 
         Raises:
-          DataError: a file that cannot be read, or a line that is torn or no example, with its
-            number.
+          DataError: a file cannot be read, or a line is incomplete or not an example; the message
+            has the number of the line.
         """
         given = {"train": self.train, "heldout": self.heldout}
         train, heldout = (
@@ -58,10 +58,14 @@ class CriteoConfig(Config):
 
 
 def read_clicks(path: Path, key: str, hash_size: int) -> ArraySource:
-    """Read a file of clicks: ids int32 [26], dense float32 [13] and target float32.
+    """Read a file of examples with `ids` int32 [26], `dense` float32 [13] and `target` float32.
+
+    Args:
+      key: the key of the file in the config, for errors.
+      hash_size: the number of rows of each table.
 
     Raises:
-      DataError: see `CriteoConfig.build`.
+      DataError: as for `CriteoConfig.build`.
     """
     labels: list[float] = []
     counts: list[list[float]] = []
@@ -83,7 +87,7 @@ def read_clicks(path: Path, key: str, hash_size: int) -> ArraySource:
                 for at, text in enumerate(values[1 : 1 + COUNTS])
             ]
         )
-        # An id is at most 64 bits; 0 marks an empty one.
+        # An id has at most 64 bits; 0 marks an empty id.
         ids.append(
             [
                 parsed(_hexadecimal, text, f"id {at + 1}", str(path), number)

@@ -1,8 +1,8 @@
 """MovieLens-100K: 100,000 ratings of 1,682 films by 943 people (GroupLens, 1998).
 
-The terms of GroupLens allow research and forbid redistribution, so the files are fetched when they
-are needed, from the package recbole, which carries them. Cite: Harper and Konstan, "The MovieLens
-datasets: history and context", ACM TiiS 5(4), 2015.
+The terms of GroupLens allow research and forbid redistribution. The files are therefore fetched
+when they are needed, from the package recbole, which contains them. Cite: Harper and Konstan, "The
+MovieLens datasets: history and context", ACM TiiS 5(4), 2015.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _OF_FILE = {
     "ml-100k.user": {"age": "age", "gender": "gender", "occupation": "occupation"},
     "ml-100k.item": {"year": "release_year", "genres": "class"},
 }
-"""The column of each field, by file."""
+"""For each file, the column of each field."""
 _KEY = {"ml-100k.user": "user_id", "ml-100k.item": "item_id"}
 
 FieldName = Literal["user", "item", "age", "gender", "occupation", "year", "genres"]
 
 
 class MovieLensConfig(Config):
-    """MovieLens-100K, fetched once into the cache: ratings from 1 to 5, or whether one is liked."""
+    """MovieLens-100K: ratings of films from 1 to 5, or whether a film is liked."""
 
     type: Literal["movielens"]
     """Selects these data."""
@@ -79,7 +79,7 @@ class MovieLensConfig(Config):
         """Read all ratings into memory.
 
         Raises:
-          DataError: files that are missing, cannot be fetched or are not the published files.
+          DataError: files are missing, cannot be fetched, or are not the published files.
         """
         files = movielens(self.directory)
         where = "ml-100k.inter"
@@ -120,7 +120,14 @@ class MovieLensConfig(Config):
 def _ids(
     files: Mapping[str, bytes], rated: Mapping[str, list[str]], fields: tuple[FieldName, ...]
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Return ids int32 `[N, F]`, and the number of ids of each field, in the order of `fields`."""
+    """Return ids int32 `[N, F]`, and the number of ids of each field.
+
+    The columns of the ids are in the order of `fields`.
+
+    Args:
+      files: the contents of the files, by name.
+      rated: the columns of the table of ratings.
+    """
     keys = {"user": rated["user_id"], "item": rated["item_id"]}
     for file, columns in _OF_FILE.items():
         _, table = table_of(files[file], file, [_KEY[file], *columns.values()])
@@ -138,10 +145,10 @@ def _ids(
 
 
 def movielens(directory: str | None = None) -> dict[str, bytes]:
-    """Return the three files by name, from a folder, from the cache, or from the package.
+    """Return the contents of the three files by name, from a folder, the cache or the package.
 
     Raises:
-      DataError: they are missing, cannot be fetched, or are not the published files.
+      DataError: the files are missing, cannot be fetched, or are not the published files.
     """
     folder = cache_directory() / "ml-100k" if directory is None else Path(directory).expanduser()
     if directory is None and not folder.is_dir():
@@ -165,7 +172,7 @@ def movielens(directory: str | None = None) -> dict[str, bytes]:
 
 
 def _fetch(folder: Path) -> None:
-    """Fetch the package's wheel with pip, which knows the user's index, and unpack the files."""
+    """Fetch the package's wheel with pip, from the user's index, and unpack the files."""
     with tempfile.TemporaryDirectory() as place:
         command = python_module("pip", "download", "--quiet", "--no-deps", PACKAGE)
         try:

@@ -15,10 +15,10 @@ Value = TypeVar("Value")
 
 
 def lines_of(text: bytes, where: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of each line that is not empty, and its values, separated by tabs.
+    """Yield the number and the values of each line that is not empty; tabs separate the values.
 
     Raises:
-      DataError: a line is not UTF-8, or the last line has no end, as if the file were torn.
+      DataError: a line is not UTF-8, or the last line does not end, as in an incomplete file.
     """
     if text and not text.endswith(b"\n"):
         number = text.count(b"\n") + 1
@@ -39,11 +39,15 @@ def table_of(
 ) -> tuple[list[int], dict[str, list[str]]]:
     """Read columns of a table whose first line names them as `name:type`.
 
+    Args:
+      where: the name of the file in messages.
+      columns: the names of the columns to read.
+
     Returns:
       The number of each line, and the texts of each column.
 
     Raises:
-      DataError: a missing column, or a line with another number of values.
+      DataError: a column is missing, or a line has another number of values.
     """
     rows = lines_of(text, where)
     _, head = next(rows, (1, [""]))
@@ -69,10 +73,16 @@ def table_of(
 
 
 def parsed(parse: Callable[[str], Value], text: str, what: str, where: str, number: int) -> Value:
-    """Convert a value of a line.
+    """Convert the text of a value in a line.
+
+    Args:
+      parse: a function from a text to a value, which raises ValueError.
+      what: a description of the value, for errors.
+      where: the name of the file in messages.
+      number: the number of the line.
 
     Raises:
-      DataError: the text is no such value.
+      DataError: `parse` refuses the text.
     """
     try:
         return parse(text)
@@ -83,10 +93,13 @@ def parsed(parse: Callable[[str], Value], text: str, what: str, where: str, numb
 
 
 def read_file(path: Path, what: str) -> bytes:
-    """Read a file of the user's.
+    """Return the content of a user's file.
+
+    Args:
+      what: a description of the file, for errors.
 
     Raises:
-      DataError: it cannot be read, or is empty.
+      DataError: the file cannot be read, or it is empty.
     """
     try:
         content = path.read_bytes()

@@ -1,1 +1,1 @@
-"""Text: documents, tokenizers, windows, and a baseline."""
+"""Text: documents, tokenizers, windows of tokens, and a baseline model."""

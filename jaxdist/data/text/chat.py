@@ -1,4 +1,4 @@
-"""Conversations in JSON lines as windows of tokens, with a loss on answers only."""
+"""Conversations in JSON lines as windows of tokens, where only answers enter the loss."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from jaxdist.data.text.tokenizer import BpeTokenizer, BpeTokenizerConfig
 from jaxdist.errors import DataError
 
 PAIR = ("prompt", "completion")
-"""Keys of a row that has an instruction and its answer in place of messages."""
+"""The keys of a row that has an instruction and its answer instead of messages."""
 
 
 class Conversation(NamedTuple):
-    """A conversation as tokens int32 `[N]`, and which tokens are of an answer, bool `[N]`."""
+    """The tokens of a conversation, int32 `[N]`, and whether each is in an answer, bool `[N]`."""
 
     tokens: np.ndarray
     answer: np.ndarray
 
 
 class ChatConfig(Config):
-    """Conversations (.jsonl) as windows of tokens; the loss is that of the answers' tokens.
+    """Conversations (.jsonl) as windows of tokens; only the tokens of answers enter the loss.
 
     A row has `messages`, a list of `{role, content}`, or the texts `prompt` and `completion`. The
-    tokenizer's own chat template turns a row into text.
+    chat template of the tokenizer converts a row to text.
     """
 
     type: Literal["chat"]
@@ -51,8 +51,8 @@ class ChatConfig(Config):
         """Read the conversations, apply the chat template, encode and pack them.
 
         Raises:
-          DataError: rows that are missing, unreadable, malformed, without an answer, or too few; no
-            chat template.
+          DataError: rows are missing, unreadable, malformed, without an answer, or too few; the
+            tokenizer has no chat template.
         """
         tokenizer = self.tokenizer.build()
         template = ChatTemplate(Path(self.tokenizer.file).expanduser().parent)
@@ -94,10 +94,13 @@ class ChatConfig(Config):
 
 
 def read_rows(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
-    """Yield each conversation of files with its place, FILE:LINE, which error messages name.
+    """Yield the location FILE:LINE, for error messages, and the messages of each conversation.
+
+    Args:
+      files: glob patterns.
 
     Raises:
-      DataError: a file that cannot be read, a line that is not JSON, or no conversation with an
+      DataError: a file cannot be read, or a line is not JSON, not a conversation, or without an
         answer.
     """
     for file in matching(files):
@@ -134,7 +137,10 @@ def _messages(line: bytes, where: str) -> list[Message]:
 def encoded(
     template: ChatTemplate, tokenizer: BpeTokenizer, messages: Sequence[Message], place: str
 ) -> Conversation:
-    """Encode a conversation piece by piece, so that tokens end where a model begins to answer.
+    """Encode a conversation part by part, so that no token crosses the start or end of an answer.
+
+    Args:
+      place: the location of the conversation, for errors.
 
     Raises:
       DataError: the template refuses the conversation.
@@ -149,17 +155,23 @@ def encoded(
 
 
 def is_heldout(messages: Sequence[Message], fraction: float) -> bool:
-    """Return whether a conversation is held out, which depends on its content alone."""
+    """Return whether a conversation is held out, which depends only on its content."""
     content = json.dumps(messages, sort_keys=True).encode()
     digest = hashlib.blake2b(content, digest_size=6).digest()
     return int.from_bytes(digest) / 2**48 < fraction
 
 
 def pack(conversations: Sequence[Conversation], *, window: int, filler: int) -> ArraySource | None:
-    """Pack conversations one after another into windows, or return None if no window has an answer.
+    """Pack conversations in order into windows, or return None if no window has an answer.
 
-    `tokens` is int32 [N, L + 1]. `segments`, int32 [N, L], numbers the conversation of each input
-    from 1, and is 0 for filler. `answer`, float32 [N, L], is 1 where the target is of an answer.
+    A conversation that is longer than a window is cut, and is left out if no answer remains.
+    `tokens` is int32 [N, L + 1]. `segments`, int32 [N, L], is the number of each input's
+    conversation in the window, from 1, or 0 for filler. `answer`, float32 [N, L], is 1 if the
+    target is a token of an answer, else 0.
+
+    Args:
+      window: the number of inputs in a window, L.
+      filler: the token that fills up a window.
 
     >>> made = pack([Conversation(np.arange(3), np.array([0, 0, 1], bool))], window=4, filler=9)
     >>> {name: rows.tolist() for name, rows in made.take(np.array([0])).items()}
@@ -188,7 +200,8 @@ def pack(conversations: Sequence[Conversation], *, window: int, filler: int) -> 
         for number, one in enumerate(held, 1):
             here = slice(start, start + len(one.tokens))
             tokens[row, here], segments[row, here] = one.tokens, number
-            # No input of the conversation precedes its first token, which therefore does not count.
+            # The first token of a conversation is not predicted from the conversation, so it has no
+            # weight.
             answer[row, here] = one.answer & (np.arange(len(one.tokens)) > 0)
             start = here.stop
     return ArraySource(tokens=tokens, segments=segments[:, :-1], answer=answer[:, 1:])

@@ -1,4 +1,4 @@
-"""Local text, or the interpreter's own library, as windows of tokens, without downloads."""
+"""Local text, or the interpreter's standard library, as windows of tokens."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class TextConfig(Config):
         """Read, split and encode the text, or reuse an earlier run's encoding.
 
         Raises:
-          DataError: text that is missing, unreadable, malformed, or too short.
+          DataError: the text is missing, unreadable, malformed, or too short.
         """
         tokenizer = self.tokenizer.build()
         files = matching(self.files) if self.source == "files" else python_stdlib()
@@ -196,10 +196,10 @@ class Streams:
 
 
 def load_streams(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer) -> Streams:
-    """Load the encoded text, from the cache if none of its inputs has changed.
+    """Return the encoded text, from the cache if none of its inputs has changed.
 
     Raises:
-      DataError: a file that cannot be read or decoded.
+      DataError: a file cannot be read or decoded.
     """
     folder = cache_directory() / "tokens" / _key(config, files, tokenizer)
     cached = _read_streams(folder)
@@ -207,7 +207,8 @@ def load_streams(config: TextConfig, files: Sequence[TextFile], tokenizer: Token
         return cached
     streams = _encode(config, files, tokenizer)
     try:
-        # A damaged cache must go first, because `publish_folder` keeps a folder that exists.
+        # A damaged cache must be deleted first, because `publish_folder` keeps a folder that
+        # exists.
         shutil.rmtree(folder, ignore_errors=True)
         publish_folder(folder, partial(_write_streams, streams))
     except OSError as error:
@@ -240,7 +241,10 @@ def _encode(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer)
 
 
 def _key(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer) -> str:
-    """Digest the inputs of the streams; a file is known by its path, name, size and time."""
+    """Return a digest of the inputs of the streams.
+
+    A file enters the digest by its path, name, size and modification time.
+    """
     stats = [(str(file.path), file.name, file.path.stat()) for file in files]
     parts = [
         _FORMAT,
@@ -271,7 +275,7 @@ def _read_streams(folder: Path) -> Streams | None:
 
 
 def _baselines(streams: Streams, vocab_size: int) -> dict[str, float]:
-    """Compute the held-out loss of a trigram model; cached, because it takes seconds."""
+    """Return the held-out loss of a trigram model, which is cached because it takes seconds."""
     kept = streams.folder / "trigram.json" if streams.folder else None
     if kept:
         try:

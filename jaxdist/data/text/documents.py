@@ -23,14 +23,14 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class TextFile(NamedTuple):
-    """A file, and its name below the requested folder, which is the same on every machine."""
+    """A file, and its name relative to the requested folder, which is equal on all machines."""
 
     path: Path
     name: str
 
 
 class SplitDocuments(NamedTuple):
-    """The documents of both splits, in bytes (of UTF-8 if the files are), and counts of them."""
+    """The documents of both splits as bytes, and counts of files and documents."""
 
     train: list[bytes]
     heldout: list[bytes]
@@ -38,10 +38,9 @@ class SplitDocuments(NamedTuple):
 
 
 def python_stdlib() -> list[TextFile]:
-    """List the Python files of the running interpreter's own standard library, sorted by name.
+    """List the Python files of the running interpreter's standard library, sorted by name.
 
-    Packages installed with the library (site-packages) are left out, and so are files that are
-    not UTF-8: the library contains a few such files on purpose, to test its own errors.
+    Installed packages (site-packages) are left out.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
@@ -59,7 +58,7 @@ def matching(patterns: Sequence[str]) -> list[TextFile]:
     """List the files that any glob matches (`**` descends into subfolders), sorted by name.
 
     Raises:
-      DataError: a glob that matches no file, or a file of a kind that is not text.
+      DataError: a glob matches no file, or a file does not have a suffix of text files.
     """
     found: dict[Path, TextFile] = {}
     for pattern in patterns:
@@ -87,22 +86,23 @@ def split_documents(
     jsonl_field: str = "text",
     not_utf8: NotUtf8 = "raise",
 ) -> SplitDocuments:
-    """Read every file once, drop those with equal content, and split by file.
+    """Read every file once, leave out files with equal content, and split the files.
 
     A UTF-8 byte order mark at the start of a file is removed.
 
-    A file is held out by the hash of its name, independently of other files; of several files at
-    least one is in each split. A single file is cut, with the last part held out: a .jsonl between
-    two documents, any other file between two lines.
+    The hash of a file's name decides whether the file is held out, independently of other files. If
+    there are several files, at least one is in each split. A single file is cut, and its last part
+    is held out: a .jsonl file is cut between two documents, any other file between two lines.
 
     Args:
-      files: sorted, with distinct names.
-      heldout_fraction: the expected fraction of the held-out split, [0, 1); 0 holds nothing out.
+      files: the files, sorted, with distinct names.
+      heldout_fraction: the expected fraction of the held-out split, in [0, 1); 0 holds nothing out.
       jsonl_field: the key of the text in each line of a .jsonl file.
-      not_utf8: what to do with a file that is not UTF-8.
+      not_utf8: the treatment of a file that is not UTF-8.
 
     Raises:
-      DataError: a file that cannot be read or is not UTF-8, or a malformed line of a .jsonl file.
+      DataError: a file cannot be read or, with "raise", is not UTF-8; a line of a .jsonl file is
+        malformed.
     """
     seen: set[bytes] = set()
     kept: list[tuple[float, list[bytes]]] = []
@@ -171,7 +171,7 @@ def _uniform(name: str) -> float:
 
 
 def read_text_file(path: Path) -> bytes:
-    """Read a file without the byte order mark of UTF-8.
+    """Return the content of a file, without a UTF-8 byte order mark.
 
     Raises:
       DataError: the file cannot be read.
@@ -223,7 +223,7 @@ def _jsonl(path: Path, content: bytes, field: str) -> Iterator[bytes]:
 
 
 def _distinct(files: Sequence[TextFile]) -> list[TextFile]:
-    """Make names distinct by numbers, since files below different folders can have equal names."""
+    """Return files with distinct names: a number is added to a name that another file has."""
     counts: dict[str, int] = {}
     named = []
     for path, name in files:
@@ -242,11 +242,11 @@ def _fixed_folder(pattern: str) -> Path:
 
 
 def _instead(paths: Sequence[Path], root: Path) -> str:
-    """Describe what exists where a glob matched no regular file."""
+    """Describe the existing files and folders near a glob that matched no regular file."""
     for path in paths:
         try:
             kind = path_kind(path)
-        except OSError as error:  # The path is a link to nothing.
+        except OSError as error:  # The path is a link whose target does not exist.
             return f"{path} cannot be read: {error.strerror}"
         remedy = f"; name the files in it: {path}/*.txt" if path.is_dir() else ""
         return f"{path} is {kind}, not a regular file{remedy}"

@@ -21,11 +21,11 @@ from jaxdist.errors import DataError
 from jaxdist.types import Json
 
 FIRST = ("[CLS]", "<s>")
-"""Tokens that begin a sequence to be classified, if the tokenizer has one."""
+"""The tokens with which a sequence begins, if the tokenizer has one of them."""
 
 
 class LabelledDocument(NamedTuple):
-    """A document, its class, and a key by which it is held out."""
+    """A document, its class, and a key whose hash decides whether the document is held out."""
 
     content: bytes
     label: str
@@ -33,7 +33,7 @@ class LabelledDocument(NamedTuple):
 
 
 class LabelledTextConfig(Config):
-    """Labelled text as sequences of tokens: rows of .jsonl files, or files with a class each."""
+    """Labelled text as sequences of tokens: rows of .jsonl files, or files that have a class."""
 
     type: Literal["labelled_text"]
     """Selects labelled text."""
@@ -83,12 +83,12 @@ class LabelledTextConfig(Config):
     def build(self) -> Dataset:
         """Read, label, encode and split the documents.
 
-        An example has `tokens` int32 [L], `segments` int32 [L], which are 1, and 0 for the tokens
-        that fill it up, and `label` int32.
+        An example has `tokens` int32 [L], `segments` int32 [L], and `label` int32. The segments are
+        1 for the tokens of the document, and 0 for padding.
 
         Raises:
-          DataError: text that is missing, unreadable or malformed; a document without a class;
-            fewer than two classes; a split that lacks a class.
+          DataError: text is missing, unreadable or malformed; a document has no class; there are
+            fewer than two classes; a split lacks a class.
         """
         tokenizer = self.tokenizer.build()
         splits: tuple[list[LabelledDocument], ...] = ([], [])
@@ -124,7 +124,7 @@ class LabelledTextConfig(Config):
             if file.path.suffix == ".jsonl":
                 rows = self._rows(file.path, content)
             elif self.source == "python-stdlib" and not _is_utf8(content):
-                continue  # The library has a few such files to test its own errors.
+                continue  # The standard library has a few files that are not UTF-8, for its tests.
             else:
                 rows = [LabelledDocument(content, self._class_of(file), file.name.encode())]
             for row in rows:

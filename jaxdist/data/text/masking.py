@@ -1,4 +1,4 @@
-"""The hiding of tokens that an encoder is to predict (Devlin, arXiv 1810.04805).
+"""The hiding of tokens that an encoder must predict (Devlin, arXiv 1810.04805).
 
 Dims: N examples, L sequence, P predicted positions.
 """
@@ -20,7 +20,7 @@ _Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class MaskingConfig(Config):
-    """Hide some tokens of each window, which an encoder must predict."""
+    """The settings for hiding some tokens of each window, which an encoder must predict."""
 
     rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Fraction of the tokens that are predicted; it gives every window the same number of them."""
@@ -38,7 +38,7 @@ class MaskingConfig(Config):
         return self
 
     def predicted(self, window: int) -> int:
-        """Return the number of predicted tokens of a window.
+        """Return the number of predicted tokens in a window.
 
         >>> MaskingConfig().predicted(128)
         19
@@ -48,18 +48,18 @@ class MaskingConfig(Config):
 
 @dataclass(frozen=True)
 class MaskedWindows:
-    """Windows of a source of `tokens` [L + 1] and `segments` [L], with hidden tokens.
+    """A source of windows with hidden tokens, from a source of `tokens` [L + 1] and `segments` [L].
 
-    An example has `tokens` int32 [L], in which hidden tokens are replaced, `segments` int32 [L],
-    `positions` int32 [P] of the predicted tokens, and `targets` int32 [P], the original tokens
-    there. Training hides other tokens each time that it draws a window, by the key of the draw;
-    evaluation always hides the same tokens.
+    An example has `tokens` int32 [L], in which hidden tokens are replaced; `segments` int32 [L];
+    `positions` int32 [P] of the predicted tokens; and `targets` int32 [P], the original tokens at
+    these positions. For training, the hidden tokens of a window depend on the key with which it is
+    drawn. Evaluation always hides the same tokens.
 
     Attributes:
       mask: the token that replaces hidden tokens.
-      vocab_size: number of tokens from which random tokens are drawn.
-      special: tokens that are predicted only in windows that lack other tokens, such as the end of
-        a document.
+      vocab_size: the number of tokens from which random tokens are drawn.
+      special: the tokens, such as the end of a document, that are predicted only if a window has
+        too few other tokens.
     """
 
     source: Source
@@ -84,8 +84,8 @@ class MaskedWindows:
     def _hidden(self, tokens: np.ndarray, segments: np.ndarray, draws: Draws) -> HostBatch:
         L = tokens.shape[1]
         count = self.config.predicted(L)
-        # The places with the smallest random numbers are predicted. The top bit is kept for special
-        # tokens, so that these come last.
+        # The positions with the smallest random numbers are predicted. The top bit is set only for
+        # special tokens, so that these come last.
         order = mix(draws.bits()[:, None] ^ mix(np.arange(L, dtype=np.uint64)))
         order >>= np.uint64(1)
         special = np.isin(tokens, self.special)

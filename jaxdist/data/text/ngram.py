@@ -1,4 +1,4 @@
-"""A trigram model of tokens by counting: the baseline for trained models."""
+"""A trigram model of tokens, which is fitted by counting: the baseline for trained models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUCKETS = 64
 _STEPS = 40
 _DENSE_LIMIT = 2**25
 _BELIEF = 10.0
-"""Weight of the prior WITTEN_BELL, in tokens, for buckets with little data."""
+"""The weight of the prior WITTEN_BELL, in tokens, which matters for buckets with little data."""
 
 WITTEN_BELL = 1 / (1 + 2 ** ((np.arange(_BUCKETS) + 0.5) / 2))
 """The g of Witten and Bell, T / (T + c), in the middle of each bucket of c / T."""
@@ -22,7 +22,7 @@ WITTEN_BELL = 1 / (1 + 2 ** ((np.arange(_BUCKETS) + 0.5) / 2))
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of n-grams, each of which is a number whose digits in base vocab_size are tokens."""
+    """The counts of n-grams, which are numbers whose digits in base vocab_size are tokens."""
 
     grams: np.ndarray
     """The n-grams, sorted, int64 [G]."""
@@ -33,7 +33,7 @@ class Counts:
     totals: np.ndarray
     """The total count of each context, int64 [C]."""
     buckets: np.ndarray
-    """The reliability of each context, int64 [C]: 2 * log2(count per distinct token)."""
+    """The bucket of each context, int64 [C]: 2 * log2(count per distinct next token)."""
 
 
 class TrigramModel:
@@ -43,10 +43,10 @@ class TrigramModel:
 
         p_n(w | context) = (1 - g) * count(context w) / c + g * p_{n-1}(w | shorter context)
 
-    and g = 1 for an unseen context. g depends only on a bucket of c / T; each bucket's g maximises
-    the likelihood of a slice of the training tokens that is left out of the counts (by expectation
-    maximisation, which begins with the g of Witten and Bell). The final counts are those of all
-    training tokens.
+    and g = 1 for an unseen context. Otherwise g depends only on a bucket of c / T. Expectation
+    maximisation, which starts from the g of Witten and Bell, finds the g of each bucket: it
+    maximises the likelihood of a slice of the training tokens that is left out of the counts. The
+    final counts include all training tokens.
 
     Source: Jelinek and Mercer (1980); the buckets are from Chen and Goodman, "An empirical study of
     smoothing techniques for language modeling", section 2.2 (1998).
@@ -57,16 +57,25 @@ class TrigramModel:
     """
 
     def __init__(self, vocab_size: int, orders: Sequence[Counts], back_off: Sequence[np.ndarray]):
-        """Make a model of `orders`, counts of 1-, 2- and 3-grams, and `back_off`, g by bucket."""
+        """Make a model from counts.
+
+        Args:
+          orders: the counts of 1-grams, 2-grams and 3-grams.
+          back_off: for each of these orders, the g of each bucket.
+        """
         self._vocab_size = vocab_size
         self._orders = orders
         self._back_off = back_off
 
     @classmethod
     def fit(cls, stream: np.ndarray, vocab_size: int) -> TrigramModel:
-        """Count a training stream (integers [N] in [0, vocab_size), vocab_size at most 2**20).
+        """Return the model of a training stream.
 
-        Counting 30 million bytes takes about 8 s and 2 GB on a core.
+        For 30 million bytes this takes about 8 s and 2 GB on a core.
+
+        Args:
+          stream: the tokens, integers [N] in [0, vocab_size).
+          vocab_size: the number of tokens in the vocabulary, at most 2**20.
         """
         assert 1 <= vocab_size <= 2**20, "three tokens must fit an int64"
         apart, rest = _set_apart(np.asarray(stream))
@@ -79,7 +88,7 @@ class TrigramModel:
         return cls(vocab_size, [count([stream], n, vocab_size) for n in _ORDERS], back_off)
 
     def probabilities(self, stream: np.ndarray) -> np.ndarray:
-        """Return the probability (float64 [N - 2]) of each token after a stream's first two."""
+        """Return the probability of each token of a stream after the first two, float64 [N - 2]."""
         result = np.full(len(stream) - 2, 1 / self._vocab_size)
         for order, counts, back_off in zip(_ORDERS, self._orders, self._back_off, strict=True):
             bucket, own = _look_up(counts, [stream], order, self._vocab_size)
@@ -93,7 +102,12 @@ class TrigramModel:
 
 
 def count(pieces: Sequence[np.ndarray], order: int, vocab_size: int) -> Counts:
-    """Count the n-grams within each piece (integers [N]) of a stream."""
+    """Count the n-grams of several parts of a stream; an n-gram does not cross parts.
+
+    Args:
+      pieces: the parts, integers [N].
+      order: the n of the n-grams.
+    """
     grams = np.concatenate([_grams(piece, order, vocab_size) for piece in pieces])
     if vocab_size**order <= _DENSE_LIMIT:
         table = np.bincount(grams)
@@ -108,7 +122,7 @@ def count(pieces: Sequence[np.ndarray], order: int, vocab_size: int) -> Counts:
 
 
 def _grams(piece: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
-    """Return every n-gram (int64 [N - order + 1]) of a piece, as numbers."""
+    """Return every n-gram of a part of a stream, as a number, int64 [N - order + 1]."""
     size = max(len(piece) - order + 1, 0)
     grams = np.zeros(size, np.int64)
     for place in range(order):
@@ -119,7 +133,10 @@ def _grams(piece: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
 def _look_up(
     counts: Counts, pieces: Sequence[np.ndarray], order: int, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bucket (-1 if unseen) and count / c of each token after a piece's first two."""
+    """Return, for each token after the first two of each part, its context's bucket and count / c.
+
+    The bucket is -1 for an unseen context.
+    """
     grams = np.concatenate(
         [_grams(piece[_ORDERS[-1] - order :], order, vocab_size) for piece in pieces]
     )
@@ -130,7 +147,7 @@ def _look_up(
 
 
 def _find(sorted_values: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the place of each wanted value, and whether it is present."""
+    """Return the index of each wanted value in the sorted values, and whether it is present."""
     places = np.minimum(np.searchsorted(sorted_values, wanted), len(sorted_values) - 1)
     return places, sorted_values[places] == wanted
 
@@ -143,7 +160,13 @@ def _interpolate(
 
 
 def _fit_back_off(bucket: np.ndarray, own: np.ndarray, lower: np.ndarray) -> np.ndarray:
-    """Fit the g (float64 [64]) of each bucket that makes the looked-up tokens most likely."""
+    """Return the g of each bucket, float64 [64], that makes the looked-up tokens most likely.
+
+    Args:
+      bucket: the bucket of each token's context, or -1.
+      own: count / c of each token.
+      lower: the probability of each token by the lower order.
+    """
     known = bucket >= 0
     bucket, own, lower = bucket[known], own[known], lower[known]
     believed = np.bincount(bucket, minlength=_BUCKETS) + _BELIEF
@@ -156,7 +179,7 @@ def _fit_back_off(bucket: np.ndarray, own: np.ndarray, lower: np.ndarray) -> np.
 
 
 def _set_apart(stream: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Divide a stream into a twentieth of it, in 16 blocks, and the pieces between the blocks."""
+    """Divide a stream into 16 short blocks, a twentieth of it in all, and the parts between."""
     length = len(stream) // (_APART_SHARE * _APART_BLOCKS)
     starts = [len(stream) * number // _APART_BLOCKS for number in range(_APART_BLOCKS)]
     if length < _ORDERS[-1]:

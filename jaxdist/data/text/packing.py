@@ -1,4 +1,4 @@
-"""Whole documents packed into windows, without a document that is spread over two windows."""
+"""The packing of documents into windows, in which no document is spread over two windows."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from jaxdist.data.source import Example, take_one
 
 
 def pack_lengths(lengths: Sequence[int], window: int) -> list[list[int]]:
-    """Place the pieces, the longest first, into the windows that they fill most.
+    """Return, for each window, the indices of the parts that are packed into it.
 
-    This is best fit decreasing, which needs at most 11/9 of the least number of windows (Johnson
-    et al. 1974, SIAM J. Comput. 3).
+    The parts are assigned one by one, the longest first, each to the window with the least
+    remaining room in which it fits. This method, best fit decreasing, needs at most about 11/9 of
+    the smallest possible number of windows (Johnson et al. 1974, SIAM J. Comput. 3).
 
     Args:
-      lengths: length of each piece, at most `window`.
+      lengths: the length of each part, at most `window`.
+      window: the length of a window.
 
     >>> pack_lengths([3, 2, 6, 5, 4], 8)
     [[2, 1], [3, 0], [4]]
     """
     windows: list[list[int]] = []
-    rooms: list[int] = []  # the distinct free lengths, sorted
+    rooms: list[int] = []  # These are the distinct free lengths, sorted.
     with_room: dict[int, list[int]] = defaultdict(list)
     for piece in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         at = bisect_left(rooms, lengths[piece])
@@ -46,25 +48,32 @@ def pack_lengths(lengths: Sequence[int], window: int) -> list[list[int]]:
 
 
 class PackedSource:
-    """Windows of whole documents of a stream, with the document of each position.
+    """A source of windows that hold documents of a stream, with the document of each position.
 
-    A document is its separator and its tokens. A document that is longer than a window is cut into
-    pieces of a window, and the rest, which count as documents of their own.
+    A document consists of its separator and its tokens. A document that is longer than a window is
+    cut into parts of the length of a window and a shorter rest, which all count as documents.
 
-    `tokens` is int32 [L + 1], of which the last is a separator, and `segments` int32 [L]: documents
-    are numbered from 1, and 0 is the padding at the end, which consists of separators.
+    `tokens` is int32 [L + 1], whose last token is always a separator. `segments`, int32 [L], is the
+    number of each position's document in the window, from 1, or 0 for the padding at the end, which
+    consists of separators.
 
     Attributes:
       padding: the fraction of all inputs that is padding.
     """
 
     def __init__(self, stream: np.ndarray, *, window: int, end_of_document: int):
-        """Pack `stream`, integers [N], in which each document has a separator before it."""
+        """Pack the documents of a stream.
+
+        Args:
+          stream: the tokens, integers [N], with a separator before each document.
+          window: the length of a window, L.
+          end_of_document: the separator.
+        """
         self._stream = np.asarray(stream)
         self._window, self._end_of_document = window, end_of_document
         starts = np.flatnonzero(self._stream == end_of_document)
-        # The separator at the very end of the stream begins no document, nor does one before
-        # another.
+        # A separator begins no document if it is at the end of the stream, or if another separator
+        # follows.
         ends = np.append(starts[1:], len(self._stream))
         self._pieces = [
             (int(at), min(window, int(end - at)))

@@ -1,4 +1,4 @@
-"""Pairs of answers in JSON lines, the preferred answer and another, for `loss.type: dpo`."""
+"""Pairs of answers in JSON lines, a preferred and a rejected answer, for `loss.type: dpo`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = ("chosen", "rejected")
 
 
 class Pair(NamedTuple):
-    """Two conversations that differ in their last message, an answer."""
+    """Two conversations that differ in their last message, which is an answer."""
 
     chosen: list[Message]
     rejected: list[Message]
@@ -32,8 +32,9 @@ class PreferencesConfig(Config):
     """Pairs of answers (.jsonl): an example is a pair, the preferred answer first.
 
     A row has `chosen` and `rejected`, as texts or as lists of `{role, content}`, and `prompt`, a
-    text or such a list; lists may repeat the prompt in its place. The tokenizer's own chat template
-    turns both into text. The loss is that of the last answer's tokens.
+    text or such a list. The lists may instead begin with the prompt. The chat template of the
+    tokenizer converts both conversations to text. Only the tokens of the last answer enter the
+    loss.
     """
 
     type: Literal["preferences"]
@@ -51,7 +52,8 @@ class PreferencesConfig(Config):
         """Read the pairs, apply the chat template, and encode them.
 
         Raises:
-          DataError: rows that are missing, unreadable, malformed or too few; no chat template.
+          DataError: rows are missing, unreadable, malformed or too few; the tokenizer has no chat
+            template.
         """
         tokenizer = self.tokenizer.build()
         template = ChatTemplate(Path(self.tokenizer.file).expanduser().parent)
@@ -65,7 +67,7 @@ class PreferencesConfig(Config):
             ]  # fmt: skip
             both = [one[0] for one in packed if one is not None]
             count += 1
-            # A pair of which the window cuts off an answer has nothing to compare.
+            # If the window cuts off an answer, a pair has nothing to compare.
             if len(both) == len(KINDS):
                 split = splits[is_heldout([*pair.chosen, *pair.rejected], self.heldout_fraction)]
                 split.append(_stacked(both))
@@ -95,10 +97,10 @@ class PreferencesConfig(Config):
 
 
 def read_pairs(files: Sequence[str]) -> Iterator[tuple[str, Pair]]:
-    """Read files, and yield each pair with its place, FILE:LINE, which error messages name.
+    """Yield the location FILE:LINE, for error messages, and each pair of the files.
 
     Raises:
-      DataError: a file that cannot be read, a line that is not JSON, or no pair of answers.
+      DataError: a file cannot be read, or a line is not JSON or not a pair of answers.
     """
     for file in matching(files):
         for number, line in enumerate(read_text_file(file.path).splitlines(), 1):
@@ -136,7 +138,7 @@ def _pair(line: bytes, where: str) -> Pair:
 
 
 def _messages(given: Any, role: str, where: str) -> list[Message]:
-    """Return a list of messages, or the message that a text is."""
+    """Return a list of messages; a text becomes a single message of the role `role`."""
     messages: Any = [{"role": role, "content": given}] if isinstance(given, str) else given
     if not isinstance(messages, list) or not all(
         isinstance(one, dict)
@@ -152,7 +154,7 @@ def _messages(given: Any, role: str, where: str) -> list[Message]:
 
 
 def _last(one: Conversation) -> Conversation:
-    """Leave out earlier answers, which are of the prompt."""
+    """Return the conversation in which only the last answer is marked as an answer."""
     begins = np.flatnonzero(np.diff(one.answer.astype(np.int8)) == 1) + 1
     start = begins[-1] if len(begins) else 0
     return one._replace(answer=one.answer & (np.arange(len(one.answer)) >= start))

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: Jinja text that turns a conversation into a model's input."""
+"""The chat template of a tokenizer: Jinja text that converts a conversation to a model's input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxdist.config.files import read_regular
 from jaxdist.errors import DataError
 
 Message = Mapping[str, Any]
-"""A part of a conversation: its `role`, such as user or assistant, and its `content`."""
+"""A message of a conversation: its `role`, such as user or assistant, and its `content`."""
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 ANSWERS = "assistant"
 """The role whose messages a model learns to write."""
@@ -21,17 +21,17 @@ _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class TextPiece(NamedTuple):
-    """A piece of a conversation as text, and whether the piece is an answer."""
+    """The text of a part of a conversation, and whether the part is an answer."""
 
     text: str
     answer: bool
 
 
 class ChatTemplate:
-    """The template in the folder of a tokenizer, rendered in a sandbox.
+    """The chat template in the folder of a tokenizer, rendered in a sandbox.
 
-    Templates come with downloaded models: in the sandbox they cannot change an object, nor reach
-    anything but the conversation.
+    Templates are downloaded with models. In the sandbox a template can access only the
+    conversation, and cannot change any object.
     """
 
     def __init__(self, folder: Path):
@@ -83,11 +83,13 @@ class ChatTemplate:
             ) from error
 
     def pieces(self, messages: Sequence[Message]) -> list[TextPiece]:
-        """Return a conversation in pieces: answers, with the tokens that end them, and the rest.
+        """Return a conversation divided into answers and other parts.
+
+        An answer includes the tokens that end it.
 
         Raises:
-          DataError: the template refuses the conversation, or writes its beginning differently when
-            more messages follow.
+          DataError: the template refuses the conversation, or the text of its first messages
+            depends on later messages.
         """
         found, done = [], ""
         for number, message in enumerate(messages):
@@ -107,7 +109,7 @@ class ChatTemplate:
 
 
 def _template(folder: Path) -> tuple[Mapping[str, Any], str]:
-    """Return the settings of a tokenizer, and its template."""
+    """Return the settings of a tokenizer, and the text of its chat template."""
     settings: Any = {}
     try:
         if (folder / CONFIG).exists():

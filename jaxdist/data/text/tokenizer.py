@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
     """A digest of the tokenizer: equal digests mean equal encodings."""
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Encode each document to tokens (integers [N]), without the separator."""
+        """Encode each document to tokens, integers [N], without a separator."""
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -39,12 +39,12 @@ class Tokenizer(Protocol):
         ...
 
     def number(self, token: str) -> int | None:
-        """Return the number of a special token, such as [MASK], or None if there is none."""
+        """Return the number of a special token, such as [MASK], or None if it does not exist."""
         ...
 
 
 class ByteTokenizer:
-    """A tokenizer without training: each byte is its own token, and token 256 ends a document.
+    """A tokenizer without training: each byte is a token, and token 256 ends a document.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.encode([b"hi"])
@@ -69,11 +69,11 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """A `tokenizer.json` of the tokenizers library, with an added token that ends a document.
+    """A tokenizer from a `tokenizer.json` of the tokenizers library.
 
     Args:
-      end_of_document: a token of the file that ends a document in place of the added token.
-      vocab_size: number of tokens of the model; None uses the number of the file's tokens.
+      end_of_document: the token of the file that ends a document, or None to add a token for it.
+      vocab_size: the number of tokens of the model, or None for the number of the file's tokens.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class BpeTokenizer:
                     + (f"; did you mean {near!r}?" if near else "; name a token, or null")
                 )
             self.end_of_document = found[end_of_document]
-            # Text that spells the token is text, and does not end a document.
+            # A text that contains the name of the token is encoded as text, and does not end a
+            # document.
             self._tokenizer.encode_special_tokens = True
         own_size = max(*found.values(), self.end_of_document) + 1
         self.vocab_size = vocab_size or own_size
@@ -134,10 +135,7 @@ class BpeTokenizer:
         return tokens
 
     def encode_marked(self, text: str) -> np.ndarray:
-        """Encode a text that may spell special tokens of the file, which are encoded as such.
-
-        The result is int32 `[N]`.
-        """
+        """Encode a text, in which the names of special tokens become these tokens; int32 `[N]`."""
         before = self._tokenizer.encode_special_tokens
         self._tokenizer.encode_special_tokens = False
         try:
@@ -165,7 +163,7 @@ class ByteTokenizerConfig(Config):
 
 
 class BpeTokenizerConfig(Config):
-    """A byte-pair encoding from a file."""
+    """A byte-pair encoding, or another tokenizer of the tokenizers library, from a file."""
 
     type: Literal["bpe"]
     """Selects a tokenizer of the tokenizers library."""
@@ -188,13 +186,14 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, out: Path) -> BpeToke
     """Learn a byte-level BPE and write it to `out` as a tokenizer.json.
 
     Args:
-      documents: UTF-8 text.
-      vocab_size: number of tokens, of which 256 are the single bytes. Little text gives fewer.
+      documents: the documents, in UTF-8.
+      vocab_size: the number of tokens, of which 256 are the single bytes. The result has fewer
+        tokens if the text is too short.
       out: the file to write.
 
     Raises:
-      DataError: fewer than 256 tokens or more than MAX_VOCAB, text that is not UTF-8, or a file
-        that cannot be written.
+      DataError: `vocab_size` is below 256 or above MAX_VOCAB, the text is not UTF-8, or the file
+        cannot be written.
 
     Source: Sennrich, Haddow and Birch, "Neural machine translation of rare words with subword
     units", section 3.2 (2016), on bytes.

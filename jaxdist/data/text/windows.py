@@ -12,9 +12,9 @@ from jaxdist.data.source import Example, take_one
 def join_documents(
     documents: Sequence[np.ndarray], *, end_of_document: int, vocab_size: int
 ) -> np.ndarray:
-    """Join documents to a stream: a separator before each, and another at the very end.
+    """Join documents to a stream, with a separator before each document and another at the end.
 
-    The result is uint16, or uint32 where the vocabulary needs it.
+    The result is uint16, or uint32 for a vocabulary that uint16 cannot hold.
 
     >>> join_documents([np.array([1, 2]), np.array([3])], end_of_document=9, vocab_size=10)
     array([9, 1, 2, 9, 3, 9], dtype=uint16)
@@ -33,8 +33,8 @@ class WindowSource:
 
     `tokens` is int32 [L + 1]: inputs are `tokens[:-1]`, targets `tokens[1:]`. `segments` is int32
     [L]: for each input, the number of separators in the window up to and including that input. A
-    separator is the first input of the document after it, so equal numbers mean the same document,
-    and a model that attends only between equal numbers never looks across a boundary.
+    separator is the first input of the document after it, so inputs with equal numbers are in the
+    same document.
 
     >>> stream = np.array([9, 1, 2, 9, 3, 9, 4])
     >>> source = WindowSource(stream, window=3, end_of_document=9)
@@ -45,7 +45,13 @@ class WindowSource:
     """
 
     def __init__(self, stream: np.ndarray, *, window: int, end_of_document: int):
-        """Cut `stream`, integers [N], N > `window`; the last incomplete window is left out."""
+        """Divide a stream into windows; the last, incomplete window is left out.
+
+        Args:
+          stream: the tokens, integers [N] with N > `window`.
+          window: the length of a window, L.
+          end_of_document: the separator.
+        """
         self._stream = np.asarray(stream)
         self._window = window
         self._end_of_document = end_of_document
